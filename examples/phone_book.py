@@ -1,0 +1,90 @@
+"""The phone book of the attention textbooks: one database that answers an exact, an approximate and a soft query.
+
+    python examples/phone_book.py [PICTURE.png]
+
+The keys are last names, spelt out in character n-grams; the values are first names, as class labels, so that a soft
+query answers with a distribution over first names. Temperature takes it from a database lookup to average pooling.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import softdb
+from softdb.plots import figure, save, temperature_sweep, weight_bars
+from softdb.text import HashedNGrams
+
+BOOK = [
+    ("Schumacher", "Anna"),
+    ("Schneider", "Michael"),
+    ("Fischer", "Julia"),
+    ("Weber", "Sarah"),
+    ("Schulz", "Lisa"),
+    ("Schuler", "Tim"),
+]
+LAST = [last for last, _ in BOOK]
+FIRST = [first for _, first in BOOK]
+
+
+def fill(db: softdb.SoftDB) -> None:
+    """Six records: the last name is id and key, the first name is payload and value."""
+    db.upsert(LAST, LAST, values=range(len(BOOK)), payloads=[{"first": first} for first in FIRST])
+
+
+def exact(db: softdb.SoftDB) -> None:
+    """A lookup by id."""
+    print(f"exact        Schulz -> {db['Schulz'].payload['first']}")
+
+
+def approximate(db: softdb.SoftDB) -> None:
+    """The nearest record, where the one asked for is absent."""
+    db.delete(["Schulz"])
+    try:
+        db["Schulz"]
+    except softdb.UnknownId as error:
+        print(f"without it   {error}")
+    hits = db.search("Schulz", k=1)
+    print(f"approximate  {hits.ids[0][0]} -> {hits.payloads[0][0]['first']}")
+
+
+def soft(db: softdb.SoftDB, temperatures: list[float]) -> torch.Tensor:
+    """The distribution over first names that "Schulz" gives at each temperature, (t, 6)."""
+    shares = torch.cat([db.attend("Schulz", temperature=one).output for one in temperatures])
+    print("\nsoft         temperature  " + "".join(f"{first:>9}" for first in FIRST))
+    for one, row in list(zip(temperatures, shares.tolist(), strict=True))[::10]:
+        print(f"             {one:11.3f}  " + "".join(f"{share:9.3f}" for share in row))
+    return shares
+
+
+def draw(temperatures: list[float], shares: torch.Tensor, path: Path) -> None:
+    """The sweep as curves, and every tenth temperature of it as bars."""
+    picture, (left, right) = figure(columns=2)
+    labels = [f"{last}, {first}" for last, first in BOOK]
+    temperature_sweep(left, temperatures, shares, labels)
+    left.set_title('the weight of each record for "Schulz"')
+    weight_bars(right, shares[::10], labels, [f"{one:.2g}" for one in temperatures[::10]])
+    right.set(title="database lookup → attention → average pooling", xlabel="temperature")
+    save(picture, path)
+    print(f"\npicture      {path}")
+
+
+def main(picture: Path) -> None:
+    """Fill a phone book, ask it in three ways, and draw the third."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "phone-book"
+        with softdb.open(path, encoder=HashedNGrams(), num_classes=len(BOOK), metric="cosine") as db:
+            fill(db)
+            exact(db)
+            approximate(db)
+            fill(db)
+            temperatures = torch.logspace(-2, 1.5, 71).tolist()
+            shares = soft(db, temperatures)
+    draw(temperatures, shares, picture)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "phone_book.png"))

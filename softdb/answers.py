@@ -1,0 +1,111 @@
+"""What queries return: records, hits and pooled values; one entry a query, ids and payloads resolved when asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.check import Id
+from softdb.errors import StaleRead
+
+__all__ = ["Hits", "Pooled", "Record", "Records", "parsed"]
+
+Resolve = Callable[[NDArray[np.int64]], dict[int, tuple[Id, str | None]]]
+
+
+def parsed(texts: list[str | None]) -> list[Any]:
+    """JSON values of payload texts, in one pass."""
+    return json.loads(f"[{','.join(text or 'null' for text in texts)}]")  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One stored record, copied out."""
+
+    id: Id
+    key: Tensor  # (d,)
+    value: Tensor | int | None  # (v,), a class label, or None where the key serves
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Records:
+    """Stored records, copied out: one column a field, in the order asked for."""
+
+    ids: list[Id]  # n
+    keys: Tensor  # (n, d) in the database's dtype
+    values: Tensor | None  # (n, v), (n,) int64 labels, or None where the key serves
+    payload_texts: list[str | None] = field(repr=False)  # n JSON texts
+
+    @cached_property
+    def payloads(self) -> list[Any]:
+        """The n payloads."""
+        return parsed(self.payload_texts)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> Record:
+        value: Tensor | int | None = None if self.values is None else self.values[i]
+        if isinstance(value, Tensor) and value.ndim == 0:
+            value = int(value)
+        return Record(self.ids[i], self.keys[i], value, self.payloads[i])
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The k best records of each query, best first; where there are fewer, row -1, score -inf, id and payload None."""
+
+    rows: Tensor  # (q, k) int64 permanent row numbers, -1 = none
+    scores: Tensor  # (q, k) larger is closer, with gradient to the queries
+    resolve: Resolve = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def live(self) -> Tensor:
+        """Where there is a hit, (q, k) bool."""
+        return self.rows >= 0
+
+    @cached_property
+    def _found(self) -> dict[int, tuple[Id, str | None]]:
+        wanted = np.unique(self.rows[self.rows >= 0].cpu().numpy())
+        found = self.resolve(wanted)
+        if len(found) < len(wanted):
+            raise StaleRead(
+                f"{len(wanted) - len(found)} of {len(wanted)} hits are gone or replaced since the search; search again"
+            )
+        return found
+
+    @cached_property
+    def ids(self) -> list[list[Id | None]]:
+        """Ids of the hits, (q, k). Raises StaleRead when one was deleted or replaced since the search."""
+        found = self._found
+        return [[found[row][0] if row >= 0 else None for row in rows] for rows in self.rows.tolist()]
+
+    @cached_property
+    def payloads(self) -> list[list[Any]]:
+        """Payloads of the hits, (q, k). Raises StaleRead as `ids` does."""
+        values = dict(zip(self._found, parsed([text for _, text in self._found.values()]), strict=True))
+        return [[values[row] if row >= 0 else None for row in rows] for rows in self.rows.tolist()]
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The answer of a soft query, one entry a query."""
+
+    output: Tensor  # (q, v) weighted mean of the values, or (q, num_classes) distribution; differentiable
+    lse: Tensor  # (q,) log Σ exp(score / temperature) over the candidates, -inf for none; differentiable
+    exact: Tensor  # (q,) bool: whether every record that takes part was weighed
+    missed_mass: Tensor  # (q,) estimated share of the weight of records that were not candidates; 0 where exact
+    candidates: Tensor  # (q,) int64: how many records were weighed
+    hits: Hits | None  # the candidates of a truncated query, best first; None when all records took part
+    weights: Tensor | None  # (q, k) of those hits, differentiable

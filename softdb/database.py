@@ -1,0 +1,352 @@
+"""SoftDB: the one stateful class. It orchestrates store, index and soft queries, and contains no mathematics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb import check
+from softdb.answers import Hits, Pooled, Record, Records
+from softdb.check import Array, Id
+from softdb.errors import BadInput, ReadOnly, SoftDBError
+from softdb.index import Finder
+from softdb.scores import Score, ScoreFunction, score_of
+from softdb.soft import SoftQuery, attend_all, attend_nearest, score_rows
+from softdb.store import Batch, Snapshot, Store
+from softdb.store.verify import verify
+
+__all__ = ["SoftDB"]
+
+GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[SoftDB, P], R]:
+    """A public method: a closed handle is refused first, and every error names the method, once."""
+
+    @functools.wraps(method)
+    def call(self: SoftDB, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            self._store.require_open()
+            return method(self, *args, **kwargs)
+        except SoftDBError as error:
+            if not hasattr(error, "verb"):
+                error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
+                error.args = (f"{error.verb}: {error.args[0]}", *error.args[1:])  # type: ignore[attr-defined]
+            raise
+
+    return call
+
+
+class SoftDB:
+    """A durable database of embedded keys and values that answers exact, approximate and soft queries.
+
+    Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
+    """
+
+    def __init__(self, store: Store, encoder: check.Encoder | None, device: torch.device | None) -> None:
+        self._store = store
+        self._finder = Finder(store)
+        self._encoder = encoder
+        self._device = device
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @_verb
+    def insert(self, ids: Any, keys: Any, values: Any = None, payloads: Any = None) -> None:
+        """Add records; on disk when this returns, all of them or none.
+
+        Args:
+            ids: n of `str` or `int`.
+            keys: (n, d) numbers, or n texts where the database has an encoder.
+            values: (n, v) numbers, (n,) integer labels, or None: as the database was made.
+            payloads: n JSON values, or None.
+
+        Raises:
+            DuplicateId: an id is stored already or comes twice.
+            BadInput: something does not fit; nothing was written.
+            ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+        """
+        self._store.insert(self._batch(ids, keys, values, payloads))
+
+    @_verb
+    def upsert(self, ids: Any, keys: Any, values: Any = None, payloads: Any = None) -> None:
+        """As `insert`, but a record whose id is stored already is replaced whole, its payload too."""
+        self._store.upsert(self._batch(ids, keys, values, payloads))
+
+    @_verb
+    def update(self, ids: Any, keys: Any = None, values: Any = None, payloads: Any = None) -> None:
+        """Replace the given parts of stored records, all or none. Raises UnknownId for an id that is not stored."""
+        if keys is None and values is None and payloads is None:
+            raise BadInput("nothing to change was given; pass keys, values or payloads")
+        names, schema = self._identifiers(ids), self._store.schema
+        self._store.update(
+            names,
+            None if keys is None else check.filled(self._keys(keys), "keys", len(names)),
+            None if values is None else check.values(values, schema, len(names)),
+            None if payloads is None else check.payloads(payloads, len(names)),
+        )
+
+    @_verb
+    def delete(self, ids: Any = None, where: dict[str, Any] | None = None) -> int:
+        """Delete records by id (missing ones are fine) or by filter, and return how many there were."""
+        if (ids is None) == (where is None):
+            raise BadInput("give ids or where, one of them; where={} deletes every record")
+        return self._store.delete(None if ids is None else check.identifiers(ids, unique=False), where)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @_verb
+    def get(self, ids: Any) -> Records:
+        """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
+        names = check.identifiers(ids, unique=False)
+        snapshot, rows, texts = self._store.require(names)
+        return self._records(snapshot, snapshot.positions(rows), names, texts)
+
+    @_verb
+    def __getitem__(self, name: Id) -> Record:
+        return self.get([name])[0]
+
+    @_verb
+    def __contains__(self, name: object) -> bool:
+        return bool(self._store.locate(check.identifiers([name]))[1][0] >= 0)
+
+    @_verb
+    def __len__(self) -> int:
+        return self._store.snapshot.count
+
+    @_verb
+    def count(self, where: dict[str, Any] | None = None) -> int:
+        """How many records there are, or how many a filter matches."""
+        if where is None:
+            return len(self)
+        return int(np.count_nonzero(self._store.matching(where)[1]))
+
+    @_verb
+    def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
+        """All records, or those that a filter matches, in the order of their last insertion, in batches.
+
+        The scan is of the generation it began with, less the records that were deleted before it reached them.
+        """
+        return self._scan(check.integer(batch_size, "batch_size"), *self._view(where))
+
+    def _scan(self, size: int, snapshot: Snapshot, allowed: NDArray[np.bool_] | None) -> Iterator[Records]:
+        positions = np.flatnonzero(snapshot.live if allowed is None else allowed & snapshot.live)
+        for start in range(0, len(positions), size):
+            mine = positions[start : start + size]
+            rows = snapshot.rows(mine)
+            found = self._store.read(rows)
+            kept = np.fromiter((row in found for row in rows.tolist()), np.bool_, len(rows))
+            names, texts = zip(*(found[row] for row in rows[kept].tolist()), strict=True) if kept.any() else ((), ())
+            if names:
+                yield self._records(snapshot, mine[kept], list(names), list(texts))
+
+    @_verb
+    def search(self, queries: Any, k: int = 10, *, where: dict[str, Any] | None = None, exact: bool = False) -> Hits:
+        """The k nearest records of each query, best first; with m records to choose from, min(k, m) of them.
+
+        Args:
+            queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
+                `hits.scores` carry the gradient.
+            k: how many.
+            where: a filter on the payload; see `softdb.store.filters`.
+            exact: pass the index by.
+
+        Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
+        """
+        tensor, k = self._queries(queries), check.integer(k, "k")
+        snapshot, allowed = self._view(where)
+        score = score_of(self._store.schema.metric)
+        chunk = max(1, GATHERED // (k * self._store.schema.dim))
+        rows, scores = [], []
+        for part in torch.split(tensor, chunk) if len(tensor) else (tensor,):
+            positions = self._finder.find(snapshot, part.detach(), k, allowed, exact)
+            best, order = score_rows(score, part, snapshot, positions).sort(dim=1, descending=True, stable=True)
+            scores.append(best)
+            rows.append(torch.from_numpy(snapshot.rows(positions)).to(best.device).gather(1, order))
+        return Hits(torch.cat(rows), torch.cat(scores), self._store.read)
+
+    @_verb
+    def attend(
+        self,
+        queries: Any,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        k: int | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+    ) -> Pooled:
+        """The soft query: the mean of the values, weighted by softmax(score / temperature).
+
+            w_i = exp(s(q, k_i) / T) / Σ_j exp(s(q, k_j) / T),  output = Σ_i w_i v_i,  lse = log Σ_j exp(s(q, k_j) / T)
+
+        Over every record that takes part, in blocks (exact; cost q n (d + v), memory O(block)); or with `k=` over the k
+        nearest, the weight of the others estimated in `missed_mass`. Output and lse are differentiable in the queries.
+
+        Args:
+            queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder.
+            temperature: towards 0 the nearest record's value, towards infinity the mean of all values.
+            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m); None: the database's metric.
+            k: truncate to the k nearest.
+            where: a filter on the payload.
+            mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.
+
+        An empty set of records gives zeros and lse = -inf, with gradient zero.
+        """
+        tensor, temperature = self._queries(queries), check.positive(temperature, "temperature")
+        k = None if k is None else check.integer(k, "k")
+        if score is not None and not callable(score):
+            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        snapshot, allowed = self._view(where)
+        schema = self._store.schema
+        query = SoftQuery(
+            tensor,
+            score_of(schema.metric) if score is None else score,
+            temperature,
+            allowed,
+            None if mask is None else check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device),
+            schema.num_classes,
+            schema.pooled_dim,
+        )
+        if k is None:
+            return attend_all(query, snapshot)
+        find = functools.partial(self._finder.find_for, query.score, snapshot)
+        return attend_nearest(query, snapshot, k, find, self._store.read)
+
+    # -- the index, a cache ----------------------------------------------------------------------------------------
+
+    @_verb
+    def build_index(
+        self,
+        kind: str = "auto",
+        *,
+        recall: float = 0.95,
+        k: int = 10,
+        queries: Any = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> dict[str, Any]:
+        """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
+
+        Args:
+            kind: "ivf" (4-bit product-quantised lists), "hnsw" (a graph over 8-bit codes), "auto" or "flat" (none).
+            recall: the share of the true k nearest that a search shall find; the effort is raised until it is measured.
+            k: for which k.
+            queries: (q, d) of the kind that will come; without them, stored keys held aside.
+            progress: called with what is being done, how much of it is done, and the whole.
+        """
+        if self._store.mode != "rw":
+            raise ReadOnly("this handle is read-only; build the index from the one that writes")
+        asked = None if queries is None else self._queries(queries).detach()
+        return self._finder.build(kind, recall, check.integer(k, "k"), asked, progress)
+
+    # -- the handle ------------------------------------------------------------------------------------------------
+
+    @_verb
+    def refresh(self) -> int:
+        """See what other processes have committed since, and return the generation. A writer sees all at once."""
+        return self._store.refresh()
+
+    @_verb
+    def verify(self) -> int:
+        """Read everything back against its checksums and return the number of records. Raises CorruptionError."""
+        return verify(self._store)
+
+    @_verb
+    def stats(self) -> dict[str, Any]:
+        """What the database is, holds and occupies."""
+        snapshot, schema, path = self._store.snapshot, self._store.schema, self._store.path
+        on_disk = None if path is None else sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
+        return {
+            "path": None if path is None else str(path),
+            "mode": self._store.mode,
+            "records": snapshot.count,
+            "dead": snapshot.size - snapshot.count,
+            "dim": schema.dim,
+            "value_dim": schema.value_dim,
+            "num_classes": schema.num_classes,
+            "dtype": schema.dtype.name,
+            "metric": schema.metric.value,
+            "generation": snapshot.generation,
+            "segments": len(snapshot.segments),
+            "bytes": on_disk,
+            "index": self._finder.report(),
+        }
+
+    def close(self) -> None:
+        """Let go of files and lock; the handle then refuses everything. Safe to call twice."""
+        if not self._store.closed:
+            self._finder.save()
+        self._store.close()
+
+    def __enter__(self) -> SoftDB:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "in memory" if self._store.path is None else repr(str(self._store.path))
+        if self._store.closed:
+            return f"<SoftDB {where}, closed>"
+        schema = self._store.schema
+        return f"<SoftDB {where}: {self._store.snapshot.count} records, dim {schema.dim}, {schema.metric.value}>"
+
+    def __reduce__(self) -> tuple[Callable[..., SoftDB], tuple[Any, ...]]:
+        """A handle travels to another process as its path, and opens there for reading."""
+        if self._store.path is None:
+            raise BadInput("a database in memory cannot be pickled; give it a path")
+        return _reopen, (self._store.path, self._encoder, self._device)
+
+    # -- the door --------------------------------------------------------------------------------------------------
+
+    def _batch(self, ids: Any, keys: Any, values: Any, payloads: Any) -> Batch:
+        names = self._identifiers(ids)
+        return Batch(
+            names,
+            check.filled(self._keys(keys), "keys", len(names)),
+            check.values(values, self._store.schema, len(names)),
+            check.payloads(payloads, len(names)),
+        )
+
+    def _identifiers(self, ids: Any) -> list[Id]:
+        names = check.identifiers(ids)
+        if not names:
+            raise BadInput("ids are an empty batch; give at least one")
+        return names
+
+    def _keys(self, keys: Any) -> Array:
+        schema = self._store.schema
+        return check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
+
+    def _queries(self, queries: Any) -> Tensor:
+        vectors = check.encoded(queries, "queries", self._encoder)
+        return check.queries(vectors, self._store.schema.dim, self._device)
+
+    def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
+        """The records a query may see: a snapshot, and which of its positions a filter allows."""
+        return (self._store.snapshot, None) if where is None else self._store.matching(where)
+
+    def _records(
+        self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]
+    ) -> Records:
+        if not names:
+            empty = torch.zeros(0, self._store.schema.dim)
+            return Records([], empty, None, [])
+        values = snapshot.values_at(positions) if self._store.schema.has_values else None
+        return Records(names, snapshot.keys_at(positions), values, texts)
+
+
+def _reopen(path: Path, encoder: check.Encoder | None, device: torch.device | None) -> SoftDB:
+    return SoftDB(Store(path, "r", None), encoder, device)

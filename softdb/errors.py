@@ -1,0 +1,80 @@
+"""Every error softdb raises on purpose: one family, each name a reason."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BadFilter",
+    "BadInput",
+    "Closed",
+    "CorruptionError",
+    "DatabaseLocked",
+    "DuplicateId",
+    "FormatTooNew",
+    "MissingDependency",
+    "NotADatabase",
+    "ReadOnly",
+    "SoftDBError",
+    "StaleRead",
+    "UnknownId",
+    "WriteFailed",
+]
+
+
+class SoftDBError(Exception):
+    """Base of every error that softdb raises on purpose."""
+
+
+class BadInput(SoftDBError, ValueError):
+    """An argument cannot be used; nothing was changed."""
+
+
+class BadFilter(BadInput):
+    """A `where` filter is not of the grammar; nothing was read."""
+
+
+class DuplicateId(BadInput):
+    """An id is already stored, or stands twice in one batch; nothing was written."""
+
+
+class UnknownId(SoftDBError, KeyError):
+    """An id that must exist is not stored; nothing was changed."""
+
+    def __str__(self) -> str:
+        # KeyError would show the message as a quoted repr
+        return str(self.args[0]) if self.args else ""
+
+
+class Closed(SoftDBError):
+    """The handle was closed; open the database again."""
+
+
+class ReadOnly(SoftDBError):
+    """A write was asked of a handle opened for reading."""
+
+
+class DatabaseLocked(SoftDBError):
+    """Another writer holds the database."""
+
+
+class NotADatabase(SoftDBError):
+    """The path holds no softdb database."""
+
+
+class FormatTooNew(SoftDBError):
+    """The database was written by a newer softdb."""
+
+
+class CorruptionError(SoftDBError):
+    """A file of the database is missing, short or damaged; the message names it."""
+
+
+class WriteFailed(SoftDBError):
+    """The disk refused a write; this handle takes no more of them, reopening shows what is durable."""
+
+
+class StaleRead(SoftDBError):
+    """A record was deleted or replaced between the search and the question about it."""
+
+
+class MissingDependency(SoftDBError, ImportError):
+    """A feature needs a package that is not installed; the message names the extra."""

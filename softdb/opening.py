@@ -1,0 +1,77 @@
+"""`softdb.open`: from a path and a few words to a database handle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from softdb import check
+from softdb.database import SoftDB
+from softdb.errors import BadInput, SoftDBError
+from softdb.store import Store
+
+__all__ = ["open"]
+
+
+def open(
+    path: str | os.PathLike[str] | None,
+    *,
+    dim: int | None = None,
+    value_dim: int | None = None,
+    num_classes: int | None = None,
+    dtype: Literal["float32", "float16"] | None = None,
+    metric: Literal["dot", "cosine", "l2"] | None = None,
+    mode: Literal["rw", "r"] = "rw",
+    device: Any = None,
+    encoder: check.Encoder | None = None,
+    verify: bool = False,
+) -> SoftDB:
+    """Open a database directory, or make it; `None` is a database in memory.
+
+    Args:
+        path: the directory. In mode "rw" it is made when `dim` is given and nothing is there.
+        dim: d, the width of a key; an encoder with an attribute `dim` says it itself.
+        value_dim: v, the width of a value; without it the key serves as the value.
+        num_classes: values are integer labels below this instead, and soft queries answer with distributions.
+        dtype: how vectors are stored, "float32" (default) or "float16".
+        metric: "dot" (default), "cosine" or "l2".
+        mode: "rw" writes (one process at a time), "r" reads.
+        device: where queries that are no tensors are answered.
+        encoder: texts -> (n, d); then keys and queries may be texts. It is not stored.
+        verify: read everything back against its checksums first.
+
+    Whatever is omitted is read from an existing database; what is given must agree with it.
+
+    Raises:
+        NotADatabase: nothing there, a file, or another program's directory.
+        DatabaseLocked: another process writes to it.
+        BadInput: the arguments contradict each other or the database.
+        CorruptionError, FormatTooNew: its files are damaged, or newer than this softdb.
+    """
+    try:
+        if mode not in ("rw", "r"):
+            raise BadInput(f"mode is {check.shown(mode)}; choose 'rw' or 'r'")
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise BadInput(f"path is {check.shown(path)}; expected a directory's path, or None for memory")
+        if encoder is not None and not callable(encoder):
+            raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
+        dim = getattr(encoder, "dim", None) if dim is None else dim
+        where = check.device(device)
+        new = (
+            check.schema(dim, value_dim, num_classes, dtype, metric, None) if dim is not None or path is None else None
+        )
+        store = Store(None if path is None else Path(path), mode, new)
+        try:
+            check.schema(dim, value_dim, num_classes, dtype, metric, store.schema)
+            db = SoftDB(store, encoder, where)
+            if verify:
+                db.verify()
+        except BaseException:
+            store.close()
+            raise
+        return db
+    except SoftDBError as error:
+        if not hasattr(error, "verb"):
+            error.args = (f"open: {error.args[0]}", *error.args[1:])
+        raise

@@ -1,0 +1,6 @@
+"""The store: catalogue and column files, the only truth of a database."""
+
+from softdb.store.snapshot import Block, Segment, Snapshot
+from softdb.store.store import Batch, Store
+
+__all__ = ["Batch", "Block", "Segment", "Snapshot", "Store"]

@@ -1,0 +1,190 @@
+"""The column files: plain `.npy` arrays of a fixed size, filled from the front, never changed behind the watermark.
+
+The format, as MUSTs:
+
+* A segment `N` (eight digits) MUST be `keys-N.npy`, shape (capacity, d), and, where records carry values,
+  `values-N.npy`, shape (capacity, v) or (capacity,).
+* A file MUST start with exactly the bytes of `header(dtype, shape)`, a version 1.0 `.npy` header, little-endian and in
+  C order, and MUST have exactly the size which that header implies, from its creation to its end.
+* Slots below the segment's `used` in the catalogue MUST NOT be written again; those from it on hold anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from softdb.check import Array, Schema
+from softdb.errors import CorruptionError
+from softdb.store import files
+
+__all__ = ["Columns", "Piece", "SegmentEntry", "capacity_for", "checksum", "header"]
+
+FIRST_ROWS = 64  # a phone book must not allocate megabytes
+MAX_ROWS = 1 << 20  # beyond this many slots, files get unwieldy and gain nothing
+
+BACKGROUND_BYTES = 1 << 20  # below this a thread costs more than it hides
+
+_NAME = re.compile(r"(keys|values)-\d{8,}\.npy")
+
+
+def capacity_for(stored: int, coming: int) -> int:
+    """Slots of the next segment: as many as are stored or coming, so that capacities double, within the limits."""
+    wanted = max(FIRST_ROWS, stored, coming)
+    return min(MAX_ROWS, 1 << (wanted - 1).bit_length())
+
+
+def header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The `.npy` header of an array; its length is a multiple of 64."""
+    buffer = io.BytesIO()
+    description = {"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+class SegmentEntry(NamedTuple):
+    """A segment as the catalogue knows it."""
+
+    number: int
+    first_row: int
+    capacity: int
+    used: int
+
+
+class Piece(NamedTuple):
+    """Part of a batch and the segment, as it is before, that takes it."""
+
+    entry: SegmentEntry
+    keys: Array  # (n, d)
+    values: Array | None  # (n, v) or labels (n,)
+
+
+class _Exposed:
+    """A read-only map as an array that does not claim so: torch warns of arrays it may not write to. Nothing writes."""
+
+    def __init__(self, mapped: np.memmap[Any, Any]) -> None:
+        self.mapped = mapped  # keeps the map alive as long as the array
+        self.__array_interface__ = {**mapped.__array_interface__, "data": (mapped.ctypes.data, False)}
+
+
+class Columns:
+    """The column files of one database directory; with `directory=None`, arrays in memory that behave alike."""
+
+    def __init__(self, directory: Path | None, schema: Schema) -> None:
+        self.directory = directory
+        self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
+        if schema.has_values:
+            width = () if schema.value_dim is None else (schema.value_dim,)
+            self._shapes["values"] = (schema.value_dtype, width)
+        self._arrays: dict[tuple[str, int], Array] = {}  # whole columns, mapped or held
+
+    def create(self, number: int, capacity: int) -> None:
+        """Make a segment's files at their final size, their names on disk, before any row refers to them."""
+        for column, (dtype, width) in self._shapes.items():
+            shape = (capacity, *width)
+            if self.directory is None:
+                self._arrays[column, number] = np.zeros(shape, dtype)
+            else:
+                head = header(dtype, shape)
+                files.remove(self._path(column, number))  # an orphan of an append that did not commit
+                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape))
+
+    @contextlib.contextmanager
+    def writing(self, pieces: list[Piece]) -> Iterator[None]:
+        """Fill slots behind the watermark while the caller does something else; on disk when this ends."""
+        if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
+            for piece in pieces:
+                self._write(piece)
+            yield
+            return
+        with ThreadPoolExecutor(1, "softdb-write") as thread:  # leaving waits for it, whatever happens
+            done = [thread.submit(self._write, piece) for piece in pieces]
+            yield
+            for future in done:
+                future.result()
+
+    def _write(self, piece: Piece) -> None:
+        entry = piece.entry
+        for column, data in (("keys", piece.keys), ("values", piece.values)):
+            if data is None:
+                continue
+            if self.directory is None:
+                self._arrays[column, entry.number][entry.used : entry.used + len(data)] = data
+            else:
+                dtype, width = self._shapes[column]
+                start = len(header(dtype, (entry.capacity, *width))) + _bytes(dtype, (entry.used, *width))
+                files.write_at(self._path(column, entry.number), _raw(data), start)
+
+    def open(self, number: int, capacity: int) -> tuple[Array, Array | None]:
+        """A segment's whole keys and values columns, mapped.
+
+        Raises FileNotFoundError when a file is missing, CorruptionError when its header or size is not what it must be.
+        """
+        keys = self._column("keys", number, capacity)
+        return keys, self._column("values", number, capacity) if "values" in self._shapes else None
+
+    def forget(self, keep: set[int]) -> None:
+        """Let go of the maps of segments no longer in use."""
+        for column, number in list(self._arrays):
+            if number not in keep:
+                self._arrays.pop((column, number), None)
+
+    def clean(self, keep: set[int]) -> None:
+        """Remove files of segments that the catalogue does not know: appends or compactions that did not commit."""
+        if self.directory is None:
+            return
+        for path in self.directory.iterdir():
+            if _NAME.fullmatch(path.name) and int(path.stem.split("-")[1]) not in keep:
+                files.remove(path)
+
+    def _column(self, column: str, number: int, capacity: int) -> Array:
+        known = self._arrays.get((column, number))
+        if known is None:
+            dtype, width = self._shapes[column]
+            known = self._arrays[column, number] = _mapped(self._path(column, number), dtype, (capacity, *width))
+        return known
+
+    def _path(self, column: str, number: int) -> Path:
+        assert self.directory is not None  # in memory there are no files
+        return self.directory / f"{column}-{number:08d}.npy"
+
+
+def checksum(data: Array, before: int = 0) -> int:
+    """CRC-32 of the bytes, continuing an earlier one."""
+    return zlib.crc32(_raw(data), before)
+
+
+def _raw(data: Array) -> memoryview:
+    return np.ascontiguousarray(data).data.cast("B")
+
+
+def _bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    total = dtype.itemsize
+    for extent in shape:
+        total *= extent
+    return total
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    head = header(dtype, shape)
+    expected = len(head) + _bytes(dtype, shape)
+    with path.open("rb") as file:
+        begins = file.read(len(head))
+        size = file.seek(0, io.SEEK_END)
+        if size != expected:
+            raise CorruptionError(
+                f"{path.name} has {size} bytes, {expected} expected; restore it from a copy, it was cut or replaced"
+            )
+        if begins != head:
+            raise CorruptionError(
+                f"{path.name} does not start as a {dtype} array of shape {shape} must; restore it from a copy"
+            )
+        return np.asarray(_Exposed(np.memmap(file, dtype, "r", len(head), shape)))

@@ -1,0 +1,150 @@
+"""One generation of the stored columns, immutable: what every search and soft query reads.
+
+Two numberings: a *row* is a record's permanent number (never reused); a *position* is its present place in the
+concatenation of the segments, `0 … size - 1`, dead ones included. Rows ascend with positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Block", "Segment", "Snapshot"]
+
+Rows = NDArray[np.int64]
+Live = NDArray[np.bool_]
+
+
+class Block(NamedTuple):
+    """Some records that lie close together, ready for torch."""
+
+    positions: Tensor  # (m,) int64, ascending
+    keys: Tensor  # (m, d) in the column's dtype; a view of the segment where nothing is left out
+    values: Tensor  # (m, v) in the column's dtype, (m,) int64 labels, or `keys` itself where the key serves
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The used slots of one pair of column files (mapped) or arrays (in memory). Never stored to through here."""
+
+    number: int
+    first_row: int
+    rows: Rows | None  # (m,) ascending; None: first_row, first_row + 1, …
+    keys: NDArray[np.floating]  # (m, d)
+    values: NDArray[np.generic] | None  # (m, v), labels (m,), or None: the key serves
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The columns as of one generation. Safe to read from any number of threads."""
+
+    generation: int
+    segments: tuple[Segment, ...]
+    starts: Rows  # (segments + 1,) position of each segment's first slot, then size
+    live: Live  # (size,)
+    count: int  # live records
+
+    @classmethod
+    def of(cls, generation: int, segments: tuple[Segment, ...], live: Live) -> Snapshot:
+        """A snapshot of segments in row order, and which of their slots are live."""
+        starts = np.cumsum([0, *(len(s) for s in segments)], dtype=np.int64)
+        return cls(generation, segments, starts, live, int(np.count_nonzero(live)))
+
+    @property
+    def size(self) -> int:
+        """Slots in use, dead ones included."""
+        return len(self.live)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether rows are simply positions (true until a compaction leaves gaps)."""
+        return all(
+            s.rows is None and s.first_row == start for s, start in zip(self.segments, self.starts, strict=False)
+        )
+
+    def rows(self, positions: Rows) -> Rows:
+        """Permanent row numbers of positions (…); -1 stays -1."""
+        if self.contiguous:
+            return positions
+        rows = np.full(positions.shape, -1, np.int64)
+        for segment, start, inside in self._by_segment(positions):
+            slots = positions[inside] - start
+            rows[inside] = segment.first_row + slots if segment.rows is None else segment.rows[slots]
+        return rows
+
+    def positions(self, rows: Rows) -> Rows:
+        """Positions of rows (…), -1 where this generation holds no such row (dead ones are held until compaction)."""
+        if self.contiguous:
+            return np.where((rows >= 0) & (rows < self.size), rows, -1)
+        positions = np.full(rows.shape, -1, np.int64)
+        for segment, start in zip(self.segments, self.starts, strict=False):
+            if segment.rows is None:
+                slots = rows - segment.first_row
+                held = (slots >= 0) & (slots < len(segment))
+            else:
+                slots = np.minimum(np.searchsorted(segment.rows, rows), len(segment) - 1)
+                held = segment.rows[slots] == rows
+            positions[held] = slots[held] + start
+        return positions
+
+    def keys_at(self, positions: Rows) -> Tensor:
+        """Keys of positions (…), copied: (…, d) in the column's dtype; zeros at -1."""
+        return self._gather([s.keys for s in self.segments], positions)
+
+    def values_at(self, positions: Rows) -> Tensor:
+        """Values of positions (…), copied: (…, v) or int64 labels (…); zeros at -1. The keys, where the key serves."""
+        columns = [s.keys if s.values is None else s.values for s in self.segments]
+        found = self._gather(columns, positions)
+        return found if found.is_floating_point() else found.long()
+
+    def blocks(
+        self,
+        size: int,  # records a block at most
+        allowed: Live | None = None,  # (size,) over positions; None: every live record
+        start: int = 0,  # first position
+    ) -> Iterator[Block]:
+        """The allowed live records from a position on, in order, without copying where whole runs take part."""
+        keep = self.live if allowed is None else self.live & allowed
+        for segment, offset in zip(self.segments, self.starts, strict=False):
+            for low in range(max(0, start - int(offset)), len(segment), size):
+                high = min(low + size, len(segment))
+                kept = keep[offset + low : offset + high]
+                slots: slice | Rows
+                if kept.all():
+                    slots = slice(low, high)
+                    positions = torch.arange(offset + low, offset + high)
+                elif kept.any():
+                    inside = np.flatnonzero(kept)
+                    slots = inside + low
+                    positions = torch.from_numpy(inside + (offset + low))
+                else:
+                    continue
+                keys = torch.from_numpy(segment.keys[slots])
+                values = keys if segment.values is None else torch.from_numpy(segment.values[slots])
+                yield Block(positions, keys, values if values.is_floating_point() else values.long())
+
+    def _by_segment(self, positions: Rows) -> Iterator[tuple[Segment, int, NDArray[np.bool_]]]:
+        """Each segment that some of the positions lie in, its start, and which of them do."""
+        for segment, low, high in zip(self.segments, self.starts[:-1], self.starts[1:], strict=True):
+            inside = (positions >= low) & (positions < high)
+            if inside.any():
+                yield segment, int(low), inside
+
+    def _gather(self, columns: list[NDArray[np.generic]], positions: Rows) -> Tensor:
+        if not columns:
+            raise ValueError("an empty snapshot has no columns to gather from")
+        out = np.zeros((*positions.shape, *columns[0].shape[1:]), columns[0].dtype)
+        for column, low, high in zip(columns, self.starts[:-1], self.starts[1:], strict=True):
+            inside = (positions >= low) & (positions < high)
+            if inside.any():
+                out[inside] = column[positions[inside] - low]
+        return torch.from_numpy(out)

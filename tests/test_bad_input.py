@@ -1,0 +1,271 @@
+"""Each bad input: a typed error that says what came and what to do, and nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import softdb
+from softdb import BadInput, SoftDB
+
+ONE = np.ones((1, 3), np.float32)
+TWO = np.ones((2, 3), np.float32)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def db(request: pytest.FixtureRequest, tmp_path: Path) -> SoftDB:
+    db = softdb.open(None if request.param == "memory" else tmp_path / "db", dim=3, value_dim=2)
+    db.insert(["a", 1], [[1, 0, 0], [0, 1, 0]], np.ones((2, 2)), [{"x": 1}, None])
+    return db
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def cyclic() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+V = np.ones((1, 2))
+
+WRITES: dict[str, tuple[Callable[[SoftDB], Any], type[Exception], str]] = {
+    "wrong width": (lambda db: db.insert(["b"], [[1, 2]], V), BadInput, "keys are 2 wide but this database is 3 wide"),
+    "value width": (lambda db: db.insert(["b"], ONE, [[1, 2, 3]]), BadInput, "values are 3 wide"),
+    "nan": (
+        lambda db: db.insert(["b"], [[1, float("nan"), 0]], V),
+        BadInput,
+        "NaN or infinity in 1 of 1 rows, first in row 0",
+    ),
+    "infinity": (lambda db: db.insert(["b", "c"], [[1, 1, 0], [0, 0, np.inf]], TWO[:, :2]), BadInput, "first in row 1"),
+    "nan value": (lambda db: db.insert(["b"], ONE, [[np.nan, 0]]), BadInput, "values hold NaN"),
+    "opposite infinities": (lambda db: db.insert(["b"], [[np.inf, -np.inf, 0]], V), BadInput, "NaN or infinity"),
+    "float64 beyond float32": (lambda db: db.insert(["b"], [[1e300, 0, 0]], V), BadInput, "cast to float32"),
+    "ragged": (lambda db: db.insert(["b", "c"], [[1, 2, 3], [1, 2]], TWO[:, :2]), BadInput, "ragged"),
+    "empty batch": (lambda db: db.insert([], np.zeros((0, 3)), np.zeros((0, 2))), BadInput, "empty batch"),
+    "empty keys": (lambda db: db.insert(["b"], [], V), BadInput, "empty batch"),
+    "three dimensions": (lambda db: db.insert(["b"], [[[1, 2, 3]]], V), BadInput, "3 dimensions"),
+    "complex": (lambda db: db.insert(["b"], [[1j, 0, 0]], V), BadInput, "complex128"),
+    "text numbers": (lambda db: db.insert(["b"], [["1", "2", "3"]], V), BadInput, "expected real numbers"),
+    "objects": (lambda db: db.insert(["b"], [[object()] * 3], V), BadInput, "expected real numbers"),
+    "none": (lambda db: db.insert(["b"], None, V), BadInput, "expected real numbers"),
+    "text without encoder": (lambda db: db.insert(["b"], ["text"], V), BadInput, "pass encoder="),
+    "duplicate in batch": (lambda db: db.insert(["b", "b"], TWO, TWO[:, :2]), softdb.DuplicateId, "'b' comes twice"),
+    "existing id": (
+        lambda db: db.insert(["b", "a"], TWO, TWO[:, :2]),
+        softdb.DuplicateId,
+        r"'a' is stored already \(1 of 2 ids\)",
+    ),
+    "unknown id": (lambda db: db.update(["a", "b"], payloads=[1, 2]), softdb.UnknownId, "'b' is not stored"),
+    "update nothing": (lambda db: db.update(["a"]), BadInput, "nothing to change"),
+    "bool id": (lambda db: db.insert([True], ONE, V), BadInput, "type bool"),
+    "float id": (lambda db: db.insert([1.0], ONE, V), BadInput, "type float"),
+    "bytes id": (lambda db: db.insert([b"b"], ONE, V), BadInput, "type bytes"),
+    "none id": (lambda db: db.insert([None], ONE, V), BadInput, "type NoneType"),
+    "no ids": (lambda db: db.insert(None, ONE, V), BadInput, "expected a list of str or int"),
+    "id beyond 64 bits": (lambda db: db.insert([2**63], ONE, V), BadInput, "more than 64 bits"),
+    "surrogate id": (lambda db: db.insert(["\ud800"], ONE, V), BadInput, "lone surrogate"),
+    "too few keys": (lambda db: db.insert(["b", "c"], ONE, V), BadInput, "1 keys for 2 ids"),
+    "too many values": (lambda db: db.insert(["b"], ONE, TWO[:, :2]), BadInput, "2 values for 1 ids"),
+    "missing values": (lambda db: db.insert(["b"], ONE), BadInput, "values are missing"),
+    "too few payloads": (lambda db: db.insert(["b", "c"], TWO, TWO[:, :2], [1]), BadInput, "1 payloads for 2 ids"),
+    "one payload for two": (lambda db: db.insert(["b", "c"], TWO, TWO[:, :2], {"x": 1}), BadInput, "expected a list"),
+    "set payload": (lambda db: db.insert(["b"], ONE, V, [{1, 2}]), BadInput, "payload 0 holds a set"),
+    "bytes payload": (lambda db: db.insert(["b"], ONE, V, [{"x": b"1"}]), BadInput, "holds a bytes"),
+    "nan payload": (lambda db: db.insert(["b"], ONE, V, [{"x": [float("nan")]}]), BadInput, "holds nan"),
+    "int key in payload": (lambda db: db.insert(["b"], ONE, V, [{1: 2}]), BadInput, "which is no str"),
+    "deep payload": (lambda db: db.insert(["b"], ONE, V, [deep(1000)]), BadInput, "deeper than 64"),
+    "cyclic payload": (lambda db: db.insert(["b"], ONE, V, [cyclic()]), BadInput, "deeper than 64"),
+    "surrogate payload": (lambda db: db.insert(["b"], ONE, V, [{"x": "\udfff"}]), BadInput, "lone surrogate"),
+    "numpy in payload": (lambda db: db.insert(["b"], ONE, V, [{"x": np.float32(1)}]), BadInput, "holds a float32"),
+    "delete nothing named": (lambda db: db.delete(), BadInput, "give ids or where"),
+    "delete both": (lambda db: db.delete("a", where={}), BadInput, "give ids or where"),
+    "upsert twice": (lambda db: db.upsert(["b", "b"], TWO, TWO[:, :2]), softdb.DuplicateId, "comes twice"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_refused_write_changes_nothing(db: SoftDB, name: str) -> None:
+    write, error, message = WRITES[name]
+    before = db.stats()["generation"], [(r.ids, r.keys.tolist(), r.payloads) for r in db.scan()]
+    with pytest.raises(error, match=message):
+        write(db)
+    assert (db.stats()["generation"], [(r.ids, r.keys.tolist(), r.payloads) for r in db.scan()]) == before
+    db.insert(["next"], ONE, V)
+    assert db.verify() == 3
+
+
+READS: dict[str, tuple[Callable[[SoftDB], Any], type[Exception], str]] = {
+    "query width": (lambda db: db.search([1, 2]), BadInput, "queries are 2 wide but this database's keys are 3 wide"),
+    "query nan": (lambda db: db.search([[0, 0, 0], [0, np.nan, 0]]), BadInput, "first in query 1"),
+    "query dimensions": (lambda db: db.search(np.ones((1, 1, 3))), BadInput, "3 dimensions"),
+    "query bool": (lambda db: db.search(torch.ones(1, 3, dtype=torch.bool)), BadInput, "expected real numbers"),
+    "query text": (lambda db: db.search("text"), BadInput, "pass encoder="),
+    "query mixed": (lambda db: db.search(["text", 1]), BadInput, "mix text and numbers"),
+    "k zero": (lambda db: db.search(ONE, k=0), BadInput, "k is 0; expected a whole number at least 1"),
+    "k float": (lambda db: db.search(ONE, k=2.0), BadInput, "k is 2.0"),  # type: ignore[arg-type]
+    "k bool": (lambda db: db.search(ONE, k=True), BadInput, "k is True"),
+    "attend k": (lambda db: db.attend(ONE, k=-1), BadInput, "k is -1"),
+    "temperature zero": (lambda db: db.attend(ONE, temperature=0), BadInput, "temperature is 0"),
+    "temperature negative": (lambda db: db.attend(ONE, temperature=-1), BadInput, "temperature is -1"),
+    "temperature nan": (lambda db: db.attend(ONE, temperature=np.nan), BadInput, "temperature is nan"),
+    "temperature text": (lambda db: db.attend(ONE, temperature="1"), BadInput, "temperature is '1'"),  # type: ignore[arg-type]
+    "temperature with gradient": (
+        lambda db: db.attend(ONE, temperature=torch.ones((), requires_grad=True)),  # type: ignore[arg-type]
+        BadInput,
+        "divide the queries",
+    ),
+    "mask shape": (
+        lambda db: db.attend(ONE, mask=np.ones((1, 3), bool)),
+        BadInput,
+        r"mask has shape \(1, 3\); expected \(1, 2\)",
+    ),
+    "mask dtype": (lambda db: db.attend(ONE, mask=np.ones((1, 2))), BadInput, "expected bool"),
+    "score": (lambda db: db.attend(ONE, score="dot"), BadInput, "score is 'dot'"),  # type: ignore[arg-type]
+    "callable with k": (lambda db: db.attend(ONE, k=1, score=lambda q, k: q @ k.T), BadInput, "no index can find"),
+    "score shape": (lambda db: db.attend(ONE, score=lambda q, k: q), BadInput, "score returned shape"),
+    "filter operator": (lambda db: db.search(ONE, where={"x": {"$like": "a"}}), softdb.BadFilter, "unknown operator"),
+    "filter type": (lambda db: db.attend(ONE, where={"x": {"$gt": [1]}}), softdb.BadFilter, "list"),
+    "get unknown": (lambda db: db.get(["a", "zzz"]), softdb.UnknownId, r"'zzz' is not stored \(1 of 2 ids"),
+    "item unknown": (lambda db: db["zzz"], KeyError, "'zzz' is not stored"),
+    "get float": (lambda db: db.get([1.0]), BadInput, "type float"),
+    "in bool": (lambda db: True in db, BadInput, "type bool"),
+    "scan size": (lambda db: db.scan(0), BadInput, "batch_size is 0"),
+    "index kind": (lambda db: db.build_index("annoy"), BadInput, "annoy"),
+    "index recall": (lambda db: db.build_index(recall=1.5), BadInput, "recall"),
+    "index queries": (lambda db: db.build_index(queries=[[1, 2]]), BadInput, "queries are 2 wide"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_refused_read(db: SoftDB, name: str) -> None:
+    read, error, message = READS[name]
+    with pytest.raises(error, match=message):
+        read(db)
+
+
+OPENS: dict[str, tuple[dict[str, Any], str]] = {
+    "no dim": ({}, "dim is not given"),
+    "dim zero": ({"dim": 0}, "dim is 0"),
+    "dim text": ({"dim": "3"}, "dim is '3'"),
+    "dim enormous": ({"dim": 2**40}, "dim is 1099511627776"),
+    "two kinds of values": ({"dim": 2, "value_dim": 1, "num_classes": 2}, "give one"),
+    "dtype": ({"dim": 2, "dtype": "float64"}, "'float32' or 'float16'"),
+    "metric": ({"dim": 2, "metric": "euclid"}, "choose one of 'dot', 'cosine', 'l2'"),
+    "mode": ({"dim": 2, "mode": "w"}, "choose 'rw' or 'r'"),
+    "device": ({"dim": 2, "device": "moon"}, "device is 'moon'"),
+    "encoder": ({"dim": 2, "encoder": 3}, "expected a callable"),
+}
+
+
+@pytest.mark.parametrize("name", OPENS)
+def test_a_refused_open(name: str, tmp_path: Path) -> None:
+    arguments, message = OPENS[name]
+    with pytest.raises(BadInput, match=message):
+        softdb.open(None, **arguments)
+    if name != "no dim":
+        with pytest.raises(BadInput, match=message):
+            softdb.open(tmp_path / "db", **arguments)
+    assert not (tmp_path / "db").exists()
+
+
+def test_reopening_with_other_words_is_refused(tmp_path: Path) -> None:
+    softdb.open(tmp_path / "db", dim=3, metric="cosine").close()
+    for words, message in [
+        ({"dim": 4}, "dim=4 was asked for but this database has 3"),
+        ({"metric": "l2"}, "metric=l2 was asked for but this database has cosine"),
+        ({"dtype": "float16"}, "dtype=float16"),
+        ({"value_dim": 3}, "value_dim=3 was asked for but this database has None"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            softdb.open(tmp_path / "db", **words)  # type: ignore[arg-type]
+    with softdb.open(tmp_path / "db", dim=3, metric="cosine", dtype="float32") as db:
+        assert len(db) == 0
+
+
+def test_a_closed_handle_refuses_every_verb(db: SoftDB) -> None:
+    db.close()
+    db.close()
+    for verb in [
+        lambda: db.insert(["b"], ONE, V),
+        lambda: db.get("a"),
+        lambda: db.search(ONE),
+        lambda: db.attend(ONE),
+        lambda: len(db),
+        lambda: "a" in db,
+        lambda: db.stats(),
+        lambda: db.refresh(),
+        lambda: db.count(),
+        lambda: db.scan(),
+        lambda: db.verify(),
+    ]:
+        with pytest.raises(softdb.Closed, match="this handle is closed"):
+            verb()
+    assert "closed" in repr(db)
+
+
+def test_a_reading_handle_refuses_to_write(tmp_path: Path) -> None:
+    softdb.open(tmp_path / "db", dim=3).close()
+    with softdb.open(tmp_path / "db", mode="r") as db:
+        for verb in [
+            lambda: db.insert(["b"], ONE),
+            lambda: db.upsert(["b"], ONE),
+            lambda: db.update(["b"], ONE),
+            lambda: db.delete(["b"]),
+            lambda: db.delete(where={}),
+            lambda: db.build_index(),
+        ]:
+            with pytest.raises(softdb.ReadOnly, match="read-only"):
+                verb()
+
+
+def test_labels_out_of_range(tmp_path: Path) -> None:
+    with softdb.open(None, dim=3, num_classes=4) as db:
+        for label, message in [
+            (4, "label 4 in row 0 is out of range; expected 0 to 3"),
+            (-1, "label -1"),
+            (1.0, "integer class"),
+        ]:
+            with pytest.raises(BadInput, match=message):
+                db.insert(["a"], ONE, [label])
+        with pytest.raises(BadInput, match="num_classes=4"):
+            db.insert(["a"], ONE)
+        assert len(db) == 0
+    with softdb.open(None, dim=3) as db, pytest.raises(BadInput, match="no value column"):
+        db.insert(["a"], ONE, [1])
+
+
+def test_a_float16_column_refuses_what_it_cannot_hold() -> None:
+    with softdb.open(None, dim=3, dtype="float16") as db:
+        with pytest.raises(BadInput, match="65504"):
+            db.insert(["a"], [[1e5, 0, 0]])
+        db.insert(["a"], [[65504, 0, 0]])
+        assert len(db) == 1
+
+
+def test_an_encoder_that_misbehaves_is_caught() -> None:
+    for encoder, message in [
+        (lambda texts: np.ones((len(texts), 2)), "keys are 2 wide"),
+        (lambda texts: np.ones((1, 3)), "1 vectors for 2 texts"),
+        (lambda texts: np.full((len(texts), 3), np.nan), "NaN"),
+    ]:
+        with softdb.open(None, dim=3, encoder=encoder) as db, pytest.raises(BadInput, match=message):
+            db.insert(["a", "b"], ["x", "y"])
+
+
+def test_errors_name_the_verb_once(db: SoftDB) -> None:
+    with pytest.raises(BadInput, match=r"^insert: keys are 2 wide") as caught:
+        db.insert(["b"], [[1, 2]], V)
+    assert str(caught.value).count("insert:") == 1
+    with pytest.raises(softdb.UnknownId, match=r"^get: id"):
+        _ = db["nobody"]

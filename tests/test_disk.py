@@ -1,0 +1,362 @@
+"""A database as a directory: reopening, readers beside a writer, the lock, forks, damaged files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+import pytest
+import torch
+
+import softdb
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+def make(path: Path, n: int = 300, **extra: Any) -> np.ndarray:
+    keys = np.random.default_rng(0).standard_normal((n, 4)).astype(np.float32)
+    with softdb.open(path, dim=4, **extra) as db:
+        for start in range(0, n, 100):
+            stop = min(n, start + 100)
+            db.insert(list(range(start, stop)), keys[start:stop], payloads=[{"n": i} for i in range(start, stop)])
+    return keys
+
+
+def test_reopening_shows_everything(path: Path) -> None:
+    keys = make(path)
+    for mode in ("rw", "r"):
+        with softdb.open(path, mode=mode, verify=True) as db:  # type: ignore[arg-type]
+            assert len(db) == 300
+            np.testing.assert_array_equal(db.get(list(range(300))).keys.numpy(), keys)
+            assert db[299].payload == {"n": 299}
+
+
+def test_deleted_records_stay_deleted(path: Path) -> None:
+    make(path)
+    with softdb.open(path) as db:
+        db.delete(list(range(0, 300, 2)))
+    with softdb.open(path) as db:
+        assert len(db) == 150
+        assert 0 not in db
+        assert 0 not in {i for hit in db.search(np.eye(4), k=150).ids for i in hit}
+        db.insert([0], np.ones((1, 4)))
+        assert db.verify() == 151
+
+
+def test_segments_open_with_plain_numpy(path: Path) -> None:
+    keys = make(path)
+    pieces = [np.load(file, mmap_mode="r") for file in sorted(path.glob("keys-*.npy"))]
+    np.testing.assert_array_equal(np.concatenate(pieces)[:64], keys[:64])
+    assert all(piece.shape[1] == 4 and piece.dtype == np.float32 for piece in pieces)
+
+
+def test_a_reader_sees_later_commits_after_refresh(path: Path) -> None:
+    make(path)
+    with softdb.open(path) as writer, softdb.open(path, mode="r") as reader:
+        writer.insert(["new"], np.ones((1, 4)), payloads=[{"n": -1}])
+        assert len(reader) == 300
+        assert "new" not in reader
+        with pytest.raises(softdb.UnknownId, match=r"refresh\(\) shows it"):
+            reader.get("new")
+        assert reader.refresh() == writer.stats()["generation"]
+        assert len(reader) == 301
+        assert reader["new"].payload == {"n": -1}
+
+
+def test_a_filter_refreshes_a_reader_that_fell_behind(path: Path) -> None:
+    make(path)
+    with softdb.open(path) as writer, softdb.open(path, mode="r") as reader:
+        writer.upsert([5], np.ones((1, 4)), payloads=[{"n": 5, "x": True}])
+        hits = reader.search(np.ones((1, 4)), k=3, where={"n": 5})
+        assert hits.ids[0][0] == 5
+        assert len(reader) == 300
+
+
+def test_hits_of_records_that_are_gone_are_a_stale_read(path: Path) -> None:
+    make(path)
+    with softdb.open(path) as writer, softdb.open(path, mode="r") as reader:
+        hits = reader.search(np.ones((1, 4)), k=300)
+        writer.delete([7])
+        with pytest.raises(softdb.StaleRead, match="1 of 300 hits"):
+            _ = hits.ids
+
+
+def test_a_second_writer_is_refused_by_name(path: Path) -> None:
+    make(path)
+    with (
+        softdb.open(path),
+        pytest.raises(softdb.DatabaseLocked, match=f"written by process {os.getpid()}"),
+    ):
+        softdb.open(path)
+    softdb.open(path).close()
+
+
+CHILD = """
+import sys, numpy as np, softdb
+db = softdb.open(sys.argv[1])
+db.insert(["child"], np.ones((1, 4)))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_writer_leaves_no_lock_and_no_loss(path: Path) -> None:
+    make(path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    with pytest.raises(softdb.DatabaseLocked, match=f"process {child.pid}"):
+        softdb.open(path)
+    with softdb.open(path, mode="r") as reader:
+        assert "child" in reader
+    child.kill()
+    child.communicate()
+    with softdb.open(path, verify=True) as db:
+        assert "child" in db
+        assert len(db) == 301
+
+
+KILLED = """
+import sys, numpy as np, softdb
+db = softdb.open(sys.argv[1], dim=4)
+start = len(db)
+for batch in range(10**6):
+    ids = [f"{start}-{batch}-{j}" for j in range(7)]
+    db.insert(ids, np.full((7, 4), batch), payloads=[{"batch": batch}] * 7)
+    if batch % 3 == 2:
+        db.delete(ids[:1])
+        print("deleted", ids[0], flush=True)
+    print("acknowledged", *ids[1:], flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_killing_a_writer_loses_no_acknowledged_record(path: Path, rounds: int, rng: np.random.Generator) -> None:
+    kept: set[str] = set()
+    gone: set[str] = set()
+    for _ in range(rounds):
+        child = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(int(rng.integers(1, 60)))]
+        child.kill()
+        rest, _ = child.communicate()
+        for line in lines + rest.splitlines():
+            word, *ids = line.split()
+            (kept if word == "acknowledged" else gone).update(ids)
+        with softdb.open(path, verify=True) as db:
+            stored = {str(i) for batch in db.scan() for i in batch.ids}
+            assert kept <= stored
+            assert not gone & stored
+            whole: dict[str, int] = {}
+            for one in stored:
+                whole[one.rsplit("-", 1)[0]] = whole.get(one.rsplit("-", 1)[0], 0) + 1
+            assert set(whole.values()) <= {6, 7}
+
+
+def in_child(send: Any, db: softdb.SoftDB) -> None:
+    try:
+        torch.ones(1500, 1500) @ torch.ones(1500, 1500)
+        hits = db.search(np.ones((1, 4)), k=3).ids
+        refused = ""
+        try:
+            db.insert(["x"], np.ones((1, 4)))
+        except softdb.ReadOnly as error:
+            refused = str(error)
+        send.send((hits, refused, db.stats()["mode"]))
+    except BaseException as error:
+        send.send(repr(error))
+
+
+@pytest.mark.parametrize("mode", ["rw", "r"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_child_reads_on_and_leaves_the_parent_alone(path: Path, mode: Any) -> None:
+    make(path)
+    with softdb.open(path, mode=mode) as db:
+        expected = db.search(np.ones((1, 4)), k=3).ids
+        torch.ones(1500, 1500) @ torch.ones(1500, 1500)  # starts threads that the child will not have
+        receive, send = multiprocessing.get_context("fork").Pipe(False)
+        child = multiprocessing.get_context("fork").Process(target=in_child, args=(send, db))
+        child.start()
+        assert receive.poll(60)
+        hits, refused, child_mode = receive.recv()
+        child.join(60)
+        assert (hits, child_mode) == (expected, "r")
+        assert "read-only" in refused
+        if mode == "rw":
+            db.insert(["after"], np.ones((1, 4)))
+            with pytest.raises(softdb.DatabaseLocked, match="process"):
+                softdb.open(path)
+
+
+def test_a_handle_travels_as_its_path(path: Path) -> None:
+    make(path)
+    with softdb.open(path) as db, pickle.loads(pickle.dumps(db)) as copy:
+        assert copy.stats()["mode"] == "r"
+        assert len(copy) == 300
+
+
+def test_orphans_of_a_cut_append_are_removed_and_overwritten(path: Path) -> None:
+    keys = make(path, 300)
+    orphan = path / "keys-00000099.npy"
+    orphan.write_bytes(b"half a header")
+    with softdb.open(path) as db:
+        assert not orphan.exists()
+        db.insert(["more"], np.ones((1, 4)))
+        np.testing.assert_array_equal(db.get(list(range(300))).keys.numpy(), keys)
+
+
+def test_bytes_behind_the_watermark_are_never_read(path: Path) -> None:
+    make(path, 70)
+    file = max(path.glob("keys-*.npy"))
+    with file.open("r+b") as f:
+        f.seek(-16, os.SEEK_END)
+        f.write(b"\xff" * 16)
+    with softdb.open(path, verify=True) as db:
+        assert len(db) == 70
+        assert db.search(np.ones((1, 4)), k=70).live.all()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "header"])
+def test_a_damaged_segment_is_named(path: Path, damage: str) -> None:
+    make(path)
+    file = min(path.glob("keys-*.npy"))
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        os.truncate(file, file.stat().st_size - 1)
+    elif damage == "longer":
+        os.truncate(file, file.stat().st_size + 1)
+    else:
+        with file.open("r+b") as f:
+            f.write(b"\x93NUMPZ")
+    for mode in ("r", "rw"):
+        with pytest.raises(softdb.CorruptionError, match=file.name):
+            softdb.open(path, mode=mode)  # type: ignore[arg-type]
+
+
+def test_verify_names_the_rows_of_a_flipped_bit(path: Path) -> None:
+    make(path, value_dim=None)
+    file = sorted(path.glob("keys-*.npy"))[1]
+    with file.open("r+b") as f:
+        f.seek(200)
+        byte = f.read(1)[0]
+        f.seek(200)
+        f.write(bytes([byte ^ 1]))
+    with softdb.open(path) as db, pytest.raises(softdb.CorruptionError, match=rf"{file.name}: rows \d+ to \d+"):
+        db.verify()
+    with pytest.raises(softdb.CorruptionError, match=file.name):
+        softdb.open(path, verify=True)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["DELETE FROM records WHERE row = 5", "DELETE FROM batches WHERE segment = 1", "UPDATE batches SET keys_crc = 1"],
+)
+def test_verify_finds_a_catalogue_at_odds_with_itself(path: Path, statement: str) -> None:
+    make(path)
+    with softdb.open(path) as db:
+        db._store.catalog.connection.execute(statement)
+        with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite|keys-"):
+            db.verify()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM state",
+        "UPDATE segments SET used = used - 1",
+        "UPDATE settings SET value = 'text' WHERE name = 'dim'",
+    ],
+)
+def test_an_impossible_catalogue_is_corruption(path: Path, statement: str) -> None:
+    make(path)
+    connection = apsw.Connection(str(path / "catalog.sqlite"))
+    connection.execute(statement)
+    connection.close()
+    with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite"):
+        softdb.open(path)
+
+
+def test_a_newer_format_is_refused(path: Path) -> None:
+    make(path)
+    connection = apsw.Connection(str(path / "catalog.sqlite"))
+    connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(softdb.FormatTooNew, match="upgrade softdb"):
+        softdb.open(path)
+
+
+def test_other_peoples_paths_are_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(softdb.NotADatabase, match="is a file"):
+        softdb.open(file, dim=2)
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(softdb.NotADatabase, match="another program's directory"):
+        softdb.open(folder, dim=2)
+    assert os.listdir(folder) == ["notes.txt"]
+    (folder / "catalog.sqlite").write_text("not SQLite at all, but long enough to look like a file " * 20)
+    with pytest.raises(softdb.NotADatabase, match="not a softdb catalogue"):
+        softdb.open(folder, dim=2)
+    (folder / "catalog.sqlite").unlink()
+    connection = apsw.Connection(str(folder / "catalog.sqlite"))
+    connection.execute("CREATE TABLE theirs(x)")
+    connection.close()
+    with pytest.raises(softdb.NotADatabase, match="another program"):
+        softdb.open(folder, dim=2)
+    with pytest.raises(softdb.NotADatabase, match="holds no database"):
+        softdb.open(tmp_path / "nothing", mode="r")
+    with pytest.raises(softdb.NotADatabase, match="give dim="):
+        softdb.open(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_creation_cut_short_is_finished(path: Path) -> None:
+    path.mkdir()
+    (path / "lock").write_text("1\n")
+    apsw.Connection(str(path / "catalog.sqlite")).execute("PRAGMA journal_mode = WAL")
+    with softdb.open(path, dim=2) as db:
+        db.insert(["a"], [[1, 2]])
+    assert len(softdb.open(path, mode="r")) == 1
+
+
+def test_a_copy_made_with_all_its_files_opens(path: Path, tmp_path: Path) -> None:
+    make(path)
+    shutil.copytree(path, tmp_path / "copy")
+    with softdb.open(tmp_path / "copy", mode="r", verify=True) as db:
+        assert len(db) == 300
+
+
+def test_a_full_disk_leaves_what_was_acknowledged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(path)
+    with softdb.open(path) as db:
+
+        def full(*_: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(softdb.WriteFailed, match="No space left"):
+                db.insert(["x"], np.ones((1, 4)))
+        assert len(db) == 300
+        assert "x" not in db
+        with pytest.raises(softdb.WriteFailed, match="open the database again"):
+            db.insert(["x"], np.ones((1, 4)))
+    with softdb.open(path, verify=True) as db:
+        db.insert(["x"], np.ones((1, 4)))
+        assert len(db) == 301
