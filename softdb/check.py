@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
@@ -377,32 +378,33 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 _LEAVES = (str, int, bool, type(None))
 
 
-def payloads(value: object, count: int) -> list[str | None]:
-    """Payloads as JSON texts, one an id; None stays None.
+def payloads(value: object, count: int) -> Iterator[str | None]:
+    """Payloads as JSON texts, one an id; None stays None. Their number is checked now, each one as it is drawn.
+
+    Drawn inside the transaction, they are encoded while the disk writes the keys; a bad one undoes it all.
 
     Raises BadInput for what JSON cannot say (another type, NaN, a key that is no str) or nesting beyond 64.
     """
     if value is None:
-        return [None] * count
+        return itertools.repeat(None, count)
     if isinstance(value, str | dict) or not isinstance(value, Sequence | np.ndarray):
         if count != 1:
             raise BadInput(f"payloads are {shown(value)}; expected a list with one JSON value for each of {count} ids")
         value = [value]
     filled(value, "payloads", count)
-    texts = [None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(value)]
-    joined = "".join(text for text in texts if text)
-    if not joined.isascii():
-        _encodable(joined, "a payload")
-    return texts
+    return (None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(value))
 
 
 def json_text(value: object, name: str) -> str:
     """The JSON text of a value that JSON can say and give back unchanged (a tuple comes back as a list)."""
     _json_value(value, name, 1)
     try:
-        return _encode(value)
+        text = _encode(value)
     except (ValueError, TypeError) as error:
         raise BadInput(f"{name} is not JSON: {error}") from None
+    if not text.isascii():
+        _encodable(text, name)
+    return text
 
 
 def _json_value(value: object, name: str, depth: int) -> None:

@@ -254,6 +254,7 @@ class SoftDB:
     @_verb
     def refresh(self) -> int:
         """See what other processes have committed since, and return the generation. A writer sees all at once."""
+        self._finder.refresh()
         return self._store.refresh()
 
     @_verb

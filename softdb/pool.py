@@ -64,8 +64,8 @@ def tail_lse(
     drawn = (~taken).sum(dim=1)  # (q,)
     _, lse = softmax(sample_scores, temperature, ~taken)
     count = torch.as_tensor(others, device=lse.device).to(lse.dtype).expand_as(lse)
-    estimate = lse + (count / drawn).log()
-    return estimate.masked_fill((drawn == 0) & (count > 0), torch.nan).masked_fill(count <= 0, -torch.inf)
+    estimate = lse + (count / drawn).log()  # -inf + inf where none was drawn
+    return estimate.masked_fill(count <= 0, -torch.inf)
 
 
 @torch.no_grad()

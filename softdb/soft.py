@@ -34,10 +34,9 @@ def score_rows(
     positions: Positions,  # (q, k), -1 = none
 ) -> Tensor:  # (q, k), -inf for none
     """Exact scores of candidates, from the stored keys, with gradient to the queries. Cost q k d."""
-    if not snapshot.size:
-        return queries.new_full(positions.shape, -torch.inf)
     live = torch.from_numpy(positions >= 0).to(queries.device)
-    return score(queries, snapshot.keys_at(positions).to(queries.device)).masked_fill(~live, -torch.inf)
+    keys = snapshot.keys_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, queries.shape[1])
+    return score(queries, keys.to(queries.device)).masked_fill(~live, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,10 @@ def attend_nearest(query: SoftQuery, snapshot: Snapshot, k: int, find: Finder, r
     live = torch.from_numpy(positions >= 0).to(device)
     scores = score_rows(query.score, queries, snapshot, positions)
     weights, lse = softmax(scores, query.temperature, live)
-    if snapshot.size:
-        values = snapshot.values_at(positions).to(device)
-        output = pool(weights, values.to(queries.dtype) if values.is_floating_point() else values, query.num_classes)
-    else:
-        output = queries.new_zeros(len(queries), query.pooled_dim)
+    values = snapshot.values_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, query.pooled_dim)
     others = _taking_part(query, snapshot).to(device) - live.sum(1)
     return Pooled(
-        output,
+        pool(weights, values, query.num_classes),
         lse,
         exact=others == 0,
         missed_mass=_missed(query, snapshot, positions, others, lse.detach()),

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from softdb.errors import BadInput
 from softdb.scores import Score, ScoreFunction
@@ -25,9 +24,9 @@ __all__ = ["stream"]
 
 Live = NDArray[np.bool_]
 
-BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
+BLOCK_BYTES = 4 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
-TILE = 1 << 20  # scores computed at once: queries of a chunk times records of a block
+TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block
 
 
 def stream(
@@ -45,9 +44,10 @@ def stream(
     """The softmax-weighted mean of the values of every record that takes part, and its log-normaliser.
 
     With s the scores and T the temperature: lse = log Σ exp(s / T), output = Σ exp(s / T - lse) v. Both carry gradients
-    to the queries and to the score's parameters, once: a second derivative is refused by autograd with an error. A
-    query for which no record takes part gets zeros and -inf, with zero gradients. In backward s is recomputed and
-    ds = exp(s / T - lse) (g·v - g·output + g_lse) / T, whose rounding error grows as 1 / T.
+    to the queries and to the score's parameters, once: differentiating these again raises BadInput. A
+    query for which no record takes part gets zeros and -inf, with zero gradients. In backward s is recomputed (so the
+    score must answer alike twice: no dropout) and ds = exp(s / T - lse) (g·v - g·output + g_lse) / T, whose rounding
+    error grows as 1 / T.
 
     Cost: q n (d + v), half as much again in backward. Memory beyond the answer: O(block), whatever n and q.
     Raises BadInput where the score returns another shape than (q, n), where it hides tensors that want gradients, and
@@ -207,30 +207,29 @@ class _Stream(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        task: _Task = ctx.task
-        queries, output, top, total, empty, *parameters = ctx.saved_tensors
-        output_grad = output_grad.masked_fill(empty.unsqueeze(1), 0)
-        offset = (lse_grad - (output_grad * output).sum(dim=1)).masked_fill(empty, 0)
-        scale = total * task.temperature
-        query_grad, *parameter_grads = (torch.zeros_like(tensor) for tensor in (queries, *parameters))
-        with torch.autocast(queries.device.type, enabled=False):
-            for tile in task.tiles(queries):
-                chunk = tile.chunk
-                with torch.enable_grad():
-                    part = queries[chunk].detach().requires_grad_()
-                    scores = task.scores(part, tile)
-                if not scores.requires_grad:  # a constant
-                    continue
-                score_grad = _along(output_grad[chunk], tile.values).add_(offset[chunk].unsqueeze(1))
-                score_grad.mul_((scores.detach() - top[chunk].unsqueeze(1)).div_(task.temperature).exp_())
-                score_grad.div_(scale[chunk].unsqueeze(1))
-                found = torch.autograd.grad(scores, (part, *parameters), score_grad, allow_unused=True)
-                for grad, add in zip((query_grad[chunk], *parameter_grads), found, strict=True):
-                    if add is not None:
-                        grad.add_(add)
+        queries, _, _, _, _, *parameters = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+            query_grad, *parameter_grads = _backward(ctx, output_grad, lse_grad)
+        if torch.is_grad_enabled():  # someone may differentiate these again
+            sources = (queries, *parameters, output_grad, lse_grad)
+            query_grad, *parameter_grads = (_Once.apply(grad, *sources) for grad in (query_grad, *parameter_grads))  # type: ignore[no-untyped-call]
         return query_grad, None, *parameter_grads
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that refuses to be differentiated: torch's own guard stays silent where the loss is linear."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise BadInput(
+            "the soft query over every record has no second derivative; ask for the k nearest (k=), which is made of "
+            "plain torch operations, or leave out create_graph=True"
+        )
 
 
 def _along(
@@ -239,3 +238,30 @@ def _along(
 ) -> Tensor:  # (q, m)
     """g·v of every record."""
     return grad @ values.mT if values.is_floating_point() else grad.index_select(1, values)
+
+
+def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor]:
+    """Gradients of the queries and of each parameter."""
+    task: _Task = ctx.task
+    queries, output, top, total, empty, *parameters = ctx.saved_tensors
+    output_grad = output_grad.masked_fill(empty.unsqueeze(1), 0)
+    offset = (lse_grad - (output_grad * output).sum(dim=1)).masked_fill(empty, 0)
+    scale = total * task.temperature
+    query_grad, *parameter_grads = grads = [torch.zeros_like(tensor) for tensor in (queries, *parameters)]
+    for tile in task.tiles(queries):
+        chunk = tile.chunk
+        with torch.enable_grad():
+            part = queries[chunk].detach().requires_grad_()
+            scores = task.scores(part, tile)
+        if not scores.requires_grad:  # a constant
+            continue
+        score_grad = _along(output_grad[chunk], tile.values).add_(offset[chunk].unsqueeze(1))
+        # at most 0, but a score computed twice may differ in its last digit, which a tiny temperature makes infinite
+        below = (scores.detach() - top[chunk].unsqueeze(1)).clamp_(max=0)
+        score_grad.mul_(below.div_(task.temperature).exp_())
+        score_grad.div_(scale[chunk].unsqueeze(1))
+        found = torch.autograd.grad(scores, (part, *parameters), score_grad, allow_unused=True)
+        for grad, add in zip((query_grad[chunk], *parameter_grads), found, strict=True):
+            if add is not None:
+                grad.add_(add)
+    return grads

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     ids: list[Id]  # n
     keys: Array  # (n, d) in the column's dtype
     values: Array | None  # (n, v), labels (n,), or None
-    payloads: list[str | None]  # n JSON texts
+    payloads: Iterable[str | None]  # n JSON texts, checked as they are drawn
 
 
 class Store:
@@ -301,7 +301,7 @@ class Store:
             self._append(batch)
 
     def update(
-        self, ids: list[Id], keys: Array | None, values: Array | None, payloads: list[str | None] | None
+        self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
         with self._writing():

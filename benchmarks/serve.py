@@ -1,0 +1,198 @@
+"""Reading: how fast a large database opens and answers, and in how much private memory.
+
+    python benchmarks/serve.py --n 1000000 --dim 128 --out benchmarks/results/serve.json
+
+One child process a question, so that memory is its own. Every answer is checked before its time counts:
+exact search and attention against numpy in float64 on a few queries, records against what was stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import MIB, anonymous_bytes, command, commit, machine, spread, versions, write_json
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+TEMPERATURE = 0.05
+
+
+def world(n: int, dim: int) -> Floats:
+    """2,000 Gaussian centres with Zipf(1.3) sizes, unit noise, rows normalised."""
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((2000, dim), dtype=np.float32) * 2
+    sizes = 1 / np.arange(1, 2001) ** 1.3
+    keys = centres[random.choice(2000, n, p=sizes / sizes.sum())]
+    keys += random.standard_normal((n, dim), dtype=np.float32)
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    return keys
+
+
+def queries_near(keys: Floats, q: int) -> Floats:
+    """Stored keys with noise of 0.6 / √d, normalised."""
+    random = np.random.default_rng(1)
+    queries = keys[random.integers(0, len(keys), q)]
+    queries = queries + (0.6 / keys.shape[1] ** 0.5) * random.standard_normal(queries.shape, dtype=np.float32)
+    return np.asarray(queries / np.linalg.norm(queries, axis=1, keepdims=True), np.float32)
+
+
+class Peak:
+    """The largest private memory (RssAnon) of this process while the block runs."""
+
+    def __enter__(self) -> Peak:
+        import os
+
+        self.before = self.bytes = anonymous_bytes(os.getpid())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(os.getpid(),))
+        self._thread.start()
+        return self
+
+    def _watch(self, process: int) -> None:
+        while not self._stop.wait(0.005):
+            self.bytes = max(self.bytes, anonymous_bytes(process))
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def times(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Milliseconds: median, least and most, the first call thrown away."""
+    call()
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - start) * 1e3)
+    return {name: round(value, 4) for name, value in spread(found).items()}
+
+
+def ask_open(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Opening, and one `get` of 10,000 random ids."""
+    import softdb
+
+    random = np.random.default_rng(2)
+    with Peak() as peak:
+        start = time.perf_counter()
+        db = softdb.open(path, mode="r")
+        seconds = time.perf_counter() - start
+    opened = peak.bytes - peak.before
+    keys = np.load(path.parent / "keys.npy", mmap_mode="r")
+    found = []
+    for _ in range(9):
+        rows = random.integers(0, args.n, 10_000)
+        ids = [f"r{row:07d}" for row in rows]
+        start = time.perf_counter()
+        records = db.get(ids)
+        found.append((time.perf_counter() - start) * 1e3)
+        assert np.array_equal(records.keys.numpy(), keys[rows]), "get gave other keys than were stored"
+    return {
+        "open_ms": round(seconds * 1e3, 2),
+        "open_private_mib": round(opened / MIB, 1),
+        "imported_private_mib": round(peak.before / MIB, 1),
+        "get_10000_ms": {name: round(value, 2) for name, value in spread(found[1:]).items()},
+        "get_10000_first_ms": round(found[0], 2),
+    }
+
+
+def ask_memory(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Exact search and exact attention over a database larger than the memory they may take; right, and how large."""
+    import torch
+
+    import softdb
+
+    torch.set_num_threads(args.threads)
+    queries = np.load(path.parent / "queries.npy")[:4]
+    with Peak() as peak:
+        db = softdb.open(path, mode="r")
+        hits = db.search(queries, k=10, exact=True)
+        pooled = db.attend(queries, temperature=TEMPERATURE)
+        large = db.attend(np.repeat(queries, 64, axis=0), temperature=TEMPERATURE)
+    check_exact(np.load(path.parent / "keys.npy", mmap_mode="r"), queries, hits, pooled)
+    assert torch.allclose(large.output[::64], pooled.output, atol=1e-5), "attention depends on the batch"
+    one = queries[:1]
+    return {
+        "database_mib": round(sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) / MIB, 1),
+        "peak_private_mib": round(peak.bytes / MIB, 1),
+        "imported_private_mib": round(peak.before / MIB, 1),
+        "exact_search_1_ms": times(lambda: db.search(one, k=10, exact=True), 7),
+        "exact_attend_1_ms": times(lambda: db.attend(one, temperature=TEMPERATURE), 7),
+        "bytes_floor_ms_at_40_gb_s": round(args.n * args.dim * 4 / 40e9 * 1e3, 2),
+    }
+
+
+def check_exact(keys: Floats, queries: Floats, hits: Any, pooled: Any) -> None:
+    """Hits, output and lse against float64, a block of records at a time."""
+    wide = queries.astype(np.float64)
+    scores = np.concatenate([wide @ keys[i : i + 65536].astype(np.float64).T for i in range(0, len(keys), 65536)], axis=1)
+    best = np.sort(scores, axis=1)[:, ::-1][:, :10]
+    np.testing.assert_allclose(hits.scores.numpy(), best, atol=1e-5)
+    np.testing.assert_allclose(np.take_along_axis(scores, hits.rows.numpy(), 1), best, atol=1e-5)
+    top = scores.max(1, keepdims=True)
+    weights = np.exp((scores - top) / TEMPERATURE)
+    lse = np.log(weights.sum(1)) + top[:, 0] / TEMPERATURE
+    output = sum(weights[:, i : i + 65536] @ keys[i : i + 65536] for i in range(0, len(keys), 65536))
+    np.testing.assert_allclose(pooled.lse.numpy(), lse, rtol=1e-5)
+    np.testing.assert_allclose(pooled.output.numpy(), output / weights.sum(1, keepdims=True), atol=1e-5 * np.abs(keys).max())
+
+
+def prepare(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Make the database, in batches of 10,000."""
+    import softdb
+
+    keys = world(args.n, args.dim)
+    np.save(path.parent / "keys.npy", keys)
+    np.save(path.parent / "queries.npy", queries_near(keys, 1000))
+    ids = [f"r{row:07d}" for row in range(args.n)]
+    start = time.perf_counter()
+    with softdb.open(path, dim=args.dim) as db:
+        for low in range(0, args.n, 10_000):
+            db.insert(ids[low : low + 10_000], keys[low : low + 10_000])
+    return {"insert_records_s": round(args.n / (time.perf_counter() - start))}
+
+
+QUESTIONS = {"prepare": prepare, "open": ask_open, "memory": ask_memory}
+
+
+def main() -> None:
+    """Ask every question in a process of its own and write the answers down."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--n", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--question", choices=QUESTIONS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.question:
+        print(json.dumps(QUESTIONS[args.question](args.scratch / "db", args)))
+        return
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        answers: dict[str, Any] = {}
+        for question in QUESTIONS:
+            words = [sys.executable, *sys.argv, "--question", question, "--scratch", scratch]
+            runs = 1 if question == "prepare" else args.repeats
+            answers[question] = [
+                json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout) for _ in range(runs)
+            ]
+            print(question, json.dumps(answers[question], indent=1))
+    if args.out:
+        facts = {"command": command(), "commit": commit(), "machine": machine()}
+        packages = versions(["softdb", "torch", "numpy", "apsw", "faiss-cpu"])
+        write_json(args.out, {**facts, "versions": packages, "n": args.n, "dim": args.dim, "answers": answers})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m softdb` is the command `softdb`."""
+
+from softdb.cli import main
+
+main()

@@ -1,0 +1,346 @@
+"""`softdb demo`: the whole job in one go, on 20,000 WordNet glosses that ship with the package.
+
+Store the glosses, ask for one in three ways, train a projection of the queries through the soft query, reopen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+import softdb
+from softdb import check
+from softdb.data import DemoData, load_wordnet
+from softdb.database import SoftDB
+from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError
+from softdb.text import NOTE, HashedNGrams, SentenceEncoder, note_encoder
+
+__all__ = ["DemoReport", "demo_encoder", "named_encoder", "progress", "run_demo", "train_projection"]
+
+PROJECTION = "projection.npy"  # (d, d) float32: a query q is asked as projection @ q
+MARK = "demo.json"  # a directory with this file may be made anew by --fresh
+_OURS = re.compile(rf"catalog\.sqlite(-wal|-shm)?|lock|(keys|values)-\d+\.npy|index|{NOTE}|{MARK}|{PROJECTION}")
+
+TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
+TEMPERATURES = (0.01, 0.05, 0.5)
+SHOWN = ("kettle", "helmet", "echo")  # words for the three ways, the first that is held out
+TYPED = "a tower with a light that warns ships"
+BATCH = 256
+CHUNK = 2000  # records a commit
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo measured."""
+
+    records: int
+    before: tuple[float, float]  # recall@1 and recall@10 on held-out queries
+    after: tuple[float, float]
+    seconds: float
+
+
+def run_demo(
+    path: Path,
+    *,
+    fresh: bool = False,
+    data: DemoData | None = None,
+    console: Console | None = None,
+    seed: int = 0,
+    epochs: int = 4,
+) -> DemoReport:
+    """Make the demo database at a path and show what it does; the database stays there.
+
+    Args:
+        path: a directory that does not exist, or is empty.
+        fresh: make a demo database that is there already anew; anything else is never touched.
+        data: other records and queries, all of unit length.
+        console: where to print.
+        seed: of the order in which training queries come.
+        epochs: how often each comes.
+    """
+    begin = time.perf_counter()
+    console = console or Console(highlight=False)
+    _clear(path, fresh)
+    data = data or load_wordnet()
+    with softdb.open(path, dim=data.keys.shape[1]) as db:
+        mark = {"records": len(data.ids), "seed": seed}
+        (path / MARK).write_text(json.dumps(mark) + "\n")
+        note_encoder(path, "demo")
+        _store(db, data, console)
+        index = _index(db, console)
+        query = _chosen(data)
+        _ask(db, data, query, index, console)
+        before, after = _learn(db, data, query, path, console, seed, epochs)
+    _reopen(path, data, console)
+    seconds = time.perf_counter() - begin
+    _go_on(path, seconds, console)
+    return DemoReport(len(data.ids), before, after, seconds)
+
+
+def progress(console: Console, *columns: str) -> Progress:
+    """A progress bar that vanishes when done and never shows where there is no terminal."""
+    parts = [TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn()]
+    more = [TextColumn(column) for column in columns]
+    return Progress(
+        *parts, *more, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+# -- the steps ---------------------------------------------------------------------------------------------------------
+
+
+def _clear(path: Path, fresh: bool) -> None:
+    """Make sure that nothing is there, removing at most a demo database, and that only if asked."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not (path / MARK).is_file():
+        raise BadInput(f"{path} is there and is not a demo database, so it is left alone; give another directory")
+    if not fresh:
+        raise BadInput(f"{path} holds the demo database already; ask it (softdb search), or make it anew with --fresh")
+    strangers = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+    if strangers:
+        raise BadInput(f"{path} holds {check.shown(strangers)} besides the demo; move that away first")
+    try:
+        softdb.open(path).close()
+    except DatabaseLocked:
+        raise
+    except SoftDBError:
+        pass  # damaged or half made: the more reason to make it anew
+    shutil.rmtree(path.resolve())
+
+
+def _store(db: SoftDB, data: DemoData, console: Console) -> None:
+    _step(console, 1, "Store", "every commit is on disk before the next begins")
+    begin, count = time.perf_counter(), len(data.ids)
+    with progress(console) as bar:
+        task = bar.add_task("insert", total=count)
+        for start in range(0, count, CHUNK):
+            part = slice(start, start + CHUNK)
+            db.insert(data.ids[part], data.keys[part], payloads=data.payloads[part])
+            bar.update(task, completed=min(count, start + CHUNK))
+    seconds = time.perf_counter() - begin
+    what = f"{count:,} dictionary definitions, {data.keys.shape[1]} numbers each"
+    console.print(f"  {what}: {seconds:.1f} s, {count / seconds:,.0f} records/s")
+
+
+def _index(db: SoftDB, console: Console) -> str:
+    """Build the index where FAISS is there, and say how searches are answered."""
+    try:
+        with progress(console) as bar:
+            task = bar.add_task("index")
+
+            def show(what: str, done: int, whole: int) -> None:
+                bar.update(task, description=what, completed=done, total=whole)
+
+            report = db.build_index(progress=show)
+    except MissingDependency:
+        return "exactly: an index needs softdb\\[cpu]"
+    kind, recall = report.get("kind"), report.get("recall")
+    if kind in (None, "flat"):
+        return "exactly: no index is faster here"
+    return f"by an index ({kind}" + (")" if recall is None else f", recall {recall:.0%})")
+
+
+def _chosen(data: DemoData) -> int:
+    """A held-out query that a stranger knows, or else the first."""
+    held = np.flatnonzero(data.held_out)
+    words = {data.query_texts[i]: int(i) for i in held}
+    return next((words[word] for word in SHOWN if word in words), int(held[0]))
+
+
+def _ask(db: SoftDB, data: DemoData, query: int, index: str, console: Console) -> None:
+    """One query, answered in the three ways."""
+    key, right = torch.from_numpy(data.query_keys[query]), {data.ids[i] for i in data.answers[query]}
+    _step(console, 2, "Ask", f'in three ways, for the word "{data.query_texts[query]}"')
+
+    record = db[data.ids[data.answers[query][0]]]
+    console.print(f"  [b]exact[/]        {record.id}: {_short(record.payload['gloss'], console.width - 33)}")
+
+    begin = time.perf_counter()
+    hits = db.search(key, k=5)
+    spent = (time.perf_counter() - begin) * 1e3
+    console.print(f"  [b]approximate[/]  the nearest in {spent:.1f} ms, {index}")
+    table = _table("score", "word", "", "definition")
+    for name, score, payload in zip(hits.ids[0], hits.scores[0].tolist(), hits.payloads[0], strict=True):
+        word, gloss = _short(payload["word"], 20), _short(payload["gloss"], console.width - 48)
+        table.add_row(f"{score:.2f}", word, "[b green]right[/]" if name in right else "", gloss)
+    console.print(table)
+
+    console.print("  [b]soft[/]         all of them, the nearer the more; temperature sets how much")
+    table = _table("temperature", "weight of the nearest", "averages about")
+    nearest = hits.scores[0, 0]
+    for temperature in TEMPERATURES:
+        lse, half = (db.attend(key, temperature=one).lse[0] for one in (temperature, temperature / 2))
+        share, effective = torch.exp(nearest / temperature - lse), torch.exp(2 * lse - half)
+        table.add_row(f"{temperature:g}", f"{float(share):.1%}", f"{float(effective):,.0f} of {len(db):,} definitions")
+    console.print(table)
+
+
+def _learn(
+    db: SoftDB, data: DemoData, query: int, path: Path, console: Console, seed: int, epochs: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Train the projection, keep it, and measure what it is good for: recall before and after."""
+    _step(console, 3, "Learn", "a projection of the queries, by gradients through the soft query")
+    held = np.flatnonzero(data.held_out)
+    begin = time.perf_counter()
+    weight = train_projection(db, data, seed=seed, epochs=epochs, console=console)
+    seconds = time.perf_counter() - begin
+    np.save(path / PROJECTION, weight.numpy())
+    keys = torch.from_numpy(data.query_keys[held])
+    answers = [{data.ids[i] for i in data.answers[one]} for one in held]
+    places = [_places(db, asked, answers) for asked in (keys, keys @ weight.T)]
+    recalls = [(float((place <= 1).mean()), float((place <= 10).mean())) for place in places]
+    learnt = len(data.held_out) - len(held)
+    console.print(f"  {seconds:.0f} s, {epochs} rounds over {learnt:,} words; then {len(held):,} words it never saw:")
+    table = _table("the right definition comes", "before", "after")
+    for what, one in (("first (recall@1)", 0), ("among ten (recall@10)", 1)):
+        table.add_row(what, f"{recalls[0][one]:.1%}", f"[b]{recalls[1][one]:.1%}[/]")
+    mine = [int(place[held == query][0]) for place in places]
+    table.add_row(f'in place, for "{data.query_texts[query]}"', *(str(one) if one <= 10 else "> 10" for one in mine))
+    console.print(table)
+    return recalls[0], recalls[1]
+
+
+def train_projection(
+    db: SoftDB,
+    data: DemoData,
+    *,
+    seed: int = 0,
+    epochs: int = 4,
+    rate: float = 1e-3,
+    temperature: float = TEMPERATURE,
+    console: Console | None = None,
+) -> Tensor:  # (d, d)
+    """A linear map of the queries, trained end to end through `db.attend` on those that are not held out.
+
+        loss = log Σ_all exp(s / T) - log Σ_right exp(s / T),   s = (W q)·k
+
+    which is minus the log of the weight that a soft query gives to the right records. Cost a step: one exact soft query
+    of a batch, forth and back.
+    """
+    d = data.keys.shape[1]
+    linear = torch.nn.Linear(d, d, bias=False)
+    torch.nn.init.eye_(linear.weight)
+    adam = torch.optim.Adam(linear.parameters(), lr=rate)
+    order = torch.Generator().manual_seed(seed)
+    chosen = torch.from_numpy(np.flatnonzero(~data.held_out))
+    keys = torch.from_numpy(data.query_keys)
+    batches = -(-len(chosen) // BATCH) * epochs
+    with progress(console or Console(quiet=True), "loss {task.fields[loss]}") as bar:
+        task = bar.add_task("train", total=batches, loss="")
+        for _ in range(epochs):
+            mixed = chosen[torch.randperm(len(chosen), generator=order)]
+            for start in range(0, len(mixed), BATCH):
+                part = mixed[start : start + BATCH]
+                asked = linear(keys[part])
+                lse = db.attend(asked, temperature=temperature).lse
+                loss = (lse - _right(db, data, asked, part.tolist(), temperature)).mean()
+                adam.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                adam.step()
+                bar.update(task, advance=1, loss=f"{loss.item():.2f}")
+    return linear.weight.detach()
+
+
+def _right(
+    db: SoftDB,
+    data: DemoData,
+    asked: Tensor,  # (q, d)
+    queries: list[int],  # q positions in `data`
+    temperature: float,
+) -> Tensor:  # (q,)
+    """log Σ exp(s / T) over the right records of each query."""
+    ids = [[data.ids[i] for i in data.answers[query]] for query in queries]
+    owner = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(mine) for mine in ids]))
+    keys = db.get([one for mine in ids for one in mine]).keys
+    scores = (asked[owner] * keys).sum(1) / temperature
+    table = torch.full((len(ids), max(map(len, ids))), -torch.inf)
+    column = torch.cat([torch.arange(len(mine)) for mine in ids])
+    return table.index_put((owner, column), scores).logsumexp(1)
+
+
+def _places(
+    db: SoftDB,
+    queries: Tensor,  # (q, d)
+    answers: list[set[str]],  # q
+) -> NDArray[np.int64]:  # (q,)
+    """At which place the first right record of each query comes: 1 … 10, or 11 where it is none of the ten nearest."""
+    pairs = zip(db.search(queries, k=10, exact=True).ids, answers, strict=True)
+    return np.array([next((i for i, one in enumerate(ids, 1) if one in right), 11) for ids, right in pairs])
+
+
+def _reopen(path: Path, data: DemoData, console: Console) -> None:
+    """Open what is on disk anew, and compare it with what went in."""
+    _step(console, 4, "Reopen", "read-only, and every byte compared with its checksum")
+    sample = list(range(0, len(data.ids), max(1, len(data.ids) // 500)))
+    with softdb.open(path, mode="r") as db:
+        count, records = db.verify(), db.get([data.ids[i] for i in sample])
+    same = np.array_equal(records.keys.numpy(), data.keys[sample])
+    if count != len(data.ids) or not same or records.payloads != [data.payloads[i] for i in sample]:
+        raise CorruptionError(f"{path} does not hold what went in; please report this with the output of softdb verify")
+    console.print(f"  {count:,} records, nothing lost; {len(sample)} of them compared with what went in")
+
+
+def _go_on(path: Path, seconds: float, console: Console) -> None:
+    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Yours to ask (typed text needs softdb\\[text]):\n")
+    place = escape(shlex.quote(str(path)))
+    for line in (f"info {place}", f'search {place} "{TYPED}"', f'attend {place} "{TYPED}" --temperature {TEMPERATURE}'):
+        console.print(f"  softdb {line}", soft_wrap=True)
+
+
+def _step(console: Console, number: int, title: str, more: str) -> None:
+    console.print(f"\n[b cyan]{number} {title}[/] [dim]- {escape(more)}[/]")
+
+
+def _table(*columns: str) -> Table:
+    """An indented table without lines."""
+    table = Table(box=None, padding=(0, 0, 0, 4), header_style="dim")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _short(text: str, room: int) -> str:
+    """A text cut to a width, safe to print."""
+    return escape(text if len(text) <= room else text[: max(1, room - 1)] + "…")
+
+
+# -- typed queries -----------------------------------------------------------------------------------------------------
+
+
+def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -> check.Encoder:
+    """The encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
+
+    With `path`, the directory of a database, it is the encoder of its queries: see `demo_encoder`.
+    """
+    if name == "ngrams":
+        return HashedNGrams() if dim is None else HashedNGrams(dim)
+    return demo_encoder(path) if name == "demo" else SentenceEncoder(name)
+
+
+def demo_encoder(path: Path | None = None) -> check.Encoder:
+    """The encoder of the demo's keys; with the path of a demo database, that of its queries, as trained."""
+    encoder = SentenceEncoder(projection=load_wordnet().projection)
+    if path is None or not (path / PROJECTION).is_file():
+        return encoder
+    try:
+        weight = np.load(path / PROJECTION, allow_pickle=False)
+    except (ValueError, EOFError):
+        weight = np.zeros(0)
+    if weight.shape != (encoder.dim, encoder.dim) or not np.isfinite(weight).all():
+        raise BadInput(f"{path / PROJECTION} is not what the demo saved; make the demo anew with softdb demo --fresh")
+    return lambda texts: encoder(texts) @ weight.T

@@ -1,0 +1,359 @@
+"""Import and export: JSON lines (`.jsonl`, `.jsonl.gz`), CSV, and `.npy` / `.npz` keys, read and written in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import math
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+
+from softdb import check
+from softdb.check import Array, Id
+from softdb.database import SoftDB
+from softdb.errors import BadInput, SoftDBError
+
+__all__ = ["Fields", "Rows", "export_records", "import_records", "read_records"]
+
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON writes them: 007 stays text
+_KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which field of a line is what. The others together are the payload; one called `payload`, alone, is it whole."""
+
+    id: str = "id"
+    key: str = "key"  # a list of numbers
+    text: str | None = None  # a text to encode instead; it stays in the payload, so that hits can show it
+    value: str | None = None  # a list of numbers, or an integer label
+
+
+@dataclass
+class Rows:
+    """Consecutive records of a file on their way in."""
+
+    path: Path
+    share: float = 0.0  # of the file, read so far
+    lines: list[int] = field(default_factory=list)  # n, where each stands
+    ids: list[Id] = field(default_factory=list)  # n
+    keys: Any = field(default_factory=list)  # (n, d) numbers, or n texts to encode
+    values: list[Any] | None = None  # n, where the fields name one
+    payloads: list[Any] = field(default_factory=list)  # n
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class _Line(NamedTuple):
+    number: int
+    share: float
+    row: Row
+
+
+def read_records(
+    path: str | os.PathLike[str],
+    *,
+    fields: Fields | None = None,
+    keys: str | os.PathLike[str] | None = None,
+    batch_size: int = 10_000,
+) -> Iterator[Rows]:
+    """The records of a file, in batches, in O(batch) memory.
+
+    Args:
+        path: `.jsonl` or `.csv`, also with `.gz`; or `.npy` / `.npz` keys alone, whose ids are then their row numbers.
+        fields: which field is what.
+        keys: a `.npy` (mapped, not loaded) or `.npz` file with the keys, row for row in the order of the lines.
+        batch_size: records a batch.
+
+    In CSV an id is text; any other cell that reads as a JSON number, `true` or `false` becomes one, keys and values are
+    JSON lists, and an empty cell is a field that is not there.
+
+    Raises BadInput naming file and line; the records before that line have been yielded by then.
+    """
+    path, fields, size = Path(path), fields or Fields(), check.integer(batch_size, "batch_size")
+    if not path.is_file():
+        raise BadInput(f"{path} is not a file; give one of {_KINDS}")
+    if path.suffix in (".npy", ".npz"):
+        if keys is not None:
+            raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
+        return _bare(path, _matrix(path), size)
+    name = path.name.removesuffix(".gz")
+    if not name.endswith((".jsonl", ".ndjson", ".csv")):
+        raise BadInput(f"{path.name} has a name of no known kind; expected {_KINDS}")
+    lines = _csv_lines(path, fields) if name.endswith(".csv") else _json_lines(path)
+    vectors = None if keys is None else _matched(Path(keys), path, name.endswith(".csv"))
+    return _batches(path, _Parser(path, fields, vectors), size, lines)
+
+
+def import_records(
+    db: SoftDB,
+    batches: Iterator[Rows],
+    *,
+    upsert: bool = False,
+    progress: Callable[[Rows], None] | None = None,
+) -> int:
+    """Insert (or upsert) what `read_records` yields, a commit a batch, and return how many records.
+
+    Texts are encoded by the database's encoder. An error says how many records are in, durably.
+    """
+    done, put = 0, db.upsert if upsert else db.insert
+    rows: Rows | None = None
+    try:
+        for rows in batches:
+            put(rows.ids, rows.keys, rows.values, rows.payloads)
+            done += len(rows)
+            if progress is not None:
+                progress(rows)
+            rows = None
+    except SoftDBError as error:
+        where = "" if rows is None else f"{rows.path.name} lines {rows.lines[0]} to {rows.lines[-1]}: "
+        error.args = (f"{where}{error.args[0]}; the {done} records before are in the database", *error.args[1:])
+        raise
+    return done
+
+
+def export_records(
+    db: SoftDB, path: str | os.PathLike[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000
+) -> int:
+    """Write records as JSON lines (gzipped where the name ends in `.gz`) and return how many.
+
+    A line is `{"id": …, "key": […], "value": …, "payload": …}`, without what a record has not; numbers are exact, and
+    `read_records(path, fields=Fields(value="value"))` gives the same records back. The file appears when it is whole.
+    """
+    path = Path(path)
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        raise BadInput(f"{path.name} is not the name of a JSON lines file; end it in .jsonl or .jsonl.gz")
+    fresh, done = path.with_name(path.name + ".tmp"), 0
+    with (
+        gzip.open(fresh, "wt", encoding="utf-8") if path.suffix == ".gz" else fresh.open("w", encoding="utf-8") as file
+    ):
+        for records in db.scan(batch_size, where):
+            values = [None] * len(records) if records.values is None else records.values.tolist()
+            columns = (records.ids, records.keys.tolist(), values, records.payloads)
+            for one in zip(*columns, strict=True):
+                row = dict(zip(("id", "key", "value", "payload"), one, strict=True))
+                kept = {name: part for name, part in row.items() if part is not None}
+                file.write(json.dumps(kept, ensure_ascii=False, separators=(",", ":")) + "\n")
+            done += len(records)
+    fresh.replace(path)
+    return done
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def _text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
+    """Number, share of the file read so far, and text of each line."""
+    number, size = 0, max(1, path.stat().st_size)
+    with path.open("rb") as raw:
+        file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+        try:
+            for number, line in enumerate(file, 1):
+                yield number, raw.tell() / size, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadInput(
+                f"{path.name} line {number}: not UTF-8 ({error.reason}); decode the source rightly"
+            ) from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
+
+
+def _json_lines(path: Path) -> Iterator[_Line]:
+    for number, share, line in _text_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line") from None
+        if not isinstance(row, dict):
+            raise BadInput(
+                f'{path.name} line {number}: {check.shown(row)}; expected an object such as {{"id": …, "key": […]}}'
+            )
+        yield _Line(number, share, row)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _csv_lines(path: Path, fields: Fields) -> Iterator[_Line]:
+    share = 0.0
+
+    def texts() -> Iterator[str]:
+        nonlocal share
+        for _, share, line in _text_lines(path):  # noqa: B007 - the share is read outside
+            yield line
+
+    reader = csv.reader(texts(), strict=True)
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            if not cells:
+                continue
+            if header is None:
+                header = cells
+                continue
+            if len(cells) != len(header):
+                raise BadInput(
+                    f"{path.name} line {reader.line_num}: {len(cells)} cells, {len(header)} in the header; mend it"
+                )
+            row = {name: _cell(cell, name, fields) for name, cell in zip(header, cells, strict=True) if cell}
+            yield _Line(reader.line_num, share, row)
+    except csv.Error as error:
+        raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None
+
+
+def _cell(cell: str, name: str, fields: Fields) -> Any:
+    if name in (fields.id, fields.text):
+        return cell
+    if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
+        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a list that `_vector` will name
+            value = json.loads(cell)
+            return cell if isinstance(value, float) and math.isinf(value) else value
+    return cell
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+class _Parser:
+    """Lines to records. Keeps the width of the first key, so that a line with another one can be named."""
+
+    def __init__(self, path: Path, fields: Fields, vectors: Array | None) -> None:
+        self.path, self.fields, self.vectors = path, fields, vectors
+        self.width: int | None = None
+        self.count = 0
+
+    def add(self, rows: Rows, line: _Line) -> None:
+        """One line's id, key, value and payload. Raises BadInput naming the line."""
+        row, fields = dict(line.row), self.fields
+        try:
+            name = check.identifiers([_taken(row, fields.id, "id")])[0]
+            key = self.key(row)
+            value = None if fields.value is None else _taken(row, fields.value, "value")
+            payload = (row["payload"] if list(row) == ["payload"] else row) if row else None
+            check.json_text(payload, "the payload")
+        except BadInput as error:
+            raise BadInput(f"{self.path.name} line {line.number}: {error}") from None
+        rows.lines.append(line.number)
+        rows.ids.append(name)
+        rows.keys.append(key)
+        rows.payloads.append(payload)
+        rows.share = line.share
+        if rows.values is not None:
+            rows.values.append(value)
+        self.count += 1
+
+    def key(self, row: Row) -> Any:
+        """A line's key: a vector (d,), or a text to encode."""
+        if self.vectors is not None:
+            return self.vectors[self.count]
+        if self.fields.text is not None:
+            text = row.get(self.fields.text)
+            if not isinstance(text, str):
+                fields = check.shown(list(row))
+                raise BadInput(
+                    f"field {self.fields.text!r} is {check.shown(text)}, not a text; its fields are {fields}"
+                )
+            return text
+        vector = _vector(_taken(row, self.fields.key, "key"), self.fields.key)
+        self.width = self.width or len(vector)
+        if len(vector) != self.width:
+            raise BadInput(
+                f"field {self.fields.key!r} has {len(vector)} numbers, {self.width} in the lines before; mend it"
+            )
+        return vector
+
+
+def _taken(row: Row, name: str, what: str) -> Any:
+    if name not in row:
+        raise BadInput(f"no field {name!r} for the {what}; its fields are {check.shown(list(row))}, name the right one")
+    return row.pop(name)
+
+
+def _vector(value: object, name: str) -> list[float]:
+    numbers = value if isinstance(value, list) else []
+    if not numbers or not all(type(one) in (int, float) and math.isfinite(one) for one in numbers):
+        raise BadInput(f"field {name!r} is {check.shown(value)}; expected a list of numbers")
+    return numbers
+
+
+def _batches(path: Path, parser: _Parser, size: int, lines: Iterator[_Line]) -> Iterator[Rows]:
+    """Batches of records. Before an error is raised, the good lines before it go out."""
+
+    def fresh() -> Rows:
+        return Rows(path, values=None if parser.fields.value is None else [])
+
+    rows, failure = fresh(), None
+    while failure is None:
+        try:
+            line = next(lines, None)
+            if line is None:
+                break
+            parser.add(rows, line)
+        except BadInput as error:
+            failure = error
+        if len(rows) == size:
+            yield rows
+            rows = fresh()
+    if len(rows):
+        yield rows
+    if failure is not None:
+        raise failure
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _matrix(path: Path) -> Array:
+    """The (n, d) array of a `.npy` file, mapped, or of a `.npz` file: its only one, or the one called `keys`."""
+    if not path.is_file():
+        raise BadInput(f"{path} is not a file; expected a .npy or .npz array of keys")
+    try:
+        found = _archived(path) if path.suffix == ".npz" else np.load(path, mmap_mode="r", allow_pickle=False)
+    except BadInput:
+        raise
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise BadInput(f"{path.name} cannot be read as an array of numbers ({check.shown(str(error))})") from None
+    if found.ndim != 2 or found.dtype.kind not in "fiu":
+        raise BadInput(f"{path.name} has shape {found.shape} and type {found.dtype}; expected (n, d) numbers")
+    return cast("Array", found)
+
+
+def _archived(path: Path) -> Array:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:  # numpy itself leaves a broken one open
+        name = "keys" if "keys" in archive.files else archive.files[0] if len(archive.files) == 1 else None
+        if name is None:
+            raise BadInput(f"{path.name} holds {check.shown(archive.files)}; expected one array, or one called keys")
+        return cast("Array", archive[name])
+
+
+def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
+    """Keys that have a row for each line of a file."""
+    vectors = _matrix(keys)
+    texts = (text for _, _, text in _text_lines(path))
+    count = sum(map(bool, csv.reader(texts))) - 1 if is_csv else sum(bool(text.strip()) for text in texts)
+    if len(vectors) != count:
+        raise BadInput(f"{keys.name} has {len(vectors)} keys but {path.name} has {count} records; they go row by row")
+    return vectors
+
+
+def _bare(path: Path, vectors: Array, size: int) -> Iterator[Rows]:
+    for start in range(0, len(vectors), size):
+        part = vectors[start : start + size]
+        places = range(start, start + len(part))
+        share = (start + len(part)) / len(vectors)
+        yield Rows(path, share, list(places), list(places), part, None, [None] * len(part))

@@ -1,0 +1,114 @@
+"""The contract of an approximate index: it says which rows may be near, by codes. It never scores and holds no keys."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Metric
+from softdb.errors import MissingDependency
+
+__all__ = ["Floats", "Index", "Live", "Rows", "faiss_module", "prepared"]
+
+Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
+Live = NDArray[np.bool_]
+
+
+def faiss_module() -> Any:
+    """FAISS, imported when first needed. Raises MissingDependency that names the extras."""
+    try:
+        import faiss
+    except ImportError:
+        raise MissingDependency(
+            "an approximate index needs FAISS; pip install 'softdb[cpu]', or 'softdb[gpu]' (never both). "
+            "Exact search needs neither"
+        ) from None
+    return faiss
+
+
+def prepared(
+    vectors: NDArray[np.floating],  # (n, d)
+    metric: Metric,
+) -> Floats:  # (n, d)
+    """Vectors as an index sees them: float32, of length 1 for the cosine (zero vectors stay)."""
+    found = np.ascontiguousarray(vectors, np.float32)
+    if metric is Metric.COSINE:
+        lengths = np.linalg.norm(found, axis=1, keepdims=True)
+        lengths[lengths == 0] = 1
+        found = np.divide(found, lengths, dtype=np.float32)
+    return found
+
+
+class Index(ABC):
+    """Codes of the keys of the rows below `covered`, and how hard to look.
+
+    A new engine writes `train`, `parameters` and its attributes; the rest is FAISS, which every engine wraps. Safe to
+    search from several threads; to add, take a `copy`.
+    """
+
+    kind: ClassVar[str]
+    effort_name: ClassVar[str]  # what FAISS calls the effort
+    effort_most: int  # beyond this more effort changes nothing
+
+    def __init__(self, metric: Metric, inner: Any) -> None:
+        self.metric = metric
+        self.inner = inner  # the FAISS index; its ids are rows
+        self.covered = 0  # rows below this are in it
+        self.effort = 1
+        self.candidates = 10  # looked at again by exact score, for each of the k asked for
+        self.tuned_for = 10  # the k for which effort and candidates were measured
+        self.report: dict[str, Any] = {}
+
+    @classmethod
+    @abstractmethod
+    def train(cls, metric: Metric, sample: Floats, count: int) -> Index:
+        """An empty index for about `count` records, trained on prepared keys (m, d)."""
+
+    @abstractmethod
+    def parameters(self, effort: int, selector: Any) -> Any:
+        """FAISS' search parameters."""
+
+    def add(
+        self,
+        rows: Rows,  # (n,) ascending, none below `covered`
+        keys: NDArray[np.floating],  # (n, d)
+    ) -> None:
+        """Take records in."""
+        self.inner.add_with_ids(prepared(keys, self.metric), rows)
+        self.covered = int(rows[-1]) + 1
+
+    def find(
+        self,
+        queries: Floats,  # (q, d) prepared
+        c: int,
+        allowed: Live | None = None,  # (covered,) over rows; None: all
+        effort: int | None = None,
+    ) -> Rows:  # (q, c), -1 = none
+        """The c rows of each query whose codes are nearest, in no promised order."""
+        faiss, selector = faiss_module(), None
+        if allowed is not None:
+            bits = np.packbits(allowed, bitorder="little")
+            selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
+        parameters = self.parameters(min(effort or self.effort, self.effort_most), selector)
+        _, rows = self.inner.search(queries, c, params=parameters)
+        return np.asarray(rows, np.int64)
+
+    def copy(self) -> Index:
+        """An index that can grow while this one is searched."""
+        return self.restored(faiss_module().clone_index(self.inner))
+
+    def restored(self, inner: Any) -> Index:
+        """This index around another FAISS index of its kind."""
+        twin = type(self)(self.metric, inner)
+        for name in ("covered", "effort", "candidates", "tuned_for"):
+            setattr(twin, name, getattr(self, name))
+        twin.report = dict(self.report)
+        return twin
+
+    def dump(self) -> Any:
+        """The codes as bytes, a uint8 array, for the cache."""
+        return faiss_module().serialize_index(self.inner)

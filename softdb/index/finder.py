@@ -1,0 +1,125 @@
+"""The finder of one database: its index, loaded when first needed, kept in step with the store, saved as a cache."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from softdb.index import cache
+from softdb.index.build import Progress, build, checked
+from softdb.index.contract import Index, Live, Rows
+from softdb.index.search import border_of, find
+from softdb.scores import Score, ScoreFunction, metric_of
+from softdb.store import Snapshot, Store
+
+__all__ = ["Finder"]
+
+ABSORB_ROWS = 10_000  # young rows from which on the index takes them in: fewer are searched exactly in a millisecond
+ABSORB_SHARE = 0.1  # and what share of the index they must be: taking in copies its codes
+
+
+class Finder:
+    """Finds candidates for a store. An index may be missing, stale or refused; the answer is right all the same."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._index: Index | None = None
+        self._file: str | None = None  # the file that was last loaded or refused
+        self._looked = False  # whether the catalogue was asked for one
+        self._unsaved = False
+        self._lock = threading.Lock()  # one thread loads, absorbs or replaces the index
+
+    def find(
+        self,
+        snapshot: Snapshot,
+        queries: Tensor,  # (q, d)
+        k: int,
+        allowed: Live | None,  # (size,) over positions; None: every live record
+        exact: bool = False,
+    ) -> Rows:  # (q, k)
+        """Positions of the k nearest by the database's metric, -1 = none."""
+        index = None if exact else self._current(snapshot)
+        return find(snapshot, index, queries, k, self._store.schema.metric, allowed)
+
+    def find_for(
+        self,
+        score: Score | ScoreFunction,
+        snapshot: Snapshot,
+        queries: Tensor,  # (q, d)
+        k: int,
+        allowed: Live | None,
+    ) -> Rows:  # (q, k)
+        """Positions of the k nearest by a score; the index serves where that ranks as the database's metric does."""
+        metric = metric_of(score)
+        index = self._current(snapshot) if metric is self._store.schema.metric else None
+        return find(snapshot, index, queries, k, metric, allowed)
+
+    def build(
+        self, kind: str, recall: float, k: int, queries: Tensor | None, progress: Progress | None
+    ) -> dict[str, Any]:
+        """Build, measure, save and use a new index; returns the report. The old one serves until then."""
+        kind, recall = checked(kind, recall)
+        index, report = build(self._store.snapshot, self._store.schema.metric, kind, recall, k, queries, progress)
+        with self._lock:
+            self._index, self._looked, self._unsaved = index, True, True
+        self.save()
+        return report
+
+    def save(self) -> None:
+        """Write the index as a cache, if it has changed."""
+        with self._lock:
+            folder = self._folder()
+            if not self._unsaved or folder is None or self._store.mode != "rw":
+                return
+            entry = None if self._index is None else cache.save(folder, self._index, self._store.snapshot.generation)
+            self._store.put_index_entry(entry)
+            self._file = None if entry is None else entry["file"]
+            cache.clean(folder, self._file)
+            self._unsaved = False
+
+    def refresh(self) -> None:
+        """Ask the catalogue again when the index is next needed: a writer may have built another."""
+        if self._store.mode == "r":
+            self._looked = False
+
+    def report(self) -> dict[str, Any] | None:
+        """What is known of the index, and how many records it does not cover yet."""
+        index = self._current(self._store.snapshot)
+        if index is None:
+            return None
+        return {**index.report, "young": self._store.snapshot.size - border_of(self._store.snapshot, index)}
+
+    def _current(self, snapshot: Snapshot) -> Index | None:
+        """The index, loaded and with young rows taken in when there are many."""
+        if self._looked and (self._index is None or not self._behind(snapshot, self._index)):
+            return self._index
+        with self._lock:
+            if not self._looked:
+                self._load()
+            index = self._index
+            if index is not None and self._behind(snapshot, index):
+                index = index.copy()  # the other is being searched
+                for block in snapshot.blocks(ABSORB_ROWS, start=border_of(snapshot, index)):
+                    index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
+                self._index, self._unsaved = index, True
+            return self._index
+
+    def _behind(self, snapshot: Snapshot, index: Index) -> bool:
+        young = snapshot.size - border_of(snapshot, index)
+        return young > ABSORB_ROWS and young > ABSORB_SHARE * index.covered
+
+    def _load(self) -> None:
+        entry, folder = self._store.index_entry(), self._folder()
+        self._looked = True
+        if folder is None:
+            return
+        if entry is None:
+            self._index = self._file = None
+        elif entry.get("file") != self._file:
+            self._index, self._file = cache.load(folder, entry, self._store.schema.metric), entry.get("file")
+
+    def _folder(self) -> Path | None:
+        return None if self._store.path is None else self._store.path / "index"

@@ -1,0 +1,197 @@
+"""The exact finder: every allowed record is compared, in blocks straight from the segments.
+
+Two steps. Blocked matrix products give approximate scores, from which a few more than k candidates are kept; those are
+scored again in float64, pair by pair, and ordered by score, then row. A bound on the rounding of the products says
+whether anything left out could have come in: where it could (ties by the dozen, near duplicates far from the others),
+a second round in float64 settles the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.check import Metric
+from softdb.index.products import Best, BlockKeys, Probe, merge
+from softdb.store.snapshot import Snapshot
+
+__all__ = ["flat", "nearest"]
+
+Rows = NDArray[np.int64]
+Live = NDArray[np.bool_]
+
+_BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
+_QUERIES = 256  # compared with a block at once
+_SETTLED = 16  # queries of the second round at once
+
+
+def flat(
+    snapshot: Snapshot,
+    queries: Tensor,  # (q, d) floating point, any device
+    k: int,
+    metric: Metric,
+    allowed: Live | None = None,  # (size,) over positions; None: every live record
+    start: int = 0,  # first position
+) -> Rows:  # (q, k)
+    """Rows of the k nearest allowed live records, ties by row, then -1. Cost q n d, memory O(block + q k)."""
+    return snapshot.rows(nearest(snapshot, queries, k, metric, allowed, start))
+
+
+def nearest(
+    snapshot: Snapshot,
+    queries: Tensor,  # (q, d) floating point, any device
+    k: int,
+    metric: Metric,
+    allowed: Live | None = None,  # (size,) over positions; None: every live record
+    start: int = 0,  # first position
+) -> Rows:  # (q, k)
+    """Positions of the k nearest allowed live records, ties by row, then -1. Cost q n d, memory O(block + q k)."""
+    keep = snapshot.live if allowed is None else snapshot.live & allowed
+    count = int(np.count_nonzero(keep[start:]))
+    found = np.full((len(queries), k), -1, np.int64)
+    k = min(k, count)
+    if not k or not len(queries):
+        return found
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    queries = queries.detach().to("cpu", dtype)
+    world = _World(snapshot, keep, start, count, metric)
+    found[:, :k] = world.nearest(queries, k)
+    return found
+
+
+class _World:
+    """The records that take part in one exact search."""
+
+    def __init__(self, snapshot: Snapshot, keep: Live, start: int, count: int, metric: Metric) -> None:
+        self.snapshot, self.keep, self.start, self.count, self.metric = snapshot, keep, start, count, metric
+        self.dim = snapshot.segments[0].keys.shape[1]
+        self.block = 0  # records
+
+    def nearest(
+        self,
+        queries: Tensor,  # (q, d)
+        k: int,  # at most count
+    ) -> Rows:  # (q, k)
+        kept = min(k + 8 + k // 8, self.count)
+        self.block = min(max(_BLOCK * (2 if len(queries) <= 8 else 1) // self.dim, 256), 1 << 16)
+        best = self._candidates([Probe(self.metric, part) for part in torch.split(queries, _QUERIES)], kept)
+        positions = best.positions.sort(dim=1).values.numpy()
+        exact = self._rescore(queries, positions)
+        order = np.argsort(-exact, axis=1, kind="stable")[:, :k]
+        found = np.take_along_axis(positions, order, 1)
+        if kept < self.count:
+            worst = torch.from_numpy(np.take_along_axis(exact, order[:, -1:], 1)[:, 0])
+            unsure = self._unsure(queries, found, worst, best.scores.amin(1)).nonzero()[:, 0]
+            for few in torch.split(unsure, _SETTLED) if len(unsure) else ():
+                found[few.numpy()] = self._settle(queries[few].double(), worst[few], k)
+        if self.metric is not Metric.L2:  # every record scores 0: nothing but the row decides
+            found[~queries.any(1).numpy()] = np.flatnonzero(self.keep[self.start :])[:k] + self.start
+        return found
+
+    def _candidates(self, probes: list[Probe], kept: int) -> Best:
+        best: list[Best | None] = [None] * len(probes)
+        scores, prepared = torch.empty(0), None
+        for positions, keys in self._blocks(probes[0].queries.dtype):
+            prepared = BlockKeys(self.metric, keys, prepared)
+            if scores.numel() < len(probes[0].queries) * len(keys):
+                scores = keys.new_empty(len(probes[0].queries) * len(keys))
+            for i, probe in enumerate(probes):
+                out = scores[: len(probe.queries) * len(keys)].view(-1, len(keys))
+                best[i] = merge(best[i], probe.approximate(prepared, out), positions, kept)
+        parts = [part for part in best if part is not None]
+        return Best(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
+
+    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Positions and keys, a few megabytes at a time."""
+        if 4 * self.count > len(self.keep) - self.start:
+            for positions, keys, _ in self.snapshot.blocks(self.block, self.keep, self.start):
+                yield positions, keys.to(dtype)
+        else:
+            sparse = np.flatnonzero(self.keep[self.start :]) + self.start
+            for low in range(0, len(sparse), self.block):
+                part = sparse[low : low + self.block]
+                yield torch.from_numpy(part), self.snapshot.keys_at(part).to(dtype)
+
+    def _rescore(self, queries: Tensor, positions: Rows) -> NDArray[np.float64]:
+        """Exact scores (q, c) of positions (q, c)."""
+        which = np.repeat(np.arange(len(positions)), positions.shape[1])
+        return self._score(queries.double(), which, positions.reshape(-1)).reshape(positions.shape)
+
+    def _score(
+        self,
+        queries: Tensor,  # (q, d) float64
+        which: Rows,  # (p,) query of each pair
+        positions: Rows,  # (p,)
+    ) -> NDArray[np.float64]:  # (p,)
+        """Scores of pairs in float64, the same for equal keys wherever they stand."""
+        scores = np.empty(len(positions))
+        chunk = max(1, _BLOCK // 4 // self.dim)
+        for low in range(0, len(positions), chunk):
+            pairs = slice(low, low + chunk)
+            keys = self.snapshot.keys_at(positions[pairs]).double()
+            asked = queries[torch.from_numpy(which[pairs])]
+            if self.metric is Metric.L2:
+                scores[pairs] = -(keys - asked).square().sum(1).numpy()
+            elif self.metric is Metric.DOT:
+                scores[pairs] = (keys * asked).sum(1).numpy()
+            else:
+                lengths = (keys.square().sum(1) * asked.square().sum(1)).sqrt()
+                lengths[lengths == 0] = torch.inf
+                scores[pairs] = ((keys * asked).sum(1) / lengths).numpy()
+        return scores
+
+    def _unsure(
+        self,
+        queries: Tensor,  # (q, d)
+        found: Rows,  # (q, k)
+        worst: Tensor,  # (q,) float64, score of the last found
+        floor: Tensor,  # (q,) best approximate score that a record left out can have
+    ) -> Tensor:  # (q,) bool
+        """Which queries may have lost a record to rounding, or to a tie."""
+        unsure: list[Tensor] = []
+        for low in range(0, len(queries), _QUERIES):
+            part = slice(low, low + _QUERIES)
+            probe = Probe(self.metric, queries[part])
+            slack = probe.slack(worst[part], self._longest(found[part]))
+            # negated, so that a NaN counts as unsure
+            unsure.append(~(worst[part] > probe.full(floor[part]) + slack))
+        return torch.cat(unsure)
+
+    def _longest(self, found: Rows) -> Tensor:
+        """Length of the longest key found for each query (q,); the others' scores are rounded alike."""
+        if self.metric is not Metric.DOT:
+            return torch.zeros(len(found), dtype=torch.float64)
+        keys = self.snapshot.keys_at(found[:, : max(1, _BLOCK // self.dim // len(found))])
+        lengths: Tensor = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float64)
+        return lengths.amax(1)
+
+    def _settle(
+        self,
+        queries: Tensor,  # (q, d) float64
+        worst: Tensor,  # (q,) float64: no better k-th score exists below it
+        k: int,
+    ) -> Rows:  # (q, k)
+        """The second round: every record that may reach the k-th score, scored exactly."""
+        probe = Probe(self.metric, queries)
+        which, found, scores = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
+        prepared = None
+        for positions, keys in self._blocks(torch.float64):
+            prepared = BlockKeys(self.metric, keys, prepared)
+            longest = torch.linalg.vector_norm(keys, dim=1).amax().expand(len(queries))
+            approximate = probe.full(probe.approximate(prepared, keys.new_empty(len(queries), len(keys))).T).T
+            near = ~(approximate < (worst - probe.slack(worst, longest)).unsqueeze(1))
+            pairs = near.nonzero().numpy()
+            if not len(pairs):
+                continue
+            places = positions.numpy()[pairs[:, 1]]
+            which, found = np.concatenate([which, pairs[:, 0]]), np.concatenate([found, places])
+            scores = np.concatenate([scores, self._score(queries, pairs[:, 0], places)])
+            order = np.lexsort((-found, -scores, which))
+            first = np.searchsorted(which[order], np.arange(len(queries)))
+            order = order[np.arange(len(order)) - first[which[order]] < k]
+            which, found, scores = which[order], found[order], scores[order]
+        return found.reshape(-1, k)

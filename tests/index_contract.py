@@ -1,0 +1,196 @@
+"""What every engine must keep, written once: an engine's tests inherit these and name the kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import softdb
+
+Floats = NDArray[np.float32]
+N, D, Q = 6000, 16, 40
+
+
+def world(seed: int = 0, d: int = D) -> tuple[Floats, Floats]:
+    """Clustered keys with duplicates and a zero vector, and queries near them."""
+    random = np.random.default_rng(seed)
+    centres = random.standard_normal((60, d)) * 2
+    keys = centres[random.integers(0, 60, N)] + random.standard_normal((N, d))
+    keys[100:110] = keys[0]
+    keys[50] = 0
+    queries = keys[random.integers(0, N, Q)] + 0.3 * random.standard_normal((Q, d))
+    return keys.astype(np.float32), queries.astype(np.float32)
+
+
+def scores(metric: str, queries: Floats, keys: Floats) -> NDArray[np.float64]:
+    """Scores (q, n) in float64."""
+    wide, far = queries.astype(np.float64), keys.astype(np.float64)
+    if metric == "l2":
+        return np.asarray(-((wide[:, None] - far[None]) ** 2).sum(-1))
+    found = wide @ far.T
+    if metric == "cosine":
+        lengths = np.linalg.norm(wide, axis=1)[:, None] * np.linalg.norm(far, axis=1)
+        found = np.divide(found, lengths, out=np.zeros_like(found), where=lengths > 0)
+    return np.asarray(found)
+
+
+def recall(hits: softdb.Hits, truth: NDArray[np.float64], k: int) -> float:
+    """Share of hits that score at least as well as the true k-th: ties count."""
+    rows = hits.rows.numpy()
+    kth = np.sort(truth, axis=1)[:, ::-1][:, k - 1 : k]
+    reached = np.take_along_axis(truth, np.maximum(rows, 0), 1) >= kth - 1e-4 * np.abs(kth) - 1e-6
+    return float((reached & (rows >= 0)).mean())
+
+
+class IndexContract:
+    """Inherit, and name the kind."""
+
+    kind: ClassVar[str]
+
+    def made(self, path: Path | None = None, **words: Any) -> tuple[softdb.SoftDB, Floats, Floats]:
+        keys, queries = world(d=words.pop("dim", D))
+        db = softdb.open(path, dim=keys.shape[1], **words)
+        groups = np.random.default_rng(5).permutation(N)
+        payloads = [{"g": int(g)} for g in groups]
+        for low in range(0, N, 2500):
+            part = slice(low, low + 2500)
+            db.insert(list(range(N))[part], keys[part], payloads=payloads[part])
+        report = db.build_index(self.kind, recall=0.95)
+        assert report["kind"] == self.kind
+        assert report["met"]
+        return db, keys, queries
+
+    @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+    def test_recall_and_exact_scores(self, metric: Any) -> None:
+        db, keys, queries = self.made(metric=metric)
+        truth = scores(metric, queries, keys)
+        hits = db.search(queries, k=10)
+        assert recall(hits, truth, 10) >= 0.9
+        expected = np.take_along_axis(truth, hits.rows.numpy(), 1)
+        np.testing.assert_allclose(hits.scores.numpy(), expected, rtol=1e-4, atol=1e-4)
+        assert bool((hits.scores[:, :-1] >= hits.scores[:, 1:]).all())
+        alone = db.search(queries[0], k=10)
+        assert alone.rows.tolist() == hits.rows[:1].tolist()
+
+    @pytest.mark.parametrize("dim", [7, 30])
+    def test_widths_that_4_does_not_divide(self, dim: int) -> None:
+        db, keys, queries = self.made(dim=dim)
+        assert recall(db.search(queries, k=5), scores("dot", queries, keys), 5) >= 0.9
+
+    def test_half_precision(self) -> None:
+        db, keys, queries = self.made(dtype="float16")
+        truth = scores("dot", queries, keys.astype(np.float16).astype(np.float32))
+        hits = db.search(queries, k=10)
+        assert recall(hits, truth, 10) >= 0.9
+        np.testing.assert_allclose(hits.scores.numpy(), np.take_along_axis(truth, hits.rows.numpy(), 1), rtol=1e-4)
+
+    def test_new_records_are_seen_by_the_next_query(self) -> None:
+        db, keys, queries = self.made()
+        db.insert([f"new{i}" for i in range(Q)], queries * 3)
+        nearest = scores("dot", queries, np.concatenate([keys, queries * 3])).argmax(1)
+        assert (nearest >= N).all()
+        assert db.search(queries, k=3).rows[:, 0].tolist() == nearest.tolist()
+
+    def test_deleted_and_replaced_records_never_come_back(self) -> None:
+        db, keys, queries = self.made()
+        first = db.search(queries, k=10).rows.unique().tolist()
+        db.delete(first[::2])
+        db.upsert(first[1::2], -keys[first[1::2]])
+        hits = db.search(queries, k=10)
+        assert not set(hits.rows.unique().tolist()) & set(first)
+        alive = scores("dot", queries, keys)
+        alive[:, first] = -np.inf
+        assert bool(hits.live.all())
+        assert recall(hits, np.concatenate([alive, np.full((Q, N), -np.inf)], axis=1), 10) >= 0.85
+
+    @pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 0.01, 1 / N, 0.0])
+    def test_a_filter_gives_every_match_up_to_k(self, share: float) -> None:
+        db, keys, queries = self.made()
+        m = round(share * N)
+        hits = db.search(queries, k=10, where={"g": {"$lt": m}})
+        groups = np.random.default_rng(5).permutation(N)
+        assert hits.live.sum(1).tolist() == [min(10, m)] * Q
+        found = hits.rows[hits.live].numpy()
+        assert (groups[found] < m).all()
+        truth = scores("dot", queries, keys)
+        truth[:, groups >= m] = -np.inf
+        if m >= 10:
+            assert recall(hits, truth, 10) >= 0.9
+
+    def test_more_asked_than_there_is(self) -> None:
+        db, _, queries = self.made()
+        hits = db.search(queries[:2], k=N + 5)
+        assert hits.live.sum(1).tolist() == [N, N]
+        assert [len(set(rows)) for rows in hits.rows.tolist()] == [N + 1] * 2
+
+    def test_many_deletions(self) -> None:
+        db, keys, queries = self.made()
+        db.delete(list(range(N - 7)))
+        hits = db.search(queries, k=10)
+        assert hits.live.sum(1).tolist() == [7] * Q
+        truth = scores("dot", queries, keys)
+        truth[:, : N - 7] = -np.inf
+        assert recall(db.search(queries, k=5), truth, 5) == 1
+
+    def test_an_index_is_loaded_and_serves_a_reader(self, tmp_path: Path) -> None:
+        db, _, queries = self.made(tmp_path / "db")
+        expected = db.search(queries, k=10).rows.tolist()
+        db.close()
+        for mode in ("r", "rw"):
+            with softdb.open(tmp_path / "db", mode=mode) as again:  # type: ignore[arg-type]
+                assert again.search(queries, k=10).rows.tolist() == expected
+                assert again.stats()["index"]["kind"] == self.kind
+                assert again.stats()["index"]["young"] == 0
+
+    @pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "swapped key", "entry", "name"])
+    def test_an_index_that_is_not_ours_is_left_aside(
+        self, damage: str, tmp_path: Path, key_file: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        db, _, queries = self.made(tmp_path / "db")
+        exact = db.search(queries, k=10, exact=True).rows.tolist()
+        db.close()
+        (file,) = (tmp_path / "db" / "index").iterdir()
+        key = key_file.read_bytes()
+        if damage == "flipped":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        elif damage == "truncated":
+            file.write_bytes(file.read_bytes()[:-1])
+        elif damage == "gone":
+            file.unlink()
+        elif damage == "swapped key":
+            key_file.write_bytes(bytes(32))
+        with softdb.open(tmp_path / "db") as db:
+            if damage in ("entry", "name"):
+                entry = db._store.index_entry()
+                assert entry is not None
+                entry |= {"effort": 10**6} if damage == "entry" else {"file": "../catalog.sqlite"}
+                db._store.put_index_entry(entry)
+            assert db.search(queries, k=10).rows.tolist() == exact
+            assert "index left aside" in caplog.text
+            assert "build_index" in caplog.text
+            assert db.stats()["index"] is None
+            db.build_index(self.kind)
+            assert db.stats()["index"]["kind"] == self.kind
+        key_file.write_bytes(key)
+
+    def test_scores_carry_the_gradient_through_the_index(self) -> None:
+        import torch
+
+        db, keys, queries = self.made()
+        asked = torch.from_numpy(queries).requires_grad_()
+        hits = db.search(asked, k=3)
+        hits.scores.sum().backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+        np.testing.assert_allclose(asked.grad.numpy(), keys[hits.rows.numpy()].sum(1), rtol=1e-4, atol=1e-4)
+
+    def test_truncated_attention_finds_by_the_index(self) -> None:
+        db, keys, queries = self.made()
+        pooled = db.attend(queries, k=50, temperature=2.0)
+        assert pooled.hits is not None
+        assert recall(pooled.hits, scores("dot", queries, keys), 50) >= 0.9

@@ -1,0 +1,101 @@
+"""The equations as loops in float64. Imports nothing of softdb, so that the two can disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+Score: TypeAlias = Callable[[Floats, Floats], float]
+
+
+def floats(array: ArrayLike) -> Floats:
+    return np.asarray(array, np.float64)
+
+
+# -- scores of one query (d,) and one key (d,) -------------------------------------------------------------------------
+
+
+def dot(query: Floats, key: Floats) -> float:
+    return sum(float(a) * float(b) for a, b in zip(query, key, strict=True))
+
+
+def scaled_dot(query: Floats, key: Floats) -> float:
+    return dot(query, key) / math.sqrt(len(query))
+
+
+def cosine(query: Floats, key: Floats) -> float:
+    lengths = math.sqrt(dot(query, query)) * math.sqrt(dot(key, key))
+    return dot(query, key) / lengths if lengths else 0.0
+
+
+def negative_l2(query: Floats, key: Floats) -> float:
+    return -sum((float(a) - float(b)) ** 2 for a, b in zip(query, key, strict=True))
+
+
+def scores(
+    score: Score,
+    queries: ArrayLike,  # (q, d)
+    keys: ArrayLike,  # (n, d)
+) -> Floats:  # (q, n)
+    queries, keys = floats(queries), floats(keys)
+    return np.array([[score(query, key) for key in keys] for query in queries]).reshape(len(queries), len(keys))
+
+
+# -- weights and answers of one query ----------------------------------------------------------------------------------
+
+
+def softmax(
+    scores: Sequence[float] | Floats,  # (k,)
+    temperature: float,
+    live: Sequence[bool] | NDArray[np.bool_],  # (k,)
+) -> tuple[Floats, float]:  # (k,), log of the normaliser
+    logits = [float(s) / temperature for s, alive in zip(scores, live, strict=True) if alive]
+    if not logits:
+        return np.zeros(len(scores)), -math.inf
+    top = max(logits)
+    lse = top + math.log(math.fsum(math.exp(logit - top) for logit in logits))
+    weights = [math.exp(float(s) / temperature - lse) if alive else 0.0 for s, alive in zip(scores, live, strict=True)]
+    return np.array(weights), lse
+
+
+def one_hot(labels: ArrayLike, num_classes: int) -> Floats:
+    """Labels (n,) as values (n, num_classes)."""
+    return floats([[float(label == c) for c in range(num_classes)] for label in np.asarray(labels).tolist()])
+
+
+def soft_query(
+    score: Score,
+    queries: ArrayLike,  # (q, d)
+    keys: ArrayLike,  # (n, d)
+    values: ArrayLike,  # (n, v)
+    temperature: float,
+    live: NDArray[np.bool_] | None = None,  # (q, n): which records take part in which query
+) -> tuple[Floats, Floats]:  # (q, v), (q,)
+    table, values = scores(score, queries, keys), floats(values)
+    live = np.ones(table.shape, np.bool_) if live is None else live
+    outputs, lses = [], []
+    for row, alive in zip(table, live, strict=True):
+        weights, lse = softmax(row, temperature, alive)
+        output = np.zeros(values.shape[1])
+        for weight, value in zip(weights, values, strict=True):
+            output = output + weight * value
+        outputs.append(output)
+        lses.append(lse)
+    return np.array(outputs).reshape(len(table), values.shape[1]), np.array(lses)
+
+
+def nearest(
+    score: Score,
+    queries: ArrayLike,  # (q, d)
+    keys: ArrayLike,  # (n, d)
+    k: int,
+    live: Any = None,  # (n,) bool
+) -> list[list[int]]:  # q lists of min(k, live) places, best first; ties go to the lower place
+    table = scores(score, queries, keys)
+    alive = [i for i in range(table.shape[1]) if live is None or live[i]]
+    return [[i for _, i in sorted((-row[i], i) for i in alive)[:k]] for row in table]

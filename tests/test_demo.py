@@ -1,0 +1,195 @@
+"""The demo does the whole job, learns something, and never touches what is not a demo."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import softdb
+from softdb.data import DemoData, load_wordnet
+from softdb.demo import DemoReport, demo_encoder, named_encoder, run_demo, train_projection
+from softdb.text import HashedNGrams
+
+
+@pytest.fixture(scope="module")
+def small() -> DemoData:
+    """The first 600 records that a query asks for, and the queries whose answers all lie among them."""
+    data = load_wordnet()
+    wanted = sorted({i for mine in data.answers for i in mine})[:600]
+    place = {old: new for new, old in enumerate(wanted)}
+    kept = [j for j, mine in enumerate(data.answers) if all(i in place for i in mine)]
+    return replace(
+        data,
+        ids=[data.ids[i] for i in wanted],
+        keys=data.keys[wanted],
+        payloads=[data.payloads[i] for i in wanted],
+        query_texts=[data.query_texts[j] for j in kept],
+        query_keys=data.query_keys[kept],
+        answers=[[place[i] for i in data.answers[j]] for j in kept],
+        held_out=data.held_out[kept],
+    )
+
+
+def run(path: Path, data: DemoData, fresh: bool = False, epochs: int = 2) -> tuple[DemoReport, str]:
+    output = io.StringIO()
+    console = Console(file=output, width=80, highlight=False)
+    return run_demo(path, fresh=fresh, data=data, console=console, epochs=epochs), output.getvalue()
+
+
+def recalls(data: DemoData, weight: Any) -> tuple[float, float]:
+    """Recall@1 and recall@10 of the held-out queries, asked as weight @ query."""
+    held = np.flatnonzero(data.held_out)
+    nearest = np.argsort(-data.query_keys[held] @ weight.T @ data.keys.T, axis=1)[:, :10]
+    right = [np.isin(row, data.answers[query]) for row, query in zip(nearest, held, strict=True)]
+    return float(np.mean([one[0] for one in right])), float(np.mean([one.any() for one in right]))
+
+
+def test_a_small_demo_does_the_whole_job(tmp_path: Path, small: DemoData) -> None:
+    report, shown = run(tmp_path / "demo", small, epochs=8)
+    assert report.records == 600
+    assert 0 < report.before[0] <= report.before[1] <= 1
+    assert report.after[1] >= report.before[1]
+    for heading in ("1 Store", "2 Ask", "exact", "approximate", "soft", "3 Learn", "4 Reopen", "nothing lost", "Done"):
+        assert heading in shown
+    assert f"{report.before[1]:.1%}" in shown
+    assert f"{report.after[1]:.1%}" in shown
+    assert f"softdb search {tmp_path / 'demo'}" in shown
+    assert all(len(line) <= 80 for line in shown.split("Done")[0].splitlines())
+    weight = np.load(tmp_path / "demo" / "projection.npy")
+    assert report.before == pytest.approx(recalls(small, np.eye(96)))
+    assert report.after == pytest.approx(recalls(small, weight))
+    assert report.after != pytest.approx(recalls(small, weight.T))
+    with softdb.open(tmp_path / "demo", mode="r") as db:
+        assert db.verify() == 600
+        assert db[small.ids[5]].payload == small.payloads[5]
+
+
+def test_training_is_the_same_for_the_same_seed_and_falls_with_the_loss(small: DemoData) -> None:
+    with softdb.open(None, dim=96) as db:
+        db.insert(small.ids, small.keys)
+        first, again = (train_projection(db, small, seed=3, epochs=1) for _ in range(2))
+        assert first.equal(again)
+        assert not first.equal(train_projection(db, small, seed=4, epochs=1))
+        trained = np.flatnonzero(~small.held_out)
+
+        def loss(weight: torch.Tensor) -> float:
+            asked = torch.from_numpy(small.query_keys[trained]) @ weight.T
+            scores = asked @ torch.from_numpy(small.keys).T / 0.05
+            right = torch.zeros_like(scores, dtype=torch.bool)
+            for i, query in enumerate(trained):
+                right[i, small.answers[query]] = True
+            return float((scores.logsumexp(1) - scores.masked_fill(~right, -torch.inf).logsumexp(1)).mean())
+
+        assert loss(first) < loss(torch.eye(96)) - 0.1
+        assert loss(train_projection(db, small, seed=3, epochs=2)) < loss(first) - 0.05
+
+
+def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
+    with softdb.open(tmp_path / "mine", dim=96) as db:
+        db.insert(["precious"], np.ones((1, 96)))
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious").touch()
+    for name in ("mine", "file", "folder"):
+        for fresh in (False, True):
+            with pytest.raises(
+                softdb.BadInput, match=rf"{name} is there and is not a demo database, so it is left alone"
+            ):
+                run(tmp_path / name, small, fresh)
+    with softdb.open(tmp_path / "mine", mode="r") as db:
+        assert "precious" in db
+    assert (tmp_path / "file").read_text() == "precious"
+    assert (tmp_path / "folder" / "precious").exists()
+
+
+def test_a_demo_is_made_anew_only_if_asked_and_only_it(tmp_path: Path, small: DemoData) -> None:
+    path = tmp_path / "demo"
+    path.mkdir()  # an empty directory will do
+    run(path, small, epochs=0)
+    with pytest.raises(softdb.BadInput, match=r"holds the demo database already; .* --fresh"):
+        run(path, small, epochs=0)
+    (path / "notes.txt").write_text("precious")
+    with pytest.raises(softdb.BadInput, match=r"holds \['notes.txt'\] besides the demo; move that away"):
+        run(path, small, True, epochs=0)
+    assert (path / "notes.txt").read_text() == "precious"
+    (path / "notes.txt").unlink()
+    with softdb.open(path), pytest.raises(softdb.DatabaseLocked, match="is being written by process"):
+        run(path, small, True, epochs=0)
+    with softdb.open(path) as db:
+        db.delete(where={})
+    assert run(path, small, True, epochs=0)[0].records == 600
+    (path / "catalog.sqlite").write_bytes(b"damaged")
+    assert run(path, small, True, epochs=0)[0].records == 600
+
+
+def test_without_faiss_it_says_that_it_answers_exactly(
+    tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise softdb.MissingDependency("no FAISS")
+
+    monkeypatch.setattr(softdb.SoftDB, "build_index", missing)
+    assert "ms, exactly: an index needs softdb[cpu]" in run(tmp_path / "demo", small, epochs=0)[1]
+
+
+def test_encoders_have_names(tmp_path: Path) -> None:
+    assert named_encoder("ngrams") == HashedNGrams()
+    assert named_encoder("ngrams", 64) == HashedNGrams(64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "sentence_transformers", None)
+        for name in ("demo", "some-model"):
+            with pytest.raises(softdb.MissingDependency, match=r"pip install 'softdb\[text\]'"):
+                named_encoder(name)(["a"])
+
+
+def test_a_typed_query_goes_through_the_trained_projection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoded(self: object, texts: list[str]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        return np.eye(len(texts), 96, dtype=np.float32)
+
+    monkeypatch.setattr("softdb.text.SentenceEncoder.__call__", encoded)
+    weight = np.random.default_rng(0).normal(size=(96, 96)).astype(np.float32)
+    np.testing.assert_array_equal(demo_encoder(tmp_path)(["a"]), np.eye(1, 96))
+    np.save(tmp_path / "projection.npy", weight)
+    np.testing.assert_allclose(demo_encoder(tmp_path)(["a", "b"]), weight.T[:2], rtol=1e-6)
+    np.testing.assert_array_equal(demo_encoder()(["a"]), np.eye(1, 96))  # keys are never projected
+
+
+@pytest.mark.parametrize("damage", ["text", "shape", "nan", "pickle"])
+def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "projection.npy"
+    if damage == "text":
+        path.write_text("no array")
+    else:
+        made = {"shape": np.eye(3), "nan": np.full((96, 96), np.nan), "pickle": np.array({}, dtype=object)}
+        np.save(path, made[damage], allow_pickle=True)
+    with pytest.raises(softdb.BadInput, match=r"projection.npy is not what the demo saved"):
+        demo_encoder(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_whole_demo_learns_within_two_minutes(tmp_path: Path) -> None:
+    root = Path(softdb.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-W", "error", "-m", "softdb", "demo"]
+    begin = time.perf_counter()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert time.perf_counter() - begin < 120
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split("(")[0].strip(): line.split()[-2:] for line in done.stdout.splitlines() if "(recall@" in line}
+    recalls = {name: [float(cell.rstrip("%")) / 100 for cell in cells] for name, cells in rows.items()}
+    assert recalls["first"][0] == pytest.approx(0.1575, abs=0.01)
+    assert recalls["first"][1] > recalls["first"][0] + 0.03
+    assert recalls["among ten"][1] > recalls["among ten"][0] + 0.08
+    assert json.loads((tmp_path / "softdb-demo" / "demo.json").read_text()) == {"records": 20_000, "seed": 0}

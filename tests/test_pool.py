@@ -1,0 +1,167 @@
+"""Pooling, merging and the estimate of what lies beyond the hits, against the equations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from softdb.errors import BadInput
+from softdb.pool import merge, missed_mass, pool, tail_lse
+from softdb.weights import softmax
+
+
+def _weights(q: int, k: int) -> Tensor:
+    return torch.softmax(torch.randn(q, k, dtype=torch.float64), 1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(3)
+
+
+def test_pooling_is_the_weighted_sum() -> None:
+    weights, values = _weights(3, 5), torch.randn(3, 5, 4, dtype=torch.float64)
+    expected = [sum(weights[i, j] * values[i, j] for j in range(5)) for i in range(3)]
+    torch.testing.assert_close(pool(weights, values), torch.stack(expected))  # type: ignore[arg-type]
+    assert pool(weights.float(), values.half()).dtype is torch.float32
+
+
+def test_pooling_labels_is_pooling_their_one_hot_vectors() -> None:
+    weights, labels = _weights(3, 6), torch.tensor([[0, 2, 2, 1, 0, 2], [3] * 6, [1, 0, 3, 2, 1, 0]])
+    vectors = np.stack([reference.one_hot(row, 5) for row in labels])
+    found = pool(weights, labels, num_classes=5)
+    torch.testing.assert_close(found, pool(weights, torch.from_numpy(vectors)))
+    torch.testing.assert_close(found.sum(1), torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(pool(weights, labels.int(), 5), found)
+
+
+def test_labels_need_the_number_of_classes() -> None:
+    with pytest.raises(BadInput, match="give num_classes"):
+        pool(_weights(2, 3), torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_pooling_has_the_right_gradients() -> None:
+    weights = _weights(2, 3).requires_grad_()
+    assert torch.autograd.gradcheck(pool, (weights, torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)))
+    assert torch.autograd.gradcheck(lambda w: pool(w, torch.tensor([[0, 2, 0], [1, 1, 1]]), 3), weights)
+
+
+def test_one_hot_weights_pick_the_record_and_equal_ones_average() -> None:
+    values = torch.randn(1, 4, 3)
+    assert torch.equal(pool(torch.eye(4)[2:3], values), values[:, 2])
+    torch.testing.assert_close(pool(torch.full((1, 4), 0.25), values), values.mean(1))
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def _state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """State of records with scores (q, k) and values (k, v)."""
+    weights, lse = softmax(scores, 0.5, torch.ones_like(scores, dtype=torch.bool))
+    return weights @ values, lse
+
+
+def _close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_merged_parts_are_the_whole_in_any_order_and_grouping() -> None:
+    scores, values = 30 * torch.randn(3, 12, dtype=torch.float64), torch.randn(12, 4, dtype=torch.float64)
+    a, b, c = (_state(scores[:, part], values[part]) for part in (slice(0, 2), slice(2, 7), slice(7, 12)))
+    whole = _state(scores, values)
+    for merged in (merge([a, b, c]), merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([c, a, b])):
+        _close(merged, whole)
+    _close(merge([a]), a)
+
+
+def test_empty_parts_add_nothing_and_leave_gradients_finite() -> None:
+    output, lse = torch.randn(2, 3, requires_grad=True), torch.tensor([0.5, -math.inf], requires_grad=True)
+    nothing = (torch.zeros(2, 3, requires_grad=True), torch.full((2,), -math.inf, requires_grad=True))
+    merged = merge([nothing, (output, lse)])
+    _close((merged[0][:1], merged[1]), (output[:1], lse))
+    assert merged[0][1].tolist() == [0, 0, 0]
+    found = torch.autograd.grad(merged[0].sum() + merged[1].sum(), (output, lse, *nothing))
+    assert all(torch.isfinite(grad).all() for grad in found)
+    assert found[1].tolist() == [1, 0]
+    assert found[3].tolist() == [0, 0]
+
+
+def test_merging_has_the_right_gradients() -> None:
+    inputs = [torch.randn(2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)] * 2
+    leaves = tuple(one.clone().requires_grad_() for one in inputs)
+    assert torch.autograd.gradcheck(lambda o1, l1, o2, l2: merge([(o1, l1), (o2, 2 * l2)]), leaves)
+
+
+def test_merging_nothing_is_an_error() -> None:
+    with pytest.raises(BadInput, match="at least one"):
+        merge([])
+
+
+# -- the mass beyond the hits ------------------------------------------------------------------------------------------
+
+
+def _sampled(
+    n: int,
+    k: int,
+    m: int,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # scores (n,), the sample's scores (draws, m), taken (draws, m)
+    """Many uniform draws of m from n records, of which a query's k best are its hits."""
+    scores = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    hits = torch.zeros(n, dtype=torch.bool)
+    hits[scores.topk(k).indices] = True
+    rng = np.random.default_rng(seed)
+    drawn = torch.from_numpy(np.stack([rng.choice(n, m, replace=False) for _ in range(4000)]))
+    return torch.where(hits, torch.inf, scores), scores[drawn], hits[drawn]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_estimated_tail_is_unbiased(temperature: float) -> None:
+    scores, sample, taken = _sampled(n=60, k=7, m=20, seed=4)
+    truth = (scores[scores.isfinite()] / temperature).exp().sum()
+    estimates = tail_lse(sample, taken, 60 - 7, temperature).exp()
+    error = estimates.std() / math.sqrt(len(estimates))
+    assert abs(estimates.mean() - truth) < 4 * error
+    assert error < 0.02 * truth  # or the line above says nothing
+
+
+def test_a_sample_of_everything_gives_the_truth() -> None:
+    scores = torch.randn(3, 30, dtype=torch.float64)
+    taken = scores >= scores.topk(4, dim=1).values[:, -1:]
+    _, head = softmax(scores, 0.3, taken)
+    _, tail = softmax(scores, 0.3, ~taken)
+    found = missed_mass(scores, taken, torch.full((3,), 26), head, 0.3)
+    torch.testing.assert_close(found, tail.exp() / (head.exp() + tail.exp()))
+    torch.testing.assert_close(missed_mass(scores, taken, 26, head, 0.3), found)
+    # each sampled record stands for more of them
+    assert (missed_mass(scores, taken, 260, head, 0.3) > found).all()
+
+
+def test_huge_scores_do_not_overflow_the_ratio() -> None:
+    for offset in (1e4, -1e4):
+        sample, head = torch.full((1, 4), offset), torch.tensor([offset])
+        found = missed_mass(sample, torch.zeros(1, 4, dtype=torch.bool), 1, head, 1.0)
+        torch.testing.assert_close(found, torch.tensor([0.5]))
+
+
+def test_nothing_beyond_no_hits_and_nothing_known() -> None:
+    sample, none = torch.zeros(4, 2), torch.zeros(2, dtype=torch.bool)
+    taken, empty = torch.stack([~none, none, ~none, none]), torch.full((4,), -math.inf)
+    others = torch.tensor([0, 5, 5, 0])
+    found = missed_mass(sample, taken, others, empty, 1.0)
+    assert found[[0, 1, 3]].tolist() == [0, 1, 0]
+    assert found[2].isnan()
+    drawn_none = missed_mass(torch.empty(1, 0), torch.empty(1, 0, dtype=torch.bool), 0, torch.zeros(1), 1.0)
+    assert drawn_none.tolist() == [0]
+
+
+def test_the_estimate_carries_no_gradient() -> None:
+    sample = torch.zeros(1, 2, requires_grad=True)
+    head = torch.zeros(1, requires_grad=True)
+    assert not missed_mass(sample, torch.zeros(1, 2, dtype=torch.bool), 3, head, 1.0).requires_grad
