@@ -1,7 +1,8 @@
 """softdb: a vector database you can backpropagate through."""
 
-from softdb.answers import Hits, Pooled, Record, Records
-from softdb.database import SoftDB
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from softdb.errors import (
     BadFilter,
     BadInput,
@@ -18,7 +19,11 @@ from softdb.errors import (
     UnknownId,
     WriteFailed,
 )
-from softdb.opening import open
+
+if TYPE_CHECKING:
+    from softdb.answers import Hits, Pooled, Record, Records
+    from softdb.database import SoftDB
+    from softdb.opening import open
 
 __version__ = "0.1.0"
 
@@ -44,3 +49,20 @@ __all__ = [
     "WriteFailed",
     "open",
 ]
+
+_LAZY = {
+    "Hits": "answers",
+    "Pooled": "answers",
+    "Record": "answers",
+    "Records": "answers",
+    "SoftDB": "database",
+    "open": "opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'softdb' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"softdb.{_LAZY[name]}"), name)
+    return found

@@ -19,7 +19,7 @@ from softdb.check import Array, Id
 from softdb.errors import BadInput, ReadOnly, SoftDBError
 from softdb.index import Finder
 from softdb.scores import Score, ScoreFunction, score_of
-from softdb.soft import SoftQuery, attend_all, attend_nearest, score_rows
+from softdb.soft import SoftQuery, attend_all, attend_nearest, nearest
 from softdb.store import Batch, Snapshot, Store
 from softdb.store.verify import verify
 
@@ -165,15 +165,14 @@ class SoftDB:
         """
         tensor, k = self._queries(queries), check.integer(k, "k")
         snapshot, allowed = self._view(where)
+        find = functools.partial(self._finder.find, snapshot, k=k, allowed=allowed, exact=exact)
         score = score_of(self._store.schema.metric)
         chunk = max(1, GATHERED // (k * self._store.schema.dim))
-        rows, scores = [], []
-        for part in torch.split(tensor, chunk) if len(tensor) else (tensor,):
-            positions = self._finder.find(snapshot, part.detach(), k, allowed, exact)
-            best, order = score_rows(score, part, snapshot, positions).sort(dim=1, descending=True, stable=True)
-            scores.append(best)
-            rows.append(torch.from_numpy(snapshot.rows(positions)).to(best.device).gather(1, order))
-        return Hits(torch.cat(rows), torch.cat(scores), self._store.read)
+        if len(tensor) <= chunk:
+            return Hits(*nearest(score, tensor, snapshot, find), self._store.read)
+        parts = [nearest(score, part, snapshot, find) for part in torch.split(tensor, chunk)]
+        rows, scores = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Hits(rows, scores, self._store.read)
 
     @_verb
     def attend(

@@ -17,6 +17,8 @@ __all__ = ["Cosine", "Dot", "NegativeL2", "ScaledDot", "Score", "ScoreFunction",
 ScoreFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Anything that compares queries (q, d) with shared keys (n, d) and returns (q, n); enough for an exact soft query."""
 
+WIDENED = 4096  # keys held in float64 at once: a few MB, which stay in cache
+
 
 class Score(Protocol):
     """A score that an index can find for.
@@ -103,9 +105,9 @@ class NegativeL2:
         keys = _alike(keys, queries)
         if keys.ndim == 3:
             return -(queries.unsqueeze(1) - keys).square().sum(-1)
-        wide_queries, wide_keys = queries.double(), keys.double()
-        lengths = wide_queries.square().sum(-1, keepdim=True) + wide_keys.square().sum(-1)
-        return (2 * _dot(wide_queries, wide_keys) - lengths).clamp(max=0).to(queries.dtype)
+        wide = queries.double()
+        parts = [_expanded_l2(wide, part.double()).to(queries.dtype) for part in torch.split(keys, WIDENED)]
+        return torch.cat(parts, dim=1)
 
 
 def score_of(metric: Metric) -> Score:
@@ -138,6 +140,14 @@ def _dot(
     if keys.ndim == 3:
         return (keys @ queries.unsqueeze(-1)).squeeze(-1)
     return queries @ keys.mT
+
+
+def _expanded_l2(
+    queries: Tensor,  # (q, d)
+    keys: Tensor,  # (n, d)
+) -> Tensor:  # (q, n)
+    lengths = queries.square().sum(-1, keepdim=True) + keys.square().sum(-1)
+    return (2 * _dot(queries, keys) - lengths).clamp(max=0)
 
 
 def _length(

@@ -18,7 +18,7 @@ from softdb.store import Snapshot
 from softdb.stream import stream
 from softdb.weights import softmax
 
-__all__ = ["Finder", "SoftQuery", "attend_all", "attend_nearest", "score_rows"]
+__all__ = ["Finder", "SoftQuery", "attend_all", "attend_nearest", "nearest", "score_rows"]
 
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
@@ -37,6 +37,19 @@ def score_rows(
     live = torch.from_numpy(positions >= 0).to(queries.device)
     keys = snapshot.keys_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, queries.shape[1])
     return score(queries, keys.to(queries.device)).masked_fill(~live, -torch.inf)
+
+
+def nearest(
+    score: Score | ScoreFunction,
+    queries: Tensor,  # (q, d)
+    snapshot: Snapshot,
+    find: Callable[[Tensor], Positions],  # queries (q, d) -> positions (q, k)
+) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
+    """Rows of the nearest records, best first, and their exact scores with gradient to the queries."""
+    positions = find(queries.detach())
+    scores, order = score_rows(score, queries, snapshot, positions).sort(dim=1, descending=True, stable=True)
+    rows = torch.from_numpy(snapshot.rows(positions)).to(queries.device)
+    return rows.gather(1, order), scores
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ __all__ = ["stream"]
 
 Live = NDArray[np.bool_]
 
-BLOCK_BYTES = 4 << 20  # keys and values of a block: they stay in cache while every query passes over them
+BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
 TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block
 

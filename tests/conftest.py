@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait ruin a shared machine
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ def test_effort_is_raised_until_the_recall_is_measured(db: softdb.SoftDB) -> Non
 def test_progress_is_told(db: softdb.SoftDB) -> None:
     told: list[tuple[str, int, int]] = []
     db.build_index("ivf", progress=lambda *step: told.append(step))
-    assert [what for what in dict.fromkeys(what for what, _, _ in told)] == ["training", "adding", "measuring"]
+    assert list(dict.fromkeys(what for what, _, _ in told)) == ["training", "adding", "measuring"]
     assert ("adding", 6000, 6000) in told
 
 
@@ -128,7 +128,9 @@ def test_the_signing_key_is_private(key_file: Path, tmp_path: Path) -> None:
         db.build_index("ivf")
     assert key_file.stat().st_size == 32
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
-    assert not any(key_file.read_bytes() in path.read_bytes() for path in (tmp_path / "db").rglob("*") if path.is_file())
+    assert not any(
+        key_file.read_bytes() in path.read_bytes() for path in (tmp_path / "db").rglob("*") if path.is_file()
+    )
     assert os.listdir(key_file.parent).count(key_file.name) == 1
 
 

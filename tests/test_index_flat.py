@@ -107,6 +107,19 @@ def test_near_duplicates_far_from_the_origin_keep_their_order(q: int, offset: fl
 
 
 @pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("q", [1, 7, 30])
+def test_many_blocks_in_any_order(metric: Metric, q: int, rng: np.random.Generator, monkeypatch: Any) -> None:
+    """The best may lie in the first block, the last, or be spread: nothing is passed over too soon."""
+    monkeypatch.setattr(sys.modules["softdb.index.flat"], "_BLOCK", 1 << 13)
+    keys = rng.standard_normal((30_000, 4)).astype(np.float32)
+    queries = rng.standard_normal((q, 4)).astype(np.float32)
+    order = np.argsort(truth(metric, queries[:1], keys)[0])
+    for stored in (keys, keys[order], keys[order[::-1]]):
+        found = flat(snapshot(stored, cuts=(9001,)), torch.from_numpy(queries), 5, metric)
+        same(found, metric, queries, stored, 5)
+
+
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 3e37])
 def test_very_short_and_very_long_vectors(metric: Metric, scale: float, rng: np.random.Generator) -> None:
     keys = (rng.standard_normal((200, 6)) * scale).astype(np.float32).clip(-3e38, 3e38)

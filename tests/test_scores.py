@@ -8,6 +8,7 @@ import reference
 import torch
 from worlds import awkward
 
+from softdb import scores
 from softdb.check import Metric
 from softdb.errors import BadInput
 from softdb.scores import Cosine, Dot, NegativeL2, ScaledDot, Score, metric_of, score_of
@@ -75,6 +76,13 @@ def test_distances_of_near_duplicates_are_not_lost(world: str) -> None:
 def test_a_distance_is_never_negative() -> None:
     keys = torch.from_numpy(WORLDS["wide column"])
     assert (NegativeL2()(keys, keys) <= 0).all()
+
+
+def test_many_keys_are_widened_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.from_numpy(WORLDS["awkward"])
+    whole = NegativeL2()(keys[:5], keys)
+    monkeypatch.setattr(scores, "WIDENED", 7)
+    torch.testing.assert_close(NegativeL2()(keys[:5], keys), whole)
 
 
 @every_score

@@ -28,6 +28,7 @@ __all__ = ["load", "save"]
 
 _log = logging.getLogger("softdb")
 _NAME = re.compile(r"(ivf|hnsw)-[0-9a-f]{16}\.faiss")
+_KEPT = ("covered", "effort", "candidates", "tuned_for", "report")  # of an index, beside its bytes
 _KEY_BYTES = 32
 
 
@@ -42,12 +43,8 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
         "file": name,
         "kind": index.kind,
         "metric": index.metric.value,
-        "covered": index.covered,
-        "effort": index.effort,
-        "candidates": index.candidates,
-        "tuned_for": index.tuned_for,
         "generation": generation,
-        "report": index.report,
+        **{attribute: getattr(index, attribute) for attribute in _KEPT},
     }
     entry["hmac"] = _signature(entry, data.data)
     files.write_whole(folder / name, data.data)
@@ -63,13 +60,14 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric) -> Index | None:
         data = (folder / name).read_bytes()
         if not hmac.compare_digest(_signature(entry, data).encode(), str(entry.get("hmac")).encode()):
             raise ValueError("it does not carry this user's signature")
-        inner = faiss_module().deserialize_index(np.frombuffer(data, np.uint8))
+        if missing := {"kind", *_KEPT} - set(entry):
+            raise ValueError(f"its entry, of another version of softdb, lacks {', '.join(sorted(missing))}")
+        index = KINDS[entry["kind"]](metric, faiss_module().deserialize_index(np.frombuffer(data, np.uint8)))
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
         return None
-    index = KINDS[entry["kind"]](metric, inner)
-    for name in ("covered", "effort", "candidates", "tuned_for", "report"):
-        setattr(index, name, entry[name])
+    for attribute in _KEPT:
+        setattr(index, attribute, entry[attribute])
     return index
 
 

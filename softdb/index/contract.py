@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.errors import MissingDependency
 
-__all__ = ["Floats", "Index", "Live", "Rows", "faiss_module", "prepared"]
+__all__ = ["Floats", "Index", "Live", "Rows", "Selected", "faiss_module", "prepared"]
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -41,6 +41,14 @@ def prepared(
         lengths[lengths == 0] = 1
         found = np.divide(found, lengths, dtype=np.float32)
     return found
+
+
+class Selected:
+    """Rows that an index may return, in FAISS' own form. Safe to use from several threads."""
+
+    def __init__(self, allowed: Live) -> None:
+        self._bits = np.packbits(allowed, bitorder="little")  # FAISS keeps a pointer only
+        self.selector = faiss_module().IDSelectorBitmap(len(self._bits), faiss_module().swig_ptr(self._bits))
 
 
 class Index(ABC):
@@ -85,15 +93,13 @@ class Index(ABC):
         self,
         queries: Floats,  # (q, d) prepared
         c: int,
-        allowed: Live | None = None,  # (covered,) over rows; None: all
+        allowed: Selected | Live | None = None,  # (covered,) over rows; None: all
         effort: int | None = None,
     ) -> Rows:  # (q, c), -1 = none
         """The c rows of each query whose codes are nearest, in no promised order."""
-        faiss, selector = faiss_module(), None
-        if allowed is not None:
-            bits = np.packbits(allowed, bitorder="little")
-            selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
-        parameters = self.parameters(min(effort or self.effort, self.effort_most), selector)
+        chosen = Selected(allowed) if isinstance(allowed, np.ndarray) else allowed
+        # made anew for each call: to search, an id map writes to the parameters
+        parameters = self.parameters(min(effort or self.effort, self.effort_most), chosen and chosen.selector)
         _, rows = self.inner.search(queries, c, params=parameters)
         return np.asarray(rows, np.int64)
 

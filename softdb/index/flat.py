@@ -190,7 +190,7 @@ class _World:
             places = positions.numpy()[pairs[:, 1]]
             which, found = np.concatenate([which, pairs[:, 0]]), np.concatenate([found, places])
             scores = np.concatenate([scores, self._score(queries, pairs[:, 0], places)])
-            order = np.lexsort((-found, -scores, which))
+            order = np.lexsort((found, -scores, which))
             first = np.searchsorted(which[order], np.arange(len(queries)))
             order = order[np.arange(len(order)) - first[which[order]] < k]
             which, found, scores = which[order], found[order], scores[order]

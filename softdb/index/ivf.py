@@ -26,8 +26,8 @@ def lists_for(count: int) -> int:
 
 
 def _parts(dim: int) -> int:
-    """Codes a key: one for each 4 numbers, or 2, 3 or 1 where 4 does not divide the width."""
-    return dim // next(width for width in (4, 2, 3, 1) if dim % width == 0)
+    """Codes a key: one for each 4 numbers, or for fewer where 4 does not divide the width or leaves less than 16."""
+    return dim // next(width for width in (4, 3, 2, 1) if width == 1 or (dim % width == 0 and dim // width >= 16))
 
 
 class IVF(Index):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Live, Rows, prepared
+from softdb.index.contract import Floats, Index, Live, Rows, Selected, prepared
 from softdb.index.flat import nearest
 from softdb.index.rerank import best
 from softdb.store import Snapshot
@@ -15,6 +17,8 @@ __all__ = ["border_of", "find"]
 
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are looked at again at least
+MOSTLY = 0.9  # of the records: a filter that lets so many through moves no query's neighbours
+FILTERS = 4  # of which an index remembers the rows, n / 8 bytes each
 
 
 def find(
@@ -23,7 +27,7 @@ def find(
     queries: Tensor,  # (q, d)
     k: int,
     metric: Metric,
-    allowed: Live | None,  # (size,) over positions; None: every live record
+    allowed: Live | None,  # (size,) over positions; None: every live record. Not changed between calls
 ) -> Rows:  # (q, k)
     """Positions of the k nearest that are allowed and live, -1 only beyond their number.
 
@@ -32,41 +36,104 @@ def find(
     """
     if index is None or k > index.covered // 8:
         return nearest(snapshot, queries, k, metric, allowed)
-    if allowed is None and snapshot.count == snapshot.size:
-        keep, count = None, snapshot.size
-    else:
-        keep = snapshot.live if allowed is None else snapshot.live & allowed
-        count = int(np.count_nonzero(keep))
-    if count <= max(FEW, 4 * k):
+    fit = _fit(snapshot, index)
+    chosen = fit.choice(snapshot, index, allowed)
+    if chosen.count <= max(FEW, 4 * k):
         return nearest(snapshot, queries, k, metric, allowed)
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
-    border = border_of(snapshot, index)
-    found = _covered(snapshot, index, vectors, k, None if keep is None else keep[:border], border)
-    if border < snapshot.size:
-        young = nearest(snapshot, queries, min(k, snapshot.size - border), metric, allowed, start=border)
+    found = _covered(snapshot, index, fit, vectors, k, chosen)
+    if fit.border < snapshot.size:
+        young = nearest(snapshot, queries, min(k, snapshot.size - fit.border), metric, allowed, start=fit.border)
         found = best(snapshot, vectors, np.concatenate([found, young], axis=1), k, metric)
-    short = (found < 0).any(axis=1) if count >= k else np.ones(len(found), np.bool_)
-    if short.any():  # the index gave out before the records did
+    short = found.min(axis=1) < 0  # the index gave out before the records did
+    if short.any():
         found[short] = nearest(snapshot, queries[np.flatnonzero(short)], k, metric, allowed)
     return found
 
 
 def border_of(snapshot: Snapshot, index: Index) -> int:
     """The first position whose row is younger than the index."""
-    if snapshot.contiguous:
-        return min(index.covered, snapshot.size)
-    return int(np.searchsorted(snapshot.rows(np.arange(snapshot.size)), index.covered))
+    return _fit(snapshot, index).border
+
+
+class _Choice:
+    """The records of a snapshot that may be found."""
+
+    def __init__(self, count: int, inside: int, held: int, selected: Selected | None) -> None:
+        self.count = count
+        self.inside = inside  # of them in the index
+        self.share = max(1, inside) / max(1, held)  # of the rows that the index holds
+        self.selected = selected  # None: all of them
+
+
+class _Fit:
+    """An index as one snapshot sees it: what takes O(n) to work out, kept from one search to the next."""
+
+    def __init__(self, snapshot: Snapshot, index: Index) -> None:
+        self.snapshot = weakref.ref(snapshot)  # an old one must not keep its segments mapped
+        self.covered = index.covered
+        self.contiguous = snapshot.contiguous
+        self.border = sum(_below(s.first_row, s.rows, len(s), index.covered) for s in snapshot.segments)
+        self._everything = self._choose(snapshot, index, None)
+        self._filtered: list[tuple[weakref.ref[Live], _Choice]] = []
+
+    def choice(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Choice:
+        """Which rows the index may return for a filter."""
+        if allowed is None:
+            return self._everything
+        remembered = self._filtered  # another thread may replace the list, none changes it
+        for known, choice in remembered:
+            if known() is allowed:
+                return choice
+        choice = self._choose(snapshot, index, allowed)
+        kept = [(known, old) for known, old in remembered if known() is not None][-FILTERS + 1 :]
+        self._filtered = [*kept, (weakref.ref(allowed), choice)]
+        return choice
+
+    def _choose(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Choice:
+        keep = snapshot.live if allowed is None else snapshot.live & allowed
+        count, inside = int(np.count_nonzero(keep)), int(np.count_nonzero(keep[: self.border]))
+        if count <= FEW:
+            return _Choice(count, inside, index.inner.ntotal, None)
+        if inside == index.inner.ntotal:  # it holds nothing else
+            return _Choice(count, inside, inside, None)
+        rows = np.zeros(index.covered, np.bool_)
+        rows[snapshot.rows(np.flatnonzero(keep[: self.border]))] = True
+        return _Choice(count, inside, index.inner.ntotal, Selected(rows))
+
+
+_FITS: weakref.WeakKeyDictionary[Index, _Fit] = weakref.WeakKeyDictionary()
+
+
+def _fit(snapshot: Snapshot, index: Index) -> _Fit:
+    fit = _FITS.get(index)
+    if fit is None or fit.snapshot() is not snapshot or fit.covered != index.covered:
+        fit = _FITS[index] = _Fit(snapshot, index)
+    return fit
+
+
+def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
+    """How many of a segment's rows are older than an index."""
+    return int(np.clip(covered - first, 0, length) if rows is None else np.searchsorted(rows, covered))
 
 
 def _covered(
-    snapshot: Snapshot, index: Index, queries: Floats, k: int, keep: Live | None, border: int
+    snapshot: Snapshot, index: Index, fit: _Fit, queries: Floats, k: int, chosen: _Choice
 ) -> Rows:  # (q, k) positions
     """The k best of the rows that the index holds."""
-    allowed, effort = None, index.effort * max(1, -(-k // index.tuned_for))  # farther neighbours lie in more places
-    if keep is not None:
-        allowed = np.zeros(index.covered, np.bool_)
-        allowed[snapshot.rows(np.flatnonzero(keep))] = True
-        share = max(1, int(np.count_nonzero(keep))) / border
-        effort = int(np.ceil(effort / share))  # the same number of records that count
-    rows = index.find(prepared(queries, index.metric), max(FLOOR, index.candidates * k), allowed, effort)
-    return best(snapshot, queries, snapshot.positions(rows), k, index.metric)
+    effort = index.effort * max(1, -(-k // index.tuned_for))  # farther neighbours lie in more places
+    c, vectors = max(FLOOR, index.candidates * k), prepared(queries, index.metric)
+    if chosen.selected is None:
+        found = index.find(vectors, c, None, effort)
+    else:
+        # the same number of records that count
+        c, effort = min(c, max(1, chosen.inside)), int(np.ceil(effort / chosen.share))
+        found = index.find(vectors, c, chosen.selected, effort)
+        thin = np.flatnonzero(found.min(axis=1) < 0) if chosen.share < MOSTLY else np.empty(0, np.int64)
+        while len(thin) and effort < index.effort_most:  # what matches lies elsewhere: look farther
+            effort *= 8
+            found[thin] = index.find(vectors[thin], c, chosen.selected, effort)
+            thin = thin[found[thin].min(axis=1) < 0]
+    if not fit.contiguous:
+        found = snapshot.positions(found)
+    return best(snapshot, queries, found, k, index.metric)

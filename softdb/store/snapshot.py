@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class Snapshot:
         """Slots in use, dead ones included."""
         return len(self.live)
 
-    @property
+    @cached_property
     def contiguous(self) -> bool:
         """Whether rows are simply positions (true until a compaction leaves gaps)."""
         return all(
@@ -143,8 +144,11 @@ class Snapshot:
         if not columns:
             raise ValueError("an empty snapshot has no columns to gather from")
         out = np.zeros((*positions.shape, *columns[0].shape[1:]), columns[0].dtype)
-        for column, low, high in zip(columns, self.starts[:-1], self.starts[1:], strict=True):
-            inside = (positions >= low) & (positions < high)
-            if inside.any():
-                out[inside] = column[positions[inside] - low]
+        if len(columns) == 1 and positions.size and positions.min() >= 0:
+            return torch.from_numpy(columns[0].take(positions, 0, out))
+        home = self.starts.searchsorted(positions, "right") - 1  # -1 at -1
+        for segment in set(home.flat):
+            if segment >= 0:
+                inside = home == segment
+                out[inside] = columns[segment][positions[inside] - self.starts[segment]]
         return torch.from_numpy(out)

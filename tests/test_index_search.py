@@ -1,0 +1,205 @@
+"""Finding with an index: the order of candidates, deletions, filters, compaction, snapshots that came or went."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from softdb.check import Metric
+from softdb.index import search
+from softdb.index.build import build
+from softdb.index.contract import Index
+from softdb.index.flat import nearest
+from softdb.index.rerank import best
+from softdb.index.search import border_of, find
+from softdb.store.snapshot import Segment, Snapshot
+from tests.worlds import awkward, snapshot
+
+Array = np.ndarray[Any, Any]
+METRICS = list(Metric)
+N, D = 8000, 8
+
+
+def clusters(rng: np.random.Generator) -> tuple[Array, Array]:
+    """Keys (N, D) around 50 centres, and queries near some of them."""
+    centres = 3 * rng.standard_normal((50, D))
+    keys = centres[rng.integers(0, 50, N)] + rng.standard_normal((N, D))
+    return keys.astype(np.float32), (keys[rng.integers(0, N, 40)] + 0.2 * rng.standard_normal((40, D))).astype(
+        np.float32
+    )
+
+
+def indexed(world: Snapshot, metric: Metric, kind: str = "ivf") -> Index:
+    index, report = build(world, metric, kind, 0.95, 10, None, None)
+    assert index is not None
+    assert report["met"]
+    return index
+
+
+def recall(found: Array, exact: Array) -> float:
+    there = exact >= 0
+    return float(((found[:, None] == exact[:, :, None]).any(2) & there).sum() / there.sum())
+
+
+# -- candidates by exact score -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("q", [1, 6])
+@pytest.mark.parametrize("cuts", [(), (1, 17, 17, 30)])
+def test_candidates_are_ordered_as_exact_search_orders_them(
+    metric: Metric, dtype: str, q: int, cuts: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    keys = rng.integers(-2, 3, (60, 5))
+    keys[5] = 0
+    keys[40:50] = keys[10:20]
+    world = snapshot(keys, dtype=dtype, cuts=cuts)
+    queries = rng.integers(-2, 3, (q, 5)).astype(np.float32)
+    for c, k in [(1, 1), (7, 3), (30, 30), (60, 10), (4, 9)]:
+        candidates = np.stack([rng.permutation(60)[:c] for _ in range(q)])
+        candidates[rng.random((q, c)) < 0.2] = -1
+        found = best(world, queries, candidates, k, metric)
+        for i in range(q):
+            allowed = np.isin(np.arange(60), candidates[i])
+            exact = nearest(world, torch.from_numpy(queries[i : i + 1]), k, metric, allowed)[0]
+            if metric is Metric.COSINE:  # lengths are rounded: parallel keys may change places
+                assert set(found[i] < 0) == set(exact < 0)
+                scores = (keys @ queries[i]) / np.maximum(np.linalg.norm(keys, axis=1), 1e-9)
+                np.testing.assert_allclose(scores[found[i][found[i] >= 0]], scores[exact[exact >= 0]], atol=1e-5)
+            else:
+                assert found[i].tolist() == exact.tolist()
+
+
+def test_positive_and_negative_zeros_are_ties() -> None:
+    world = snapshot([[0.0, 1.0], [-0.0, 1.0], [0.0, -1.0], [1.0, 0.0]])
+    found = best(world, np.array([[1.0, 0.0]], np.float32), np.array([[2, 1, 0, 3]]), 4, Metric.DOT)
+    assert found.tolist() == [[3, 0, 1, 2]]
+    found = best(world, np.array([[-1.0, 0.0]], np.float32), np.array([[2, 3, 1, 0]]), 4, Metric.DOT)
+    assert found.tolist() == [[0, 1, 2, 3]]
+
+
+def test_many_candidates_go_in_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.index.rerank.SCORED", 50)
+    world, queries = snapshot(awkward(rng, 90, 4), cuts=(33,)), rng.standard_normal((11, 4)).astype(np.float32)
+    candidates = np.tile(np.arange(90), (11, 1))
+    exact = nearest(world, torch.from_numpy(queries), 7, Metric.L2)
+    assert recall(best(world, queries, candidates, 7, Metric.L2), exact) == 1
+
+
+# -- what an index may return ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_after_compaction_rows_have_gaps(kind: str, metric: Metric, rng: np.random.Generator) -> None:
+    keys, queries = clusters(rng)
+    before = snapshot(keys, cuts=(1000,))
+    index = indexed(before, metric, kind)
+    rows = np.flatnonzero(rng.random(N) < 0.7).astype(np.int64)
+    young = (keys[:30] * 1.01).astype(np.float32)
+    after = Snapshot.of(
+        2, (Segment(7, 0, rows, keys[rows], None), Segment(8, N + 5, None, young, None)), np.ones(len(rows) + 30, bool)
+    )
+    assert border_of(after, index) == len(rows)
+    exact = nearest(after, torch.from_numpy(queries), 10, metric)
+    assert recall(find(after, index, torch.from_numpy(queries), 10, metric, None), exact) >= 0.9
+    again = nearest(before, torch.from_numpy(queries), 10, metric)
+    assert recall(find(before, index, torch.from_numpy(queries), 10, metric, None), again) >= 0.9
+
+
+def test_a_snapshot_older_than_the_index_sees_its_own_records_only(rng: np.random.Generator) -> None:
+    keys, queries = clusters(rng)
+    index = indexed(snapshot(keys), Metric.DOT)
+    old = snapshot(keys[:6000])
+    found = find(old, index, torch.from_numpy(queries), 10, Metric.DOT, None)
+    assert found.max() < 6000
+    assert found.min() >= 0
+    assert recall(found, nearest(old, torch.from_numpy(queries), 10, Metric.DOT)) >= 0.9
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+@pytest.mark.parametrize("side", ["near", "far"])
+def test_a_filter_that_goes_with_the_keys(kind: str, side: str, rng: np.random.Generator) -> None:
+    """Where the matches lie on the other side of the world, the nearest lists hold none of them."""
+    keys, _ = clusters(rng)
+    index = indexed(snapshot(keys), Metric.L2, kind)
+    order = np.argsort(keys[:, 0])
+    allowed = np.zeros(N, np.bool_)
+    allowed[order[:5000]] = True
+    queries = torch.from_numpy(keys[order[:40] if side == "near" else order[-40:]])
+    found = find(snapshot(keys), index, queries[:20], 10, Metric.L2, allowed)
+    assert allowed[found].all()
+    assert recall(found, nearest(snapshot(keys), queries[:20], 10, Metric.L2, allowed)) >= 0.8
+
+
+def test_when_every_match_is_younger_than_the_index(rng: np.random.Generator) -> None:
+    keys, queries = clusters(rng)
+    index = indexed(snapshot(keys), Metric.COSINE)
+    world = snapshot(np.concatenate([keys, keys * 2]), cuts=(N,))
+    allowed = np.arange(2 * N) >= N
+    found = find(world, index, torch.from_numpy(queries), 10, Metric.COSINE, allowed)
+    exact = nearest(world, torch.from_numpy(queries), 10, Metric.COSINE, allowed)
+    assert recall(found, exact) == 1
+
+
+def test_what_may_be_found_is_worked_out_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion or a filter must not cost n for every search."""
+    keys, queries = clusters(rng)
+    asked = torch.from_numpy(queries[:1])
+    index = indexed(snapshot(keys), Metric.DOT)
+    live, allowed = np.arange(N) != 5, rng.random(N) < 0.9
+    world, made = snapshot(keys, live=live), search._Fit._choose
+    worked: list[Any] = []
+
+    def choose(*arguments: Any) -> Any:
+        worked.append(arguments)
+        return made(*arguments)
+
+    monkeypatch.setattr(search._Fit, "_choose", choose)
+    for _ in range(5):
+        find(world, index, asked, 10, Metric.DOT, None)
+        find(world, index, asked, 10, Metric.DOT, allowed)
+    assert len(worked) == 2
+    for _ in range(3 * search.FILTERS):
+        find(world, index, asked, 10, Metric.DOT, allowed.copy())
+    fit = search._fit(world, index)
+    assert len(fit._filtered) <= search.FILTERS
+    find(snapshot(keys), index, asked, 10, Metric.DOT, None)
+    assert search._fit(world, index) is not fit
+
+
+def test_a_filter_that_was_freed_is_not_taken_for_a_new_one(rng: np.random.Generator) -> None:
+    keys, queries = clusters(rng)
+    world, asked = snapshot(keys), torch.from_numpy(queries[:3])
+    index = indexed(world, Metric.DOT)
+    for _ in range(30):  # new arrays come to lie where old ones lay
+        allowed = rng.random(N) < 0.8
+        found = find(world, index, asked, 10, Metric.DOT, allowed)
+        assert allowed[found].all()
+
+
+def test_threads_with_filters_of_their_own(rng: np.random.Generator) -> None:
+    keys, queries = clusters(rng)
+    world, asked = snapshot(keys, live=np.arange(N) % 9 > 0), torch.from_numpy(queries)
+    wrong: list[str] = []
+    for kind in ("ivf", "hnsw"):
+        index = indexed(world, Metric.DOT, kind)
+
+        def ask(share: float, index: Index = index) -> None:
+            mine = np.random.default_rng(int(100 * share)).random(N) < share
+            for _ in range(15):
+                found = find(world, index, asked, 10, Metric.DOT, mine)
+                if found.min() < 0 or not (mine & world.live)[found].all():
+                    wrong.append(f"{share}")
+
+        threads = [threading.Thread(target=ask, args=(share,)) for share in (0.7, 0.8, 0.9, 0.95)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
