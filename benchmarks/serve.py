@@ -135,7 +135,9 @@ def ask_memory(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 def check_exact(keys: Floats, queries: Floats, hits: Any, pooled: Any) -> None:
     """Hits, output and lse against float64, a block of records at a time."""
     wide = queries.astype(np.float64)
-    scores = np.concatenate([wide @ keys[i : i + 65536].astype(np.float64).T for i in range(0, len(keys), 65536)], axis=1)
+    scores = np.concatenate(
+        [wide @ keys[i : i + 65536].astype(np.float64).T for i in range(0, len(keys), 65536)], axis=1
+    )
     best = np.sort(scores, axis=1)[:, ::-1][:, :10]
     np.testing.assert_allclose(hits.scores.numpy(), best, atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(scores, hits.rows.numpy(), 1), best, atol=1e-5)
@@ -144,7 +146,9 @@ def check_exact(keys: Floats, queries: Floats, hits: Any, pooled: Any) -> None:
     lse = np.log(weights.sum(1)) + top[:, 0] / TEMPERATURE
     output = sum(weights[:, i : i + 65536] @ keys[i : i + 65536] for i in range(0, len(keys), 65536))
     np.testing.assert_allclose(pooled.lse.numpy(), lse, rtol=1e-5)
-    np.testing.assert_allclose(pooled.output.numpy(), output / weights.sum(1, keepdims=True), atol=1e-5 * np.abs(keys).max())
+    np.testing.assert_allclose(
+        pooled.output.numpy(), output / weights.sum(1, keepdims=True), atol=1e-5 * np.abs(keys).max()
+    )
 
 
 def prepare(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -185,7 +189,8 @@ def main() -> None:
             words = [sys.executable, *sys.argv, "--question", question, "--scratch", scratch]
             runs = 1 if question == "prepare" else args.repeats
             answers[question] = [
-                json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout) for _ in range(runs)
+                json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+                for _ in range(runs)
             ]
             print(question, json.dumps(answers[question], indent=1))
     if args.out:

@@ -84,7 +84,9 @@ def test_deleted_records_have_no_weight(world: tuple[np.ndarray, np.ndarray, np.
 
 
 @pytest.mark.parametrize("k", [None, 300])
-def test_filters_and_masks(world: tuple[np.ndarray, np.ndarray, np.ndarray], k: int | None, rng: np.random.Generator) -> None:
+def test_filters_and_masks(
+    world: tuple[np.ndarray, np.ndarray, np.ndarray], k: int | None, rng: np.random.Generator
+) -> None:
     keys, values, queries = world
     db = filled(keys, values)
     even = np.broadcast_to(np.arange(300) % 2 == 0, (5, 300))
@@ -237,7 +239,7 @@ def test_a_projection_learns_through_the_database(rng: np.random.Generator) -> N
         queries = project(turned)
         loss = (db.attend(queries, temperature=0.1).lse - (queries * keys).sum(1) / 0.1).mean()
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
     assert before < 0.1
     assert accuracy() > 0.95

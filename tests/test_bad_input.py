@@ -196,7 +196,7 @@ def test_reopening_with_other_words_is_refused(tmp_path: Path) -> None:
 def test_a_closed_handle_refuses_every_verb(db: SoftDB) -> None:
     db.close()
     db.close()
-    for verb in [
+    verbs: list[Callable[[], Any]] = [
         lambda: db.insert(["b"], ONE, V),
         lambda: db.get("a"),
         lambda: db.search(ONE),
@@ -208,7 +208,8 @@ def test_a_closed_handle_refuses_every_verb(db: SoftDB) -> None:
         lambda: db.count(),
         lambda: db.scan(),
         lambda: db.verify(),
-    ]:
+    ]
+    for verb in verbs:
         with pytest.raises(softdb.Closed, match="this handle is closed"):
             verb()
     assert "closed" in repr(db)
@@ -217,14 +218,15 @@ def test_a_closed_handle_refuses_every_verb(db: SoftDB) -> None:
 def test_a_reading_handle_refuses_to_write(tmp_path: Path) -> None:
     softdb.open(tmp_path / "db", dim=3).close()
     with softdb.open(tmp_path / "db", mode="r") as db:
-        for verb in [
+        verbs: list[Callable[[], Any]] = [
             lambda: db.insert(["b"], ONE),
             lambda: db.upsert(["b"], ONE),
             lambda: db.update(["b"], ONE),
             lambda: db.delete(["b"]),
             lambda: db.delete(where={}),
             lambda: db.build_index(),
-        ]:
+        ]
+        for verb in verbs:
             with pytest.raises(softdb.ReadOnly, match="read-only"):
                 verb()
 

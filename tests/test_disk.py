@@ -36,7 +36,7 @@ def make(path: Path, n: int = 300, **extra: Any) -> np.ndarray:
 def test_reopening_shows_everything(path: Path) -> None:
     keys = make(path)
     for mode in ("rw", "r"):
-        with softdb.open(path, mode=mode, verify=True) as db:  # type: ignore[arg-type]
+        with softdb.open(path, mode=mode, verify=True) as db:
             assert len(db) == 300
             np.testing.assert_array_equal(db.get(list(range(300))).keys.numpy(), keys)
             assert db[299].payload == {"n": 299}
@@ -244,7 +244,7 @@ def test_a_damaged_segment_is_named(path: Path, damage: str) -> None:
             f.write(b"\x93NUMPZ")
     for mode in ("r", "rw"):
         with pytest.raises(softdb.CorruptionError, match=file.name):
-            softdb.open(path, mode=mode)  # type: ignore[arg-type]
+            softdb.open(path, mode=mode)
 
 
 def test_verify_names_the_rows_of_a_flipped_bit(path: Path) -> None:

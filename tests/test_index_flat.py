@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import awkward, snapshot
 
 from softdb.check import Metric
 from softdb.index.flat import flat, nearest
 from softdb.store.snapshot import Segment, Snapshot
-from tests.worlds import awkward, snapshot
 
 Array = np.ndarray[Any, Any]
 METRICS = list(Metric)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import awkward, snapshot
 
 from softdb.check import Metric
 from softdb.index import search
@@ -17,7 +18,6 @@ from softdb.index.flat import nearest
 from softdb.index.rerank import best
 from softdb.index.search import border_of, find
 from softdb.store.snapshot import Segment, Snapshot
-from tests.worlds import awkward, snapshot
 
 Array = np.ndarray[Any, Any]
 METRICS = list(Metric)

@@ -16,12 +16,12 @@ def reference(metric: str, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Scores (q, n) by the equations, in float64."""
     queries, keys = queries.astype(np.float64), keys.astype(np.float64)
     if metric == "l2":
-        return -((queries[:, None] - keys[None]) ** 2).sum(-1)
+        return np.asarray(-((queries[:, None] - keys[None]) ** 2).sum(-1))
     scores = queries @ keys.T
     if metric == "cosine":
         lengths = np.linalg.norm(queries, axis=1)[:, None] * np.linalg.norm(keys, axis=1)[None]
         scores = np.divide(scores, lengths, out=np.zeros_like(scores), where=lengths > 0)
-    return scores
+    return np.asarray(scores)
 
 
 def world(n: int, d: int, seed: int = 0) -> np.ndarray:
@@ -52,7 +52,7 @@ def check(hits: softdb.Hits, scores: np.ndarray, k: int, scale: np.ndarray) -> N
 
 
 def lengths(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(queries, axis=1)[:, None] * np.linalg.norm(keys, axis=1)[None] + 1e-6
+    return np.asarray(np.linalg.norm(queries, axis=1)[:, None] * np.linalg.norm(keys, axis=1)[None] + 1e-6)
 
 
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
@@ -79,7 +79,9 @@ def test_the_checker_accepts_ties_and_refuses_swaps() -> None:
 
     check(hits([0, 1], [3, 2]), scores, 2, scale)
     check(hits([0, 2], [3, 2]), scores, 2, scale)
-    for rows, found in [([0, 3], [3, 1]), ([1, 0], [2, 3]), ([0, 0], [3, 3]), ([0, -1], [3, float("-inf")])]:
+    wrong: list[tuple[list[int], list[float]]]
+    wrong = [([0, 3], [3, 1]), ([1, 0], [2, 3]), ([0, 0], [3, 3]), ([0, -1], [3, float("-inf")])]
+    for rows, found in wrong:
         with pytest.raises(AssertionError):
             check(hits(rows, found), scores, 2, scale)
 
@@ -89,7 +91,13 @@ def test_a_query_of_any_kind_gives_the_same_answer() -> None:
     with softdb.open(None, dim=4) as db:
         db.insert(list(range(100)), keys)
         expected = db.search(keys[:1], k=5).rows.tolist()
-        for query in (keys[0], keys[0].tolist(), [keys[0].tolist()], torch.from_numpy(keys[0]), keys[0].astype(np.float64)):
+        for query in (
+            keys[0],
+            keys[0].tolist(),
+            [keys[0].tolist()],
+            torch.from_numpy(keys[0]),
+            keys[0].astype(np.float64),
+        ):
             assert db.search(query, k=5).rows.tolist() == expected
         assert db.search(torch.from_numpy(keys[:1]).to(torch.float64), k=5).scores.dtype is torch.float64
         assert db.search(torch.from_numpy(keys[:1]).to(torch.bfloat16), k=5).scores.dtype is torch.float32
@@ -146,7 +154,12 @@ def test_a_search_asks_the_catalogue_only_when_asked(monkeypatch: pytest.MonkeyP
         db.insert(["a"], [[1, 0]])
         asked: list[Any] = []
         read = type(db._store).read
-        monkeypatch.setattr(type(db._store), "read", lambda self, rows: asked.append(rows) or read(self, rows))
+
+        def watched(store: Any, rows: Any) -> Any:
+            asked.append(rows)
+            return read(store, rows)
+
+        monkeypatch.setattr(type(db._store), "read", watched)
         hits = db.search([1, 0], k=1)
         assert not asked
         assert hits.ids == [["a"]]
