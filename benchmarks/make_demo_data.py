@@ -29,6 +29,10 @@ SENSE_POS = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}  # 5 
 N_RECORDS = 20_000
 N_TRAIN, N_HELD_OUT = 8_000, 2_000
 WIDTH = 96  # 20,000 x 96 bytes stays under 2 MB
+# how WordNet's glosses mark words that a demonstration has no need to print
+OFFENSIVE = re.compile(
+    r"(\((ethnic slur|slang)\) )?(extremely )?(offensive|obscene|disparaging) (and derogatory )?(term|name|word)"
+)
 COMMON_WORD = 10  # the credit of a word that the encoder's vocabulary holds whole
 
 
@@ -219,16 +223,30 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))  # mtime: no clock in the bytes
 
 
-def write_texts(out: Path, records: list[Synset], queries: list[Query]) -> None:
+def write_texts(out: Path, records: list[Synset], queries: list[Query], shown: tuple[list[bool], list[bool]]) -> None:
     """The records and the queries in the order of their keys; answers are named by the records' ids."""
     write_lines(
         out / "records.jsonl.gz",
-        [{"id": r.id, "lemmas": r.lemmas, "pos": r.pos, "gloss": r.gloss} for r in records],
+        [
+            {"id": r.id, "lemmas": r.lemmas, "pos": r.pos, "gloss": r.gloss}
+            for r, keep in zip(records, shown[0], strict=True)
+            if keep
+        ],
     )
     write_lines(
         out / "queries.jsonl.gz",
-        [{"word": q.word, "held_out": q.held_out, "answers": [records[i].id for i in q.answers]} for q in queries],
+        [
+            {"word": q.word, "held_out": q.held_out, "answers": [records[i].id for i in q.answers]}
+            for q, keep in zip(queries, shown[1], strict=True)
+            if keep
+        ],
     )
+
+
+def inoffensive(records: list[Synset], queries: list[Query]) -> tuple[list[bool], list[bool]]:
+    """Which records, and which queries with all their answers, can be shown to anyone."""
+    kept = [not OFFENSIVE.match(record.gloss) for record in records]
+    return kept, [all(kept[i] for i in query.answers) for query in queries]
 
 
 def write_licence(dictionary: Path, path: Path) -> None:
@@ -283,10 +301,16 @@ def main() -> None:
 
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    arrays = {"queries": rounded[0], "keys": rounded[1], "scale": scale.numpy(), "projection": projection.numpy()}
+    shown = inoffensive(records, queries)
+    arrays = {
+        "queries": rounded[0][shown[1]],
+        "keys": rounded[1][shown[0]],
+        "scale": scale.numpy(),
+        "projection": projection.numpy(),
+    }
     for name, array in arrays.items():
         np.save(out / f"{name}.npy", array)
-    write_texts(out, records, queries)
+    write_texts(out, records, queries, shown)
     write_licence(arguments.dict, out / "LICENSE-WordNet.txt")
     for path in sorted(out.iterdir()):
         print(f"{path.stat().st_size:9,} {path.name}")

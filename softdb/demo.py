@@ -1,4 +1,4 @@
-"""`softdb demo`: the whole job in one go, on 20,000 WordNet glosses that ship with the package.
+"""`softdb demo`: the whole job in one go, on some 20,000 WordNet glosses that ship with the package.
 
 Store the glosses, ask for one in three ways, train a projection of the queries through the soft query, reopen.
 """
