@@ -82,10 +82,10 @@ def ask_open(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Opening, and one `get` of 10,000 random ids."""
     import softdb
 
-    random = np.random.default_rng(2)
+    random, open_database = np.random.default_rng(2), softdb.open  # naming it imports torch: that is not opening
     with Peak() as peak:
         start = time.perf_counter()
-        db = softdb.open(path, mode="r")
+        db = open_database(path, mode="r")
         seconds = time.perf_counter() - start
     opened = peak.bytes - peak.before
     keys = np.load(path.parent / "keys.npy", mmap_mode="r")
@@ -113,9 +113,9 @@ def ask_memory(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     import softdb
 
     torch.set_num_threads(args.threads)
-    queries = np.load(path.parent / "queries.npy")[:4]
+    queries, open_database = np.load(path.parent / "queries.npy")[:4], softdb.open
     with Peak() as peak:
-        db = softdb.open(path, mode="r")
+        db = open_database(path, mode="r")
         hits = db.search(queries, k=10, exact=True)
         pooled = db.attend(queries, temperature=TEMPERATURE)
         large = db.attend(np.repeat(queries, 64, axis=0), temperature=TEMPERATURE)
@@ -129,6 +129,52 @@ def ask_memory(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "exact_search_1_ms": times(lambda: db.search(one, k=10, exact=True), 7),
         "exact_attend_1_ms": times(lambda: db.attend(one, temperature=TEMPERATURE), 7),
         "bytes_floor_ms_at_40_gb_s": round(args.n * args.dim * 4 / 40e9 * 1e3, 2),
+    }
+
+
+def recall(found: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
+    """Share of the true nearest that were found, (q, k) each."""
+    return float(np.mean([np.isin(b, a).mean() for a, b in zip(found, truth, strict=True)]))
+
+
+def ask_index(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One search, and a batch, against FAISS' IndexRefineFlat over the very same index and parameters."""
+    import faiss
+    import torch
+
+    import softdb
+
+    torch.set_num_threads(args.threads)
+    faiss.omp_set_num_threads(args.threads)
+    queries = np.load(path.parent / "queries.npy")
+    with softdb.open(path) as db:
+        report = db.build_index("ivf", recall=0.95, queries=queries[500:])
+        index = db._finder._index
+        assert index is not None
+        flat = faiss.IndexFlatIP(args.dim)
+        flat.add(np.load(path.parent / "keys.npy"))
+        peer = faiss.IndexRefine(index.inner, flat)
+        words = {"k_factor": float(index.candidates), "base_index_params": index.parameters(index.effort, None)}
+        parameters = faiss.IndexRefineSearchParameters(**words)
+        truth = db.search(queries, k=10, exact=True).rows.numpy()
+        mine, theirs = db.search(queries, k=10).rows.numpy(), peer.search(queries, 10, params=parameters)[1]
+        shares = {"softdb": recall(mine, truth), "peer": recall(theirs, truth)}
+        if min(shares.values()) < 0.9 or abs(shares["softdb"] - shares["peer"]) > 0.02:
+            raise SystemExit(f"recall differs: {shares}")
+        singles = iter(np.resize(np.arange(len(queries)), 10**6))
+        one = times(lambda: db.search(queries[i := next(singles) : i + 1], k=10), 500)
+        other = times(lambda: peer.search(queries[i := next(singles) : i + 1], 10, params=parameters), 500)
+        many = times(lambda: db.search(queries, k=10), 9)
+        others = times(lambda: peer.search(queries, 10, params=parameters), 9)
+    return {
+        "report": report,
+        "recall": shares,
+        "single_ms": one,
+        "single_peer_ms": other,
+        "single_cost_ms": round(one["median"] - other["median"], 4),
+        "batch_1000_ms": many,
+        "batch_1000_peer_ms": others,
+        "batch_ratio": round(many["median"] / others["median"], 3),
     }
 
 
@@ -166,7 +212,7 @@ def prepare(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"insert_records_s": round(args.n / (time.perf_counter() - start))}
 
 
-QUESTIONS = {"prepare": prepare, "open": ask_open, "memory": ask_memory}
+QUESTIONS = {"prepare": prepare, "open": ask_open, "memory": ask_memory, "index": ask_index}
 
 
 def main() -> None:

@@ -374,8 +374,17 @@ def mask(value: object, shape: tuple[int, int]) -> Tensor:
 
 # -- payloads ----------------------------------------------------------------------------------------------------------
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False).encode
 _LEAVES = (str, int, bool, type(None))
+_MARKS = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":"), "check_circular": False}
+_encode = json.JSONEncoder(**_MARKS).encode  # type: ignore[arg-type]
+if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
+    # `encode` makes one of these for every value, which takes longer than a small value itself
+    _chunks = _made(
+        None, json.JSONEncoder().default, json.encoder.encode_basestring, None, ":", ",", False, False, False
+    )
+
+    def _encode(o: Any) -> str:
+        return "".join(_chunks(o, 0))
 
 
 def payloads(value: object, count: int) -> Iterator[str | None]:
@@ -397,7 +406,8 @@ def payloads(value: object, count: int) -> Iterator[str | None]:
 
 def json_text(value: object, name: str) -> str:
     """The JSON text of a value that JSON can say and give back unchanged (a tuple comes back as a list)."""
-    _json_value(value, name, 1)
+    if type(value) not in _LEAVES:
+        _json_value(value, name, 1)
     try:
         text = _encode(value)
     except (ValueError, TypeError) as error:
@@ -409,20 +419,18 @@ def json_text(value: object, name: str) -> str:
 
 def _json_value(value: object, name: str, depth: int) -> None:
     kind = type(value)
-    if kind in _LEAVES:
-        return
     if depth > MAX_DEPTH:
         raise BadInput(f"{name} nests deeper than {MAX_DEPTH}; flatten it")
     if kind is float:
         if not math.isfinite(value):  # type: ignore[arg-type]
             raise BadInput(f"{name} holds {value}, which JSON has no word for; use null or text")
-    elif isinstance(value, dict):
-        for key, inner in value.items():
+        return
+    if isinstance(value, dict):
+        for key in value:
             if type(key) is not str:
                 raise BadInput(f"{name} has the key {shown(key)}, which is no str; JSON keys are text, convert it")
-            _json_value(inner, name, depth + 1)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _json_value(inner, name, depth + 1)
-    else:
+    elif not isinstance(value, list | tuple):
         raise BadInput(f"{name} holds a {kind.__name__}; expected JSON: dict, list, str, number, bool or None")
+    for inner in value.values() if isinstance(value, dict) else value:
+        if type(inner) not in _LEAVES:
+            _json_value(inner, name, depth + 1)
