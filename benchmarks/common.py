@@ -10,6 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -134,6 +135,30 @@ def anonymous_bytes(process: int) -> int:
             children = (task / "children").read_text(encoding="utf-8").split()
             total += sum(anonymous_bytes(int(child)) for child in children)
     return total
+
+
+class Peak:
+    """The largest private memory (RssAnon) of this process while the block runs."""
+
+    def __enter__(self) -> Peak:
+        self.before = self.bytes = anonymous_bytes(os.getpid())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.bytes = max(self.bytes, anonymous_bytes(os.getpid()))
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def more(self) -> int:
+        """How many bytes it grew by."""
+        return self.bytes - self.before
 
 
 def files_in(folder: Path) -> Iterator[Path]:

@@ -13,14 +13,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MIB, anonymous_bytes, command, commit, machine, spread, versions, write_json
+from common import MIB, Peak, command, commit, machine, spread, versions, write_json
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
@@ -44,27 +43,6 @@ def queries_near(keys: Floats, q: int) -> Floats:
     queries = keys[random.integers(0, len(keys), q)]
     queries = queries + (0.6 / keys.shape[1] ** 0.5) * random.standard_normal(queries.shape, dtype=np.float32)
     return np.asarray(queries / np.linalg.norm(queries, axis=1, keepdims=True), np.float32)
-
-
-class Peak:
-    """The largest private memory (RssAnon) of this process while the block runs."""
-
-    def __enter__(self) -> Peak:
-        import os
-
-        self.before = self.bytes = anonymous_bytes(os.getpid())
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(os.getpid(),))
-        self._thread.start()
-        return self
-
-    def _watch(self, process: int) -> None:
-        while not self._stop.wait(0.005):
-            self.bytes = max(self.bytes, anonymous_bytes(process))
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 def times(call: Callable[[], Any], repeats: int) -> dict[str, float]:

@@ -21,8 +21,10 @@ from softdb.errors import (
 )
 
 if TYPE_CHECKING:
-    from softdb.answers import Hits, Pooled, Record, Records
+    from softdb import nn, scores
+    from softdb.answers import Explanation, Hits, Pooled, Record, Records
     from softdb.database import SoftDB
+    from softdb.functional import attention
     from softdb.opening import open
 
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ __all__ = [
     "CorruptionError",
     "DatabaseLocked",
     "DuplicateId",
+    "Explanation",
     "FormatTooNew",
     "Hits",
     "MissingDependency",
@@ -47,21 +50,28 @@ __all__ = [
     "StaleRead",
     "UnknownId",
     "WriteFailed",
+    "attention",
+    "nn",
     "open",
+    "scores",
 ]
 
 _LAZY = {
+    "Explanation": "answers",
     "Hits": "answers",
     "Pooled": "answers",
     "Record": "answers",
     "Records": "answers",
     "SoftDB": "database",
+    "attention": "functional",
     "open": "opening",
 }
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
+    if name in ("nn", "scores"):
+        return importlib.import_module(f"softdb.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'softdb' has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(f"softdb.{_LAZY[name]}"), name)

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Id
+from softdb.check import Id, integer, shown
 from softdb.errors import StaleRead
 
-__all__ = ["Hits", "Pooled", "Record", "Records", "parsed"]
+__all__ = ["Explanation", "Hits", "Pooled", "Record", "Records", "parsed"]
 
 Resolve = Callable[[NDArray[np.int64]], dict[int, tuple[Id, str | None]]]
 
@@ -99,13 +99,42 @@ class Hits:
 
 
 @dataclass(frozen=True)
+class Explanation:
+    """What carries the answer to one query: its heaviest records, heaviest first. Prints as a table."""
+
+    ids: list[Id]
+    weights: list[float]  # of all weight, not of what is listed
+    payloads: list[Any]
+    scores: list[float]
+    mass: float  # Σ of the weights listed, from 0 to 1
+    effective: float  # exp(entropy): among how many equal records the weight would be as spread out
+
+    def __str__(self) -> str:
+        lines = [
+            f"{weight:7.2%}  {name}  {shown(what)}"
+            for name, weight, what in zip(self.ids, self.weights, self.payloads, strict=True)
+        ]
+        return "\n".join([*lines, f"{self.mass:7.2%}  in {len(self.ids)} records, of effectively {self.effective:.1f}"])
+
+
+@dataclass(frozen=True)
 class Pooled:
     """The answer of a soft query, one entry a query."""
 
     output: Tensor  # (q, v) weighted mean of the values, or (q, num_classes) distribution; differentiable
-    lse: Tensor  # (q,) log Σ exp(score / temperature) over the candidates, -inf for none; differentiable
-    exact: Tensor  # (q,) bool: whether every record that takes part was weighed
-    missed_mass: Tensor  # (q,) estimated share of the weight of records that were not candidates; 0 where exact
+    lse: Tensor  # (q,) log-normaliser, the smoothed largest score / temperature; -inf for none; differentiable
+    exact: Tensor  # (q,) bool: whether this is the answer over every record that takes part, proven
+    missed_mass: Tensor  # (q,) estimated share of the weight of other records; 0 where exact, NaN where unknown
     candidates: Tensor  # (q,) int64: how many records were weighed
-    hits: Hits | None  # the candidates of a truncated query, best first; None when all records took part
+    hits: Hits | None  # the records that were weighed, best first; None when all took part in one stream
     weights: Tensor | None  # (q, k) of those hits, differentiable
+    finder: str  # what found the candidates: "all", "flat" (exact), "scan" (by the score itself), "ivf" or "hnsw"
+    explanation: Callable[[int], list[Explanation]] = field(repr=False)
+
+    def explain(self, k: int = 10) -> list[Explanation]:
+        """For each query the k records that carry most of its answer.
+
+        Costs a search and one pass over the records where they were all weighed in a stream. Raises StaleRead when one
+        of them was deleted since.
+        """
+        return self.explanation(integer(k, "k"))

@@ -18,10 +18,11 @@ from softdb.answers import Hits, Pooled, Record, Records
 from softdb.check import Array, Id
 from softdb.errors import BadInput, ReadOnly, SoftDBError
 from softdb.index import Finder
-from softdb.scores import Score, ScoreFunction, score_of
-from softdb.soft import SoftQuery, attend_all, attend_nearest, nearest
+from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
+from softdb.soft import attend_all, attend_nearest, nearest, soft_query
 from softdb.store import Batch, Snapshot, Store
 from softdb.store.verify import verify
+from softdb.weights import Weighting, weighting
 
 __all__ = ["SoftDB"]
 
@@ -181,46 +182,52 @@ class SoftDB:
         *,
         temperature: float = 1.0,
         score: Score | ScoreFunction | None = None,
+        weights: str | Weighting | None = None,
         k: int | None = None,
         where: dict[str, Any] | None = None,
         mask: Any = None,
     ) -> Pooled:
-        """The soft query: the mean of the values, weighted by softmax(score / temperature).
+        """The soft query: the mean of the values, weighted by softmax(score / temperature) or another weighting.
 
             w_i = exp(s(q, k_i) / T) / Σ_j exp(s(q, k_j) / T),  output = Σ_i w_i v_i,  lse = log Σ_j exp(s(q, k_j) / T)
 
-        Over every record that takes part, in blocks (exact; cost q n (d + v), memory O(block)); or with `k=` over the k
-        nearest, the weight of the others estimated in `missed_mass`. Output and lse are differentiable in the queries.
+        Over every record that takes part (exact; cost q n (d + v), memory O(block)); or with `k=` over the k nearest:
+        `exact` tells where that is proven to be the same, `missed_mass` estimates the weight of the others. Output and
+        lse are differentiable in the queries and in the score's parameters.
 
         Args:
-            queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder.
+            queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder. As wide as
+                the keys, unless the score compares other widths.
             temperature: towards 0 the nearest record's value, towards infinity the mean of all values.
             score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m); None: the database's metric.
-            k: truncate to the k nearest.
+            weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
+                (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
+            k: truncate to the k nearest. A score that no index can find for is compared with every record.
             where: a filter on the payload.
             mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.
 
         An empty set of records gives zeros and lse = -inf, with gradient zero.
         """
-        tensor, temperature = self._queries(queries), check.positive(temperature, "temperature")
-        k = None if k is None else check.integer(k, "k")
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
-        snapshot, allowed = self._view(where)
         schema = self._store.schema
-        query = SoftQuery(
+        score = score_of(schema.metric) if score is None else score
+        tensor = self._queries(queries, query_width(score, schema.dim))
+        snapshot, allowed = self._view(where)
+        query = soft_query(
             tensor,
-            score_of(schema.metric) if score is None else score,
-            temperature,
+            score,
+            weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights),
+            check.positive(temperature, "temperature"),
             allowed,
             None if mask is None else check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device),
             schema.num_classes,
             schema.pooled_dim,
         )
+        find = functools.partial(self._finder.find_folded, snapshot)
         if k is None:
-            return attend_all(query, snapshot)
-        find = functools.partial(self._finder.find_for, query.score, snapshot)
-        return attend_nearest(query, snapshot, k, find, self._store.read)
+            return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
+        return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
 
     # -- the index, a cache ----------------------------------------------------------------------------------------
 
@@ -330,9 +337,11 @@ class SoftDB:
         schema = self._store.schema
         return check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
 
-    def _queries(self, queries: Any) -> Tensor:
-        vectors = check.encoded(queries, "queries", self._encoder)
-        return check.queries(vectors, self._store.schema.dim, self._device)
+    def _queries(self, queries: Any, width: int | None = None) -> Tensor:
+        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.schema.dim
+        if width in (None, dim):
+            return check.queries(vectors, dim, self._device)
+        return check.queries(vectors, width, self._device, "this score takes queries")
 
     def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The records a query may see: a snapshot, and which of its positions a filter allows."""

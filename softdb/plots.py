@@ -11,7 +11,7 @@ import numpy as np
 from softdb import check
 from softdb.errors import BadInput, MissingDependency
 
-__all__ = ["figure", "save", "temperature_sweep", "weight_bars"]
+__all__ = ["attention_heatmap", "figure", "save", "temperature_sweep", "weight_bars"]
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
@@ -56,6 +56,28 @@ def temperature_sweep(
     return ax
 
 
+def attention_heatmap(
+    ax: Any,  # matplotlib axes; None makes them
+    weights: Any,  # (q, n)
+    queries: Sequence[str] | None = None,  # q labels
+    records: Sequence[str] | None = None,  # n labels
+) -> Any:
+    """Which query looks at which record: weights as shades, queries down, records across. Returns the axes."""
+    shares = _matrix(weights)
+    for name, labels, count in (("queries", queries, len(shares)), ("records", records, shares.shape[1])):
+        if labels is not None and len(labels) != count:
+            raise BadInput(f"{len(labels)} {name} for weights of shape {shares.shape}; give {count} labels, or None")
+    ax = figure()[1][0] if ax is None else ax
+    image = ax.imshow(shares, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
+    ax.figure.colorbar(image, ax=ax, label="weight")
+    ax.set(xlabel="record", ylabel="query")
+    if queries is not None:
+        ax.set_yticks(range(len(queries)), queries)
+    if records is not None:
+        ax.set_xticks(range(len(records)), records, rotation=45, ha="right")
+    return ax
+
+
 def weight_bars(
     ax: Any,  # matplotlib axes; None makes them
     weights: Any,  # (t, n)
@@ -74,7 +96,7 @@ def weight_bars(
 
 
 def _checked(weights: Any, temperatures: Sequence[float], labels: Sequence[str]) -> tuple[Any, Any]:
-    shares = np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights, np.float64)
+    shares = _floats(weights)
     heats = np.asarray(temperatures, np.float64)
     expected = (len(heats), len(labels))
     if shares.shape != expected or not shares.size:
@@ -85,6 +107,20 @@ def _checked(weights: Any, temperatures: Sequence[float], labels: Sequence[str])
     if not (np.isfinite(heats).all() and (heats > 0).all()):
         raise BadInput(f"temperatures are {check.shown(list(temperatures))}; expected finite numbers above 0")
     return shares, heats
+
+
+def _matrix(weights: Any) -> Any:
+    shares = _floats(weights)
+    if shares.ndim != 2 or not shares.size:
+        raise BadInput(f"weights have shape {shares.shape}; expected (q, n): one of each at least")
+    check.finite(shares, "weights")
+    if (shares < 0).any():
+        raise BadInput(f"the least weight is {shares.min()}; expected weights of at least 0, not scores")
+    return shares
+
+
+def _floats(weights: Any) -> Any:
+    return np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights, np.float64)
 
 
 def _require() -> None:

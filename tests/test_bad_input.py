@@ -132,7 +132,28 @@ READS: dict[str, tuple[Callable[[SoftDB], Any], type[Exception], str]] = {
     ),
     "mask dtype": (lambda db: db.attend(ONE, mask=np.ones((1, 2))), BadInput, "expected bool"),
     "score": (lambda db: db.attend(ONE, score="dot"), BadInput, "score is 'dot'"),  # type: ignore[arg-type]
-    "callable with k": (lambda db: db.attend(ONE, k=1, score=lambda q, k: q @ k.T), BadInput, "no index can find"),
+    "score NaN": (lambda db: db.attend(ONE, score=lambda q, k: q @ k.T * np.nan), BadInput, "score returned NaN"),
+    "score width": (
+        lambda db: db.attend(ONE, score=softdb.scores.General(5, 3)),
+        BadInput,
+        "queries are 3 wide but this score takes queries 5 wide",
+    ),
+    "key width": (
+        lambda db: db.attend(np.ones((1, 5)), score=softdb.scores.General(5, 2)),
+        BadInput,
+        "keys are 3 wide.*made for 2",
+    ),
+    "weights": (lambda db: db.attend(ONE, weights="hardmax"), BadInput, "hardmax.*'softmax'"),
+    "normalised temperature": (
+        lambda db: db.attend(ONE, weights="normalised", temperature=2),
+        BadInput,
+        "normalised weights have none",
+    ),
+    "negative kernel": (
+        lambda db: db.attend(ONE, weights="normalised", score=lambda q, k: -1 - 0 * (q @ k.T)),
+        BadInput,
+        "at least 0",
+    ),
     "score shape": (lambda db: db.attend(ONE, score=lambda q, k: q), BadInput, "score returned shape"),
     "filter operator": (lambda db: db.search(ONE, where={"x": {"$like": "a"}}), softdb.BadFilter, "unknown operator"),
     "filter type": (lambda db: db.attend(ONE, where={"x": {"$gt": [1]}}), softdb.BadFilter, "list"),

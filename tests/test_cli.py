@@ -195,6 +195,14 @@ def test_version_and_help() -> None:
         assert "Usage" in run(name, "--help").stdout
 
 
+def test_help_does_not_wait_for_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "softdb", "--help"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
+    assert "softdb.cli.commands" in modules
+    assert not {"torch", "numpy"} & modules
+
+
 # -- what does not -----------------------------------------------------------------------------------------------------
 
 

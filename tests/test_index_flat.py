@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tracemalloc
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from worlds import awkward, snapshot
 
 from softdb.check import Metric
-from softdb.index.flat import flat, nearest
+from softdb.index.flat import nearest
 from softdb.store.snapshot import Segment, Snapshot
 
 Array = np.ndarray[Any, Any]
@@ -41,6 +40,11 @@ def best(scores: Array, k: int, allowed: Array | None = None) -> Array:
     return np.pad(order, ((0, 0), (0, k - order.shape[1])), constant_values=-1)
 
 
+def flat(world: Snapshot, queries: torch.Tensor, k: int, metric: Metric, *where: Any) -> Array:
+    """Rows instead of positions."""
+    return world.rows(nearest(world, queries, k, metric, *where))
+
+
 def same(found: Array, metric: Metric, queries: Array, keys: Array, k: int, allowed: Array | None = None) -> None:
     """Rows are the best k, equals in row order; records closer together than float64 can tell may change places."""
     scores = truth(metric, queries, keys)
@@ -60,7 +64,7 @@ def same(found: Array, metric: Metric, queries: Array, keys: Array, k: int, allo
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, chunks of queries and rounds in a small world."""
     for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SETTLED": 2}.items():
-        monkeypatch.setattr(sys.modules["softdb.index.flat"], name, size)
+        monkeypatch.setattr(f"softdb.index.flat.{name}", size)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -110,7 +114,7 @@ def test_near_duplicates_far_from_the_origin_keep_their_order(q: int, offset: fl
 @pytest.mark.parametrize("q", [1, 7, 30])
 def test_many_blocks_in_any_order(metric: Metric, q: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     """The best may lie in the first block, the last, or be spread: nothing is passed over too soon."""
-    monkeypatch.setattr(sys.modules["softdb.index.flat"], "_BLOCK", 1 << 13)
+    monkeypatch.setattr("softdb.index.flat._BLOCK", 1 << 13)
     keys = rng.standard_normal((30_000, 4)).astype(np.float32)
     queries = rng.standard_normal((q, 4)).astype(np.float32)
     order = np.argsort(truth(metric, queries[:1], keys)[0])

@@ -33,6 +33,28 @@ def test_bars_are_stacked_to_one() -> None:
     np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in ax.patches[4:]], 1)
 
 
+def test_a_heatmap_shows_every_weight() -> None:
+    weights = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], requires_grad=True)
+    ax = plots.attention_heatmap(None, weights, ["a", "b"], ["near", "far", "farther"])
+    (image,) = ax.get_images()
+    np.testing.assert_allclose(image.get_array(), weights.detach())
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["near", "far", "farther"]
+    assert plots.attention_heatmap(ax, weights) is ax
+
+
+def test_a_heatmap_of_a_database(tmp_path: Path) -> None:
+    db = softdb.open(None, dim=2)
+    db.insert(["east", "north"], [[1, 0], [0, 1]])
+    pooled = db.attend([[3.0, 0], [0, 3.0], [1, 1]], k=2)
+    assert pooled.weights is not None
+    assert pooled.hits is not None
+    by_row = torch.zeros_like(pooled.weights).scatter(1, pooled.hits.rows, pooled.weights)
+    ax = plots.attention_heatmap(None, by_row, ["e", "n", "ne"], ["east", "north"])
+    plots.save(ax.figure, tmp_path / "map.svg")
+    assert b"<svg" in (tmp_path / "map.svg").read_bytes()
+
+
 def test_given_axes_are_used_and_a_picture_is_saved(tmp_path: Path) -> None:
     drawn, (left, right) = plots.figure(columns=2)
     assert plots.temperature_sweep(left, HEATS, WEIGHTS, ["near", "far"]) is left
@@ -51,6 +73,12 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         plots.temperature_sweep(None, [], [], [])
     with pytest.raises(softdb.BadInput, match=r"temperatures are .*; expected finite numbers above 0"):
         plots.temperature_sweep(None, [0.0, 1.0, 2.0], WEIGHTS, ["near", "far"])
+    with pytest.raises(softdb.BadInput, match=r"1 queries for weights of shape \(3, 2\); give 3"):
+        plots.attention_heatmap(None, WEIGHTS, ["one"])
+    with pytest.raises(softdb.BadInput, match=r"weights have shape \(2,\); expected \(q, n\)"):
+        plots.attention_heatmap(None, [1.0, 2.0])
+    with pytest.raises(softdb.BadInput, match=r"least weight is -1.0; .*not scores"):
+        plots.attention_heatmap(None, [[-1.0, 2.0]])
     with pytest.raises(softdb.BadInput, match="weights hold NaN or infinity"):
         plots.temperature_sweep(None, [1.0], [[float("nan"), 1.0]], ["near", "far"])
     with pytest.raises(softdb.BadInput, match=r"cannot be written to .*picture.bmpx"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softdb.errors import BadInput
-from softdb.pool import merge, missed_mass, pool, tail_lse
+from softdb.pool import State, merge, missed_mass, pool, sampled, tail_lse
 from softdb.weights import softmax
 
 
@@ -60,14 +61,14 @@ def test_one_hot_weights_pick_the_record_and_equal_ones_average() -> None:
 # -- merging -----------------------------------------------------------------------------------------------------------
 
 
-def _state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _state(scores: Tensor, values: Tensor) -> State:
     """State of records with scores (q, k) and values (k, v)."""
     weights, lse = softmax(scores, 0.5, torch.ones_like(scores, dtype=torch.bool))
-    return weights @ values, lse
+    return State(weights @ values, lse)
 
 
-def _close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def _close(found: State | tuple[Tensor, Tensor], expected: State | tuple[Tensor, Tensor]) -> None:
+    for one, other in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -95,7 +96,117 @@ def test_empty_parts_add_nothing_and_leave_gradients_finite() -> None:
 def test_merging_has_the_right_gradients() -> None:
     inputs = [torch.randn(2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)] * 2
     leaves = tuple(one.clone().requires_grad_() for one in inputs)
-    assert torch.autograd.gradcheck(lambda o1, l1, o2, l2: merge([(o1, l1), (o2, 2 * l2)]), leaves)
+    assert torch.autograd.gradcheck(lambda o1, l1, o2, l2: merge([(o1, l1), (o2, 2 * l2)])[:2], leaves)
+
+
+# -- sampled parts -----------------------------------------------------------------------------------------------------
+
+
+def _candidates(k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (3, k), log-weights of which half are 0, values (3, k, 4)."""
+    double = torch.float64
+    log_weights = torch.rand(3, k, dtype=double) * 4 * (torch.arange(k) % 2)
+    return 5 * torch.randn(3, k, dtype=double), log_weights, torch.randn(3, k, 4, dtype=double)
+
+
+def _part(scores: Tensor, log_weights: Tensor, values: Tensor, part: slice, live: Tensor | None = None) -> State:
+    alive = torch.ones_like(scores, dtype=torch.bool) if live is None else live
+    return sampled(scores[:, part], 0.5, alive[:, part], log_weights[:, part], values[:, part])
+
+
+def _same(found: State, expected: State) -> None:
+    _close(found, expected)
+    assert found.moments is not None
+    assert expected.moments is not None
+    for one, other in zip(found.moments, expected.moments, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found.stderr, expected.stderr)
+
+
+def test_the_error_of_a_sample_is_the_equation() -> None:
+    scores, log_weights, values = _candidates(9)
+    state = _part(scores, log_weights, values, slice(None))
+    for i in range(3):
+        logits = [float(s) / 0.5 + float(w) for s, w in zip(scores[i], log_weights[i], strict=True)]
+        weights, lse = reference.softmax(logits, 1.0, [True] * 9)
+        output = sum(w * v for w, v in zip(weights, values[i].numpy(), strict=True))
+        np.testing.assert_allclose(state.output[i], output)
+        assert state.lse[i].item() == pytest.approx(lse)
+        noise = [(1 - math.exp(-float(a))) * w**2 for a, w in zip(log_weights[i], weights, strict=True)]
+        spread = [float(np.square(v - output).sum()) for v in values[i].numpy()]
+        assert state.stderr[i].item() == pytest.approx(
+            math.sqrt(sum(c * s for c, s in zip(noise, spread, strict=True)))
+        )
+        assert state.lse_stderr[i].item() == pytest.approx(math.sqrt(sum(noise)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_split_in_any_order_gives_the_same_state(seed: int) -> None:
+    random, candidates = np.random.default_rng(seed), _candidates(40)
+    live = torch.from_numpy(random.random((3, 40)) < 0.8)
+    live[0, :12] = False  # a part may hold nothing for a query
+    whole = _part(*candidates, slice(None), live)
+    cuts = [0, *sorted(random.choice(np.arange(1, 40), 5, replace=False)), 40]
+    parts = [_part(*candidates, slice(low, high), live) for low, high in itertools.pairwise(cuts)]
+    random.shuffle(parts)
+    _same(merge(parts), whole)
+    while len(parts) > 1:  # any tree of merges
+        i, j = sorted(random.choice(len(parts), 2, replace=False))
+        parts.append(merge([parts.pop(j), parts.pop(i)]))
+    _same(parts[0], whole)
+
+
+def test_exact_parts_add_no_error() -> None:
+    scores, log_weights, values = _candidates(8)
+    whole = _part(scores, log_weights.masked_fill(torch.arange(8) < 4, 0), values, slice(None))
+    exact = _state(scores[:1, :4], values[0, :4])
+    assert exact.stderr.tolist() == exact.lse_stderr.tolist() == [0]
+    sure = _part(scores, 0 * log_weights, values, slice(0, 4))
+    drawn = _part(scores[:1], log_weights[:1], values[:1], slice(4, 8))
+    merged = merge([State(sure.output[:1], sure.lse[:1]), drawn])
+    assert merged.stderr.item() == pytest.approx(whole.stderr[0].item())
+
+
+def test_merged_errors_have_the_right_gradients() -> None:
+    scores, log_weights, values = _candidates(6)
+
+    def error(scores: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        state = merge(
+            [_part(scores, log_weights, values, slice(0, 2)), _part(scores, log_weights, values, slice(2, 6))]
+        )
+        return state.output, state.lse, state.stderr, state.lse_stderr
+
+    assert torch.autograd.gradcheck(error, (scores.requires_grad_(), values.requires_grad_()))
+
+
+def test_sampled_sums_are_right_on_average() -> None:
+    """Over many draws the sums Σ e^a and Σ e^a v are those of all records, and their errors what stderr says."""
+    generator = torch.Generator().manual_seed(1)
+    n, draws = 60, 4000
+    scores, values = (
+        torch.randn(1, n, dtype=torch.float64, generator=generator),
+        torch.randn(1, n, 2, dtype=torch.float64, generator=generator),
+    )
+    chance = torch.linspace(0.3, 1, n, dtype=torch.float64)
+    drawn = torch.rand(draws, n, dtype=torch.float64, generator=generator) < chance
+    every = (scores.expand(draws, n), (-chance.log()).expand(draws, n), values.expand(draws, n, 2))
+    state = sampled(every[0], 1.0, drawn, every[1], every[2])
+    truth = _state(scores / 2, values[0])
+    ratio = (state.lse - truth.lse).exp()
+    assert ratio.mean().item() == pytest.approx(1, abs=4 * ratio.std().item() / math.sqrt(draws))
+    assert ratio.std().item() == pytest.approx((state.lse_stderr * ratio).square().mean().sqrt().item(), rel=0.1)
+    error = (state.output - truth.output).square().sum(1).mean().sqrt()
+    assert error.item() == pytest.approx(state.stderr.square().mean().sqrt().item(), rel=0.1)
+
+
+def test_sampled_labels_are_pooled_as_one_hot_vectors() -> None:
+    scores, log_weights, _ = _candidates(6)
+    labels = torch.tensor([[0, 1, 2, 0, 1, 2]] * 3)
+    live = torch.ones(3, 6, dtype=torch.bool)
+    _same(
+        sampled(scores, 0.5, live, log_weights, labels, 3),
+        sampled(scores, 0.5, live, log_weights, torch.nn.functional.one_hot(labels, 3).double()),
+    )
 
 
 def test_merging_nothing_is_an_error() -> None:

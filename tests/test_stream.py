@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from worlds import Array, awkward, snapshot
 
-from softdb import stream as streaming
 from softdb.errors import BadInput
 from softdb.scores import Cosine, Dot, NegativeL2, ScaledDot, Score
 from softdb.store.snapshot import Segment, Snapshot
+from softdb.stream import blocks as streaming
 from softdb.stream import stream
 
 D, V, CLASSES = 5, 3, 4
@@ -309,7 +309,8 @@ def test_parameters_of_a_callable_learn_where_they_are_named(queries: Tensor, ke
     bandwidth = seed.exp()  # not a leaf, and the queries want no gradient
 
     def score(queries: Tensor, keys: Tensor) -> Tensor:
-        return NegativeL2()(queries, keys) / bandwidth
+        found: Tensor = NegativeL2()(queries, keys) / bandwidth
+        return found
 
     with pytest.raises(BadInput, match=r"not named.*parameters="):
         stream(queries, world, score, 1.0)

@@ -1,4 +1,4 @@
-"""Softmax against the equation, and where the usual one fails: nothing live, huge scores, tiny temperatures."""
+"""Softmax against the equation, and where the usual one fails; kernel values; what comes in at the door."""
 
 from __future__ import annotations
 
@@ -8,10 +8,26 @@ import numpy as np
 import pytest
 import reference
 import torch
+from torch import Tensor
 
-from softdb.weights import softmax
+from softdb.errors import BadInput
+from softdb.weights import (
+    Argmax,
+    Entmax15,
+    Normalised,
+    Softmax,
+    Sparsemax,
+    Uniform,
+    Weighed,
+    Weighting,
+    normalised_log,
+    softmax,
+    valid_mask,
+    weighting,
+)
 
 ALL = torch.ones(1, 3, dtype=torch.bool)
+WEIGHTINGS: list[Weighting] = [Softmax(), Sparsemax(), Entmax15(), Normalised(), Uniform(), Argmax()]
 
 
 @pytest.mark.parametrize("temperature", [0.05, 1.0, 30.0])
@@ -85,3 +101,140 @@ def test_a_huge_temperature_weighs_all_alike() -> None:
     weights, lse = softmax(torch.tensor([[3.0, -100.0, 8.0]]), 1e9, ALL)
     np.testing.assert_allclose(weights, np.full((1, 3), 1 / 3), rtol=1e-6)
     assert lse.item() == pytest.approx(math.log(3), rel=1e-6)
+
+
+def test_any_leading_dimensions_are_rows() -> None:
+    torch.manual_seed(3)
+    scores, live = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 5) < 0.6
+    weights, lse = softmax(scores, 0.7, live)
+    flat_weights, flat_lse = softmax(scores.reshape(-1, 5), 0.7, live.reshape(-1, 5))
+    assert torch.equal(weights, flat_weights.reshape(2, 3, 4, 5))
+    assert torch.equal(lse, flat_lse.reshape(2, 3, 4))
+    assert torch.equal(softmax(scores[0, 0, 0], 0.7, live[0, 0, 0])[0], weights[0, 0, 0])
+
+
+def test_a_live_score_of_minus_infinity_weighs_nothing_and_never_turns_into_nan() -> None:
+    scores = torch.tensor([[1.0, -math.inf, 2.0], [-math.inf] * 3], requires_grad=True)
+    weights, lse = softmax(scores, 1.0, ALL.expand(2, 3))
+    assert weights[0, 1] == 0
+    assert weights[1].tolist() == [0, 0, 0]
+    assert lse[1] == -math.inf
+    (grad,) = torch.autograd.grad((weights * torch.tensor([1.0, 2.0, 3.0])).sum() + lse.sum(), scores)
+    assert torch.isfinite(grad).all()
+    assert grad[0, 1] == 0
+    assert grad[0, 0] != 0
+    assert grad[1].tolist() == [0, 0, 0]
+
+
+def test_a_temperature_beyond_the_dtype_still_weighs_all_live_alike() -> None:
+    weights, _ = softmax(torch.tensor([[3.0, 9.0, 8.0]]), 1e300, torch.tensor([[True, False, True]]))
+    assert weights.tolist() == [[0.5, 0, 0.5]]
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _normalised(scores: Tensor) -> Weighed:
+    return Normalised().weigh(scores, 1.0, torch.ones(scores.shape, dtype=torch.bool))
+
+
+def test_kernel_values_that_are_all_zero_give_nothing() -> None:
+    scores = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 6.0]], requires_grad=True)
+    found = _normalised(scores)
+    assert found.weights.tolist() == [[0, 0, 0], [0, 0.25, 0.75]]
+    assert found.lse.tolist() == pytest.approx([-math.inf, math.log(8)])
+    (grad,) = torch.autograd.grad((found.weights * torch.tensor([1.0, 2.0, 4.0])).sum() + found.lse.sum(), scores)
+    assert grad[0].tolist() == [0, 0, 0]
+    assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e37])
+def test_kernel_values_of_any_size_neither_vanish_nor_overflow(size: float) -> None:
+    found = _normalised(torch.tensor([[1.0, 3.0] * 100]) * size)
+    torch.testing.assert_close(found.weights[0, :2], torch.tensor([0.0025, 0.0075]))
+    assert found.lse.item() == pytest.approx(math.log(400) + math.log(size), rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [-0.5, math.nan, math.inf, -math.inf])
+def test_scores_that_are_no_kernel_values_are_refused(bad: float) -> None:
+    with pytest.raises(BadInput, match=rf"a live score is {bad}; .*use softmax, or a score that is a kernel"):
+        _normalised(torch.tensor([[1.0, bad]]))
+
+
+def test_normalised_weights_have_no_temperature() -> None:
+    with pytest.raises(BadInput, match=r"temperature is 0\.5 but normalised weights have none.*bandwidth.*softmax"):
+        Normalised().weigh(torch.ones(1, 2), 0.5, torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_logs_of_kernel_values_serve_far_from_all_records() -> None:
+    live = torch.tensor([[True, True, True, False]] * 2)
+    logs = torch.tensor([[-4000.0, -4001.0, -math.inf, 5.0], [-math.inf] * 4], requires_grad=True)
+    weights, lse = normalised_log(logs, live)
+    near, near_lse = Normalised().weigh(torch.tensor([[1.0, math.exp(-1), 0.0]]), 1.0, live[:1, :3])[:2]
+    torch.testing.assert_close(weights[0, :3].detach(), near[0])
+    assert lse[0].item() == pytest.approx(near_lse.item() - 4000)
+    assert weights[1].tolist() == [0, 0, 0, 0]
+    assert lse[1] == -math.inf
+    (grad,) = torch.autograd.grad((weights * torch.tensor([1.0, 2.0, 4.0, 8.0])).sum() + lse.sum(), logs)
+    assert torch.isfinite(grad).all()
+    assert grad[1].tolist() == [0, 0, 0, 0]
+
+
+# -- at the door -------------------------------------------------------------------------------------------------------
+
+
+def test_weightings_have_names() -> None:
+    assert [weighting(one.name) for one in WEIGHTINGS] == WEIGHTINGS
+    assert weighting("normalized") == Normalised()
+    own = Entmax15()
+    assert weighting(own) is own
+
+
+@pytest.mark.parametrize("bad", ["sparsmax", "Softmax", None, 3, Softmax, ["softmax"]])
+def test_a_weighting_of_another_name_is_refused(bad: object) -> None:
+    listed = "'softmax', 'sparsemax', 'entmax15', 'normalised', 'uniform', 'argmax'"
+    with pytest.raises(BadInput, match=rf"weights is .*; choose one of {listed}, or give a softdb\.weights\.Weighting"):
+        weighting(bad)
+
+
+def test_a_weighting_of_ones_own_serves() -> None:
+    class Tempered:
+        name, sparse = "tempered", False
+
+        def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
+            return Softmax().weigh(scores, temperature * 2, live)
+
+    own = Tempered()
+    assert weighting(own) is own
+
+
+def test_valid_mask_keeps_the_first_of_each_row() -> None:
+    for lengths in ([2, 0, 3], np.array([2, 0, 3]), torch.tensor([2, 0, 3], dtype=torch.uint8)):
+        mask = valid_mask(lengths, 2, 3)
+        assert mask.dtype is torch.bool
+        assert mask.tolist() == [[[True, True, False]] * 2, [[False] * 3] * 2, [[True] * 3] * 2]
+    assert valid_mask(torch.tensor([[1, 3]]), 2, 3).tolist() == [[[True, False, False], [True] * 3]]
+    assert valid_mask(torch.empty(0, dtype=torch.int64), 2, 3).shape == (0, 2, 3)
+    assert valid_mask(torch.empty(0, 2, dtype=torch.int64), 2, 3).shape == (0, 2, 3)
+    weights, lse = softmax(torch.zeros(3, 2, 3), 1.0, valid_mask([2, 0, 3], 2, 3))
+    assert weights[:, 0].tolist() == [[0.5, 0.5, 0], [0, 0, 0], pytest.approx([1 / 3] * 3)]
+    assert lse[1].tolist() == [-math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([1, -1], r"valid_len holds -1; expected 0 to 3"),
+        ([4, 1], r"valid_len holds 4; expected 0 to 3"),
+        ([1.0, 2.0], r"valid_len has dtype torch\.float32; expected whole numbers"),
+        ([True, False], r"valid_len has dtype torch\.bool; expected whole numbers"),
+        (2, r"valid_len has shape \(\); expected \(b,\) or \(b, 2\)"),
+        ([[1, 2, 3]], r"valid_len has shape \(1, 3\); expected \(b,\) or \(b, 2\)"),
+        ([[[1]]], r"valid_len has shape \(1, 1, 1\); expected \(b,\) or \(b, 2\)"),
+        ([[1, 2], [3]], r"valid_len is \[\[1, 2\], \[3\]\]; expected whole numbers of shape"),
+        ("three", r"valid_len is 'three'; expected whole numbers of shape"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths: object, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        valid_mask(lengths, 2, 3)

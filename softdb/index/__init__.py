@@ -1,6 +1,6 @@
 """The finders: which rows can matter to a query. Exact search needs nothing; approximate indexes need FAISS."""
 
 from softdb.index.finder import Finder
-from softdb.index.flat import flat, nearest
+from softdb.index.flat import nearest
 
-__all__ = ["Finder", "flat", "nearest"]
+__all__ = ["Finder", "nearest"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from softdb.index import cache
 from softdb.index.build import Progress, build, checked
 from softdb.index.contract import Index, Live, Rows
-from softdb.index.search import border_of, find
-from softdb.scores import Score, ScoreFunction, metric_of
+from softdb.index.search import border_of, find, serves
+from softdb.scores import Fold
 from softdb.store import Snapshot, Store
 
 __all__ = ["Finder"]
@@ -44,18 +44,21 @@ class Finder:
         index = None if exact else self._current(snapshot)
         return find(snapshot, index, queries, k, self._store.schema.metric, allowed)
 
-    def find_for(
+    def find_folded(
         self,
-        score: Score | ScoreFunction,
         snapshot: Snapshot,
-        queries: Tensor,  # (q, d)
+        folded: Fold,  # what is asked, as an index sees it
         k: int,
         allowed: Live | None,
-    ) -> Rows:  # (q, k)
-        """Positions of the k nearest by a score; the index serves where that ranks as the database's metric does."""
-        metric = metric_of(score)
-        index = self._current(snapshot) if metric is self._store.schema.metric else None
-        return find(snapshot, index, queries, k, metric, allowed)
+        exact: bool = False,
+    ) -> tuple[Rows, str]:  # (q, k)
+        """Positions of the k nearest by a folded score, and the finder's name.
+
+        The index serves where the fold's metric is the database's; else, and for few records, "flat", which is exact.
+        """
+        index = None if exact or folded.metric is not self._store.schema.metric else self._current(snapshot)
+        found = find(snapshot, index, folded.queries, k, folded.metric, allowed)
+        return found, index.kind if index is not None and serves(snapshot, index, k, allowed) else "flat"
 
     def build(
         self, kind: str, recall: float, k: int, queries: Tensor | None, progress: Progress | None

@@ -19,7 +19,7 @@ from softdb.check import Metric
 from softdb.index.products import Best, BlockKeys, Probe, merge
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["flat", "nearest"]
+__all__ = ["nearest"]
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -27,18 +27,6 @@ Live = NDArray[np.bool_]
 _BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
 _QUERIES = 256  # compared with a block at once
 _SETTLED = 16  # queries of the second round at once
-
-
-def flat(
-    snapshot: Snapshot,
-    queries: Tensor,  # (q, d) floating point, any device
-    k: int,
-    metric: Metric,
-    allowed: Live | None = None,  # (size,) over positions; None: every live record
-    start: int = 0,  # first position
-) -> Rows:  # (q, k)
-    """Rows of the k nearest allowed live records, ties by row, then -1. Cost q n d, memory O(block + q k)."""
-    return snapshot.rows(nearest(snapshot, queries, k, metric, allowed, start))
 
 
 def nearest(

@@ -13,7 +13,7 @@ from softdb.index.flat import nearest
 from softdb.index.rerank import best
 from softdb.store import Snapshot
 
-__all__ = ["border_of", "find"]
+__all__ = ["border_of", "find", "serves"]
 
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are looked at again at least
@@ -34,12 +34,10 @@ def find(
     Rows younger than the index are compared exactly and merged. Cost of the index's search, k times its candidates in
     exact scores, and the young rows.
     """
-    if index is None or k > index.covered // 8:
+    if index is None or not serves(snapshot, index, k, allowed):
         return nearest(snapshot, queries, k, metric, allowed)
     fit = _fit(snapshot, index)
     chosen = fit.choice(snapshot, index, allowed)
-    if chosen.count <= max(FEW, 4 * k):
-        return nearest(snapshot, queries, k, metric, allowed)
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
     found = _covered(snapshot, index, fit, vectors, k, chosen)
     if fit.border < snapshot.size:
@@ -49,6 +47,11 @@ def find(
     if short.any():
         found[short] = nearest(snapshot, queries[np.flatnonzero(short)], k, metric, allowed)
     return found
+
+
+def serves(snapshot: Snapshot, index: Index, k: int, allowed: Live | None) -> bool:
+    """Whether the index is worth asking; else the records are compared exactly."""
+    return k <= index.covered // 8 and _fit(snapshot, index).choice(snapshot, index, allowed).count > max(FEW, 4 * k)
 
 
 def border_of(snapshot: Snapshot, index: Index) -> int:

@@ -1,6 +1,7 @@
 """The store: catalogue and column files, the only truth of a database."""
 
+from softdb.store.append import Batch
 from softdb.store.snapshot import Block, Segment, Snapshot
-from softdb.store.store import Batch, Store
+from softdb.store.store import Store
 
 __all__ = ["Batch", "Block", "Segment", "Snapshot", "Store"]

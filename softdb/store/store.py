@@ -9,50 +9,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import apsw
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softdb.check import Array, Id, Schema, json_text, shown
 from softdb.errors import (
     Closed,
     CorruptionError,
-    DatabaseLocked,
     DuplicateId,
     NotADatabase,
     ReadOnly,
-    SoftDBError,
     UnknownId,
     WriteFailed,
 )
-from softdb.store import files
+from softdb.store import files, fork
+from softdb.store.append import Batch, append
 from softdb.store.catalog import Catalog
+from softdb.store.directory import enter
 from softdb.store.filters import compile_filter
-from softdb.store.segments import Columns, Piece, SegmentEntry, capacity_for, checksum
+from softdb.store.segments import Columns, SegmentEntry
 from softdb.store.snapshot import Segment, Snapshot
 
-__all__ = ["Batch", "Store"]
+__all__ = ["Store"]
 
 FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
-_OURS = {"catalog.sqlite", "lock", "index"}  # what a creation that was cut short may have left
-
-
-class Batch(NamedTuple):
-    """Checked records on their way in."""
-
-    ids: list[Id]  # n
-    keys: Array  # (n, d) in the column's dtype
-    values: Array | None  # (n, v), labels (n,), or None
-    payloads: Iterable[str | None]  # n JSON texts, checked as they are drawn
 
 
 class Store:
@@ -75,14 +62,14 @@ class Store:
         except BaseException:
             self.close()
             raise
-        _handles.add(self)
+        fork.watch(self)
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
     def _open(self, create: Schema | None) -> None:
         writing = self.mode == "rw"
         if self.path is not None:
-            self._enter(self.path, writing, create is not None)
+            self._writer = enter(self.path, writing, create is not None)
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
         if not self._catalog.tables():
             if create is None or not writing:
@@ -96,31 +83,6 @@ class Store:
             self._columns.clean({entry.number for entry in self._catalog.segments()})
         self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
         self.refresh()
-
-    def _enter(self, path: Path, writing: bool, may_create: bool) -> None:
-        """Check that the path is ours, make it if it may be made, and take the writer's lock."""
-        if path.exists() and not path.is_dir():
-            raise NotADatabase(f"{path} is a file; a database is a directory, choose another path")
-        inside = {entry.name for entry in path.iterdir()} if path.exists() else set()
-        if "catalog.sqlite" not in inside:
-            if inside - _OURS:
-                raise NotADatabase(
-                    f"{path} is another program's directory (no catalog.sqlite in it); choose another path"
-                )
-            if not (writing and may_create):
-                how = "give dim= to make one" if writing else 'open it once with mode="rw" and dim='
-                raise NotADatabase(f"{path} holds no database; {how}")
-        if not writing:
-            return
-        if not path.exists():
-            path.mkdir(parents=True)
-            files.sync_directory(path.parent)
-        self._writer = files.acquire(path / "lock")
-        if self._writer is None:
-            holder = (path / "lock").read_text().strip() or "unknown"
-            raise DatabaseLocked(
-                f"{path} is being written by process {holder}; close it there, or open this one with mode='r'"
-            )
 
     def close(self) -> None:
         """Let go of files and lock; safe to call twice."""
@@ -149,12 +111,12 @@ class Store:
         if self._catalog is None:
             raise Closed("this handle is closed; open the database again")
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: drop what belongs to the parent and read on through a connection of one's own."""
         self._lock = threading.RLock()
         if self._catalog is None:
             return
-        _abandoned.append(self._catalog)  # closing an inherited connection could undo the parent's locks
+        fork.abandon(self._catalog)
         if self._writer is not None:
             os.close(self._writer)
             self._writer = None
@@ -283,7 +245,7 @@ class Store:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
         with self._writing():
             try:
-                self._append(batch)
+                append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
                 self.catalog.rollback()
                 stored = self.catalog.lookup(batch.ids)
@@ -298,7 +260,7 @@ class Store:
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
-            self._append(batch)
+            append(self.catalog, self._columns, batch)
 
     def update(
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
@@ -316,7 +278,7 @@ class Store:
             if values is None and self.schema.has_values:
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self.catalog.bury(rows)
-            self._append(Batch(ids, keys, values, texts if payloads is None else payloads))
+            append(self.catalog, self._columns, Batch(ids, keys, values, texts if payloads is None else payloads))
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
@@ -378,54 +340,3 @@ class Store:
             raise ReadOnly("this handle is read-only; open the database with mode='rw' to write")
         if self._failure is not None:
             raise WriteFailed(f"an earlier write failed ({self._failure}); open the database again")
-
-    def _append(self, batch: Batch) -> None:
-        """Write columns beyond the watermark, fsynced, and the records that refer to them into the open transaction."""
-        pieces = self._place(batch)
-        with self._columns.writing(pieces):  # the disk works while SQLite and the checksums do
-            self.catalog.add(self.catalog.state().next_row, batch.ids, batch.payloads)
-            for piece in pieces:
-                self._record_checksums(piece.entry, piece.keys, piece.values)
-                self.catalog.put_segment(piece.entry._replace(used=piece.entry.used + len(piece.keys)))
-        self.catalog.advance(len(batch.ids))
-
-    def _place(self, batch: Batch) -> list[Piece]:
-        """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
-        entries = self.catalog.segments()
-        entry = entries[-1] if entries else SegmentEntry(-1, 0, 0, 0)
-        pieces: list[Piece] = []
-        done, count = 0, len(batch.ids)
-        while done < count:
-            if entry.used == entry.capacity:
-                stored = entry.first_row + entry.used
-                entry = SegmentEntry(entry.number + 1, stored, capacity_for(stored, count - done), 0)
-                self._columns.create(entry.number, entry.capacity)
-            stop = min(count, done + entry.capacity - entry.used)
-            values = None if batch.values is None else batch.values[done:stop]
-            pieces.append(Piece(entry, batch.keys[done:stop], values))
-            entry = entry._replace(used=entry.used + stop - done)
-            done = stop
-        return pieces
-
-    def _record_checksums(self, entry: SegmentEntry, keys: Array, values: Array | None) -> None:
-        slot, count, keys_crc, values_crc = self.catalog.last_batch(entry.number) or (entry.used, 0, 0, 0)
-        values_crc = None if values is None else checksum(values, values_crc or 0)
-        self.catalog.put_batch(entry.number, slot, count + len(keys), checksum(keys, keys_crc), values_crc)
-
-
-_handles: weakref.WeakSet[Store] = weakref.WeakSet()
-_abandoned: list[Catalog] = []  # connections of a parent process, kept from being closed in the child
-
-
-def _after_fork() -> None:
-    handles = list(_handles)
-    if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
-        torch.set_num_threads(1)
-        if "faiss" in sys.modules:
-            sys.modules["faiss"].omp_set_num_threads(1)
-    for store in handles:
-        with contextlib.suppress(SoftDBError):
-            store._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

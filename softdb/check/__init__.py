@@ -1,0 +1,32 @@
+"""The door: everything from outside becomes canonical here, with every "got / expected / do this" message."""
+
+from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
+from softdb.check.ids import Id, identifiers
+from softdb.check.payload import MAX_DEPTH, json_text, payloads
+from softdb.check.plain import filled, integer, positive, shown
+from softdb.check.schemas import MAX_DIM, Metric, Schema, schema
+
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_DIM",
+    "Array",
+    "Encoder",
+    "Id",
+    "Metric",
+    "Schema",
+    "device",
+    "encoded",
+    "filled",
+    "finite",
+    "identifiers",
+    "integer",
+    "json_text",
+    "mask",
+    "matrix",
+    "payloads",
+    "positive",
+    "queries",
+    "schema",
+    "shown",
+    "values",
+]

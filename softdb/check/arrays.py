@@ -1,0 +1,171 @@
+"""Keys, values, queries and masks: numbers as arrays and tensors of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.check.plain import filled, shown
+from softdb.check.schemas import Schema
+from softdb.errors import BadInput
+
+__all__ = ["Array", "Encoder", "device", "encoded", "finite", "mask", "matrix", "queries", "values"]
+
+Array: TypeAlias = NDArray[Any]
+Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
+
+
+def device(value: object) -> torch.device | None:
+    """The device on which queries that are no tensors are answered."""
+    if value is None:
+        return None
+    try:
+        found: torch.device = torch.device(value)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise BadInput(f"device is {shown(value)}; expected 'cpu' or 'cuda'") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput("device is cuda but torch sees no CUDA device; omit it to answer on the CPU")
+    return found
+
+
+def encoded(value: object, name: str, encoder: Encoder | None) -> object:
+    """Texts as vectors, by the database's encoder; numbers as they came."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, np.ndarray) and texts.dtype.kind == "U":
+        texts = texts.tolist()
+    if not isinstance(texts, list | tuple) or not any(isinstance(one, str) for one in texts):
+        return value
+    if not all(isinstance(one, str) for one in texts):
+        raise BadInput(f"{name} mix text and numbers; give all of one kind")
+    if encoder is None:
+        raise BadInput(f"{name} are text but this database was opened without an encoder; pass encoder= to softdb.open")
+    vectors = encoder(list(texts))
+    if len(vectors) != len(texts):
+        raise BadInput(f"the encoder gave {len(vectors)} vectors for {len(texts)} texts; it must give one for each")
+    return vectors
+
+
+def _array(value: object, name: str) -> Array:
+    """A numeric array of what came: numpy, torch on any device, or (nested) lists."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
+    elif isinstance(value, Sequence) and any(isinstance(one, Tensor) for one in value):
+        value = [one.detach().cpu().numpy() if isinstance(one, Tensor) else one for one in value]
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError):
+        raise BadInput(f"{name} are ragged: their rows differ in width; expected one width for all") from None
+    if array.dtype.kind not in "fiu":
+        raise BadInput(f"{name} are of type {array.dtype}; expected real numbers")
+    return array
+
+
+def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
+    """Vectors as a finite C-contiguous (n, width) array of the column's dtype; one vector alone is a batch of one."""
+    array = _array(value, name)
+    if array.ndim == 1 and len(array):
+        array = array[None]
+    if array.size == 0 and (array.ndim != 2 or len(array) == 0):
+        raise BadInput(f"{name} are an empty batch; give at least one vector of {width} numbers")
+    if array.ndim != 2:
+        raise BadInput(f"{name} have {array.ndim} dimensions, shape {array.shape}; expected (n, {width})")
+    if array.shape[1] != width:
+        raise BadInput(
+            f"{name} are {array.shape[1]} wide but this database is {width} wide; re-embed them or open another"
+        )
+    finite(array, name)
+    with np.errstate(over="ignore", under="ignore"):
+        cast = np.ascontiguousarray(array, dtype)
+    if cast.dtype != array.dtype:
+        finite(cast, f"{name}, cast to {dtype},", " (the largest float16 is 65504): scale them, or store float32")
+    return cast
+
+
+def finite(array: Array, name: str, remedy: str = "; remove or repair those rows") -> None:
+    """BadInput, naming the first row, where a number is NaN or infinite."""
+    if array.dtype.kind != "f":
+        return
+    if array.itemsize > 2:  # the sum of squares is finite only if all are, and several times cheaper than asking each
+        flat = array.reshape(-1)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            if np.isfinite(np.dot(flat, flat)):
+                return
+    bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+    if len(bad):
+        raise BadInput(f"{name} hold NaN or infinity in {len(bad)} of {len(array)} rows, first in row {bad[0]}{remedy}")
+
+
+def values(value: object, schema: Schema, count: int) -> Array | None:
+    """The values column of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None."""
+    if not schema.has_values:
+        if value is not None:
+            raise BadInput(
+                "values were given but this database has no value column; open one with value_dim= or num_classes="
+            )
+        return None
+    if value is None:
+        kind = f"value_dim={schema.value_dim}" if schema.num_classes is None else f"num_classes={schema.num_classes}"
+        raise BadInput(f"values are missing; this database was made with {kind} and every record needs one")
+    if schema.num_classes is not None:
+        return _labels(value, schema.num_classes, count)
+    assert schema.value_dim is not None  # has_values without classes
+    return filled(matrix(value, "values", schema.value_dim, schema.dtype), "values", count)
+
+
+def _labels(value: object, num_classes: int, count: int) -> Array:
+    array = np.atleast_1d(_array(value, "values"))
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadInput(
+            f"values have dtype {array.dtype} and shape {array.shape}; expected ({count},) integer class labels"
+        )
+    outside = np.flatnonzero((array < 0) | (array >= num_classes))
+    if len(outside):
+        raise BadInput(
+            f"label {array[outside[0]]} in row {outside[0]} is out of range; expected 0 to {num_classes - 1}"
+        )
+    return filled(array.astype(np.int32), "values", count)
+
+
+def queries(
+    value: object, width: int, device: torch.device | None = None, taker: str = "this database's keys are"
+) -> Tensor:
+    """Queries as a finite (q, width) tensor, at least float32; a tensor keeps its graph and device.
+
+    One query alone becomes (1, width).
+    """
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)):
+            raise BadInput(f"queries are of type {value.dtype}; expected real numbers")
+        tensor = value.to(torch.promote_types(value.dtype, torch.float32))
+    else:
+        array = _array(value, "queries")
+        array = array.astype(np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32)
+        tensor = torch.from_numpy(array).to(device)
+    if tensor.ndim == 1:
+        tensor = tensor[None]
+    if tensor.ndim != 2:
+        raise BadInput(f"queries have {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; expected (q, {width})")
+    if tensor.shape[1] != width:
+        raise BadInput(f"queries are {tensor.shape[1]} wide but {taker} {width} wide; encode them alike")
+    if not bool(torch.isfinite(tensor.detach()).all()):
+        bad = (~torch.isfinite(tensor.detach()).all(dim=1)).nonzero()[:, 0]
+        raise BadInput(f"queries hold NaN or infinity, first in query {int(bad[0])}; remove or repair them")
+    return tensor
+
+
+def mask(value: object, shape: tuple[int, int]) -> Tensor:
+    """A boolean (q, len(db)) mask in row order, True = takes part; (len(db),) serves all queries."""
+    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    if tensor.dtype is not torch.bool:
+        raise BadInput(f"mask has dtype {tensor.dtype}; expected bool, True where the record takes part")
+    if tensor.ndim == 1:
+        tensor = tensor[None]
+    if tensor.ndim != 2 or tensor.shape[1] != shape[1] or tensor.shape[0] not in (1, shape[0]):
+        raise BadInput(f"mask has shape {tuple(tensor.shape)}; expected {shape}: queries by live records, in row order")
+    return tensor.expand(shape)

@@ -1,0 +1,69 @@
+"""What every check needs: how a message quotes a value, whole and positive numbers, lengths, Unicode text."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sized
+from typing import TypeVar
+
+from torch import Tensor
+
+from softdb.errors import BadInput
+
+__all__ = ["encodable", "filled", "integer", "positive", "shown"]
+
+Batched = TypeVar("Batched", bound=Sized)
+
+SHOWN = 80  # characters of a rejected value that a message quotes
+
+
+def shown(value: object) -> str:
+    """A rejected value as a message quotes it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def integer(value: object, name: str, low: int = 1, high: int | None = None) -> int:
+    """A whole number of at least `low` (and at most `high`)."""
+    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}") from None
+    if isinstance(value, bool) or number < low or (high is not None and number > high):
+        raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}")
+    return number
+
+
+def positive(value: object, name: str) -> float:
+    """A finite number above zero."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise BadInput(
+            f"{name} is a tensor that wants a gradient, but {name} is a plain number; divide the queries by it"
+        )
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{name} is {shown(value)}; expected a number above 0") from None
+    if isinstance(value, bool | str) or not (number > 0 and math.isfinite(number)):
+        raise BadInput(f"{name} is {shown(value)}; expected a finite number above 0")
+    return number
+
+
+def filled(batch: Batched, name: str, count: int) -> Batched:
+    """The batch, if it has one entry for each id."""
+    if len(batch) != count:
+        raise BadInput(f"{len(batch)} {name} for {count} ids; give one for each id")
+    return batch
+
+
+def encodable(text: str, what: str) -> None:
+    """BadInput where a text holds a lone surrogate."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.end]
+        raise BadInput(
+            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source rightly"
+        ) from None

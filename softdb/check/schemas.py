@@ -1,0 +1,98 @@
+"""What a database stores: its metric and its columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from softdb.check.plain import integer, shown
+from softdb.errors import BadInput
+
+__all__ = ["MAX_DIM", "Metric", "Schema", "schema"]
+
+MAX_DIM = 1 << 20  # a wider vector is a mistake in the argument
+
+
+class Metric(Enum):
+    """How a query and a key are compared."""
+
+    DOT = "dot"
+    COSINE = "cosine"
+    L2 = "l2"
+
+    @classmethod
+    def parse(cls, name: object) -> Metric:
+        """The metric of that name, or BadInput that lists them."""
+        if isinstance(name, Metric):
+            return name
+        for metric in cls:
+            if name == metric.value:
+                return metric
+        raise BadInput(f"metric is {shown(name)}; choose one of {', '.join(repr(m.value) for m in cls)}")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a database stores: fixed when it is created."""
+
+    dim: int  # d, width of a key
+    value_dim: int | None  # v, width of a value; None: the key serves, unless there are classes
+    num_classes: int | None  # values are integer labels below this
+    dtype: np.dtype[Any]  # of keys and vector values
+    metric: Metric
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a record carries a value of its own."""
+        return self.value_dim is not None or self.num_classes is not None
+
+    @property
+    def value_dtype(self) -> np.dtype[Any]:
+        """Dtype of the values column."""
+        return self.dtype if self.num_classes is None else np.dtype(np.int32)
+
+    @property
+    def pooled_dim(self) -> int:
+        """v, the width of a soft query's answer."""
+        return self.num_classes or self.value_dim or self.dim
+
+
+def schema(
+    dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, stored: Schema | None
+) -> Schema:
+    """The schema asked for: of a new database, or (`stored`) of one whose own must agree with whatever is given."""
+    given: dict[str, Any] = {
+        "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
+        "value_dim": None if value_dim is None else integer(value_dim, "value_dim", 1, MAX_DIM),
+        "num_classes": None if num_classes is None else integer(num_classes, "num_classes", 1, 2**31 - 1),
+        "dtype": None if dtype is None else _dtype(dtype),
+        "metric": None if metric is None else Metric.parse(metric),
+    }
+    if value_dim is not None and num_classes is not None:
+        raise BadInput("value_dim and num_classes are both given; values are vectors or labels, give one")
+    if stored is None:
+        if given["dim"] is None:
+            raise BadInput("dim is not given; a new database needs the width of its keys")
+        return Schema(
+            **{**given, "dtype": given["dtype"] or np.dtype(np.float32), "metric": given["metric"] or Metric.DOT}
+        )
+    for name, asked in given.items():
+        if asked is not None and asked != (kept := getattr(stored, name)):
+            plain = [one.value if isinstance(one, Metric) else one for one in (asked, kept)]
+            raise BadInput(f"{name}={plain[0]} was asked for but this database has {plain[1]}; omit it or open another")
+    return stored
+
+
+def _dtype(value: object) -> np.dtype[Any]:
+    name = str(value).removeprefix("torch.")
+    if name not in ("float32", "float16"):
+        try:
+            name = np.dtype(value).name  # type: ignore[call-overload]
+        except TypeError:
+            name = ""
+    if name not in ("float32", "float16"):
+        raise BadInput(f"dtype is {shown(value)}; keys are stored as 'float32' or 'float16'")
+    return np.dtype(name)

@@ -1,0 +1,103 @@
+"""What is typed: the arguments that commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softdb.errors import BadInput
+
+if TYPE_CHECKING:
+    from softdb.database import SoftDB
+
+__all__ = [
+    "AsJson",
+    "DType",
+    "Database",
+    "EncoderName",
+    "Kind",
+    "Metric",
+    "Query",
+    "Where",
+    "filter_of",
+    "opened",
+    "query_of",
+]
+
+Database = Annotated[Path, typer.Argument(metavar="PATH", help="The database's directory.")]
+Query = Annotated[str, typer.Argument(help="A text, a JSON list of numbers, or @FILE.npy.")]
+Where = Annotated[str | None, typer.Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
+EncoderName = Annotated[str | None, typer.Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+class Metric(str, Enum):
+    """How a query and a key are compared."""
+
+    dot = "dot"
+    cosine = "cosine"
+    l2 = "l2"
+
+
+class DType(str, Enum):
+    """How numbers are stored."""
+
+    float32 = "float32"
+    float16 = "float16"
+
+
+class Kind(str, Enum):
+    """The kinds of index."""
+
+    auto = "auto"
+    ivf = "ivf"
+    hnsw = "hnsw"
+    flat = "flat"
+
+
+def opened(path: Path, query: str | None = None, encoder: str | None = None) -> SoftDB:
+    """The database for reading, with the encoder that a text query needs."""
+    import softdb
+
+    if query is None or not _is_text(query):
+        return softdb.open(path, mode="r")
+    from softdb.demo import named_encoder
+    from softdb.text import encoder_name
+
+    with softdb.open(path, mode="r") as db:
+        dim = db.stats()["dim"]
+    return softdb.open(path, mode="r", encoder=named_encoder(encoder_name(path, encoder), dim, path))
+
+
+def _is_text(query: str) -> bool:
+    return not (query.startswith("[") or (query.startswith("@") and query.endswith(".npy")))
+
+
+def query_of(query: str) -> Any:
+    """A query as it was typed: a text, numbers, or the array of a file."""
+    if _is_text(query):
+        return query
+    if query.startswith("["):
+        return _json(query, "QUERY starts with [ but")
+    import numpy as np
+
+    try:
+        return np.load(query[1:], allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadInput(f"{query[1:]} cannot be read as an array of numbers ({error})") from None
+
+
+def filter_of(where: str | None) -> Any:
+    """A filter as it was typed: JSON."""
+    return None if where is None else _json(where, "--where")
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{what} is not JSON ({error}); quote it for the shell: '…'") from None

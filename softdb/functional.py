@@ -1,0 +1,416 @@
+"""Soft queries on plain tensors: attention with any score and any weighting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.check import positive, shown
+from softdb.errors import BadInput
+from softdb.scores import Kernel, ScaledDot, Score, ScoreFunction, query_width
+from softdb.soft import soft_query
+from softdb.stream import Columns, scan, stream
+from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting, valid_mask, weighting
+
+__all__ = ["Attended", "attention"]
+
+DENSE = 1 << 24  # scores held at once: 64 MB in float32; more are streamed
+MASKED = 1 << 26  # entries of the mask made at once where scores are streamed: 64 MB
+
+
+class Attended(NamedTuple):
+    """All that `attention` found. Everything is differentiable; lse and weights stay in the dtype computed in."""
+
+    output: Tensor  # (…, m, v)
+    lse: Tensor  # (…, m): log-normaliser, the smoothed largest score / temperature; -inf where nothing takes part
+    weights: Tensor  # (…, m, n)
+
+
+@overload
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score: Score | ScoreFunction | None = None,
+    temperature: float = 1.0,
+    weights: str | Weighting | None = None,
+    mask: Any = None,
+    valid_len: Any = None,
+    is_causal: bool = False,
+    details: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score: Score | ScoreFunction | None = None,
+    temperature: float = 1.0,
+    weights: str | Weighting | None = None,
+    mask: Any = None,
+    valid_len: Any = None,
+    is_causal: bool = False,
+    details: Literal[True],
+) -> Attended: ...
+
+
+def attention(
+    query: Any,  # (…, m, d_q)
+    key: Any,  # (…, n, d)
+    value: Any,  # (…, n, v)
+    *,
+    score: Score | ScoreFunction | None = None,
+    temperature: float = 1.0,
+    weights: str | Weighting | None = None,
+    mask: Any = None,  # bool, broadcasts to (…, m, n)
+    valid_len: Any = None,  # (b,) or (b, m)
+    is_causal: bool = False,
+    details: bool = False,
+) -> Tensor | Attended:  # (…, m, v)
+    """The soft query of `SoftDB.attend` on plain tensors: the mean of the values, weighted by softmax(score / T).
+
+        w_ij = exp(s(q_i, k_j) / T) / Σ_j' exp(s(q_i, k_j') / T),  output_i = Σ_j w_ij v_j,  lse_i = log Σ_j exp(…)
+
+    As it stands it agrees with torch.nn.functional.scaled_dot_product_attention (Vaswani et al. 2017, equation 1).
+
+    Args:
+        query, key, value: tensors, arrays or lists; leading dimensions (batch, heads) broadcast. All are computed in
+            the query's dtype and on its device; half precision in float32, and the output is cast back.
+        score: a `softdb.scores` object or a callable (q, d_q), (n, d) -> (q, n); None: ScaledDot.
+        temperature: towards 0 the nearest key's value, towards infinity the mean of all values.
+        weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform" (average
+            pooling; the score is not asked), "argmax" (a lookup, without gradient to query and key), or a Weighting;
+            None: normalised for a kernel, else softmax.
+        mask: True = takes part.
+        valid_len: how many of the first keys take part, for each entry of the first leading dimension or each of its
+            queries.
+        is_causal: query i sees keys 0 … i.
+        details: return `Attended` in place of the output.
+
+    A key must pass mask, valid_len and is_causal, where given. A query for which none takes part gets zeros, as torch
+    gives, and lse = -inf, with zero gradients.
+
+    Up to 2^24 scores, and always with `details`, the scores are held: plain torch operations, twice differentiable
+    where the score is (the Laplacian and Triangular kernels are not). More are streamed: memory O(block) beyond copies
+    of what came, scores recomputed in backward, gradients once, to query, key, value and the score's parameters, so a
+    score that trains something must be an nn.Module. A Weighting of your own is always held. Cost b m n (d + v).
+
+    Raises BadInput, before anything is computed, for shapes that do not fit, NaN or infinity, and unknown weights; and
+    where the score returns another shape or NaN.
+
+    >>> attention([[1.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]], [[1.0], [2.0]]).round(decimals=3)
+    tensor([[1.0020]], dtype=torch.float64)
+    """
+    if score is not None and not callable(score):
+        raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
+    score = ScaledDot() if score is None else score
+    by = weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights)
+    asked, narrow = _checked(query, key, value)
+    full = callable(getattr(score, "fold", None))  # a whole softdb score; what other callables compare only they know
+    if full and asked[0].shape[-1] != query_width(score, asked[1].shape[-1]):
+        raise BadInput(
+            f"query is {asked[0].shape[-1]} wide but this score of keys {asked[1].shape[-1]} wide compares queries "
+            f"{query_width(score, asked[1].shape[-1])} wide (shapes {tuple(asked[0].shape)} and "
+            f"{tuple(asked[1].shape)}); encode them alike, or use a score that takes both widths"
+        )
+    layout = _Layout.of(*asked)
+    live = _Live.of(layout, mask, valid_len, is_causal, asked[0].device)
+    queries, keys, values = layout.queries(asked[0]), layout.records(asked[1]), layout.records(asked[2])
+    # it knows what a weighting makes of a score, whatever the shape of the queries
+    soft = soft_query(queries, score, by, positive(temperature, "temperature"), None, None, None, values.shape[-1])
+    call = _Call(
+        queries,
+        keys,
+        values,
+        _alike if isinstance(by, Uniform) else soft.score,
+        isinstance(by, Uniform) or full,
+        soft.weighting,
+        soft.temperature,
+        live,
+    )
+    streamed = isinstance(call.weighting, Softmax | Sparse | Uniform | Argmax)
+    if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:
+        return layout.back(_streamed(call)).to(narrow)
+    output, lse, found = (layout.back(one) for one in _dense(call))
+    return Attended(output.to(narrow), lse, found) if details else output.to(narrow)
+
+
+# -- the door ----------------------------------------------------------------------------------------------------------
+
+
+def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Tensor], torch.dtype]:
+    """The three in one dtype, on one device, with as many dimensions; and the dtype of the output."""
+    named = {"query": _tensor(query, "query"), "key": _tensor(key, "key"), "value": _tensor(value, "value")}
+    for name, one in named.items():
+        if one.dtype is torch.bool or one.is_complex():
+            raise BadInput(f"{name} is of type {one.dtype}; expected real numbers")
+    shapes = ", ".join(f"{name} {tuple(one.shape)}" for name, one in named.items())
+    expected = f"the shapes are {shapes}; expected query (…, m, d_q), key (…, n, d) and value (…, n, v)"
+    if any(one.ndim < 2 or not one.shape[-1] for one in named.values()):
+        raise BadInput(f"{expected}, of two dimensions or more and at least one number wide")
+    if named["key"].shape[-2] != named["value"].shape[-2]:
+        raise BadInput(f"{expected}, with one value for each key")
+    try:
+        np.broadcast_shapes(*(one.shape[:-2] for one in named.values()))
+    except ValueError:
+        raise BadInput(f"{expected}, whose leading dimensions are equal or 1") from None
+    first = named["query"]
+    narrow = first.dtype if first.is_floating_point() else torch.float32
+    wide = torch.promote_types(narrow, torch.float32)
+    ndim = max(one.ndim for one in named.values())
+    for name, one in named.items():
+        named[name] = one = one.to(first.device).to(wide)
+        finite = one.detach().isfinite()
+        if not bool(finite.all()):
+            place = tuple((~finite).nonzero()[0].tolist())
+            raise BadInput(f"{name} holds NaN or infinity (in {wide}), first at {place}; remove or repair it")
+    query, key, value = (one[(None,) * (ndim - one.ndim)] for one in named.values())
+    return (query, key, value), narrow
+
+
+def _tensor(value: Any, name: str) -> Tensor:
+    """A tensor of what came."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{name} is {shown(value)}; expected a tensor, an array or a list of numbers") from None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How leading dimensions become (u, q): u entries with records of their own, each with q queries.
+
+    Where keys and values are shared, a leading dimension only means more queries of the same records.
+    """
+
+    lead: tuple[int, ...]
+    m: int
+    n: int
+    own: tuple[int, ...]  # leading dimensions in which keys or values differ
+    shared: tuple[int, ...]  # the others
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,  # (…, m, d_q)
+        key: Tensor,  # (…, n, d)
+        value: Tensor,  # (…, n, v)
+    ) -> _Layout:
+        lead = np.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value)))
+        same = [key.shape[i] == value.shape[i] == 1 for i in range(len(lead))]
+        own = tuple(i for i, alike in enumerate(same) if not alike)
+        shared = tuple(i for i, alike in enumerate(same) if alike)
+        return cls(lead, query.shape[-2], key.shape[-2], own, shared)
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Sizes of the leading dimensions, their own first, and m."""
+        return (*(self.lead[i] for i in (*self.own, *self.shared)), self.m)
+
+    @property
+    def entries(self) -> int:
+        """u."""
+        return math.prod(self.lead[i] for i in self.own)
+
+    def apart(
+        self,
+        tensor: Tensor,  # broadcasts to (…, m, *)
+        last: int,  # *
+    ) -> Tensor:  # (own …, shared …, m, *), a view
+        """A tensor of the queries with its own dimensions first."""
+        end = len(self.lead)
+        return tensor.expand(*self.lead, self.m, last).permute(*self.own, *self.shared, end, end + 1)
+
+    def queries(
+        self,
+        query: Tensor,  # (…, m, d_q)
+    ) -> Tensor:  # (u, q, d_q)
+        """Queries, folded."""
+        moved = self.apart(query, query.shape[-1])
+        return moved.reshape(self.entries, math.prod(moved.shape[len(self.own) : -1]), query.shape[-1])
+
+    def records(
+        self,
+        records: Tensor,  # (…, n, d)
+    ) -> Tensor:  # (u, n, d)
+        """Keys or values, folded."""
+        end = len(self.lead)
+        moved = records.permute(*self.own, *self.shared, end, end + 1).flatten(len(self.own), end)
+        own = (self.lead[i] for i in self.own)
+        return moved.expand(*own, *moved.shape[-2:]).reshape(self.entries, *moved.shape[-2:])
+
+    def back(
+        self,
+        tensor: Tensor,  # (u, q) or (u, q, *)
+    ) -> Tensor:  # (…, m) or (…, m, *)
+        """What was found, as the caller's leading dimensions have it."""
+        order = (*self.own, *self.shared)
+        apart = tensor.reshape(*self.moved, *tensor.shape[2:])
+        return apart.permute(*(order.index(i) for i in range(len(order))), *range(len(order), apart.ndim))
+
+
+@dataclass(frozen=True)
+class _Live:
+    """Which keys take part in which query, made when it is asked for."""
+
+    layout: _Layout
+    mask: Tensor | None  # (own …, shared …, m, n) bool
+    lengths: Tensor | None  # (own …, shared …, m)
+    causal: bool
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, layout: _Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
+    ) -> _Live | None:  # None: all
+        """Checked."""
+        if mask is None and valid_len is None and not causal:
+            return None
+        return cls(
+            layout,
+            None if mask is None else layout.apart(_mask(mask, layout).to(device), layout.n),
+            None if valid_len is None else layout.apart(_lengths(valid_len, layout).to(device), 1)[..., 0],
+            causal,
+            device,
+        )
+
+    def rows(self, low: int, high: int) -> Tensor:  # (high - low, n) bool
+        """For some of the queries, counted over u and q."""
+        places = torch.unravel_index(torch.arange(low, high, device=self.device), self.layout.moved)
+        keys = torch.arange(self.layout.n, device=self.device)
+        live = keys <= places[-1].unsqueeze(1) if self.causal else torch.ones_like(keys, dtype=torch.bool)
+        if self.mask is not None:
+            live = live & self.mask[places]
+        if self.lengths is not None:
+            live = live & valid_mask(self.lengths[places], 1, self.layout.n)[:, 0]
+        return live
+
+
+def _mask(mask: Any, layout: _Layout) -> Tensor:
+    """A bool tensor that broadcasts to (…, m, n)."""
+    found = _tensor(mask, "mask")
+    if found.dtype is not torch.bool:
+        raise BadInput(f"mask has dtype {found.dtype}; expected bool, True where the key takes part")
+    expected = (*layout.lead, layout.m, layout.n)
+    try:
+        fits = np.broadcast_shapes(found.shape, expected) == expected
+    except ValueError:
+        fits = False
+    if not fits:
+        raise BadInput(f"mask has shape {tuple(found.shape)}; expected {expected} or one that broadcasts to it")
+    return found
+
+
+def _lengths(valid_len: Any, layout: _Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
+    """Valid lengths, aligned with the leading dimensions."""
+    b = layout.lead[0] if layout.lead else 1
+    lengths = _tensor(valid_len, "valid_len")
+    if tuple(lengths.shape) not in ((b,), (b, layout.m)):
+        raise BadInput(
+            f"valid_len has shape {tuple(lengths.shape)}; expected ({b},) or ({b}, {layout.m}) for leading dimensions "
+            f"{layout.lead} and {layout.m} queries"
+        )
+    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses what are no whole numbers
+    if lengths.numel():
+        valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # the shortest and the longest speak for all
+    shape = (b, *(1 for _ in layout.lead[1:]), *lengths.shape[1:])
+    aligned = lengths.reshape(shape if layout.lead else shape[1:])
+    return (aligned if lengths.ndim == 2 else aligned.unsqueeze(-1)).unsqueeze(-1)
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """A soft query of u entries."""
+
+    queries: Tensor  # (u, q, d_q)
+    keys: Tensor  # (u, n, d)
+    values: Tensor  # (u, n, v)
+    score: Score | ScoreFunction
+    together: bool  # whether the score takes all entries at once
+    weighting: Weighting
+    temperature: float
+    live: _Live | None
+
+
+def _alike(
+    queries: Tensor,  # (…, q, d_q)
+    keys: Tensor,  # (…, n, d)
+) -> Tensor:  # (…, q, n)
+    """A score that tells no key from another, with gradients of 0."""
+    return (queries[..., :1] + keys[..., :1].mT) * 0
+
+
+def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)
+    """Output, lse and weights, by all scores at once."""
+    with torch.autocast(call.queries.device.type, enabled=False):
+        scores = _scores(call)
+        u, q, n = scores.shape
+        if call.live is None:
+            live = torch.ones((), dtype=torch.bool, device=scores.device).expand(scores.shape)
+        else:
+            live = call.live.rows(0, u * q).reshape(u, q, n)
+        weights, lse, _ = call.weighting.weigh(scores, call.temperature, live)
+        return weights @ call.values, lse, weights
+
+
+def _scores(call: _Call) -> Tensor:  # (u, q, n)
+    """All scores, checked. Raises BadInput for a wrong shape or NaN."""
+    shape = (*call.queries.shape[:2], call.keys.shape[1])
+    pairs = [(call.queries, call.keys)] if call.together else list(zip(call.queries, call.keys, strict=True))
+    found = []
+    for queries, keys in pairs:
+        scores = call.score(queries, keys)
+        expected = shape if call.together else shape[1:]
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
+            came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+            raise BadInput(
+                f"the score returned {came} for queries {tuple(queries.shape)} and shared keys {tuple(keys.shape)}; "
+                f"expected a tensor {expected}"
+            )
+        if bool(scores.detach().isnan().any()):
+            raise BadInput("the score returned NaN; a score must be a number for every query and key")
+        found.append(scores.to(queries.dtype))
+    if call.together:
+        return found[0]
+    return torch.stack(found) if found else _alike(call.queries, call.keys)
+
+
+def _streamed(call: _Call) -> Tensor:  # (u, q, v)
+    """The output, block by block."""
+    u, q, _ = call.queries.shape
+    rows = q if call.live is None else max(1, MASKED // call.keys.shape[1])
+    found, low = [], 0
+    for queries, keys, values in zip(call.queries, call.keys, call.values, strict=True):
+        source = Columns(keys, values)
+        for chunk in torch.split(queries, rows):
+            mask = None if call.live is None else call.live.rows(low, low + len(chunk))
+            found.append(_streamed_chunk(call, chunk, source, mask))
+            low += len(chunk)
+    return torch.cat(found).reshape(u, q, -1)
+
+
+def _streamed_chunk(
+    call: _Call,
+    queries: Tensor,  # (c, d_q)
+    source: Columns,
+    mask: Tensor | None,  # (c, n) bool
+) -> Tensor:  # (c, v)
+    if isinstance(call.weighting, Argmax):
+        nearest = torch.from_numpy(scan(queries.detach(), source, call.score, 1, mask=mask)[:, 0])
+        nearest = nearest.to(queries.device).unsqueeze(1)
+        return source.values[nearest[:, 0].clamp(min=0)].masked_fill(nearest < 0, 0)
+    sparse = call.weighting if isinstance(call.weighting, Sparse) else None
+    return stream(queries, source, call.score, call.temperature, mask=mask, sparse=sparse)[0]

@@ -1,0 +1,452 @@
+"""Multi-head attention whose keys and values are the records of a database, or plain tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from softdb import check
+from softdb.answers import Pooled
+from softdb.check import Metric, shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput, StaleRead
+from softdb.functional import attention
+from softdb.nn.masks import Masks, masks_of
+from softdb.pool import State, merge, pool
+from softdb.scores import Dot, Fold
+from softdb.weights import softmax
+
+__all__ = ["Attention"]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The handle, which copies of the module share: a deep copy of it would be another database."""
+
+    db: SoftDB | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
+class Attention(torch.nn.MultiheadAttention):
+    """Multi-head attention over the records of a database; parameters and state_dict of torch.nn.MultiheadAttention.
+
+    For each head, with x a query, (k_i, v_i) the records, d = embed_dim / num_heads and T the temperature:
+
+        q = W_q x + b_q,  s_i = q·(W_k k_i + b_k) / √d,  head = Σ_i softmax(s / T)_i (W_v v_i + b_v)
+
+    and the output is W_o [head_1 … head_h] + b_o (Vaswani et al. 2017, section 3.2.2). The projections fold: s_i is
+    (W_kᵀ q / √d)·k_i and a term that all records share, and the head is W_v Σ_i w_i v_i + b_v. So the database is asked
+    once, for all heads, with its keys as they are stored: no record is ever projected, and an index of it stays right
+    however long the projections are trained. Outputs and gradients are those of torch.nn.MultiheadAttention with the
+    records as keys and values. Cost: q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches a query.
+
+    The records get no gradient and do not change. The handle is neither a submodule nor in the state_dict, and copies
+    of the module share it.
+
+    Args:
+        db: the database; None: keys and values come with each call, as with torch's module.
+        embed_dim: E, width of queries and output.
+        num_heads: how many heads; divides embed_dim.
+        dropout: share of the weights dropped in training; with a database it needs `k=`.
+        bias: whether the four projections have one.
+        add_bias_kv: one more, learnt, key and value in each head.
+        add_zero_attn: one more key and value of zeros in each head.
+        kdim: width of keys. With a database, its `dim`, which is also the default.
+        vdim: width of values. With a database, its `value_dim`, or `num_classes` (labels count as one-hot vectors), or
+            `dim` where the key serves; which is also the default.
+        batch_first: whether batches are (N, L, E) rather than (L, N, E).
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises BadInput for widths that do not fit the database or each other.
+
+    >>> import softdb
+    >>> db = softdb.open(None, dim=3, value_dim=2)
+    >>> db.insert([1, 2], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
+    >>> output, _ = Attention(db, embed_dim=8, num_heads=2, batch_first=True)(torch.ones(5, 4, 8))
+    >>> output.shape
+    torch.Size([5, 4, 8])
+    """
+
+    def __init__(
+        self,
+        db: SoftDB | None,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        embed_dim, num_heads = check.integer(embed_dim, "embed_dim"), check.integer(num_heads, "num_heads")
+        if embed_dim % num_heads:
+            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose heads that divide the width")
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise BadInput(f"dropout is {shown(dropout)}; expected a share of the weights, from 0 to 1")
+        widths = _widths(db, kdim, vdim)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *widths, batch_first, device, dtype
+        )
+        self._held = _Held(db)
+
+    @property
+    def db(self) -> SoftDB | None:
+        """The database."""
+        return self._held.db
+
+    def extra_repr(self) -> str:
+        """The database and the widths."""
+        return f"{self.db!r}, embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+
+    def fold(
+        self,
+        query: Tensor,  # (L, N, E), or (N, L, E) if batch_first, or (L, E)
+    ) -> Fold:
+        """The queries as the database is asked them: (N·L·num_heads, kdim), head by head, of the dot product.
+
+        `db.attend(attention.fold(query).queries, score=Dot())` is what `forward` asks; ask it for `explain()` or hits.
+        The bias (N·L·num_heads,) is what b_k adds to each score. Differentiable. Cost q E (E + h kdim).
+        """
+        return self._fold(self._heads(self._batch(query, self.embed_dim, "query")))
+
+    def forward(
+        self,
+        query: Tensor,  # (L, N, E), or (N, L, E) if batch_first, or (L, E)
+        key: Tensor | None = None,  # without a database: (S, N, kdim), or (N, S, kdim), or (S, kdim)
+        value: Tensor | None = None,  # without a database: (S, N, vdim), or (N, S, vdim), or (S, vdim)
+        key_padding_mask: Tensor | None = None,  # (n,); without a database (N, S), or (S,) for one query sequence
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,  # (L, n) or (N·num_heads, L, n)
+        average_attn_weights: bool | None = None,
+        is_causal: bool = False,
+        *,
+        where: dict[str, Any] | None = None,
+        k: int | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor | None]:  # as query; weights or None
+        """Attend, and return the output and the weights, None unless asked for.
+
+        The arguments stand in torch's order. Masks have torch's polarity: True = may NOT attend (`db.attend` has the
+        opposite one); or they are floats, added to the scores: with a database only 0 and -inf. A head in which nothing
+        may attend is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
+
+        With a database, every batch entry attends to the same n = len(db) records, in row order. Without one,
+        memory is that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
+
+        Args:
+            query: what asks.
+            key: only without a database.
+            value: only without a database.
+            key_padding_mask: which records nobody may attend to.
+            need_weights: with a database it needs `k=`, and gives (N, L, num_heads, candidates), or (L, num_heads,
+                candidates): each head's own nearest records, best first, then the learnt key and the zero key, if any.
+            attn_mask: which records each query may not attend to, for all heads or by head.
+            average_attn_weights: the mean over heads (N, L, S) rather than (N, num_heads, L, S); None is True. With a
+                database each head has candidates of its own, and there is no mean.
+            is_causal: a hint that attn_mask is causal, as in torch; nothing is gained by it here.
+            where: a filter on the payload.
+            k: attend to the k nearest of each head only.
+            temperature: divides the scores, after √d.
+
+        Raises BadInput for shapes that do not fit, or what only the other use has; Closed for a closed database.
+        """
+        if self.db is None:
+            if where is not None or k is not None or temperature != 1:
+                raise BadInput("where, k and temperature are given without a database; pass them with a database only")
+            if key is None or value is None:
+                raise BadInput("key or value is missing; without a database give both, or make the module with one")
+            if is_causal and attn_mask is None:
+                raise BadInput("is_causal is a hint about attn_mask, which is missing; pass the causal mask too")
+            inputs = self._inputs(query, key, value)
+            masks = masks_of(
+                inputs[0], inputs[1].shape[1], key_padding_mask, attn_mask, self.num_heads, query.ndim == 3
+            )
+            heads, weights = self._over_tensors(*inputs, masks, need_weights)
+            if weights is not None and average_attn_weights is not False:
+                weights = weights.mean(dim=1)
+        else:
+            if key is not None or value is not None:
+                raise BadInput("key or value is given, but the records of the database are both; leave them out")
+            if is_causal or average_attn_weights:
+                raise BadInput(
+                    "is_causal and average_attn_weights mean nothing for a database: records have no order, and each "
+                    "head has its own candidates; leave them out"
+                )
+            self._needs_candidates(k, need_weights)
+            temperature = check.positive(temperature, "temperature")
+            x = self._batch(query, self.embed_dim, "query")
+            blocked = self._records_blocked(x, len(self.db), key_padding_mask, attn_mask)
+            words = {"where": where, "k": k, "mask": None if blocked is None else ~blocked}
+            heads, weights = self._over_records(self.db, x, temperature, need_weights, words)
+        output = self.out_proj(heads.to(query.dtype))  # (N, L, E)
+        if query.ndim == 2:
+            return output[0], None if weights is None else weights[0]
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    # -- the records of a database -------------------------------------------------------------------------------------
+
+    def _over_records(
+        self,
+        db: SoftDB,
+        query: Tensor,  # (N, L, E)
+        temperature: float,
+        need_weights: bool,
+        words: dict[str, Any],  # what else `attend` is asked
+    ) -> tuple[Tensor, Tensor | None]:  # (N, L, E), (N, L, heads, candidates)
+        q = self._heads(query)
+        folded = self._fold(q)
+        pooled = db.attend(folded.queries, score=Dot(), temperature=temperature, **words)
+        lse = pooled.lse + folded.bias / temperature
+        # a part in which nothing takes part gets no share: `merge` leaves its bias out
+        states = [State(self._projected(pooled.output, torch.ones_like(lse)), lse), *self._learnt(q, temperature)]
+        if pooled.weights is None or not (need_weights or self._drops):
+            output, weights = merge(states).output, None
+        else:
+            weights = F.dropout(_columns(pooled.weights, states), self.dropout, self.training)
+            output = self._reweighed(db, pooled, weights, states) if self._drops else merge(states).output
+            weights = weights.view(*query.shape[:2], self.num_heads, weights.shape[1]) if need_weights else None
+        return output.reshape(query.shape), weights
+
+    def _reweighed(
+        self,
+        db: SoftDB,
+        pooled: Pooled,
+        weights: Tensor,  # (q·h, k + states - 1), which need not sum to 1
+        states: Sequence[State],
+    ) -> Tensor:  # (q·h, head_dim)
+        """Heads of candidates by other weights: W_v Σ w v + (Σ w) b_v, and the learnt parts."""
+        assert pooled.hits is not None  # asked with k=
+        count = pooled.hits.rows.shape[1]
+        mine = weights[:, :count]
+        values, num_classes = _values(db, pooled.hits.rows, self.vdim)
+        output = self._projected(pool(mine, values, num_classes), mine.sum(1))
+        for share, state in zip(weights[:, count:].unbind(1), states[1:], strict=True):
+            output = output + share.unsqueeze(1) * state.output
+        return output
+
+    def _fold(
+        self,
+        q: Tensor,  # (q, h, head_dim)
+    ) -> Fold:
+        weight, bias = self._projections()[1]
+        by_head = weight.to(q.dtype).reshape(*q.shape[1:], self.kdim)
+        folded = torch.einsum("qhe,hed->qhd", q, by_head).flatten(0, 1)
+        if bias is None:
+            return Fold(Metric.DOT, folded, 1.0, folded.new_zeros(len(folded)))
+        return Fold(Metric.DOT, folded, 1.0, (q * bias.to(q.dtype).view(q.shape[1:])).sum(-1).flatten())
+
+    def _projected(
+        self,
+        output: Tensor,  # (q·h, vdim), Σ w v
+        mass: Tensor,  # (q·h,), Σ w
+    ) -> Tensor:  # (q·h, head_dim)
+        """W_v Σ w v + (Σ w) b_v of each head."""
+        weight, bias = self._projections()[2]
+        shape = (self.num_heads, self.head_dim)
+        by_head = weight.to(output.dtype).reshape(*shape, self.vdim)
+        heads = torch.einsum("qhv,hev->qhe", output.view(-1, self.num_heads, self.vdim), by_head)
+        if bias is not None:
+            heads = heads + mass.view(-1, self.num_heads, 1) * bias.to(output.dtype).view(shape)
+        return heads.flatten(0, 1)
+
+    def _learnt(
+        self,
+        q: Tensor,  # (q, h, head_dim)
+        temperature: float,
+    ) -> list[State]:  # of (q·h, head_dim)
+        """The one more key and value of bias_k and bias_v, and those of zeros."""
+        states = []
+        if self.bias_k is not None and self.bias_v is not None:
+            key, value = (one.to(q.dtype).view(self.num_heads, self.head_dim) for one in (self.bias_k, self.bias_v))
+            score = (q * key).sum(-1).flatten()
+            states.append(State(value.expand_as(q).flatten(0, 1), score / temperature))
+        if self.add_zero_attn:
+            nothing = torch.zeros_like(q).flatten(0, 1)
+            states.append(State(nothing, nothing[:, 0]))
+        return states
+
+    def _records_blocked(
+        self,
+        query: Tensor,  # (N, L, E)
+        n: int,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> Tensor | None:  # (n,) or (N·L·heads, n) bool
+        masks = masks_of(query, n, key_padding_mask, attn_mask, self.num_heads, False)
+        if masks.added is not None:
+            raise BadInput(
+                "a float mask holds other numbers than 0 and -inf, but records take no bias on their scores; pass a "
+                "bool mask, True = may not attend, or use db=None with the records as tensors"
+            )
+        if masks.blocked is None or attn_mask is None:
+            return None if masks.blocked is None else masks.blocked.view(n)
+        shape = (*query.shape[:2], self.num_heads, n)
+        return masks.blocked.transpose(1, 2).expand(shape).reshape(math.prod(shape[:-1]), n)
+
+    def _needs_candidates(self, k: int | None, need_weights: bool) -> None:
+        if k is not None:
+            check.integer(k, "k")
+        elif need_weights:
+            raise BadInput(
+                "need_weights without k: the weights of all records are never held at once; pass k=, or ask "
+                "db.attend(attention.fold(query).queries, score=Dot()).explain()"
+            )
+        elif self._drops:
+            raise BadInput(
+                f"dropout is {self.dropout} in training without k: the weights of all records are never held at once; "
+                "pass k= to drop from those of the k nearest, or make the module with dropout=0"
+            )
+
+    # -- plain tensors -------------------------------------------------------------------------------------------------
+
+    def _over_tensors(
+        self,
+        query: Tensor,  # (N, L, E)
+        key: Tensor,  # (N, S, kdim)
+        value: Tensor,  # (N, S, vdim)
+        masks: Masks,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # (N, L, E), (N, heads, L, S + learnt)
+        q, k, v = (
+            F.linear(x, weight, bias).view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+            for x, (weight, bias) in zip((query, key, value), self._projections(), strict=True)
+        )  # (N, heads, ·, head_dim)
+        before = k.shape[2]
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (_one_more(column, one) for column, one in ((k, self.bias_k), (v, self.bias_v)))
+        if self.add_zero_attn:
+            k, v = (F.pad(column, (0, 0, 0, 1)) for column in (k, v))
+        blocked, added = (None if one is None else F.pad(one, (0, k.shape[2] - before)) for one in masks)
+        live = None if blocked is None else ~blocked
+        if added is None and not self._drops:
+            if not need_weights:
+                heads, weights = attention(q, k, v, mask=live), None
+            else:
+                heads, _, weights = attention(q, k, v, mask=live, details=True)
+        else:
+            scores = q * self.head_dim**-0.5 @ k.mT
+            scores = scores if added is None else scores + added
+            live = scores.new_ones((), dtype=torch.bool) if live is None else live
+            weights = F.dropout(softmax(scores, 1.0, live)[0], self.dropout, self.training)
+            heads = weights @ v
+        return heads.transpose(1, 2).flatten(2), weights if need_weights else None
+
+    def _inputs(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (N, L, E), (N, S, kdim), (N, S, vdim)
+        given = ((query, self.embed_dim, "query"), (key, self.kdim, "key"), (value, self.vdim, "value"))
+        q, k, v = (self._batch(*one) for one in given)
+        if not query.ndim == key.ndim == value.ndim or len(q) != len(k) or k.shape[:2] != v.shape[:2]:
+            raise BadInput(
+                f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; "
+                "expected one batch size for all, and one value for each key"
+            )
+        return q, k, v
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _projections(self) -> list[tuple[Tensor, Tensor | None]]:  # weight (E, width) and bias (E,)
+        """Of query, key and value, whichever way they are stored."""
+        weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        biases: Sequence[Tensor | None] = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.chunk(3)
+        return list(zip(weights, biases, strict=True))
+
+    def _heads(
+        self,
+        query: Tensor,  # (N, L, E)
+    ) -> Tensor:  # (N·L, heads, head_dim), over √head_dim, at least float32
+        q: Tensor = F.linear(query.flatten(0, 1), *self._projections()[0])
+        q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**-0.5
+        return q.view(-1, self.num_heads, self.head_dim)
+
+    def _batch(
+        self,
+        tensor: Tensor,  # (L, N, width), or (N, L, width) if batch_first, or (L, width)
+        width: int,
+        name: str,
+    ) -> Tensor:  # (N, L, width)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise BadInput(f"{name} is {shown(tensor)}; expected a floating tensor")
+        batch = f"(N, L, {width})" if self.batch_first else f"(L, N, {width})"
+        if tensor.ndim not in (2, 3) or tensor.shape[-1] != width:
+            raise BadInput(
+                f"{name} has shape {tuple(tensor.shape)} but this module takes {batch} or (L, {width}); encode it alike"
+            )
+        held = self.out_proj.weight
+        if tensor.dtype != held.dtype and not torch.is_autocast_enabled(tensor.device.type):
+            raise BadInput(f"{name} is of {tensor.dtype} but the parameters of {held.dtype}; convert one of them")
+        if tensor.ndim == 2:
+            return tensor.unsqueeze(0)
+        return tensor if self.batch_first else tensor.transpose(0, 1)
+
+
+def _widths(db: SoftDB | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
+    """kdim and vdim, from the database where there is one."""
+    given = [None if one is None else check.integer(one, name) for name, one in (("kdim", kdim), ("vdim", vdim))]
+    if db is None:
+        return given[0], given[1]
+    if not isinstance(db, SoftDB):
+        raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
+    stats = db.stats()
+    dim: int = stats["dim"]
+    pooled: int = stats["num_classes"] or stats["value_dim"] or dim
+    for name, mine, stored, what in (("kdim", given[0], dim, "keys"), ("vdim", given[1], pooled, "values")):
+        if mine is not None and mine != stored:
+            raise BadInput(f"{name} is {mine} but the {what} of the database are {stored} wide; omit it")
+    return dim, pooled
+
+
+def _one_more(
+    column: Tensor,  # (N, heads, S, head_dim)
+    one: Tensor,  # (1, 1, E)
+) -> Tensor:  # (N, heads, S + 1, head_dim)
+    batch, heads, _, width = column.shape
+    return torch.cat([column, one.to(column.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
+
+
+def _columns(
+    weights: Tensor,  # (q, k) of the candidates, among themselves
+    states: Sequence[State],  # of the candidates, then the learnt ones
+) -> Tensor:  # (q, k + states - 1)
+    """Weights of the candidates and the learnt parts among all."""
+    lses = torch.stack([state.lse for state in states], dim=1)
+    shares, _ = softmax(lses, 1.0, lses > -torch.inf)
+    return torch.cat([weights * shares[:, :1], shares[:, 1:]], dim=1)
+
+
+def _values(
+    db: SoftDB,
+    rows: Tensor,  # (q, k), -1 = none
+    width: int,  # v
+) -> tuple[Tensor, int | None]:  # (q, k, v) or labels (q, k), how many classes
+    """Values of candidates. Rows do not change, but a record deleted since may have left the files: StaleRead."""
+    snapshot = db._store.snapshot  # `get` would read every payload too
+    if not snapshot.size:
+        return torch.zeros(*rows.shape, width), None
+    found = snapshot.positions(rows.cpu().numpy())
+    if bool((torch.from_numpy(found < 0) & (rows.cpu() >= 0)).any()):
+        raise StaleRead("a record was deleted while the query was answered; attend again")
+    values = snapshot.values_at(found)
+    return values, None if values.is_floating_point() else width

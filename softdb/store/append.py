@@ -1,0 +1,57 @@
+"""New records on their way in: columns beyond the watermark, fsynced, and the catalogue's word for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from softdb.check import Array, Id
+from softdb.store.catalog import Catalog
+from softdb.store.segments import Columns, Piece, SegmentEntry, capacity_for, checksum
+
+__all__ = ["Batch", "append"]
+
+
+class Batch(NamedTuple):
+    """Checked records on their way in."""
+
+    ids: list[Id]  # n
+    keys: Array  # (n, d) in the column's dtype
+    values: Array | None  # (n, v), labels (n,), or None
+    payloads: Iterable[str | None]  # n JSON texts, checked as they are drawn
+
+
+def append(catalog: Catalog, columns: Columns, batch: Batch) -> None:
+    """Write columns beyond the watermark, fsynced, and the records that refer to them into the open transaction."""
+    pieces = _place(catalog, columns, batch)
+    with columns.writing(pieces):  # the disk works while SQLite and the checksums do
+        catalog.add(catalog.state().next_row, batch.ids, batch.payloads)
+        for piece in pieces:
+            _record_checksums(catalog, piece.entry, piece.keys, piece.values)
+            catalog.put_segment(piece.entry._replace(used=piece.entry.used + len(piece.keys)))
+    catalog.advance(len(batch.ids))
+
+
+def _place(catalog: Catalog, columns: Columns, batch: Batch) -> list[Piece]:
+    """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
+    entries = catalog.segments()
+    entry = entries[-1] if entries else SegmentEntry(-1, 0, 0, 0)
+    pieces: list[Piece] = []
+    done, count = 0, len(batch.ids)
+    while done < count:
+        if entry.used == entry.capacity:
+            stored = entry.first_row + entry.used
+            entry = SegmentEntry(entry.number + 1, stored, capacity_for(stored, count - done), 0)
+            columns.create(entry.number, entry.capacity)
+        stop = min(count, done + entry.capacity - entry.used)
+        values = None if batch.values is None else batch.values[done:stop]
+        pieces.append(Piece(entry, batch.keys[done:stop], values))
+        entry = entry._replace(used=entry.used + stop - done)
+        done = stop
+    return pieces
+
+
+def _record_checksums(catalog: Catalog, entry: SegmentEntry, keys: Array, values: Array | None) -> None:
+    slot, count, keys_crc, values_crc = catalog.last_batch(entry.number) or (entry.used, 0, 0, 0)
+    values_crc = None if values is None else checksum(values, values_crc or 0)
+    catalog.put_batch(entry.number, slot, count + len(keys), checksum(keys, keys_crc), values_crc)

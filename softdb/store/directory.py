@@ -1,0 +1,40 @@
+"""The directory of a database on its way to be opened: is it ours, may it be made, does anyone else write to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from softdb.errors import DatabaseLocked, NotADatabase
+from softdb.store import files
+
+__all__ = ["enter"]
+
+_OURS = {"catalog.sqlite", "lock", "index"}  # what a creation that was cut short may have left
+
+
+def enter(path: Path, writing: bool, may_create: bool) -> int | None:
+    """Check that the path is ours and make it if it may be made. A writer gets the lock: its descriptor, to be closed.
+
+    Raises NotADatabase, and DatabaseLocked where another process writes.
+    """
+    if path.exists() and not path.is_dir():
+        raise NotADatabase(f"{path} is a file; a database is a directory, choose another path")
+    inside = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if "catalog.sqlite" not in inside:
+        if inside - _OURS:
+            raise NotADatabase(f"{path} is another program's directory (no catalog.sqlite in it); choose another path")
+        if not (writing and may_create):
+            how = "give dim= to make one" if writing else 'open it once with mode="rw" and dim='
+            raise NotADatabase(f"{path} holds no database; {how}")
+    if not writing:
+        return None
+    if not path.exists():
+        path.mkdir(parents=True)
+        files.sync_directory(path.parent)
+    lock = files.acquire(path / "lock")
+    if lock is None:
+        holder = (path / "lock").read_text().strip() or "unknown"
+        raise DatabaseLocked(
+            f"{path} is being written by process {holder}; close it there, or open this one with mode='r'"
+        )
+    return lock

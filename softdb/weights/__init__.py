@@ -1,0 +1,28 @@
+"""Weights: what scores become. Nonnegative, and summing to 1 over the live candidates.
+
+Every weighting keeps one contract, `Weighting`. With z = scores / temperature and H its entropy, all but `Normalised`
+and `Uniform` give the p that maximises <p, z> + H(p) over the simplex of the live entries; that maximum is `lse`, a
+smoothed largest z whose gradient in z is the weights (Blondel, Martins and Niculae 2020).
+"""
+
+from softdb.weights.contract import Weighed, Weighting, divisor
+from softdb.weights.dense import Normalised, Softmax, Uniform, normalised_log, softmax
+from softdb.weights.door import valid_mask, weighting
+from softdb.weights.sparse import Argmax, Entmax15, Sparse, Sparsemax
+
+__all__ = [
+    "Argmax",
+    "Entmax15",
+    "Normalised",
+    "Softmax",
+    "Sparse",
+    "Sparsemax",
+    "Uniform",
+    "Weighed",
+    "Weighting",
+    "divisor",
+    "normalised_log",
+    "softmax",
+    "valid_mask",
+    "weighting",
+]
