@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -377,3 +381,49 @@ def test_a_forked_child_answers_too(used: list[str], rng: np.random.Generator, m
             again = fused.forward(queries.numpy(), exact._plan(queries, stored, Dot(), 1.0, None, None, None, 2).ask)  # type: ignore[union-attr]
             os._exit(0 if np.allclose(again.output, output.numpy(), atol=1e-6) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+NARROW = """
+import llvmlite.binding as binding
+real = binding.get_host_cpu_features
+def narrow():
+    features = real()
+    for name in list(features):
+        if name.startswith("avx512"):
+            features[name] = False
+    return features
+binding.get_host_cpu_features = narrow
+import test_fused as tests
+from softdb.stream.compiled import LANES
+assert LANES <= 8
+for q in (1, 3, 20):
+    for metric in tests.METRICS:
+        tests.check(tests.world(q, q, metric))
+        tests.check(tests.world(q, q, metric, "labels", "float16", live=0.8, masked=True))
+"""
+
+
+@pytest.mark.slow
+def test_processors_with_narrower_vectors(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", NARROW], cwd=Path(__file__).parent, env=environment, check=True)
+
+
+def test_code_is_kept_apart_for_every_version_of_the_sources(tmp_path: Path) -> None:
+    """numba looks at one file: a constant changed in another must not leave stale loops."""
+    program = "from softdb.stream.compiled import forward as f; print(f._cache._cache_path)"
+
+    def folder(package: Path) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(package)}
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        return found.stdout.strip().replace(str(package), "")
+
+    source = Path(exact.__file__).parents[1]
+    one, other = tmp_path / "one", tmp_path / "other"
+    for package in (one, other):
+        shutil.copytree(source, package / "softdb", ignore=shutil.ignore_patterns("__pycache__"))
+    changed = other / "softdb" / "stream" / "compiled" / "parts.py"
+    changed.write_text(changed.read_text().replace("BLOCK = 256", "BLOCK = 128"))
+    assert folder(one).split("/__pycache__/")[1].split("/")[0] != folder(other).split("/__pycache__/")[1].split("/")[0]

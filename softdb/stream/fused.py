@@ -187,7 +187,6 @@ class _Layout:
         self.centre = queries.mean(0) if backward and ask.metric is Metric.L2 else _NONE
         self.seen = queries - self.centre if self.centre.size else queries
         self.queries = self.grouped(self.seen)
-        self.halves = column.dtype == np.float16
 
     def grouped(self, rows: Array) -> Array:
         """(q, x) as (groups, x, group), or as (group, pitch) where they are few; flat."""
