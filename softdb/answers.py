@@ -61,7 +61,11 @@ class Records:
 
 @dataclass(frozen=True)
 class Hits:
-    """The k best records of each query, best first; where there are fewer, row -1, score -inf, id and payload None."""
+    """The k best records of each query, best first; where there are fewer, row -1, score -inf, id and payload None.
+
+    Of a search with a radius, k is the most that one of the queries has; with diversity, they stand in the order in
+    which they were chosen.
+    """
 
     rows: Tensor  # (q, k) int64 permanent row numbers, -1 = none
     scores: Tensor  # (q, k) larger is closer, with gradient to the queries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +20,16 @@ from softdb.check import Array, Id
 from softdb.errors import BadInput, ReadOnly, SoftDBError
 from softdb.index import Finder
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
-from softdb.soft import attend_all, attend_nearest, nearest, soft_query
+from softdb.soft import attend_all, attend_nearest, hits, soft_query
 from softdb.store import Batch, Snapshot, Store
+from softdb.store.compact import compact
+from softdb.store.duplicate import duplicate
+from softdb.store.filters import field_names
 from softdb.store.verify import verify
 from softdb.weights import Weighting, weighting
 
 __all__ = ["SoftDB"]
 
-GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -152,28 +155,49 @@ class SoftDB:
                 yield self._records(snapshot, mine[kept], list(names), list(texts))
 
     @_verb
-    def search(self, queries: Any, k: int = 10, *, where: dict[str, Any] | None = None, exact: bool = False) -> Hits:
+    def search(
+        self,
+        queries: Any,
+        k: int | None = None,
+        *,
+        where: dict[str, Any] | None = None,
+        exact: bool = False,
+        radius: float | None = None,
+        exclude_ids: Any = None,
+        diversity: float | None = None,
+        candidates: int | None = None,
+    ) -> Hits:
         """The k nearest records of each query, best first; with m records to choose from, min(k, m) of them.
 
         Args:
             queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
                 `hits.scores` carry the gradient.
-            k: how many.
+            k: how many; 10 where nothing else is asked for.
             where: a filter on the payload; see `softdb.store.filters`.
             exact: pass the index by.
+            radius: in place of k, every record that is near enough, always exact: for "l2" those at a distance
+                ‖q - k‖ of at most `radius`, score ≥ -radius²; for "dot" and "cosine" those with score ≥ `radius`. The
+                answer is as wide as the query with the most hits; the others end in row -1, score -inf.
+            exclude_ids: ids that shall not be found, one list for all queries or one for each of them (a query that is
+                itself stored leaves itself out); k others are. Unknown ids are fine.
+            diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
+                nearest `candidates` by maximal marginal relevance, and come in the order of choosing. See
+                `softdb.index.diverse`. Scores stay those of the query.
+            candidates: for diversity; 4 k where not given.
 
         Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
+
+            db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
+            db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
+            db.search(queries, k=5, diversity=0.3)
         """
-        tensor, k = self._queries(queries), check.integer(k, "k")
-        snapshot, allowed = self._view(where)
-        find = functools.partial(self._finder.find, snapshot, k=k, allowed=allowed, exact=exact)
-        score = score_of(self._store.schema.metric)
-        chunk = max(1, GATHERED // (k * self._store.schema.dim))
-        if len(tensor) <= chunk:
-            return Hits(*nearest(score, tensor, snapshot, find), self._store.read)
-        parts = [nearest(score, part, snapshot, find) for part in torch.split(tensor, chunk)]
-        rows, scores = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Hits(rows, scores, self._store.read)
+        metric = self._store.schema.metric
+        tensor = self._queries(queries)
+        ask = check.asked(k, radius, diversity, candidates, metric)
+        left_out = check.excluded(exclude_ids, len(tensor))
+        snapshot, allowed, excluded = self._view_without(where, left_out)
+        find = functools.partial(self._finder.find, snapshot, exact=exact)
+        return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
 
     @_verb
     def attend(
@@ -229,6 +253,26 @@ class SoftDB:
             return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
         return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
 
+    # -- fields of the payload -------------------------------------------------------------------------------------
+
+    @_verb
+    def index_field(self, *names: str) -> None:
+        """Declare fields of the payload: SQLite indexes them, and filters on them no longer read the payloads.
+
+            db.index_field("year", "lang")
+            db.search(queries, where={"year": {"$gte": 2020}, "lang": "de"})
+
+        Kept with the database; an index that is there already stays. Any answer is the same without. Equality, order,
+        `$in`, `$exists` and their negations use it, `$contains` does not. Cost: one pass over the payloads now, and on
+        every insert 1 to 3 µs and 20 to 30 bytes a record and field.
+        """
+        self._store.index_fields(field_names(names))
+
+    @_verb
+    def drop_field(self, name: str) -> None:
+        """Drop the index of a declared field. Raises BadInput where it has none."""
+        self._store.drop_field(*field_names([name]))
+
     # -- the index, a cache ----------------------------------------------------------------------------------------
 
     @_verb
@@ -239,21 +283,60 @@ class SoftDB:
         recall: float = 0.95,
         k: int = 10,
         queries: Any = None,
+        memory: int | str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> dict[str, Any]:
         """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
 
+        A build that is interrupted, or that fails, leaves the old index in use.
+
         Args:
-            kind: "ivf" (4-bit product-quantised lists), "hnsw" (a graph over 8-bit codes), "auto" or "flat" (none).
+            kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "ivf-rabitq" (lists with a bit a
+                number), "ivf-sq8" (lists with a byte a number), "hnsw" (a graph over bytes) or "flat" (none).
             recall: the share of the true k nearest that a search shall find; the effort is raised until it is measured.
             k: for which k.
-            queries: (q, d) of the kind that will come; without them, stored keys held aside.
+            queries: (q, d) of the kind that will come; without them, stored keys held aside. Half of them are tuned
+                on, and the recall that the other half meets is reported.
+            memory: what codes and ids may occupy, in bytes or as text such as "200MB".
             progress: called with what is being done, how much of it is done, and the whole.
+
+        Raises:
+            BadInput: no index meets the memory, or none that does reaches the recall; the message says what would do.
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; build the index from the one that writes")
         asked = None if queries is None else self._queries(queries).detach()
-        return self._finder.build(kind, recall, check.integer(k, "k"), asked, progress)
+        return self._finder.build(kind, recall, check.integer(k, "k"), asked, progress, memory)
+
+    @_verb
+    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Any = None) -> dict[str, Any]:
+        """Measure the index's recall anew and change how hard it looks, not its codes; returns the report.
+
+        After many changes, or for queries of another kind than it was tuned for. Costs the exact search of 512 queries.
+
+        Args:
+            recall: the share of the true k nearest to find; None: as before.
+            k: for which k; None: as before.
+            queries: (q, d) of the kind that will come; without them, stored keys held aside.
+        """
+        if self._store.mode != "rw":
+            raise ReadOnly("this handle is read-only; tune the index from the one that writes")
+        asked = None if queries is None else self._queries(queries).detach()
+        return self._finder.tune(recall, None if k is None else check.integer(k, "k"), asked)
+
+    @_verb
+    def watch(self, share: float = 0.01, window: int = 500) -> None:
+        """How closely this handle watches the recall of its searches by the index; it does so from the beginning.
+
+        Now and then one query of a batch is also searched exactly, after the batch was answered. `stats()["index"]`
+        shows the share of the true nearest that such queries were given (`live_recall`) and how many were checked; a
+        `RecallWarning` says, once until the index is built or tuned anew, that it is surely below the target.
+
+        Args:
+            share: of the time that searches take, how much the checks may take besides; 0: none.
+            window: how many checks count, the latest ones.
+        """
+        self._finder.watch.change(check.share(share, "share"), check.integer(window, "window"))
 
     # -- the handle ------------------------------------------------------------------------------------------------
 
@@ -264,6 +347,37 @@ class SoftDB:
         return self._store.refresh()
 
     @_verb
+    def compact(self) -> dict[str, Any]:
+        """Remove from disk, and from the index, what was deleted or replaced; answers and rows stay what they are.
+
+        Reading and writing go on meanwhile, here and in other processes; readers see the new files after `refresh()`.
+        A crash at any moment loses nothing. Cost: see `softdb.store.compact.compact`.
+
+        Returns records, rows removed, segments and bytes on disk before and after.
+
+        Raises:
+            ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+            CorruptionError: something to be copied does not give its checksum.
+        """
+        report = compact(self._store)
+        self._finder.compact()
+        return {**report, "bytes": self._store.occupied()}
+
+    @_verb
+    def snapshot(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Copy the newest generation to another directory, consistent while writing goes on; it opens by itself.
+
+        Args:
+            path: a directory that does not exist or is empty. A database in memory is saved there.
+
+        Returns path, records, generation and bytes of the copy. Raises BadInput for another path, and WriteFailed where
+        the disk refuses: then nothing of the copy is left, and this handle goes on.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise BadInput(f"path is {check.shown(path)}; expected the path of a new directory")
+        return duplicate(self._store, Path(path))
+
+    @_verb
     def verify(self) -> int:
         """Read everything back against its checksums and return the number of records. Raises CorruptionError."""
         return verify(self._store)
@@ -272,7 +386,6 @@ class SoftDB:
     def stats(self) -> dict[str, Any]:
         """What the database is, holds and occupies."""
         snapshot, schema, path = self._store.snapshot, self._store.schema, self._store.path
-        on_disk = None if path is None else sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
         return {
             "path": None if path is None else str(path),
             "mode": self._store.mode,
@@ -285,7 +398,8 @@ class SoftDB:
             "metric": schema.metric.value,
             "generation": snapshot.generation,
             "segments": len(snapshot.segments),
-            "bytes": on_disk,
+            "fields": list(self._store.fields()),
+            "bytes": self._store.occupied(),
             "index": self._finder.report(),
         }
 
@@ -346,6 +460,19 @@ class SoftDB:
     def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The records a query may see: a snapshot, and which of its positions a filter allows."""
         return (self._store.snapshot, None) if where is None else self._store.matching(where)
+
+    def _view_without(
+        self, where: dict[str, Any] | None, left_out: list[list[Id]]
+    ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
+        """As `_view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
+        if not left_out:
+            return *self._view(where), None
+        with self._store.reading():
+            snapshot, allowed = self._view(where)
+            rows = self._store.locate([one for names in left_out for one in names])[1]
+        excluded = np.full((len(left_out), max(map(len, left_out))), -1, np.int64)
+        excluded[np.arange(excluded.shape[1]) < np.array([[len(names)] for names in left_out])] = rows
+        return snapshot, allowed, snapshot.positions(excluded)
 
     def _records(
         self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]

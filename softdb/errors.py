@@ -13,6 +13,7 @@ __all__ = [
     "MissingDependency",
     "NotADatabase",
     "ReadOnly",
+    "RecallWarning",
     "SoftDBError",
     "StaleRead",
     "UnknownId",
@@ -78,3 +79,7 @@ class StaleRead(SoftDBError):
 
 class MissingDependency(SoftDBError, ImportError):
     """A feature needs a package that is not installed; the message names the extra."""
+
+
+class RecallWarning(UserWarning):
+    """The index finds less of the true nearest than it did when it was measured; the answers lack the others."""

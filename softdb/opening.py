@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from softdb import check
 from softdb.database import SoftDB
 from softdb.errors import BadInput, SoftDBError
 from softdb.store import Store
+from softdb.store.filters import field_names
 
 __all__ = ["open"]
 
@@ -25,6 +27,7 @@ def open(
     mode: Literal["rw", "r"] = "rw",
     device: Any = None,
     encoder: check.Encoder | None = None,
+    fields: Iterable[str] | None = None,
     verify: bool = False,
 ) -> SoftDB:
     """Open a database directory, or make it; `None` is a database in memory.
@@ -39,6 +42,7 @@ def open(
         mode: "rw" writes (one process at a time), "r" reads.
         device: where queries that are no tensors are answered.
         encoder: texts -> (n, d); then keys and queries may be texts. It is not stored.
+        fields: of the payload, to be indexed for filters (see `SoftDB.index_field`); those declared before stay.
         verify: read everything back against its checksums first.
 
     Whatever is omitted is read from an existing database; what is given must agree with it.
@@ -57,13 +61,14 @@ def open(
         if encoder is not None and not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
         dim = getattr(encoder, "dim", None) if dim is None else dim
-        where = check.device(device)
+        where, declared = check.device(device), field_names(() if fields is None else fields)
         new = (
             check.schema(dim, value_dim, num_classes, dtype, metric, None) if dim is not None or path is None else None
         )
         store = Store(None if path is None else Path(path), mode, new)
         try:
             check.schema(dim, value_dim, num_classes, dtype, metric, store.schema)
+            _declare(store, declared)
             db = SoftDB(store, encoder, where)
             if verify:
                 db.verify()
@@ -75,3 +80,12 @@ def open(
         if not hasattr(error, "verb"):
             error.args = (f"open: {error.args[0]}", *error.args[1:])
         raise
+
+
+def _declare(store: Store, fields: tuple[str, ...]) -> None:
+    """Index the fields that are not indexed yet."""
+    missing = sorted(set(fields) - set(store.fields()))
+    if missing and store.mode == "r":
+        raise BadInput(f"fields {', '.join(missing)} have no index and this handle only reads; open it with mode='rw'")
+    if missing:
+        store.index_fields(missing)

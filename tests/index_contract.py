@@ -51,6 +51,47 @@ class IndexContract:
 
     kind: ClassVar[str]
 
+    @pytest.mark.parametrize("metric", ["dot", "l2"])
+    def test_more_effort_never_loses_recall(self, metric: Any) -> None:
+        keys, queries = world(4)
+        queries = np.concatenate([queries + np.float32(0.01 * i) for i in range(10)])
+        truth = scores(metric, queries, keys)
+        with softdb.open(None, dim=D, metric=metric) as db:
+            db.insert(range(N), keys)
+            db.build_index(self.kind, recall=0.8)
+            index = db._finder._index
+            assert index is not None
+            reached = []
+            for _ in range(12):
+                reached.append(recall(db.search(queries, k=10), truth, 10))
+                index.effort = min(2 * index.effort, index.effort_most)
+            lost = np.maximum.accumulate(reached) - reached
+            assert lost.max() <= 0.002, reached
+            assert reached[-1] >= 0.97
+
+    def test_tune_changes_effort_alone(self, tmp_path: Path) -> None:
+        keys, queries = world(4)
+        with softdb.open(tmp_path / "db", dim=D) as db:
+            db.insert(range(N), keys)
+            low = db.build_index(self.kind, recall=0.5)
+            before = db._finder._index
+            high = db.tune(0.99, queries=queries)
+            index = db._finder._index
+            assert before is not None
+            assert index is not None
+            assert index.inner is before.inner
+            assert high["recall"] >= 0.99
+            assert high["measured_on"] == "queries given"
+            assert (index.effort, index.candidates) > (before.effort, before.candidates)
+            assert high["bytes"] == low["bytes"]
+            assert high["target"] == db.tune()["target"] == 0.99
+            found = db.search(queries, k=10).rows.tolist()
+        with softdb.open(tmp_path / "db", mode="r") as db:
+            assert db.stats()["index"]["target"] == 0.99
+            assert db.search(queries, k=10).rows.tolist() == found
+            with pytest.raises(softdb.ReadOnly, match="tune the index from the one that writes"):
+                db.tune()
+
     def made(self, path: Path | None = None, **words: Any) -> tuple[softdb.SoftDB, Floats, Floats]:
         keys, queries = world(d=words.pop("dim", D))
         db = softdb.open(path, dim=keys.shape[1], **words)

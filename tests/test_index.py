@@ -11,14 +11,22 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from index_contract import IndexContract, recall, scores, world
+from index_contract import Floats, IndexContract, recall, scores, world
 
 import softdb
-from softdb.index import finder
+from softdb.index import build, choose, finder, search, tune
 
 
 class TestIVF(IndexContract):
     kind: ClassVar[str] = "ivf"
+
+
+class TestIVFSQ8(IndexContract):
+    kind: ClassVar[str] = "ivf-sq8"
+
+
+class TestIVFRaBitQ(IndexContract):
+    kind: ClassVar[str] = "ivf-rabitq"
 
 
 class TestHNSW(IndexContract):
@@ -55,10 +63,13 @@ def test_effort_is_raised_until_the_recall_is_measured(db: softdb.SoftDB) -> Non
     assert [report["measured_on"] for report in reports] == ["queries given"] * 3
 
 
-def test_progress_is_told(db: softdb.SoftDB) -> None:
+def test_progress_is_told() -> None:
+    keys, _ = world(d=32)
     told: list[tuple[str, int, int]] = []
-    db.build_index("ivf", progress=lambda *step: told.append(step))
-    assert list(dict.fromkeys(what for what, _, _ in told)) == ["training", "adding", "measuring"]
+    with softdb.open(None, dim=32) as wide:
+        wide.insert(range(6000), keys)
+        wide.build_index("ivf", progress=lambda *step: told.append(step))
+    assert list(dict.fromkeys(what for what, _, _ in told)) == ["choosing", "training", "adding", "measuring"]
     assert ("adding", 6000, 6000) in told
 
 
@@ -168,3 +179,175 @@ def test_other_scores_are_found_by_their_own_metric(db: softdb.SoftDB) -> None:
     assert pooled.hits is not None
     keys, _ = world()
     assert pooled.hits.rows[:, 0].tolist() == scores("l2", queries, keys).argmax(1).tolist()
+
+
+def test_nothing_to_tune(db: softdb.SoftDB) -> None:
+    with pytest.raises(softdb.BadInput, match=r"no index to tune.*build_index\(\) makes one"):
+        db.tune()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("moment", ["choosing", "training", "adding", "measuring"])
+def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, error: type[BaseException]) -> None:
+    keys, queries = world(d=32)
+
+    def stop(what: str, done: int, whole: int) -> None:
+        if what == moment and done:
+            raise error("stop")
+
+    with softdb.open(tmp_path / "db", dim=32) as db:
+        db.insert(range(6000), keys)
+        db.build_index("hnsw")
+        before, stats = db._finder._index, db.stats()["index"]
+        with pytest.raises(error, match="stop"):
+            db.build_index("ivf", progress=stop)
+        assert db._finder._index is before
+        assert db.stats()["index"] == stats
+        found = db.search(queries, k=5).rows.tolist()
+    with softdb.open(tmp_path / "db", mode="r") as db:
+        assert db.stats()["index"]["kind"] == "hnsw"
+        assert db.search(queries, k=5).rows.tolist() == found
+
+
+def dense(n: int, d: int, q: int) -> tuple[Floats, Floats]:
+    """Few clusters of very unequal sizes, in which records are about as far from each other; and queries near them."""
+    random = np.random.default_rng(0)
+    sizes = 1 / np.arange(1, 41) ** 1.3
+    keys = random.standard_normal((40, d))[random.choice(40, n, p=sizes / sizes.sum())] * 2
+    keys += random.standard_normal((n, d))
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    queries = keys[random.integers(0, n, q)] + 0.6 / d**0.5 * random.standard_normal((q, d))
+    return keys.astype(np.float32), queries.astype(np.float32)
+
+
+def test_dense_clusters_get_finer_codes_and_their_recall() -> None:
+    keys, queries = dense(20_000, 64, 600)
+    with softdb.open(None, dim=64) as db:
+        db.insert(range(20_000), keys)
+        report = db.build_index(recall=0.95, queries=queries[300:])
+        assert report["kind"] == "ivf"
+        assert report["codes"] != "PQ16x4fs"
+        assert report["met"]
+        found = db.search(queries[:300], k=10)
+        assert recall(found, scores("dot", queries[:300], keys), 10) >= 0.93
+
+
+@pytest.mark.parametrize(("centres", "residual"), [(64, True), (1, False)])
+def test_residual_codes_are_taken_where_centroids_explain_most(centres: int, residual: bool) -> None:
+    random = np.random.default_rng(0)
+    keys = random.standard_normal((centres, 16))[random.integers(0, centres, 6000)] * 3
+    with softdb.open(None, dim=16, metric="cosine") as db:
+        db.insert(range(6000), keys + random.standard_normal((6000, 16)))
+        db.build_index("ivf")
+        index = db._finder._index
+        assert index is not None
+        assert index.inner.by_residual is residual
+
+
+def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[bool, set[bytes]] = {False: set(), True: set()}
+    reached: dict[bool, list[float]] = {False: [], True: []}
+    halves: list[bool] = []
+    recall_plain, search_plain = build._Exam.recall, build._Exam._search
+
+    def recall_seen(self: build._Exam, effort: int, candidates: int, held: bool = False) -> float:
+        halves.append(held)
+        reached[held].append(recall_plain(self, effort, candidates, held))
+        halves.pop()
+        return reached[held][-1]
+
+    def search_seen(self: build._Exam, queries: torch.Tensor, effort: int, candidates: int) -> object:
+        if halves:
+            asked[halves[-1]] |= {query.numpy().tobytes() for query in queries}
+        return search_plain(self, queries, effort, candidates)
+
+    monkeypatch.setattr(build._Exam, "recall", recall_seen)
+    monkeypatch.setattr(build._Exam, "_search", search_seen)
+    report = db.build_index("ivf", recall=0.6, queries=world(1)[1])
+    assert len(asked[False]) == len(asked[True]) == 20
+    assert not asked[False] & asked[True]
+    assert report["recall"] == round(reached[True][-1], 4)
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"), [(10**6, 10**6), ("200MB", 2 * 10**8), ("1.5 GiB", 3 * 2**29), ("9k", 9000), (None, None)]
+)
+def test_memory_is_read(memory: object, size: int | None) -> None:
+    assert choose.budget(memory) == size
+
+
+@pytest.mark.parametrize("memory", [0, -1, True, 1.5, "much", "-3MB", "5 I", ""])
+def test_memory_that_is_none(db: softdb.SoftDB, memory: object) -> None:
+    with pytest.raises(softdb.BadInput, match=r"memory is .*expected a number of bytes above 0"):
+        db.build_index("ivf", memory=memory)  # type: ignore[arg-type]
+
+
+def test_a_memory_that_nothing_meets(db: softdb.SoftDB) -> None:
+    with pytest.raises(
+        softdb.BadInput, match="no index of kind 'ivf' meets; the smallest, ivf PQ16x4fs, takes about"
+    ) as told:
+        db.build_index("ivf", memory=1000)
+    least = int(str(told.value).split("about ")[1].split(";")[0])
+    report = db.build_index("ivf", recall=0.5, memory=least)
+    assert report["bytes"] <= least
+
+
+def test_a_memory_within_which_the_recall_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, queries = dense(20_000, 64, 300)
+    with softdb.open(None, dim=64) as db:
+        db.insert(range(20_000), keys)
+        monkeypatch.setattr(tune, "LEVELS", (1,))
+        monkeypatch.setattr(search, "FLOOR", 1)
+        with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+ of 0.99; give about \d+ bytes"):
+            db.build_index(recall=0.99, queries=queries, memory=20_000 * 18 + 80_000)
+        assert db.stats()["index"] is None
+
+
+class Curve:
+    """An exam whose answers follow a curve: recall is lost beyond an effort, unless candidates are many."""
+
+    def __init__(self, loses: bool = False) -> None:
+        self.loses, self.asked = loses, list[tuple[int, int]]()
+
+    def recall(self, effort: int, candidates: int) -> float:
+        self.asked.append((effort, candidates))
+        lost = 0.1 if self.loses and effort > 100 and candidates < 15 else 0.0
+        return min(1.0, 0.5 + effort / 100, 0.9 + candidates / 100) - lost
+
+    def seconds(self, effort: int, candidates: int) -> float:
+        return effort + candidates
+
+
+def settled(curve: Curve, goal: float) -> tune.Setting:
+    class Any1024:
+        effort_most = 1024
+
+    found = tune.settle(curve, Any1024(), goal, lambda *_: None)  # type: ignore[arg-type]
+    return tune.steadied(curve, 1024, found)
+
+
+@pytest.mark.parametrize(("goal", "least"), [(0.6, 10), (0.8, 30), (0.93, 43)])
+def test_effort_is_near_the_least_that_meets_the_goal(goal: float, least: int) -> None:
+    setting = settled(Curve(), goal)
+    assert setting.recall >= goal
+    assert least <= setting.effort <= 1.2 * least
+    assert setting.candidates == 6
+
+
+def test_candidates_grow_where_the_goal_needs_them() -> None:
+    assert settled(Curve(), 0.97).candidates == 10
+    assert settled(Curve(), 1.0).candidates == 10
+
+
+def test_candidates_grow_where_more_effort_would_lose_recall() -> None:
+    assert settled(Curve(loses=True), 0.93).candidates >= 15
+
+
+def test_a_goal_out_of_reach_gives_the_best_there_is() -> None:
+    class Low(Curve):
+        def recall(self, effort: int, candidates: int) -> float:
+            return super().recall(effort, candidates) / 2
+
+    setting = settled(Low(), 0.9)
+    assert setting.recall == 0.5
+    assert setting.candidates == 10

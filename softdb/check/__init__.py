@@ -1,6 +1,7 @@
 """The door: everything from outside becomes canonical here, with every "got / expected / do this" message."""
 
 from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
+from softdb.check.asking import Asked, asked, excluded, share
 from softdb.check.ids import Id, identifiers
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
 from softdb.check.plain import filled, integer, positive, shown
@@ -10,12 +11,15 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_DIM",
     "Array",
+    "Asked",
     "Encoder",
     "Id",
     "Metric",
     "Schema",
+    "asked",
     "device",
     "encoded",
+    "excluded",
     "filled",
     "finite",
     "identifiers",
@@ -27,6 +31,7 @@ __all__ = [
     "positive",
     "queries",
     "schema",
+    "share",
     "shown",
     "values",
 ]

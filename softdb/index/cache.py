@@ -27,7 +27,7 @@ from softdb.store import files
 __all__ = ["load", "save"]
 
 _log = logging.getLogger("softdb")
-_NAME = re.compile(r"(ivf|hnsw)-[0-9a-f]{16}\.faiss")
+_NAME = re.compile(r"(ivf|ivf-sq8|ivf-rabitq|hnsw)-[0-9a-f]{16}\.faiss")
 _KEPT = ("covered", "effort", "candidates", "tuned_for", "report")  # of an index, beside its bytes
 _KEY_BYTES = 32
 

@@ -54,8 +54,8 @@ class Selected:
 class Index(ABC):
     """Codes of the keys of the rows below `covered`, and how hard to look.
 
-    A new engine writes `train`, `parameters` and its attributes; the rest is FAISS, which every engine wraps. Safe to
-    search from several threads; to add, take a `copy`.
+    A new engine writes `train`, `codes`, `record_bytes`, `parameters` and its attributes; the rest is FAISS, which
+    every engine wraps. Safe to search from several threads; to add, take a `copy`.
     """
 
     kind: ClassVar[str]
@@ -73,8 +73,18 @@ class Index(ABC):
 
     @classmethod
     @abstractmethod
-    def train(cls, metric: Metric, sample: Floats, count: int) -> Index:
+    def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """An empty index for about `count` records, trained on prepared keys (m, d)."""
+
+    @classmethod
+    @abstractmethod
+    def codes(cls, dim: int) -> tuple[str, ...]:
+        """What keys may be coded as, by FAISS' names, from the smallest to the finest."""
+
+    @classmethod
+    @abstractmethod
+    def record_bytes(cls, dim: int, codes: str) -> int:
+        """Bytes that a record takes: its code, its id, its links."""
 
     @abstractmethod
     def parameters(self, effort: int, selector: Any) -> Any:

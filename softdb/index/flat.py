@@ -19,7 +19,7 @@ from softdb.check import Metric
 from softdb.index.products import Best, BlockKeys, Probe, merge
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["nearest"]
+__all__ = ["World", "nearest"]
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -46,26 +46,32 @@ def nearest(
         return found
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries = queries.detach().to("cpu", dtype)
-    world = _World(snapshot, keep, start, count, metric)
+    world = World(snapshot, keep, start, count, metric)
     found[:, :k] = world.nearest(queries, k)
     return found
 
 
-class _World:
+def _block_for(queries: int, dim: int) -> int:
+    """Records a block."""
+    return min(max(_BLOCK * (2 if queries <= 8 else 1) // dim, 256), 1 << 16)
+
+
+class World:
     """The records that take part in one exact search."""
 
     def __init__(self, snapshot: Snapshot, keep: Live, start: int, count: int, metric: Metric) -> None:
         self.snapshot, self.keep, self.start, self.count, self.metric = snapshot, keep, start, count, metric
         self.dim = snapshot.segments[0].keys.shape[1]
-        self.block = 0  # records
+        self.block = _block_for(_QUERIES, self.dim)
 
     def nearest(
         self,
         queries: Tensor,  # (q, d)
         k: int,  # at most count
     ) -> Rows:  # (q, k)
+        """Positions of the k nearest, ties by row."""
         kept = min(k + 8 + k // 8, self.count)
-        self.block = min(max(_BLOCK * (2 if len(queries) <= 8 else 1) // self.dim, 256), 1 << 16)
+        self.block = _block_for(len(queries), self.dim)
         best = self._candidates([Probe(self.metric, part) for part in torch.split(queries, _QUERIES)], kept)
         positions = best.positions.sort(dim=1).values.numpy()
         exact = self._rescore(queries, positions)
@@ -164,22 +170,35 @@ class _World:
         k: int,
     ) -> Rows:  # (q, k)
         """The second round: every record that may reach the k-th score, scored exactly."""
-        probe = Probe(self.metric, queries)
         which, found, scores = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
-        prepared = None
-        for positions, keys in self._blocks(torch.float64):
-            prepared = BlockKeys(self.metric, keys, prepared)
-            longest = torch.linalg.vector_norm(keys, dim=1).amax().expand(len(queries))
-            approximate = probe.full(probe.approximate(prepared, keys.new_empty(len(queries), len(keys))).T).T
-            near = ~(approximate < (worst - probe.slack(worst, longest)).unsqueeze(1))
-            pairs = near.nonzero().numpy()
-            if not len(pairs):
-                continue
-            places = positions.numpy()[pairs[:, 1]]
-            which, found = np.concatenate([which, pairs[:, 0]]), np.concatenate([found, places])
-            scores = np.concatenate([scores, self._score(queries, pairs[:, 0], places)])
+        for near, places, exact in self.reaching(queries, worst):
+            which, found = np.concatenate([which, near]), np.concatenate([found, places])
+            scores = np.concatenate([scores, exact])
             order = np.lexsort((found, -scores, which))
             first = np.searchsorted(which[order], np.arange(len(queries)))
             order = order[np.arange(len(order)) - first[which[order]] < k]
             which, found, scores = which[order], found[order], scores[order]
         return found.reshape(-1, k)
+
+    def reaching(
+        self,
+        queries: Tensor,  # (q, d); products are made in their dtype
+        least: Tensor,  # (q,) float64
+    ) -> Iterator[tuple[Rows, Rows, NDArray[np.float64]]]:
+        """Pairs that may reach their query's least score, block by block: query, position, float64 score, each (p,)."""
+        probe, prepared = Probe(self.metric, queries), None
+        constant = probe.full(torch.zeros(len(queries)))  # (q,) that approximate scores lack
+        scores = torch.empty(0)
+        for positions, keys in self._blocks(queries.dtype):
+            prepared = BlockKeys(self.metric, keys, prepared)
+            longest = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64).amax().expand(len(queries))
+            if scores.numel() < len(queries) * len(keys):
+                scores = keys.new_empty(len(queries) * len(keys))
+            out = scores[: len(queries) * len(keys)].view(-1, len(keys))
+            floor = (least - probe.slack(least, longest) - constant).to(keys.dtype)
+            floor = torch.nextafter(floor, torch.full_like(floor, -torch.inf))  # rounding must not raise it
+            # negated, so that a NaN counts as near
+            pairs = (~(probe.approximate(prepared, out) < floor.unsqueeze(1))).nonzero().numpy()
+            if len(pairs):
+                which, places = pairs[:, 0], positions.numpy()[pairs[:, 1]]
+                yield which, places, self._score(queries.double(), which, places)

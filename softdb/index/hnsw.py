@@ -24,7 +24,17 @@ class HNSW(Index):
         self.effort_most = 4096
 
     @classmethod
-    def train(cls, metric: Metric, sample: Floats, count: int) -> Index:
+    def codes(cls, dim: int) -> tuple[str, ...]:
+        """A byte a number."""
+        return ("SQ8",)
+
+    @classmethod
+    def record_bytes(cls, dim: int, codes: str) -> int:
+        """A byte a number; the links are four bytes each, with half a level above the lowest on average."""
+        return dim + 4 * (2 * LINKS + 1) + 16
+
+    @classmethod
+    def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """The ranges of the scalar quantiser."""
         faiss = faiss_module()
         measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from softdb.check import Metric
@@ -18,6 +19,9 @@ __all__ = ["border_of", "find", "serves"]
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are looked at again at least
 MOSTLY = 0.9  # of the records: a filter that lets so many through moves no query's neighbours
+CODES = 2  # that are compared in the time of one exact score
+FETCHED = 16  # and in the time in which a match is fetched, once for all queries
+VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 FILTERS = 4  # of which an index remembers the rows, n / 8 bytes each
 
 
@@ -39,7 +43,7 @@ def find(
     fit = _fit(snapshot, index)
     chosen = fit.choice(snapshot, index, allowed)
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
-    found = _covered(snapshot, index, fit, vectors, k, chosen)
+    found = _covered(snapshot, index, fit, vectors, k, chosen, allowed)
     if fit.border < snapshot.size:
         young = nearest(snapshot, queries, min(k, snapshot.size - fit.border), metric, allowed, start=fit.border)
         found = best(snapshot, vectors, np.concatenate([found, young], axis=1), k, metric)
@@ -121,22 +125,81 @@ def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
 
 
 def _covered(
-    snapshot: Snapshot, index: Index, fit: _Fit, queries: Floats, k: int, chosen: _Choice
+    snapshot: Snapshot, index: Index, fit: _Fit, queries: Floats, k: int, chosen: _Choice, allowed: Live | None
 ) -> Rows:  # (q, k) positions
     """The k best of the rows that the index holds."""
     effort = index.effort * max(1, -(-k // index.tuned_for))  # farther neighbours lie in more places
     c, vectors = max(FLOOR, index.candidates * k), prepared(queries, index.metric)
     if chosen.selected is None:
-        found = index.find(vectors, c, None, effort)
-    else:
-        # the same number of records that count
-        c, effort = min(c, max(1, chosen.inside)), int(np.ceil(effort / chosen.share))
-        found = index.find(vectors, c, chosen.selected, effort)
-        thin = np.flatnonzero(found.min(axis=1) < 0) if chosen.share < MOSTLY else np.empty(0, np.int64)
-        while len(thin) and effort < index.effort_most:  # what matches lies elsewhere: look farther
-            effort *= 8
-            found[thin] = index.find(vectors[thin], c, chosen.selected, effort)
-            thin = thin[found[thin].min(axis=1) < 0]
-    if not fit.contiguous:
-        found = snapshot.positions(found)
-    return best(snapshot, queries, found, k, index.metric)
+        found = _placed(snapshot, index.find(vectors, c, None, effort))
+        return best(snapshot, queries, found, k, index.metric)
+    c = min(c, max(1, chosen.inside))
+    if chosen.share >= MOSTLY:
+        found = _placed(snapshot, index.find(vectors, c, chosen.selected, int(np.ceil(effort / chosen.share))))
+        return best(snapshot, queries, found, k, index.metric)
+    found = np.full((len(queries), k), -1, np.int64)
+    exactly = np.ones(len(queries), np.bool_)
+    steps = _steps(snapshot, index, vectors, effort, chosen, allowed)
+    for step in np.unique(steps).tolist():
+        mine = np.flatnonzero(steps == step)
+        own = _selected(snapshot, index, vectors[mine], c, chosen, effort << step)
+        if own is not None:
+            found[mine], exactly[mine] = best(snapshot, queries[mine], own, k, index.metric), False
+    if exactly.any():
+        asked = torch.from_numpy(queries[exactly])
+        found[exactly] = nearest(snapshot, asked, k, index.metric, _older(snapshot, fit, allowed))
+    return found
+
+
+def _placed(snapshot: Snapshot, rows: Rows) -> Rows:
+    return rows if snapshot.contiguous else snapshot.positions(rows)
+
+
+def _older(snapshot: Snapshot, fit: _Fit, allowed: Live | None) -> Live | None:
+    """The records (size,) that count and are in the index."""
+    if fit.border == snapshot.size:
+        return allowed
+    keep = np.zeros(snapshot.size, np.bool_)
+    keep[: fit.border] = True if allowed is None else allowed[: fit.border]
+    return keep
+
+
+def _selected(
+    snapshot: Snapshot, index: Index, vectors: Floats, c: int, chosen: _Choice, effort: int
+) -> Rows | None:  # (q, c) positions
+    """Candidates among the rows that count; None where to compare all of these is the lesser work."""
+    found = np.full((len(vectors), c), -1, np.int64)
+    thin = np.arange(len(vectors))
+    while not _exact_is_cheaper(index, effort, chosen.inside, len(vectors)):
+        found[thin] = index.find(vectors[thin], c, chosen.selected, effort)
+        thin = thin[found[thin].min(axis=1) < 0]  # what counts lies elsewhere: look farther
+        if not len(thin) or effort >= index.effort_most:
+            return _placed(snapshot, found)
+        effort *= 8
+    return None
+
+
+def _steps(
+    snapshot: Snapshot, index: Index, vectors: Floats, effort: int, chosen: _Choice, allowed: Live | None
+) -> Rows:  # (q,)
+    """How often to double the effort for each query.
+
+    As many records that count are to be looked at as without a filter. Their share among a query's neighbours is taken
+    from the nearest codes of all: a filter that goes with the keys has another share on each side of the world.
+    """
+    if _exact_is_cheaper(index, effort, chosen.inside, len(vectors)):
+        return np.zeros(len(vectors), np.int64)
+    near = snapshot.positions(index.find(vectors, FLOOR, None, effort))
+    counts = snapshot.live[near] & (near >= 0)
+    if allowed is not None:
+        counts &= allowed[near]
+    steps: Rows = np.ceil(np.log2(FLOOR / np.maximum(counts.sum(axis=1), 1))).astype(np.int64)
+    return steps
+
+
+def _exact_is_cheaper(index: Index, effort: int, matches: int, queries: int) -> bool:
+    """Whether to compare every match costs less than to look for them with that effort."""
+    effort = min(effort, index.effort_most)
+    share = effort / index.effort_most
+    codes = share * index.inner.ntotal if index.effort_name == "nprobe" else VISITED * effort
+    return matches * (CODES + FETCHED / max(1, queries)) <= codes

@@ -1,7 +1,8 @@
 """Soft queries over a snapshot: exact over every record that takes part, or truncated to the k nearest."""
 
+from softdb.soft.hits import hits
 from softdb.soft.nearest import attend_nearest, nearest
 from softdb.soft.query import SoftQuery, score_rows, soft_query
 from softdb.soft.whole import attend_all
 
-__all__ = ["SoftQuery", "attend_all", "attend_nearest", "nearest", "score_rows", "soft_query"]
+__all__ = ["SoftQuery", "attend_all", "attend_nearest", "hits", "nearest", "score_rows", "soft_query"]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from softdb.check import Array, Id
+from softdb.store import gaps
 from softdb.store.catalog import Catalog
 from softdb.store.segments import Columns, Piece, SegmentEntry, capacity_for, checksum
 
@@ -35,14 +36,17 @@ def append(catalog: Catalog, columns: Columns, batch: Batch) -> None:
 def _place(catalog: Catalog, columns: Columns, batch: Batch) -> list[Piece]:
     """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
     entries = catalog.segments()
-    entry = entries[-1] if entries else SegmentEntry(-1, 0, 0, 0)
+    entry, next_row = SegmentEntry(-1, 0, 0, 0), catalog.state().next_row
+    if entries and entries[-1].first_row + entries[-1].used == next_row:
+        entry = entries[-1]
+    fresh, stored = gaps.next_segment(catalog), sum(entry.used for entry in entries)
     pieces: list[Piece] = []
     done, count = 0, len(batch.ids)
     while done < count:
         if entry.used == entry.capacity:
-            stored = entry.first_row + entry.used
-            entry = SegmentEntry(entry.number + 1, stored, capacity_for(stored, count - done), 0)
+            entry = SegmentEntry(fresh, next_row + done, capacity_for(stored + done, count - done), 0)
             columns.create(entry.number, entry.capacity)
+            fresh += 1
         stop = min(count, done + entry.capacity - entry.used)
         values = None if batch.values is None else batch.values[done:stop]
         pieces.append(Piece(entry, batch.keys[done:stop], values))

@@ -5,9 +5,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["acquire", "create", "remove", "sync_directory", "write_at", "write_whole"]
+__all__ = [
+    "acquire",
+    "copy",
+    "create",
+    "filling",
+    "occupied",
+    "publish",
+    "remove",
+    "sync_directory",
+    "write_at",
+    "write_whole",
+]
 
 
 def create(path: Path, head: bytes, size: int) -> None:
@@ -30,6 +45,52 @@ def write_at(path: Path, data: bytes | memoryview, offset: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def filling(path: Path, offset: int) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal offset
+        _write(descriptor, memoryview(data), offset)
+        offset += len(data)
+
+    try:
+        yield put
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy(source: BinaryIO, path: Path) -> None:
+    """A new file with all that is read from another, on disk when this returns; its name may not be."""
+    with path.open("xb") as file:
+        shutil.copyfileobj(source, file, 1 << 20)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(fresh: Path, path: Path) -> None:
+    """Bring a finished file to disk and give it its name, which nothing has."""
+    descriptor = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.rename(fresh, path)
+    sync_directory(path.parent)
+
+
+def occupied(path: Path) -> int:
+    """Bytes on disk of everything in a directory; files that vanish meanwhile count nothing."""
+    total = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found = file.lstat()
+            total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+    return total
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:

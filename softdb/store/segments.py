@@ -3,7 +3,7 @@
 The format, as MUSTs:
 
 * A segment `N` (eight digits) MUST be `keys-N.npy`, shape (capacity, d), and, where records carry values,
-  `values-N.npy`, shape (capacity, v) or (capacity,).
+  `values-N.npy`, shape (capacity, v) or (capacity,); where rows have gaps, `rows-N.npy`, see `softdb.store.gaps`.
 * A file MUST start with exactly the bytes of `header(dtype, shape)`, a version 1.0 `.npy` header, little-endian and in
   C order, and MUST have exactly the size which that header implies, from its creation to its end.
 * Slots below the segment's `used` in the catalogue MUST NOT be written again; those from it on hold anything.
@@ -15,25 +15,26 @@ import contextlib
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from softdb.check import Array, Schema
 from softdb.errors import CorruptionError
 from softdb.store import files
 
-__all__ = ["Columns", "Piece", "SegmentEntry", "capacity_for", "checksum", "header"]
+__all__ = ["Columns", "Part", "Piece", "SegmentEntry", "capacity_for", "checksum", "header"]
 
 FIRST_ROWS = 64  # a phone book must not allocate megabytes
 MAX_ROWS = 1 << 20  # beyond this many slots, files get unwieldy and gain nothing
 
 BACKGROUND_BYTES = 1 << 20  # below this a thread costs more than it hides
 
-_NAME = re.compile(r"(keys|values)-\d{8,}\.npy")
+_NAME = re.compile(r"(keys|values|rows)-\d{8,}\.npy")
 
 
 def capacity_for(stored: int, coming: int) -> int:
@@ -67,6 +68,14 @@ class Piece(NamedTuple):
     values: Array | None  # (n, v) or labels (n,)
 
 
+class Part(NamedTuple):
+    """Consecutive slots of a segment that is written as a whole."""
+
+    keys: Array  # (n, d)
+    values: Array | None  # (n, v) or labels (n,)
+    rows: NDArray[np.int64] | None  # (n,), where rows have gaps
+
+
 class _Exposed:
     """A read-only map as an array that does not claim so: torch warns of arrays it may not write to. Nothing writes."""
 
@@ -84,11 +93,12 @@ class Columns:
         if schema.has_values:
             width = () if schema.value_dim is None else (schema.value_dim,)
             self._shapes["values"] = (schema.value_dtype, width)
+        self._all = {**self._shapes, "rows": (np.dtype(np.int64), ())}
         self._arrays: dict[tuple[str, int], Array] = {}  # whole columns, mapped or held
 
-    def create(self, number: int, capacity: int) -> None:
+    def create(self, number: int, capacity: int, gaps: bool = False) -> None:
         """Make a segment's files at their final size, their names on disk, before any row refers to them."""
-        for column, (dtype, width) in self._shapes.items():
+        for column, (dtype, width) in (self._all if gaps else self._shapes).items():
             shape = (capacity, *width)
             if self.directory is None:
                 self._arrays[column, number] = np.zeros(shape, dtype)
@@ -123,6 +133,36 @@ class Columns:
                 start = len(header(dtype, (entry.capacity, *width))) + _bytes(dtype, (entry.used, *width))
                 files.write_at(self._path(column, entry.number), _raw(data), start)
 
+    def fill(self, number: int, capacity: int, parts: Iterable[Part]) -> None:
+        """Write a new segment's slots from the first on, part by part; on disk when this returns."""
+        with contextlib.ExitStack() as open_files:
+            put: dict[str, Callable[[bytes | memoryview], None]] = {}
+            done = 0
+            for part in parts:
+                for column, data in part._asdict().items():
+                    if data is None:
+                        continue
+                    if self.directory is None:
+                        self._arrays[column, number][done : done + len(data)] = data
+                        continue
+                    if column not in put:
+                        dtype, width = self._all[column]
+                        start = len(header(dtype, (capacity, *width)))
+                        put[column] = open_files.enter_context(files.filling(self._path(column, number), start))
+                    put[column](_raw(data))
+                done += len(part.keys)
+
+    def rows(self, number: int, capacity: int) -> NDArray[np.int64]:
+        """A segment's whole rows column, mapped; raises as `open`."""
+        return self._column("rows", number, capacity)
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Unlink the files of segments that the catalogue no longer knows; who has them mapped keeps them."""
+        if self.directory is not None:
+            for number in numbers:
+                for column in self._all:
+                    files.remove(self._path(column, number))
+
     def open(self, number: int, capacity: int) -> tuple[Array, Array | None]:
         """A segment's whole keys and values columns, mapped.
 
@@ -148,7 +188,7 @@ class Columns:
     def _column(self, column: str, number: int, capacity: int) -> Array:
         known = self._arrays.get((column, number))
         if known is None:
-            dtype, width = self._shapes[column]
+            dtype, width = self._all[column]
             known = self._arrays[column, number] = _mapped(self._path(column, number), dtype, (capacity, *width))
         return known
 

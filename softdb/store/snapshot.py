@@ -43,6 +43,11 @@ class Segment:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def stop_row(self) -> int:
+        """The row after the last."""
+        return self.first_row + len(self) if self.rows is None else int(self.rows[-1]) + 1
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -59,6 +64,12 @@ class Snapshot:
         """A snapshot of segments in row order, and which of their slots are live."""
         starts = np.cumsum([0, *(len(s) for s in segments)], dtype=np.int64)
         return cls(generation, segments, starts, live, int(np.count_nonzero(live)))
+
+    def without(self, dead: Rows) -> Snapshot:
+        """This snapshot with some rows (m,) dead, too; rows that it does not hold are passed over."""
+        positions, live = self.positions(dead), self.live.copy()
+        live[positions[positions >= 0]] = False
+        return Snapshot.of(self.generation, self.segments, live)
 
     @property
     def size(self) -> int:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, Id, Schema, json_text, shown
+from softdb.check import Array, Id, Schema, shown
 from softdb.errors import (
+    BadInput,
     Closed,
     CorruptionError,
     DuplicateId,
@@ -29,17 +29,15 @@ from softdb.errors import (
     UnknownId,
     WriteFailed,
 )
-from softdb.store import files, fork
+from softdb.store import files, fork, gaps
 from softdb.store.append import Batch, append
 from softdb.store.catalog import Catalog
 from softdb.store.directory import enter
-from softdb.store.filters import compile_filter
+from softdb.store.matches import Matches
 from softdb.store.segments import Columns, SegmentEntry
 from softdb.store.snapshot import Segment, Snapshot
 
 __all__ = ["Store"]
-
-FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
 
 
 class Store:
@@ -55,7 +53,7 @@ class Store:
         self._lock = threading.RLock()  # one user of the connection at a time
         self._writer: int | None = None  # descriptor of the lock file
         self._failure: str | None = None  # why this handle takes no more writes
-        self._filters: OrderedDict[str, tuple[int, NDArray[np.bool_]]] = OrderedDict()
+        self._matches = Matches()
         self._catalog: Catalog | None = None
         try:
             self._open(create)
@@ -129,43 +127,50 @@ class Store:
 
     def refresh(self) -> int:
         """Move to the newest committed generation, and return it."""
-        with self._lock:
-            for attempt in range(8):
-                with self._reading():
-                    state = self.catalog.state()
-                    if state.generation == self.snapshot.generation:
-                        break
-                    entries, live = self.catalog.segments(), self.catalog.live(state.next_row)
-                    try:
-                        segments = self._segments(entries, state.next_row)
-                    except FileNotFoundError as error:
-                        if attempt < 7 and self.mode == "r":
-                            continue  # a compaction may have replaced it since
-                        raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
-                self._columns.forget({entry.number for entry in entries})
-                self.snapshot = Snapshot.of(state.generation, segments, live)
-                break
-            return self.snapshot.generation
+        with self.reading() as snapshot:
+            return snapshot.generation
 
-    def _segments(self, entries: list[SegmentEntry], rows: int) -> tuple[Segment, ...]:
+    def _move_on(self) -> None:
+        """Make the snapshot that of the generation which the open transaction reads."""
+        state = self.catalog.state()
+        if state.generation == self.snapshot.generation:
+            return
+        entries, missing = self.catalog.segments(), gaps.read(self.catalog)
+        segments = self._segments(entries, state.next_row, missing)
+        if missing.gone:
+            whole = Snapshot.of(state.generation, segments, np.ones(sum(map(len, segments)), np.bool_))
+            snapshot = whole.without(self.catalog.dead())
+        else:
+            snapshot = Snapshot.of(state.generation, segments, self.catalog.live(state.next_row))
+        self._columns.forget({entry.number for entry in entries})
+        self.snapshot = snapshot
+
+    def _segments(self, entries: list[SegmentEntry], rows: int, missing: gaps.Gaps) -> tuple[Segment, ...]:
         known = {(s.number, len(s)): s for s in self.snapshot.segments}
-        segments, row = [], 0
+        segments, row, stored = [], 0, 0
         for entry in entries:
-            if entry.first_row != row or not 0 <= entry.used <= entry.capacity:
+            follows = entry.first_row >= row if missing.gone else entry.first_row == row
+            if not follows or not 0 <= entry.used <= entry.capacity:
                 raise CorruptionError(
                     f"catalog.sqlite has an impossible segment {entry}; restore the directory from a copy"
                 )
-            keys, values = self._columns.open(entry.number, entry.capacity)
-            fresh = Segment(
-                entry.number, row, None, keys[: entry.used], None if values is None else values[: entry.used]
-            )
-            segments.append(known.get((entry.number, entry.used), fresh))
-            row += entry.used
-        if row != rows:
+            segment = known.get((entry.number, entry.used)) or self._segment(entry, entry.number in missing.checksums)
+            segments.append(segment)
+            row, stored = segment.stop_row, stored + entry.used
+        if stored + missing.gone != rows or row > rows:
             raise CorruptionError(
-                f"catalog.sqlite counts {rows} rows but {row} in segments; restore the directory from a copy"
+                f"catalog.sqlite counts {rows} rows but {stored} in segments and {missing.gone} compacted away; "
+                "restore the directory from a copy"
             )
         return tuple(segment for segment in segments if len(segment))
+
+    def _segment(self, entry: SegmentEntry, has_rows: bool) -> Segment:
+        number, first, capacity, used = entry
+        keys, values = self._columns.open(number, capacity)
+        rows = self._columns.rows(number, capacity)[:used] if has_rows else None
+        if rows is not None and (not used or rows[0] != first):
+            raise CorruptionError(f"rows-{number:08d}.npy does not begin with row {first}; restore it from a copy")
+        return Segment(number, first, rows, keys[:used], None if values is None else values[:used])
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -185,8 +190,18 @@ class Store:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Snapshot]:
         """Catalogue and snapshot of one generation, the newest, for several statements."""
-        with self._lock, self._reading():
-            self.refresh()
+        with self._lock, contextlib.ExitStack() as transaction:
+            for attempt in range(8):
+                with contextlib.ExitStack() as tried:
+                    tried.enter_context(self._reading())
+                    try:
+                        self._move_on()
+                    except FileNotFoundError as error:
+                        if attempt < 7 and self.mode == "r":
+                            continue  # a compaction has replaced it since this transaction began
+                        raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
+                    transaction.push(tried.pop_all())
+                    break
             yield self.snapshot
 
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
@@ -223,27 +238,16 @@ class Store:
         """The snapshot, and which of its positions (size,) hold a record that the filter matches.
 
         A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
-        Cost: one pass over the payloads, remembered until the next commit.
+        Cost: see `Matches.of`.
         """
-        condition, bindings = compile_filter(where)
-        text = json_text([condition, bindings], "where")
         with self.reading() as snapshot:
-            known = self._filters.get(text)
-            if known is not None and known[0] == snapshot.generation:
-                self._filters.move_to_end(text)
-                return snapshot, known[1]
-            allowed = np.zeros(snapshot.size, np.bool_)
-            allowed[snapshot.positions(self.catalog.matching(condition, bindings))] = True
-            self._filters[text] = (snapshot.generation, allowed)
-            if len(self._filters) > FILTERS_KEPT:
-                self._filters.popitem(last=False)
-            return snapshot, allowed
+            return snapshot, self._matches.of(where, self.catalog, snapshot)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self._writing():
+        with self.writing():
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
@@ -256,7 +260,7 @@ class Store:
 
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self._writing():
+        with self.writing():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
@@ -266,7 +270,7 @@ class Store:
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self._writing():
+        with self.writing():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -282,16 +286,59 @@ class Store:
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self._writing():
+        with self.writing():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
             else:
-                rows = self.catalog.matching(*compile_filter(where or {}))
+                snapshot, matching = self.matching({} if where is None else where)
+                rows = snapshot.rows(np.flatnonzero(matching))
             if len(rows):
                 self.catalog.bury(rows)
                 self.catalog.advance(0)
         return len(rows)
+
+    # -- declared fields -------------------------------------------------------------------------------------------
+
+    def fields(self) -> tuple[str, ...]:
+        """The fields of the payload that have an index, as of now."""
+        with self._lock:
+            return self.catalog.fields()
+
+    def index_fields(self, names: Iterable[str]) -> None:
+        """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
+        with self.writing():
+            for name in names:
+                self.catalog.index_field(name)
+
+    def drop_field(self, name: str) -> None:
+        """Drop a field's index. Raises BadInput where it has none."""
+        with self.writing():
+            fields = self.catalog.fields()
+            if name not in fields:
+                raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
+            self.catalog.drop_field(name)
+
+    # -- the files -------------------------------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> Columns:
+        """The column files, for those who copy them."""
+        return self._columns
+
+    def shrink(self) -> None:
+        """Make the catalogue's file as small as it can be. No record changes."""
+        with self._lock:
+            try:
+                self.catalog.shrink()
+            except apsw.Error as error:
+                raise WriteFailed(
+                    f"catalog.sqlite could not be made smaller ({error}); its records are safe"
+                ) from error
+
+    def occupied(self) -> int | None:
+        """Bytes on disk; None in memory."""
+        return None if self.path is None else files.occupied(self.path)
 
     # -- indexes: a cache, known to the catalogue by name --------------------------------------------------------------
 
@@ -307,16 +354,16 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self._writing():
+        with self.writing():
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """One transaction: all of it or nothing; afterwards the snapshot is what the catalogue says."""
         with self._lock:
-            self._require_writable()
+            self.require_writable()
             try:
                 self.catalog.begin(write=True)
                 yield
@@ -334,7 +381,8 @@ class Store:
                 if self._failure is None:
                     self.refresh()
 
-    def _require_writable(self) -> None:
+    def require_writable(self) -> None:
+        """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
         self.require_open()
         if self.mode != "rw":
             raise ReadOnly("this handle is read-only; open the database with mode='rw' to write")

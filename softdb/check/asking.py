@@ -1,0 +1,110 @@
+"""What a search may be asked beside its queries: k or a radius, records left out, how diverse the hits shall be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from softdb.check.ids import Id, identifiers
+from softdb.check.plain import integer, shown
+from softdb.check.schemas import Metric
+from softdb.errors import BadInput
+
+__all__ = ["Asked", "asked", "excluded", "share"]
+
+DEFAULT_K = 10
+
+
+class Asked(NamedTuple):
+    """What a search shall find."""
+
+    k: int
+    least: float | None  # the least score; then k does not count
+    diversity: float
+    candidates: int  # among which the k are chosen
+
+
+def asked(k: object, radius: object, diversity: object, candidates: object, metric: Metric) -> Asked:
+    """k, a radius, or k diverse ones among more; BadInput where they contradict each other."""
+    if radius is None:
+        number = integer(DEFAULT_K if k is None else k, "k")
+        return Asked(number, None, *_diversity(diversity, candidates, number))
+    for name, value in (("k", k), ("diversity", diversity), ("candidates", candidates)):
+        if value is not None:
+            raise BadInput(
+                f"radius and {name} are both given ({shown(radius)}, {shown(value)}); a radius finds every record "
+                f"that is near enough: give one of them"
+            )
+    return Asked(0, _least_score(radius, metric), 0.0, 0)
+
+
+def excluded(value: object, queries: int) -> list[list[Id]]:
+    """Ids to leave out: one list for all queries, or one for each of several; empty where none are."""
+    if value is None:
+        return []
+    if isinstance(value, np.ndarray | Tensor):
+        value = value.tolist()
+    if not isinstance(value, list | tuple | set | frozenset):
+        return [identifiers(value, unique=False)]
+    nested = [isinstance(one, list | tuple | set | frozenset | np.ndarray | Tensor) for one in value]
+    if not any(nested):
+        return [identifiers(value, unique=False)]
+    if not all(nested):
+        raise BadInput("exclude_ids mix ids and lists of ids; give one list of ids, or one list for each query")
+    if len(value) != queries:
+        raise BadInput(
+            f"exclude_ids are {len(value)} lists for {queries} queries; give one list for each, or one list of ids"
+        )
+    lists: list[Any] = list(value)
+    return [identifiers(one, unique=False) for one in lists]
+
+
+def share(value: object, name: str) -> float:
+    """A number from 0 to 1."""
+    number = _number(value, name, "a number from 0 to 1")
+    if not 0 <= number <= 1:
+        raise BadInput(f"{name} is {shown(value)}; expected a number from 0 to 1")
+    return number
+
+
+def _least_score(radius: object, metric: Metric) -> float:
+    """The least score that a radius asks for: -r² for a distance r, else the radius itself."""
+    expected = {
+        Metric.L2: "a distance of at least 0",
+        Metric.COSINE: "a similarity from -1 to 1",
+        Metric.DOT: "the least score, a finite number",
+    }[metric]
+    number = _number(radius, "radius", expected)
+    if (metric is Metric.L2 and number < 0) or (metric is Metric.COSINE and abs(number) > 1):
+        raise BadInput(f"radius is {shown(radius)}; expected {expected}, for the metric {metric.value!r}")
+    return -(number**2) if metric is Metric.L2 else number
+
+
+def _diversity(value: object, candidates: object, k: int) -> tuple[float, int]:
+    """Diversity, 0 where none is asked for, and among how many candidates the k are chosen."""
+    if value is None:
+        if candidates is not None:
+            raise BadInput(f"candidates is {shown(candidates)} without diversity; give both, or leave candidates out")
+        return 0.0, k
+    number = share(value, "diversity")
+    if candidates is None:
+        return number, 4 * k
+    count = integer(candidates, "candidates")
+    if count < k:
+        raise BadInput(f"candidates is {count} but k is {k}; choose the k among at least as many")
+    return number, count
+
+
+def _number(value: object, name: str, expected: str) -> float:
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise BadInput(f"{name} is a tensor that wants a gradient, but it only selects records; pass a plain number")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{name} is {shown(value)}; expected {expected}") from None
+    if isinstance(value, bool | str) or not math.isfinite(number):
+        raise BadInput(f"{name} is {shown(value)}; expected {expected}")
+    return number

@@ -1,0 +1,135 @@
+"""Which engine and which codes: tried on a sample of the records, as far as memory allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from softdb.check import Metric, shown
+from softdb.errors import BadInput
+from softdb.index.contract import Floats, Index, faiss_module
+from softdb.index.hnsw import HNSW
+from softdb.index.ivf import IVF, IVFSQ8, POINTS_A_LIST, IVFRaBitQ, lists_for
+from softdb.index.tune import Setting, recall_of, seconds_of, settle
+
+__all__ = ["KINDS", "TRIED", "Plan", "Progress", "budget", "choose", "plans"]
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
+
+KINDS: dict[str, type[IVF] | type[HNSW]] = {engine.kind: engine for engine in (IVF, IVFSQ8, IVFRaBitQ, HNSW)}
+TRIED = 50_000  # records of a trial
+ASKED = 200  # queries of a trial
+LARGER = 1.1  # times as fast that the next larger codes must be
+RESCORED = 2e-10  # seconds to multiply two numbers of a candidate that is scored exactly
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+class Plan(NamedTuple):
+    """An engine, its codes, and what they will occupy."""
+
+    engine: type[IVF] | type[HNSW]
+    codes: str
+    size: int  # bytes
+
+    @property
+    def name(self) -> str:
+        """As it is reported."""
+        return f"{self.engine.kind} {self.codes}"
+
+
+def budget(memory: object) -> int | None:
+    """Bytes, from a number or from text such as "200MB", or BadInput."""
+    wrong = BadInput(f"memory is {shown(memory)}; expected a number of bytes above 0, or text such as '200MB'")
+    if isinstance(memory, str):
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?)B?\s*", memory.upper())
+        if parts is None or parts[2] not in UNITS:
+            raise wrong
+        memory = int(float(parts[1]) * UNITS[parts[2]])
+    if memory is None:
+        return None
+    if isinstance(memory, bool) or not isinstance(memory, int | np.integer) or memory < 1:
+        raise wrong
+    return int(memory)
+
+
+def plans(kind: str, dim: int, count: int, memory: int | None) -> list[Plan]:
+    """What may be built within the memory, the likeliest to be fast first; BadInput where there is nothing."""
+    fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
+    engines = KINDS.values() if kind == "auto" else [KINDS[kind]]
+    every = [
+        Plan(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
+        for engine in engines
+        for codes in engine.codes(dim)
+    ]
+    fit = [plan for plan in every if memory is None or plan.size <= memory]
+    if not fit:
+        least = min(every, key=lambda plan: plan.size)
+        raise BadInput(
+            f"memory is {memory} bytes, which no index of kind {kind!r} meets; the smallest, {least.name}, takes about "
+            f"{least.size}; give that, or kind='flat', which takes none"
+        )
+    return fit
+
+
+def choose(
+    fit: list[Plan],
+    metric: Metric,
+    keys: Floats,  # (m, d) prepared, a sample of the records
+    queries: Floats | None,  # (q, d) prepared; None: some of the keys
+    whole: int,  # records that the sample stands for
+    goal: float,
+    k: int,
+    say: Progress,
+) -> list[tuple[Plan, Setting]]:
+    """The plans by preference: those that meet the goal, the fastest first, then the others, the best first.
+
+    Lists with 4-bit codes are tried first; what comes after them only where none of them will do.
+    """
+    if len(fit) == 1:
+        return [(fit[0], Setting(1, 1, 1.0, 0.0))]
+    tried: list[tuple[Plan, Setting]] = []
+    exam = _Sampled(metric, keys, queries, k, len(keys) / whole)
+    for done, plan in enumerate(fit):
+        say("choosing", done, len(fit))
+        if plan.engine is not IVF and any(setting.recall >= goal for _, setting in tried):
+            break
+        exam.index = plan.engine.train(metric, exam.training, len(keys), plan.codes)
+        exam.index.add(np.arange(len(keys)), keys)
+        tried.append((plan, settle(exam, exam.index, goal, lambda *_: None)))
+    say("choosing", len(fit), len(fit))
+    # what is larger must be clearly faster
+    return sorted(tried, key=lambda one: (one[1].seconds * LARGER ** tried.index(one), -one[1].recall))
+
+
+class _Sampled:
+    """An exam on a sample. Where it holds a share s of the records, the s k nearest among s c candidates are asked for.
+
+    Neighbours are as thin in a sample as the records are, so codes tell them apart more easily: k nearest of a tenth
+    would need fewer candidates than k nearest of all.
+    """
+
+    index: Index
+
+    def __init__(self, metric: Metric, keys: Floats, queries: Floats | None, k: int, share: float) -> None:
+        faiss, random = faiss_module(), np.random.default_rng(2)
+        own = None if queries is not None else random.choice(len(keys), min(ASKED, len(keys)), replace=False)
+        self.queries = np.ascontiguousarray(keys[own] if queries is None else queries[:ASKED])
+        self.own, self.k, self.nearest = own, k, max(1, round(k * share))
+        trained = min(len(keys), max(POINTS_A_LIST * lists_for(len(keys)), 1 << 14))
+        self.training = keys[np.sort(random.choice(len(keys), trained, replace=False))]
+        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
+        self.truth = faiss.knn(self.queries, keys, self.nearest + (own is not None), metric=measure)[1]
+
+    def recall(self, effort: int, candidates: int) -> float:
+        """Recall among the best codes, as many as exact scores would be worked out for."""
+        found = self.index.find(self.queries, candidates * self.nearest + (self.own is not None), None, effort)
+        return recall_of(found, self.truth, self.own)
+
+    def seconds(self, effort: int, candidates: int) -> float:
+        """With as many candidates as a search of the whole would have."""
+        c = candidates * self.k
+        finding: float = seconds_of(lambda queries: self.index.find(queries, c, None, effort), self.queries)
+        return finding + RESCORED * c * int(self.queries.shape[1])

@@ -1,0 +1,54 @@
+"""Maximal marginal relevance: near the query, and unlike what was chosen before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from softdb.check import Metric
+
+__all__ = ["diverse"]
+
+
+def diverse(
+    queries: Tensor,  # (q, d)
+    keys: Tensor,  # (q, c, d) floating point
+    scores: Tensor,  # (q, c) best first, -inf = none
+    k: int,  # at most c
+    metric: Metric,
+    diversity: float,
+) -> Tensor:  # (q, k) int64
+    """Which of the candidates to take, in the order of taking, those that are none last.
+
+        next = argmax_i [λ s(q, k_i) - (1 - λ) max_{j taken} s(k_i, k_j)],  λ = 1 - diversity
+
+    Carbonell and Goldstein 1998, "The use of MMR", equation 1. Two keys are compared by the cosine, for L2 by minus
+    their squared distance; a dot product with the query is divided by the query's length and the longest candidate's,
+    which changes no order and lies in -1 … 1 as the cosine does. Cost q k c d.
+    """
+    q = len(scores)
+    live = torch.isfinite(scores)
+    relevance = scores.masked_fill(~live, 0)
+    if metric is not Metric.L2:
+        lengths: Tensor = torch.linalg.vector_norm(keys, dim=2, keepdim=True)
+        if metric is Metric.DOT:
+            longest = lengths.amax((1, 2)) * torch.linalg.vector_norm(queries, dim=1)
+            relevance = relevance / longest.masked_fill(longest == 0, 1).unsqueeze(1)
+        keys = keys / lengths.masked_fill(lengths == 0, 1)
+    lowest = torch.finfo(scores.dtype).min
+    nearest = torch.full_like(relevance, -torch.inf)  # to any that is taken
+    taken = torch.zeros_like(live)
+    picks = torch.zeros(q, k, dtype=torch.int64, device=scores.device)
+    every = torch.arange(q, device=scores.device)
+    for step in range(1, k):
+        last = keys[every, picks[:, step - 1]].unsqueeze(1)  # (q, 1, d)
+        alike = -(keys - last).square().sum(2) if metric is Metric.L2 else (keys * last).sum(2)
+        nearest = torch.maximum(nearest, alike)
+        taken[every, picks[:, step - 1]] = True
+        marginal = (
+            ((1 - diversity) * relevance - diversity * nearest)
+            .masked_fill(~live, lowest)
+            .masked_fill(taken, -torch.inf)
+        )
+        picks[:, step] = marginal.argmax(1)  # the first of equals, which is the nearer one
+    return picks

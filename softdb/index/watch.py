@@ -1,0 +1,141 @@
+"""The watch over the recall promise: some live searches are compared with exact ones, after they were answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from softdb.errors import RecallWarning
+from softdb.index.contract import Index, Rows
+
+__all__ = ["Watch", "upper_bound"]
+
+SHARE = 0.01  # of the time that searches by the index take
+WINDOW = 500  # checks that count
+LEAST = 20  # checks before anything is said
+DEVIATIONS = 3.0  # a recall as promised falls below by chance once in 700 windows, so the bound is kept wide
+RATE = 1e9  # numbers compared a second, until it is measured
+
+
+def upper_bound(
+    share: float,
+    count: int,
+    deviations: float = DEVIATIONS,
+) -> float:
+    """The largest share that `count` observations with that mean do not speak against.
+
+        (p + z²/2n + z √(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
+
+    Wilson 1927, "Probable inference". For means of numbers from 0 to 1 it is on the safe side: none spread wider.
+    """
+    square = deviations**2 / count
+    spread = deviations * float(np.sqrt(share * (1 - share) / count + square / (4 * count)))
+    return (share + square / 2 + spread) / (1 + square)
+
+
+class Watch:
+    """What live searches by one index reach. Time is the budget: a check costs as much as many searches do.
+
+    A check takes one query of a batch. It is made when the checks so far and it fit into `share` of the time that
+    searches took. Safe to use from several threads: one of them checks at a time.
+    """
+
+    def __init__(self, share: float = SHARE, window: int = WINDOW) -> None:
+        self._share = share
+        self._lock = threading.Lock()
+        self._checking = threading.Lock()
+        self._random = np.random.default_rng()
+        self._recalls: deque[float] = deque(maxlen=window)
+        self._report: dict[str, Any] = {}  # of the index that is watched
+        self._content: dict[str, Any] = {}  # what stood in it
+        self._checked = 0
+        self._warned = False
+        self._searched = self._spent = 0.0  # seconds
+        self._pace = 1 / RATE  # seconds a number
+
+    def change(self, share: float, window: int) -> None:
+        """Another share and window; what was measured stays."""
+        with self._lock:
+            self._share, self._recalls = share, deque(self._recalls, maxlen=window)
+
+    def follow(self, index: Index) -> None:
+        """The same index with more records in it: what was measured stays."""
+        with self._lock:
+            self._report = index.report
+
+    def report(self, index: Index) -> dict[str, Any]:
+        """The recall of the searches that were checked, and how many of them there were since the index was made."""
+        with self._lock:
+            self._keep_to(index)
+            mean = round(float(np.mean(self._recalls)), 4) if self._recalls else None
+            return {"live_recall": mean, "live_checked": self._checked}
+
+    def saw(
+        self,
+        index: Index,
+        seconds: float,  # that the search took
+        found: Rows,  # (q, k) what it answered
+        numbers: int,  # records times width: what an exact search compares
+        exact: Callable[[int], Rows],  # which query -> (k,) its true nearest
+    ) -> None:
+        """A search was answered. Checks one of its queries, if that fits into the budget.
+
+        Warns with RecallWarning, once for an index, when the recall is surely below what was promised.
+        """
+        with self._lock:
+            self._keep_to(index)
+            self._searched += seconds
+            due = len(found) and self._spent + numbers * self._pace <= self._share * self._searched
+        if not due or not self._checking.acquire(blocking=False):
+            return
+        try:
+            which = int(self._random.integers(len(found)))
+            start = time.perf_counter()
+            truth = exact(which)
+            spent = time.perf_counter() - start
+        finally:
+            self._checking.release()
+        truth = truth[truth >= 0]
+        with self._lock:
+            self._spent += spent
+            self._pace = spent / max(1, numbers)
+            if index.report is not self._report or not len(truth):
+                return
+            self._recalls.append(float(np.isin(truth, found[which]).mean()))
+            self._checked += 1
+            message = self._verdict()
+        if message:
+            warnings.warn(message, RecallWarning, stacklevel=2)
+
+    def _verdict(self) -> str | None:
+        """What to warn of, once."""
+        promised = min(self._report.get("target", 0.0), self._report.get("recall", 0.0))
+        count = len(self._recalls)
+        if self._warned or count < min(LEAST, self._recalls.maxlen or LEAST):
+            return None
+        mean = float(np.mean(self._recalls))
+        if upper_bound(mean, count) >= promised:
+            return None
+        self._warned = True
+        return (
+            f"the index finds {mean:.3f} of the true nearest in the last {count} searches that were checked, not the "
+            f"{promised:.3f} it was tuned for: queries or records have drifted; call tune(queries=...) or "
+            "build_index(queries=...) with queries of the kind that come now"
+        )
+
+    def _keep_to(self, index: Index) -> None:
+        """Begin anew where another index, or another tuning of it, serves."""
+        if index.report is not self._report or index.report != self._content:
+            self._forget(index.report)
+
+    def _forget(self, report: dict[str, Any]) -> None:
+        self._report, self._content = report, dict(report)
+        self._recalls.clear()
+        self._checked, self._warned = 0, False
+        self._searched = self._spent = 0.0

@@ -1,0 +1,198 @@
+"""Compaction: new segments with the live rows alone take the place of old ones. Rows keep their numbers.
+
+Group after group of neighbouring segments: the live rows are copied into one new segment, fsynced; one SQLite
+transaction swaps the segments, their checksums and tombstones; then the old files are unlinked. A crash leaves each
+group old or new, and orphans that the next writer removes. Whoever has an older generation open keeps its maps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.errors import CorruptionError, WriteFailed
+from softdb.store import gaps
+from softdb.store.catalog import BATCH
+from softdb.store.segments import MAX_ROWS, Part, SegmentEntry, checksum
+from softdb.store.snapshot import Snapshot
+from softdb.store.store import Store
+from softdb.store.verify import batches, damaged
+
+__all__ = ["compact"]
+
+
+def compact(store: Store) -> dict[str, Any]:
+    """Remove the dead rows of a database, merge small segments, and say what that gave.
+
+    Cost: the live rows of segments that have dead ones, and of small neighbours, are read and written once. Memory and
+    disk beyond what stays: a part of a segment, and one segment of at most `MAX_ROWS` rows. Other threads read and
+    write on meanwhile; what they delete stays for the next time.
+
+    Raises:
+        CorruptionError: what would be copied differs from its checksum; that group is left as it is.
+        ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+    """
+    store.require_writable()
+    before, segments = store.occupied(), len(store.snapshot.segments)
+    removed = sum(_replace(store, group) for group in _groups(store.snapshot))
+    store.shrink()
+    after = store.snapshot
+    return {
+        "records": after.count,
+        "removed": removed,
+        "segments_before": segments,
+        "segments": len(after.segments),
+        "bytes_before": before,
+        "bytes": store.occupied(),
+    }
+
+
+def _groups(snapshot: Snapshot) -> list[set[int]]:
+    """Numbers of the neighbouring segments that become one each.
+
+    A segment without dead rows stays where it is large, or as large as all that come after it: so a row is copied
+    about log n times in its life, and about log n segments remain.
+    """
+    found: list[set[int]] = []
+    group: list[int] = []  # places of segments
+    counts = [int(np.count_nonzero(live)) for _, live in _lives(snapshot)]
+
+    def close() -> None:
+        if len(group) > 1 or any(counts[i] < len(snapshot.segments[i]) for i in group):
+            found.append({snapshot.segments[i].number for i in group})
+        group.clear()
+
+    for i, (segment, count) in enumerate(zip(snapshot.segments, counts, strict=True)):
+        if count == len(segment) and (2 * count >= MAX_ROWS or count >= sum(counts[i + 1 :])):
+            close()
+            continue
+        if sum(counts[j] for j in group) + count > MAX_ROWS:
+            close()
+        group.append(i)
+    close()
+    return found
+
+
+def _lives(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """Each segment's first position, and which of its slots are live."""
+    for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
+        yield start, snapshot.live[start : start + len(segment)]
+
+
+class _Group(NamedTuple):
+    """Segments that shall become one, as they are in one snapshot."""
+
+    snapshot: Snapshot
+    places: list[int]  # of the segments in the snapshot
+    kept: NDArray[np.int64]  # (m,) positions of live rows, ascending
+    dropped: NDArray[np.int64]  # rows of the others
+    checksums: list[Any]  # the segments' batches
+
+    @classmethod
+    def of(cls, store: Store, numbers: set[int]) -> _Group | None:
+        """Those segments, in a transaction; None where another thread has compacted them."""
+        snapshot = store.snapshot
+        places = [i for i, segment in enumerate(snapshot.segments) if segment.number in numbers]
+        if len(places) < len(numbers):
+            return None
+        lives = [(start, live) for i, (start, live) in enumerate(_lives(snapshot)) if i in places]
+        kept = np.concatenate([start + np.flatnonzero(live) for start, live in lives])
+        dead = np.concatenate([start + np.flatnonzero(~live) for start, live in lives])
+        mine = [batch for batch in batches(store.catalog) if batch[0] in numbers]
+        return cls(snapshot, places, kept, snapshot.rows(dead), mine)
+
+    @property
+    def shape(self) -> list[tuple[int, int]]:
+        """Numbers and lengths of the segments: what is compared to see whether rows have come in."""
+        return [(self.snapshot.segments[i].number, len(self.snapshot.segments[i])) for i in self.places]
+
+
+class _Written(NamedTuple):
+    """A new segment on disk, not yet known to the catalogue."""
+
+    entry: SegmentEntry
+    checksums: list[tuple[int, int, int, int | None]]  # slot, count, keys_crc, values_crc
+    rows_crc: int | None  # None: the rows have no gaps
+
+
+def _replace(store: Store, numbers: set[int]) -> int:
+    """Make one segment of several, and return how many rows that removed."""
+    with store.writing():
+        group, number = _Group.of(store, numbers), gaps.reserve(store.catalog)
+    if group is None:
+        return 0
+    # in memory everything happens under the lock: a column that the catalogue does not know is let go of by any commit
+    written = None if store.path is None else _written_aside(store, group, number)
+    with store.writing():
+        current = _Group.of(store, numbers)
+        if current is None:
+            store.columns.remove([number])
+            return 0
+        if store.path is None or current.shape != group.shape:  # rows came in while it was copied
+            group, written = current, _write(store, current, number)
+        _swap(store, group, written)
+    with contextlib.suppress(OSError):  # the swap has happened; the next writer removes what is left
+        store.columns.remove(numbers)
+    return len(group.dropped)
+
+
+def _written_aside(store: Store, group: _Group, number: int) -> _Written | None:
+    """Copy while others read and write. What fails here has changed nothing."""
+    try:
+        return _write(store, group, number)
+    except (OSError, MemoryError, CorruptionError) as error:
+        with contextlib.suppress(OSError):
+            store.columns.remove([number])
+        if isinstance(error, CorruptionError):
+            raise
+        raise WriteFailed(f"the disk refused a write ({error}); the records are as before, make room") from error
+
+
+def _write(store: Store, group: _Group, number: int) -> _Written | None:
+    """A new segment with a group's live rows, on disk when this returns; None where there are none."""
+    _require_sound(group)
+    count = len(group.kept)
+    if not count:
+        return None
+    rows = group.snapshot.rows(group.kept)
+    has_gaps = int(rows[-1] - rows[0]) + 1 != count
+    checksums: list[tuple[int, int, int, int | None]] = []
+
+    def parts() -> Iterator[Part]:
+        for low in range(0, count, BATCH):
+            places = group.kept[low : low + BATCH]
+            keys, values = group.snapshot.keys_at(places).numpy(), None
+            if store.schema.has_values:
+                values = group.snapshot.values_at(places).numpy().astype(store.schema.value_dtype, copy=False)
+            checksums.append((low, len(places), checksum(keys), None if values is None else checksum(values)))
+            yield Part(keys, values, rows[low : low + BATCH] if has_gaps else None)
+
+    store.columns.create(number, count, has_gaps)
+    store.columns.fill(number, count, parts())
+    entry = SegmentEntry(number, int(rows[0]), count, count)
+    return _Written(entry, checksums, checksum(rows) if has_gaps else None)
+
+
+def _require_sound(group: _Group) -> None:
+    """Raise CorruptionError where what would be copied is damaged: a new checksum would hide it for ever."""
+    damage = damaged([group.snapshot.segments[i] for i in group.places], group.checksums)
+    if damage:
+        raise CorruptionError("; ".join(damage) + ": restore them from a copy, then compact")
+
+
+def _swap(store: Store, group: _Group, written: _Written | None) -> None:
+    """Put the new segment into the catalogue in place of the old ones."""
+    catalog = store.catalog
+    old = [number for number, _ in group.shape]
+    crc = None if written is None or written.rows_crc is None else (written.entry.number, written.rows_crc)
+    gaps.put(catalog, old, len(group.dropped), crc)
+    if written is not None:
+        catalog.put_segment(written.entry)
+        for batch in written.checksums:
+            catalog.put_batch(written.entry.number, *batch)
+    catalog.forget(group.dropped)
+    catalog.advance(0)

@@ -1,0 +1,139 @@
+"""A consistent copy of a database in another directory, while writing goes on in this process or others.
+
+The catalogue is copied by SQLite's backup within one reading transaction; the columns, slot by slot up to the
+watermark, from the maps of the same generation, which no writer and no compaction touches. No hard links: the last
+segment is still written to, and one damaged block should not damage both. `catalog.sqlite` gets its name last: a copy
+that was cut short is no database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import apsw
+
+from softdb.errors import BadInput, WriteFailed
+from softdb.store import files, gaps
+from softdb.store.catalog import Catalog
+from softdb.store.segments import Columns, Part
+from softdb.store.snapshot import Segment
+from softdb.store.store import Store
+
+__all__ = ["duplicate"]
+
+SLOTS = 8192  # copied at once
+_UNFINISHED = "unfinished.sqlite"  # the catalogue's name until everything else is on disk
+
+
+def duplicate(store: Store, path: Path) -> dict[str, Any]:
+    """Copy the newest generation to a directory that does not exist or is empty, and say what was copied.
+
+    A database in memory is saved so. Cost: everything is read and written once; memory: a part of a segment. Other
+    threads of this handle wait while the catalogue is copied, not the columns.
+
+    Raises:
+        BadInput: there is something at the path already, or it lies in the database itself.
+        WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
+    """
+    _require_free(store, path)
+    existed = path.is_dir()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        report = _copied(store, path)
+        files.sync_directory(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            _clear(path, existed)
+        if isinstance(error, OSError | apsw.Error):
+            raise WriteFailed(f"{path} cannot be written ({error}); choose another place, or make room") from error
+        raise
+    return report
+
+
+def _require_free(store: Store, path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
+    if path.is_dir() and any(path.iterdir()):
+        raise BadInput(f"path {str(path)!r} is a directory with something in it; choose a new or an empty one")
+    if store.path is not None and path.resolve().is_relative_to(store.path.resolve()):
+        raise BadInput(f"path {str(path)!r} lies in the database itself; choose one outside of {str(store.path)!r}")
+
+
+def _copied(store: Store, path: Path) -> dict[str, Any]:
+    unfinished = path / _UNFINISHED
+    with contextlib.ExitStack() as opened:
+        with store.reading() as snapshot:
+            entries, missing = store.catalog.segments(), gaps.read(store.catalog)
+            indexes = _open_indexes(store, opened)
+            store.catalog.copy(unfinished)
+        columns, segments = Columns(path, store.schema), {segment.number: segment for segment in snapshot.segments}
+        for entry in entries:
+            columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
+            if entry.number in segments:
+                columns.fill(entry.number, entry.capacity, _parts(segments[entry.number]))
+        lost = _copy_indexes(indexes, path / "index")
+    if lost:
+        _forget_indexes(unfinished, lost)
+    files.publish(unfinished, path / "catalog.sqlite")
+    return {
+        "path": str(path),
+        "records": snapshot.count,
+        "generation": snapshot.generation,
+        "bytes": files.occupied(path),
+    }
+
+
+def _parts(segment: Segment) -> Iterator[Part]:
+    for low in range(0, len(segment), SLOTS):
+        part = slice(low, low + SLOTS)
+        yield Part(
+            segment.keys[part],
+            None if segment.values is None else segment.values[part],
+            None if segment.rows is None else segment.rows[part],
+        )
+
+
+def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple[str, BinaryIO] | None]:
+    """The index files that the catalogue names, open, so that a writer may replace them; None where one is gone."""
+    found: dict[str, tuple[str, BinaryIO] | None] = {}
+    for name, text in store.catalog.all("SELECT name, entry FROM indexes"):
+        found[name] = None
+        with contextlib.suppress(ValueError, AttributeError, OSError):  # a cache: what cannot be read is not there
+            file = json.loads(text).get("file")
+            if store.path is not None and isinstance(file, str) and Path(file).name == file:
+                found[name] = file, opened.enter_context((store.path / "index" / file).open("rb"))
+    return found
+
+
+def _copy_indexes(indexes: dict[str, tuple[str, BinaryIO] | None], folder: Path) -> list[str]:
+    """Copy them, and return the names of those that are gone."""
+    if any(indexes.values()):
+        folder.mkdir()
+        for file, source in filter(None, indexes.values()):
+            files.copy(source, folder / file)
+        files.sync_directory(folder)
+    return [name for name, known in indexes.items() if known is None]
+
+
+def _forget_indexes(path: Path, names: list[str]) -> None:
+    catalog = Catalog.open(path, True)
+    try:
+        catalog.connection.executemany("DELETE FROM indexes WHERE name = ?", [(name,) for name in names])
+    finally:
+        catalog.close()
+
+
+def _clear(path: Path, existed: bool) -> None:
+    """Remove what a copy has left; the directory stays where it was there before."""
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            files.remove(entry)
+    if not existed:
+        path.rmdir()

@@ -1,0 +1,75 @@
+"""What compaction leaves in the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
+
+The format, as MUSTs (none of it is there before a first compaction):
+
+* The setting `gone` is the number of rows below `state.next_row` that no segment holds; absent, 0. The used slots of
+  all segments and `gone` MUST add up to `next_row`; while it is 0, segments MUST follow one another without a gap.
+* `gaps` names the segments whose rows are not first_row, first_row + 1, …: such a segment N MUST have a column
+  `rows-N.npy`, int64, shape (capacity,), whose used part is strictly ascending from first_row on and has the CRC-32
+  `rows_crc`; it MUST be full (`used` = capacity).
+* The setting `last_segment` is the greatest number that a compaction has taken; a new segment MUST have a greater one,
+  greater than those of all segments, too: readers know their maps by the number, so none is ever used again.
+* Rows that no segment holds MUST NOT have a bit in `tombstones`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from softdb.errors import CorruptionError
+from softdb.store.catalog import Catalog
+
+__all__ = ["Gaps", "next_segment", "put", "read", "reserve"]
+
+
+class Gaps(NamedTuple):
+    """What is missing, and where."""
+
+    gone: int  # rows that no segment holds
+    checksums: dict[int, int]  # of the row columns, by segment
+
+
+def read(catalog: Catalog) -> Gaps:
+    """What compactions have left."""
+    gone = _setting(catalog, "gone")
+    checksums = dict(catalog.all("SELECT segment, rows_crc FROM gaps")) if gone else {}
+    return Gaps(gone, checksums)
+
+
+def next_segment(catalog: Catalog) -> int:
+    """The number of the next new segment."""
+    greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
+    return 1 + max(int(greatest), _setting(catalog, "last_segment", -1))
+
+
+def reserve(catalog: Catalog) -> int:
+    """Take a number for a segment that will be written outside of the transaction."""
+    number = next_segment(catalog)
+    _set(catalog, "last_segment", number)
+    return number
+
+
+def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: tuple[int, int] | None) -> None:
+    """Segments are dropped, rows with them, and a segment with this number and rows checksum may have come."""
+    catalog.connection.execute(
+        "CREATE TABLE IF NOT EXISTS gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT"
+    )
+    for table in ("segments", "batches", "gaps"):
+        catalog.connection.executemany(f"DELETE FROM {table} WHERE segment = ?", [(number,) for number in dropped])
+    if new is not None:
+        catalog.connection.execute("INSERT INTO gaps VALUES(?, ?)", new)
+    _set(catalog, "gone", _setting(catalog, "gone") + removed)
+
+
+def _setting(catalog: Catalog, name: str, default: int = 0) -> int:
+    found = catalog.one("SELECT value FROM settings WHERE name = ?", (name,))
+    if found is None:
+        return default
+    if type(found[0]) is not int or found[0] < default:
+        raise CorruptionError(f"catalog.sqlite has a damaged setting {name!r}; restore the directory from a copy")
+    return int(found[0])
+
+
+def _set(catalog: Catalog, name: str, value: int) -> None:
+    catalog.connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?)", (name, value))

@@ -1,0 +1,180 @@
+"""Which records a filter matches, remembered and carried from one commit to the next.
+
+What a commit changes is known without reading payloads: appended rows are those from `next_row` on, deleted ones have
+their tombstones. So only appended rows are evaluated anew. Payloads replaced in place, or segments rewritten by a
+compaction, void what is remembered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import json_text
+from softdb.store.catalog import Catalog
+from softdb.store.filters import All, Condition, Node, Not, parse, statement
+from softdb.store.snapshot import Snapshot
+
+__all__ = ["Matches"]
+
+FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
+FEW = 256  # reading payloads beats asking another index about all records when fewer than one in so many are left
+LOOKUP = 6  # reading a payload by its row takes that many times as long as passing over it
+MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew
+
+Live = NDArray[np.bool_]
+Layout = tuple[tuple[int, int, bool, int], ...]  # number, first row, whether its rows are consecutive, length
+
+
+class _Known(NamedTuple):
+    generation: int
+    next_row: int
+    layout: Layout
+    matching: Live  # (size,) over positions; never changed, indexes remember it by identity
+
+
+class Matches:
+    """The matches of the last filters. The caller holds the store's lock and one generation of the catalogue."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+
+    def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Live:
+        """Which positions (size,) hold a record that the filter matches. Raises BadFilter.
+
+        Cost: one pass over the payloads, or the matches alone where all fields are declared; after a commit the rows
+        it appended; n bytes copied.
+        """
+        node = parse(where)
+        condition, bindings = statement(node)
+        text = json_text([condition, bindings], "where")
+        known = self._known.get(text)
+        if known is None or known.generation != snapshot.generation:
+            next_row = catalog.state().next_row
+            matching = None
+            if known is not None:
+                matching = _carried(known, next_row, node, catalog, snapshot)
+            if matching is None:
+                matching = _Evaluation(catalog, snapshot).of(node)
+            known = self._known[text] = _Known(snapshot.generation, next_row, _layout(snapshot), matching)
+            if len(self._known) > FILTERS_KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(text)
+        return known.matching
+
+
+def _layout(snapshot: Snapshot) -> Layout:
+    return tuple((s.number, s.first_row, s.rows is None, len(s)) for s in snapshot.segments)
+
+
+def _carried(known: _Known, next_row: int, node: Node, catalog: Catalog, snapshot: Snapshot) -> Live | None:
+    """What was known, with the commits since; None where it is void, or not worth it."""
+    if known.generation > snapshot.generation or catalog.payloads_replaced() > known.generation:
+        return None
+    if not _extends(_layout(snapshot), known.layout):
+        return None
+    if next_row - known.next_row > MANY and _fields(node) <= set(catalog.fields()):
+        return None
+    matching = np.zeros(snapshot.size, np.bool_)
+    matching[: len(known.matching)] = known.matching
+    matching &= snapshot.live
+    if next_row > known.next_row:
+        rows = catalog.matching(*statement(node), first=known.next_row)
+        matching[snapshot.positions(rows)] = True
+    return matching
+
+
+def _extends(layout: Layout, old: Layout) -> bool:
+    """Whether every old position is where it was: the same segments, the last perhaps longer, then new ones."""
+    if not old:
+        return True
+    end = len(old) - 1
+    return (
+        len(layout) > end
+        and layout[:end] == old[:end]
+        and layout[end][:3] == old[end][:3]
+        and layout[end][3] >= old[end][3]
+    )
+
+
+def _fields(node: Node) -> set[str | None]:
+    """The fields whose indexes answer a filter without the payloads; None stands for one that cannot have any."""
+    if isinstance(node, Condition):
+        return {node.field}
+    return _fields(node.of) if isinstance(node, Not) else set().union(*map(_fields, node.of))
+
+
+def _flat(node: All) -> list[Node]:
+    """The parts of a conjunction, and of those within it."""
+    return [part for one in node.of for part in (_flat(one) if isinstance(one, All) else [one])]
+
+
+def _by_field(node: All) -> list[Node]:
+    """The parts, with the conditions on one field in one All: both ends of a range bound one search."""
+    fields: dict[str | None, list[Node]] = {}
+    others: list[Node] = []
+    for one in _flat(node):
+        (fields.setdefault(one.field, []) if isinstance(one, Condition) else others).append(one)
+    return [*(All(tuple(same)) for same in fields.values()), *others]
+
+
+class _Evaluation:
+    """One filter over all records: by indexes what they can answer, by reading payloads the rest."""
+
+    def __init__(self, catalog: Catalog, snapshot: Snapshot) -> None:
+        self.catalog = catalog
+        self.snapshot = snapshot
+        self.declared: set[str | None] = set(catalog.fields())
+
+    def of(self, node: Node) -> Live:
+        """Where the filter matches."""
+        if _fields(node) <= self.declared:
+            return self.indexed(node)
+        if isinstance(node, All):
+            quick = [one for one in node.of if _fields(one) <= self.declared]
+            if quick:
+                rest = All(tuple(one for one in node.of if one not in quick))
+                return self.within(rest, self.indexed(All(tuple(quick))))
+        return self.asked(node)
+
+    def indexed(self, node: Node) -> Live:
+        """Each field's conditions from its index; NOT, AND and OR over the records."""
+        if isinstance(node, Condition):
+            return self.asked(node)
+        if isinstance(node, Not):
+            return self.snapshot.live & ~self.indexed(node.of)
+        if isinstance(node, All):
+            return self.conjunction(_by_field(node))
+        found = np.zeros(self.snapshot.size, np.bool_)
+        for one in node.of:
+            found |= self.indexed(one)
+        return found
+
+    def conjunction(self, parts: list[Node]) -> Live:
+        """Where every part matches. The last few are read."""
+        found: Live | None = None
+        for i, one in enumerate(parts):
+            if found is not None and FEW * np.count_nonzero(found) < self.snapshot.count:
+                return self.within(All(tuple(parts[i:])), found)
+            mask = self.asked(one) if isinstance(one, All) else self.indexed(one)  # an All here is of one field
+            found = mask if found is None else found & mask
+        return self.snapshot.live.copy() if found is None else found
+
+    def asked(self, node: Node) -> Live:
+        """Where SQLite says that the filter matches."""
+        return self.at(self.catalog.matching(*statement(node)))
+
+    def within(self, node: Node, allowed: Live) -> Live:
+        """Where the filter matches among records that are known to be allowed."""
+        positions = np.flatnonzero(allowed)
+        among = self.snapshot.rows(positions) if LOOKUP * len(positions) < self.snapshot.count else None
+        return allowed & self.at(self.catalog.matching(*statement(node), among=among))
+
+    def at(self, rows: NDArray[np.int64]) -> Live:
+        """Rows as a mask over positions."""
+        mask = np.zeros(self.snapshot.size, np.bool_)
+        mask[self.snapshot.positions(rows)] = True
+        return mask
