@@ -13,7 +13,7 @@ from torch import Tensor
 from softdb.check import positive, shown
 from softdb.errors import BadInput
 from softdb.scores import Kernel, ScaledDot, Score, ScoreFunction, query_width
-from softdb.soft import soft_query
+from softdb.soft import indifferent, soft_query
 from softdb.stream import Columns, scan, stream
 from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting, valid_mask, weighting
 
@@ -131,7 +131,7 @@ def attention(
         queries,
         keys,
         values,
-        _alike if isinstance(by, Uniform) else soft.score,
+        indifferent if isinstance(by, Uniform) else soft.score,
         isinstance(by, Uniform) or full,
         soft.weighting,
         soft.temperature,
@@ -345,14 +345,6 @@ class _Call(NamedTuple):
     live: _Live | None
 
 
-def _alike(
-    queries: Tensor,  # (…, q, d_q)
-    keys: Tensor,  # (…, n, d)
-) -> Tensor:  # (…, q, n)
-    """A score that tells no key from another, with gradients of 0."""
-    return (queries[..., :1] + keys[..., :1].mT) * 0
-
-
 def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)
     """Output, lse and weights, by all scores at once."""
     with torch.autocast(call.queries.device.type, enabled=False):
@@ -385,7 +377,7 @@ def _scores(call: _Call) -> Tensor:  # (u, q, n)
         found.append(scores.to(queries.dtype))
     if call.together:
         return found[0]
-    return torch.stack(found) if found else _alike(call.queries, call.keys)
+    return torch.stack(found) if found else indifferent(call.queries, call.keys)
 
 
 def _streamed(call: _Call) -> Tensor:  # (u, q, v)

@@ -18,7 +18,7 @@ from softdb.store import Snapshot
 from softdb.stream import scan
 from softdb.weights import Normalised, Softmax, Weighting
 
-__all__ = ["Candidates", "Finder", "LogScore", "SoftQuery", "candidates", "score_rows", "soft_query"]
+__all__ = ["Candidates", "Finder", "LogScore", "SoftQuery", "candidates", "indifferent", "score_rows", "soft_query"]
 
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
@@ -91,6 +91,14 @@ class SoftQuery:
         if self.allowed is not None:
             mask = mask & torch.from_numpy(self.allowed[snapshot.live])
         return mask.sum(1)
+
+
+def indifferent(
+    queries: Tensor,  # (…, q, d_q)
+    keys: Tensor,  # (…, n, d)
+) -> Tensor:  # (…, q, n)
+    """A score that tells no key from another, with gradients of 0: what average pooling asks."""
+    return queries[..., :1] * 0 + keys[..., :1].mT * 0
 
 
 def soft_query(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.soft.explain import explained
 from softdb.soft.nearest import weighed
-from softdb.soft.query import Candidates, Finder, SoftQuery, candidates, score_rows
+from softdb.soft.query import Candidates, Finder, SoftQuery, candidates, indifferent, score_rows
 from softdb.store import Snapshot
 from softdb.stream import stream
 from softdb.weights import Argmax, Softmax, Sparse, Uniform
@@ -40,7 +42,7 @@ def attend_all(query: SoftQuery, snapshot: Snapshot, find: Finder, resolve: Reso
             f"the weighting {shown(query.weighting)} needs all scores at once, which no exact query holds; pass k=, or "
             "use one of softdb.weights"
         )
-    score = _alike if isinstance(query.weighting, Uniform) else query.score
+    score = indifferent if isinstance(query.weighting, Uniform) else query.score
     output, lse = stream(
         query.queries,
         snapshot,
@@ -65,11 +67,6 @@ def attend_all(query: SoftQuery, snapshot: Snapshot, find: Finder, resolve: Reso
         explanation=lambda count: explained(query, snapshot, pooled, count, find, resolve),
     )
     return pooled
-
-
-def _alike(queries: Tensor, keys: Tensor) -> Tensor:
-    """A score that tells no record from another, with a gradient of 0."""
-    return (queries[:, :1] * 0).expand(len(queries), len(keys))
 
 
 def _certified(query: SoftQuery, snapshot: Snapshot, held: Candidates, find: Finder, resolve: Resolve) -> Pooled:
@@ -108,10 +105,7 @@ def _part(query: SoftQuery, which: np.ndarray) -> SoftQuery:
     """The same for some of the queries."""
     chosen = torch.from_numpy(which).to(query.queries.device)
     mask = None if query.mask is None else query.mask[chosen.to(query.mask.device)]
-    return SoftQuery(
-        query.queries.detach()[chosen], query.score, query.weighting, query.temperature, query.allowed, mask,
-        query.num_classes, query.pooled_dim,
-    )  # fmt: skip
+    return dataclasses.replace(query, queries=query.queries.detach()[chosen], mask=mask)
 
 
 def _weigh(
