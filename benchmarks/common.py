@@ -1,80 +1,43 @@
-"""What every benchmark reports beside its numbers: the machine, the versions, the disk's own rate."""
+"""What the benchmarks share: the machine, versions and command of a report, memory, and the disk's own rate."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import platform
-import shlex
-import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import softdb
+
+if find_spec("softdb.bench") is None:  # filters.py measures an older softdb, too, that has none: this one's serves
+    softdb.__path__.append(str(Path(__file__).resolve().parent.parent / "softdb"))
+
+from softdb.bench.report import MIB, command, commit, machine, spread, versions, write_json
+
+__all__ = [
+    "IN_MEMORY",
+    "MB",
+    "MIB",
+    "Peak",
+    "anonymous_bytes",
+    "bytes_on_disk",
+    "command",
+    "commit",
+    "disk_write_rate",
+    "file_system",
+    "files_in",
+    "machine",
+    "spread",
+    "versions",
+    "write_json",
+]
+
 MB = 1_000_000  # rates are in megabytes, as disks are sold
-MIB = 1 << 20  # sizes are in mebibytes, as memory is sold
 IN_MEMORY = {"tmpfs", "ramfs"}  # an fsync there costs nothing and keeps nothing
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, kernel and Python."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],  # a busy machine shows itself here
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown"
-
-
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The installed version of each package; one used from its source tree has none."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def commit() -> str | None:
-    """The commit that is measured, with `+` when files differ from it; None outside a repository."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def command() -> str:
-    """The command line as given, absolute paths cut to their last name: a result names no one's folders."""
-    words = [Path(sys.executable).name, *sys.argv]
-    return shlex.join(":".join(_name(part) if part.startswith("/") else part for part in w.split(":")) for w in words)
-
-
-def _name(path: str) -> str:
-    return Path(path).name
 
 
 def file_system(folder: Path) -> str:
@@ -170,13 +133,3 @@ def bytes_on_disk(folder: Path) -> dict[str, int]:
     """Bytes allocated by the file system below the folder, and the files' own lengths."""
     stats = [path.stat() for path in files_in(folder)]
     return {"allocated": sum(s.st_blocks * 512 for s in stats), "length": sum(s.st_size for s in stats)}
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as indented JSON, so that a diff of two results can be read."""
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

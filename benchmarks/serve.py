@@ -22,27 +22,12 @@ import numpy as np
 from common import MIB, Peak, command, commit, machine, spread, versions, write_json
 from numpy.typing import NDArray
 
+from softdb.bench.datasets import queries_near, world
+
+__all__ = ["queries_near", "world"]  # the other benchmarks' world, too
+
 Floats = NDArray[np.float32]
 TEMPERATURE = 0.05
-
-
-def world(n: int, dim: int) -> Floats:
-    """2,000 Gaussian centres with Zipf(1.3) sizes, unit noise, rows normalised."""
-    random = np.random.default_rng(0)
-    centres = random.standard_normal((2000, dim), dtype=np.float32) * 2
-    sizes = 1 / np.arange(1, 2001) ** 1.3
-    keys = centres[random.choice(2000, n, p=sizes / sizes.sum())]
-    keys += random.standard_normal((n, dim), dtype=np.float32)
-    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    return keys
-
-
-def queries_near(keys: Floats, q: int) -> Floats:
-    """Stored keys with noise of 0.6 / √d, normalised."""
-    random = np.random.default_rng(1)
-    queries = keys[random.integers(0, len(keys), q)]
-    queries = queries + (0.6 / keys.shape[1] ** 0.5) * random.standard_normal(queries.shape, dtype=np.float32)
-    return np.asarray(queries / np.linalg.norm(queries, axis=1, keepdims=True), np.float32)
 
 
 def times(call: Callable[[], Any], repeats: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from softdb.errors import (
     BadFilter,
     BadInput,
+    Cancelled,
     Closed,
     CorruptionError,
     DatabaseLocked,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from softdb.answers import Explanation, Hits, Pooled, Record, Records
     from softdb.database import SoftDB
     from softdb.functional import attention
+    from softdb.index import Build
     from softdb.opening import open
 
 __version__ = "0.1.0"
@@ -33,6 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BadFilter",
     "BadInput",
+    "Build",
+    "Cancelled",
     "Closed",
     "CorruptionError",
     "DatabaseLocked",
@@ -59,6 +63,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Build": "index",
     "Explanation": "answers",
     "Hits": "answers",
     "Pooled": "answers",

@@ -134,6 +134,10 @@ class Pooled:
     weights: Tensor | None  # (q, k) of those hits, differentiable
     finder: str  # what found the candidates: "all", "flat" (exact), "scan" (by the score itself), "ivf" or "hnsw"
     explanation: Callable[[int], list[Explanation]] = field(repr=False)
+    bar: Tensor  # (q,) the error ‖ô - o‖ that `confidence` of all answers stay below; 0 where exact, NaN for `k=`
+    stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)
+    lse_stderr: Tensor  # (q,) standard error of lse
+    met: Tensor  # (q,) bool: whether the tolerance asked for is met; for `k=` as `exact`
 
     def explain(self, k: int = 10) -> list[Explanation]:
         """For each query the k records that carry most of its answer.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from softdb.answers import Hits, Pooled, Record, Records
 from softdb.check import Array, Id
 from softdb.errors import BadInput, ReadOnly, SoftDBError
 from softdb.index import Finder
+from softdb.index.background import Build
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
-from softdb.soft import attend_all, attend_nearest, hits, soft_query
+from softdb.soft import attend_all, attend_estimated, attend_nearest, hits, soft_query
 from softdb.store import Batch, Snapshot, Store
 from softdb.store.compact import compact
 from softdb.store.duplicate import duplicate
@@ -59,7 +60,7 @@ class SoftDB:
 
     def __init__(self, store: Store, encoder: check.Encoder | None, device: torch.device | None) -> None:
         self._store = store
-        self._finder = Finder(store)
+        self._finder = Finder(store, device)
         self._encoder = encoder
         self._device = device
 
@@ -208,6 +209,11 @@ class SoftDB:
         score: Score | ScoreFunction | None = None,
         weights: str | Weighting | None = None,
         k: int | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
+        confidence: float = 0.95,
+        max_candidates: int | None = None,
+        generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
         mask: Any = None,
     ) -> Pooled:
@@ -227,6 +233,13 @@ class SoftDB:
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
                 (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
             k: truncate to the k nearest. A score that no index can find for is compared with every record.
+            rtol, atol: estimate to a tolerance, from records that are drawn through the index: the error ‖ô - o‖ shall
+                be at most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` tells how large it is, `met` where that fits. Exact
+                where that costs less, and for what cannot be drawn for: no IVF index, a mask, weights other than
+                softmax. See `softdb.soft.estimate`.
+            confidence: the share of answers whose error shall be within their `bar`.
+            max_candidates: pool so many records for a query at most, whether the tolerance is met or not.
+            generator: draws anew with each call, as training wants; None: the same draw every time.
             where: a filter on the payload.
             mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.
 
@@ -234,6 +247,7 @@ class SoftDB:
         """
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        tolerance = check.tolerance(rtol, atol, confidence, max_candidates, k)
         schema = self._store.schema
         score = score_of(schema.metric) if score is None else score
         tensor = self._queries(queries, query_width(score, schema.dim))
@@ -249,6 +263,11 @@ class SoftDB:
             schema.pooled_dim,
         )
         find = functools.partial(self._finder.find_folded, snapshot)
+        if tolerance is not None:
+            tail, border = self._finder.tail(snapshot)
+            seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+            exact = functools.partial(find, exact=True)
+            return attend_estimated(query, snapshot, tail, border, tolerance, seed, exact, self._store.read)
         if k is None:
             return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
         return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
@@ -275,6 +294,36 @@ class SoftDB:
 
     # -- the index, a cache ----------------------------------------------------------------------------------------
 
+    @overload
+    def build_index(
+        self,
+        /,
+        kind: str = "auto",
+        *,
+        recall: float = 0.95,
+        k: int = 10,
+        queries: Any = None,
+        memory: int | str | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+        background: Literal[False] = False,
+        device: Any = None,
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def build_index(
+        self,
+        /,
+        kind: str = "auto",
+        *,
+        recall: float = 0.95,
+        k: int = 10,
+        queries: Any = None,
+        memory: int | str | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+        background: Literal[True],
+        device: Any = None,
+    ) -> Build: ...
+
     @_verb
     def build_index(
         self,
@@ -285,10 +334,13 @@ class SoftDB:
         queries: Any = None,
         memory: int | str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
-    ) -> dict[str, Any]:
+        background: bool = False,
+        device: Any = None,
+    ) -> dict[str, Any] | Build:
         """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
 
-        A build that is interrupted, or that fails, leaves the old index in use.
+        A build that is interrupted, or that fails, leaves the old index in use. Reading and writing may go on meanwhile
+        in other threads, and nothing that they change is lost; one build runs at a time.
 
         Args:
             kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "ivf-rabitq" (lists with a bit a
@@ -299,14 +351,36 @@ class SoftDB:
                 on, and the recall that the other half meets is reported.
             memory: what codes and ids may occupy, in bytes or as text such as "200MB".
             progress: called with what is being done, how much of it is done, and the whole.
+            background: return at once a `softdb.index.background.Build`: `.done`, `.progress`, `.cancel()`, and
+                `.result(timeout)`, the report. Closing the database cancels it. `progress` is called in its thread.
+            device: where this handle searches from then on, "cpu", "cuda" or "cuda:1"; None: as before, at first where
+                the database was opened. On a GPU "ivf" has 8-bit codes, "hnsw" and "ivf-rabitq" do not exist, and
+                memory is the GPU's; the cache is an index that a CPU reads, too.
 
         Raises:
             BadInput: no index meets the memory, or none that does reaches the recall; the message says what would do.
+                Or another build is going on; or the device is not there, or has no such index.
+            MissingDependency: FAISS, or its GPU build, is not installed.
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; build the index from the one that writes")
         asked = None if queries is None else self._queries(queries).detach()
-        return self._finder.build(kind, recall, check.integer(k, "k"), asked, progress, memory)
+        if not isinstance(background, bool):
+            raise BadInput(f"background is {check.shown(background)}; expected True or False")
+        if asked is not None and background:
+            asked = asked.clone()  # the caller may go on to change what was given
+        work = self._finder.builder(kind, recall, check.integer(k, "k"), asked, memory, check.device(device))
+        build = self._finder.begin(functools.partial(self._build_index, work), progress)
+        if not background:
+            return build.run()
+        build.start()
+        return build
+
+    @_verb
+    def _build_index(
+        self, work: Callable[[Callable[[str, int, int], None]], dict[str, Any]], say: Callable[[str, int, int], None]
+    ) -> dict[str, Any]:
+        return work(say)
 
     @_verb
     def tune(self, recall: float | None = None, *, k: int | None = None, queries: Any = None) -> dict[str, Any]:
@@ -406,7 +480,7 @@ class SoftDB:
     def close(self) -> None:
         """Let go of files and lock; the handle then refuses everything. Safe to call twice."""
         if not self._store.closed:
-            self._finder.save()
+            self._finder.close()
         self._store.close()
 
     def __enter__(self) -> SoftDB:

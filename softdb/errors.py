@@ -77,6 +77,10 @@ class StaleRead(SoftDBError):
     """A record was deleted or replaced between the search and the question about it."""
 
 
+class Cancelled(SoftDBError):
+    """The build of an index was cancelled before its end; the old index serves on."""
+
+
 class MissingDependency(SoftDBError, ImportError):
     """A feature needs a package that is not installed; the message names the extra."""
 

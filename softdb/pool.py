@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,9 @@ from torch import Tensor
 from softdb.errors import BadInput
 from softdb.weights import divisor, softmax
 
-__all__ = ["Moments", "State", "merge", "missed_mass", "pool", "sampled", "tail_lse"]
+__all__ = ["Moments", "State", "error_bar", "merge", "missed_mass", "pool", "sampled", "tail_lse"]
+
+SKETCHED = 16  # random directions that an error is seen in
 
 
 class Moments(NamedTuple):
@@ -121,6 +124,70 @@ def _root(square: Tensor) -> Tensor:
     """√x, 0 with a gradient of 0 where rounding left nothing above it."""
     none = square <= 0
     return square.masked_fill(none, 1).sqrt().masked_fill(none, 0)
+
+
+@torch.no_grad()
+def error_bar(
+    stderr: Tensor,  # (q,) of the output
+    noise: Tensor,  # (q, k) c = (1 - p) w² of the candidates
+    values: Tensor,  # (q, k, v), or int64 labels (q, k)
+    output: Tensor,  # (q, v)
+    confidence: float,
+) -> Tensor:  # (q,)
+    """The quantile of ‖ô - o‖: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom.
+
+    ‖ô - o‖² spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ c (v - o)(v - o)ᵀ, which is about
+    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many give 1.1. The
+    covariance is known from m = (Σ x)² / Σ x² effective draws, x = c ‖v - o‖². C is seen in SKETCHED random directions
+    where v is wider. Cost q k v SKETCHED.
+    """
+    apart = _apart(values, output)  # (q, k, r)
+    size = apart.square().sum(-1) * noise
+    trace = size.sum(1)
+    known = trace > 0
+    draws = trace.square() / size.square().sum(1).masked_fill(~known, 1)
+    weighted = apart * noise.unsqueeze(-1)
+    square = (weighted.mT @ apart).square().sum((1, 2))
+    r, v = apart.shape[-1], output.shape[1]
+    if r < v:
+        square = (square - trace.square() / r) / (1 + 1 / r)
+    directions = trace.square() / square.masked_fill(~known, 1)
+    most = min(v, noise.shape[1])
+    directions = directions.masked_fill(square <= 0, most).clamp(1, most)
+    return torch.where(known, stderr * _f_quantile(confidence, directions, draws.clamp(min=2)).sqrt(), 0 * stderr)
+
+
+def _apart(values: Tensor, output: Tensor) -> Tensor:  # (q, k, r)
+    """v - o, in some random directions where it is wide; lengths are kept on average."""
+    width = output.shape[1]
+    if values.is_floating_point():
+        apart = values.to(output) - output.unsqueeze(1)
+        return apart if width <= SKETCHED else apart @ _signs(width).to(output)
+    turned = torch.eye(width).to(output) if width <= SKETCHED else _signs(width).to(output)
+    return turned[values.to(output.device)] - (output @ turned).unsqueeze(1)
+
+
+@functools.lru_cache(maxsize=16)
+def _signs(width: int) -> Tensor:  # (v, SKETCHED)
+    """Random signs, always the same, over √SKETCHED."""
+    generator = torch.Generator().manual_seed(0)
+    signs: Tensor = (2.0 * torch.randint(0, 2, (width, SKETCHED), generator=generator) - 1) / SKETCHED**0.5
+    return signs
+
+
+def _f_quantile(
+    confidence: float,
+    above: Tensor,  # (…) degrees of freedom of the numerator
+    below: Tensor,  # (…) of the denominator
+) -> Tensor:  # (…)
+    """The quantile of F: the cube roots of both χ² are about normal (Paulson 1942)."""
+    z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
+    a, b = 2 / (9 * above), 2 / (9 * below)
+    # ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3)
+    square, half = ((1 - b).square() - z * z * b).clamp(min=1e-3), (1 - a) * (1 - b)
+    rest = (1 - a).square() - z * z * a
+    root = (half.square() - square * rest).clamp(min=0).sqrt()
+    return (((half + root) / square) if z >= 0 else ((half - root) / square)).clamp(min=0) ** 3
 
 
 @torch.no_grad()

@@ -65,6 +65,14 @@ def plane(tmp_path: Path) -> Path:
     return tmp_path / "plane"
 
 
+@pytest.fixture
+def vectors(tmp_path: Path) -> Path:
+    """As many vectors as an index can be trained on."""
+    np.save(tmp_path / "k.npy", np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32))
+    run("import", tmp_path / "vectors", tmp_path / "k.npy")
+    return tmp_path / "vectors"
+
+
 POINTS = {"east": [1, 0], "north": [0, 1], "west": [-1, 0], "south": [0, -1]}
 
 # -- what works --------------------------------------------------------------------------------------------------------
@@ -187,10 +195,80 @@ def test_index_is_built_or_faiss_is_missing(tmp_path: Path) -> None:
     assert len(answer("search", tmp_path / "db", "@" + str(tmp_path / "k.npy"), "-k", 1)) == 2000
 
 
+def test_a_radius_finds_all_that_are_near_enough(plane: Path) -> None:
+    assert [hit["id"] for hit in answer("search", plane, "[1, 0.5]", "--radius", 0.5)[0]] == ["east", "north"]
+    assert answer("search", plane, "[1, 0.5]", "--radius", 7) == [[]]
+    assert "nothing found" in run("search", plane, "[1, 0.5]", "--radius", 7).stdout
+
+
+def test_records_may_be_left_out(book: Path, plane: Path, tmp_path: Path) -> None:
+    found = answer("search", plane, "[1, 0.5]", "-k", 2, "--exclude", "east", "--exclude", "nobody")
+    assert [hit["id"] for hit in found[0]] == ["north", "south"]
+    rows = [{"id": one, "key": [1.0]} for one in (7, "7", "07", 8)]
+    run("import", tmp_path / "db", lines(tmp_path / "r.jsonl", rows))
+    left = answer("search", tmp_path / "db", "[1]", "--exclude", 7, "--exclude", "9" * 30)
+    assert [hit["id"] for hit in left[0]] == ["07", 8]
+    assert [hit["id"] for hit in answer("search", book, "Schuler", "-k", 1, "--exclude", "three")[0]] == [1]
+
+
+def test_hits_may_be_unlike_each_other(tmp_path: Path) -> None:
+    rows = [{"id": name, "key": key} for name, key in (("a", [1, 0]), ("a2", [1, 0.01]), ("b", [0.7, 0.7]))]
+    run("import", tmp_path / "db", lines(tmp_path / "r.jsonl", rows), "--metric", "cosine")
+    asked = ("search", tmp_path / "db", "[1, 0.1]", "-k", 2)
+    assert {hit["id"] for hit in answer(*asked)[0]} == {"a", "a2"}
+    assert [hit["id"] for hit in answer(*asked, "--diversity", 0.9)[0]] == ["a2", "b"]
+    assert {hit["id"] for hit in answer(*asked, "--diversity", 0.9, "--candidates", 2)[0]} == {"a", "a2"}
+
+
+def test_an_index_is_built_and_tuned_for_queries_of_ones_own(vectors: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "k.npy"
+    report = answer(
+        "index", vectors, "--kind", "ivf-sq8", "--recall", 0.5, "-k", 3, "--queries", keys, "--memory", "9M"
+    )
+    assert (report["kind"], report["k"], report["target"]) == ("ivf-sq8", 3, 0.5)
+    assert report["measured_on"] == "queries given"
+    assert "measured on queries given" in run("tune", vectors, "--queries", keys).stdout
+    tuned = answer("tune", vectors, "--recall", 0.9, "-k", 5)
+    assert (tuned["kind"], tuned["k"], tuned["target"]) == ("ivf-sq8", 5, 0.9)
+    assert tuned["measured_on"] == "stored keys, each without itself"
+    assert answer("info", vectors)["index"]["target"] == 0.9
+    assert answer("index", vectors, "--kind", "ivf", "--memory", "100000")["bytes"] <= 100_000
+
+
+def test_compact_removes_what_is_gone(vectors: Path) -> None:
+    with softdb.open(vectors) as db:
+        db.delete(range(1500))
+    report = answer("compact", vectors)
+    assert (report["removed"], report["records"]) == (1500, 500)
+    assert report["bytes"] < report["bytes_before"]
+    assert run("compact", vectors).stdout.startswith("0 rows removed, 500 records stay; ")
+
+
+def test_a_snapshot_is_a_database_with_its_encoder(book: Path, tmp_path: Path) -> None:
+    with softdb.open(book):  # while it is being written
+        shown = run("snapshot", book, tmp_path / "copy").stdout
+    assert shown.startswith("3 records, ")
+    assert shown.strip().endswith(f"B, copied to {tmp_path / 'copy'}")
+    assert answer("search", tmp_path / "copy", "Schulz") == answer("search", book, "Schulz")
+    assert answer("snapshot", book, tmp_path / "third")["records"] == 3
+
+
+def test_fields_are_declared_and_dropped(book: Path) -> None:
+    assert "no field has an index" in run("fields", book).stdout
+    assert run("fields", book, "--add", "year", "--add", "first").stdout.split() == ["first", "year"]
+    assert answer("fields", book, "--add", "name", "--drop", "year") == ["first", "name"]
+    assert answer("info", book)["fields"] == ["first", "name"]
+    with softdb.open(book):  # to look takes no lock
+        assert answer("fields", book) == ["first", "name"]
+
+
 def test_version_and_help() -> None:
     assert run("--version").stdout.strip() == f"softdb {softdb.__version__}"
     shown = run("--help").stdout
-    for name in ("demo", "info", "import", "export", "search", "attend", "verify", "index"):
+    for name in (
+        *("demo", "info", "import", "export", "search", "attend", "verify", "index"),
+        *("tune", "compact", "snapshot", "fields", "bench"),
+    ):
         assert name in shown
         assert "Usage" in run(name, "--help").stdout
 
@@ -206,7 +284,7 @@ def test_help_does_not_wait_for_torch() -> None:
 # -- what does not -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["info", "verify", "index"])
+@pytest.mark.parametrize("command", ["info", "verify", "index", "tune", "compact", "fields"])
 def test_what_is_no_database_is_named(tmp_path: Path, command: str) -> None:
     assert "nothing holds no database" in fails(command, tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
@@ -233,6 +311,46 @@ def test_an_encoder_that_is_not_installed(plane: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     error = fails("search", plane, "east", "--encoder", "ngram")
     assert "the encoder 'ngram' needs sentence-transformers; pip install 'softdb[text]'" in error
+
+
+def test_searches_that_contradict_themselves(plane: Path) -> None:
+    asked = ("search", plane, "[1, 0]")
+    assert "radius and k are both given" in fails(*asked, "--radius", 1, "-k", 2)
+    assert "radius and diversity are both given" in fails(*asked, "--radius", 1, "--diversity", 0.5)
+    assert "radius is nan; expected the least score" in fails(*asked, "--radius", "nan")
+    assert "diversity is 2.0; expected a number from 0 to 1" in fails(*asked, "--diversity", 2)
+    assert "candidates is 9 without diversity" in fails(*asked, "--candidates", 9)
+    assert "candidates is 1 but k is 10" in fails(*asked, "--diversity", 0.5, "--candidates", 1)
+
+
+def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> None:
+    ivf = ("index", vectors, "--kind", "ivf")
+    assert "no.npy cannot be read as an array of numbers" in fails(*ivf, "--queries", tmp_path / "no.npy")
+    np.savez(tmp_path / "two.npz", np.zeros(2), np.zeros(3))
+    assert "two.npz holds several arrays" in fails(*ivf, "--queries", tmp_path / "two.npz")
+    np.save(tmp_path / "wide.npy", np.zeros((3, 17)))
+    assert "queries are 17 wide but this database's keys are 16 wide" in fails(*ivf, "--queries", tmp_path / "wide.npy")
+    assert "memory is 'much'; expected a number of bytes" in fails(*ivf, "--memory", "much")
+    assert "memory is 9 bytes, which no index of kind 'ivf' meets" in fails(*ivf, "--memory", 9)
+    assert "recall is 2.0; expected a share" in fails(*ivf, "--recall", 2)
+    assert "4 records are too few to train an index on" in fails("index", plane, "--kind", "ivf")
+    assert "there is no index to tune, search is exact" in fails("tune", vectors)
+    run(*ivf)
+    assert "recall is 0.0; expected a share above 0" in fails("tune", vectors, "--recall", 0)
+
+
+def test_copies_and_fields_that_cannot_be(book: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "theirs").touch()
+    assert "is a directory with something in it" in fails("snapshot", book, tmp_path / "full")
+    assert "lies in the database itself" in fails("snapshot", book, book / "copy")
+    assert "nothing holds no database" in fails("snapshot", tmp_path / "nothing", tmp_path / "copy")
+    assert "field 'year' has no index; indexed fields: none" in fails("fields", book, "--drop", "year")
+    assert "field 'nope' has no index" in fails("fields", book, "--add", "year", "--drop", "nope")
+    assert answer("fields", book) == []  # nothing was added either
+    with softdb.open(book):
+        for command in (("compact", book), ("fields", book, "--add", "year"), ("tune", book), ("index", book)):
+            assert "is being written by process" in fails(*command)
 
 
 def test_filters_that_cannot_serve(book: Path) -> None:
@@ -296,6 +414,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, book: Path) -> 
         ("import", "x"),
         ("import", "x", "y", "--metric", "manhattan"),
         ("index", "x", "--kind", "magic"),
+        ("index", "x", "-k", "0"),
+        ("tune", "x", "-k", "0"),
+        ("snapshot", "x"),
+        ("search", "x", "y", "--radius", "far"),
         ("attend", "x", "y", "--temperature", "warm"),
         ("info", "x", "--nonsense"),
     ],

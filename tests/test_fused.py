@@ -16,6 +16,7 @@ from torch import Tensor
 from worlds import snapshot
 
 from softdb.check import Metric
+from softdb.compiled import threads
 from softdb.errors import BadInput
 from softdb.scores import Additive, Cosine, Dot, General, LinearAdditive, NegativeL2, ScaledDot
 from softdb.store.snapshot import Snapshot
@@ -147,7 +148,7 @@ def test_threads_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     one = world(4, 5, Metric.DOT, live=0.9, masked=True)
     whole = fused.forward(one.queries, one.ask)
     monkeypatch.setattr(fused, "PIECE", 37)
-    monkeypatch.setattr(fused, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(threads, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(fused, "CHUNK", 2)
     parts = fused.forward(one.queries, one.ask)
@@ -194,7 +195,7 @@ def _exp(x: np.float32) -> float:
     if _compiled_exp is None:
         from numba import njit
 
-        from softdb.stream.compiled import loops
+        from softdb.compiled import loops
 
         inner = loops._exp
         _compiled_exp = njit(lambda y: inner(y))
@@ -320,7 +321,7 @@ def test_others_are_not(used: list[str], rng: np.random.Generator, monkeypatch: 
     with torch.no_grad():
         stream(queries, stored, trained, 0.3)
     assert used.pop() == "fused"
-    monkeypatch.setattr(fused, "available", lambda: False)
+    monkeypatch.setattr(exact, "available", lambda: False)
     stream(queries, stored, Dot(), 0.3)
     assert used.pop() == "blocks"
 
@@ -371,7 +372,7 @@ def test_a_second_derivative_is_refused(loss: Any, used: list[str], rng: np.rand
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads, which is the point
 def test_a_forked_child_answers_too(used: list[str], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(threads, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     queries, stored = _records(rng)
     with torch.no_grad():
@@ -394,7 +395,7 @@ def narrow():
     return features
 binding.get_host_cpu_features = narrow
 import test_fused as tests
-from softdb.stream.compiled import LANES
+from softdb.compiled.tile import LANES
 assert LANES <= 8
 for q in (1, 3, 20):
     for metric in tests.METRICS:
@@ -411,7 +412,7 @@ def test_processors_with_narrower_vectors(tmp_path: Path) -> None:
 
 def test_code_is_kept_apart_for_every_version_of_the_sources(tmp_path: Path) -> None:
     """numba looks at one file: a constant changed in another must not leave stale loops."""
-    program = "from softdb.stream.compiled import forward as f; print(f._cache._cache_path)"
+    program = "from softdb.compiled.attention import forward as f; print(f._cache._cache_path)"
 
     def folder(package: Path) -> str:
         environment = {**os.environ, "PYTHONPATH": str(package)}
@@ -424,6 +425,6 @@ def test_code_is_kept_apart_for_every_version_of_the_sources(tmp_path: Path) -> 
     one, other = tmp_path / "one", tmp_path / "other"
     for package in (one, other):
         shutil.copytree(source, package / "softdb", ignore=shutil.ignore_patterns("__pycache__"))
-    changed = other / "softdb" / "stream" / "compiled" / "parts.py"
+    changed = other / "softdb" / "compiled" / "parts.py"
     changed.write_text(changed.read_text().replace("BLOCK = 256", "BLOCK = 128"))
     assert folder(one).split("/__pycache__/")[1].split("/")[0] != folder(other).split("/__pycache__/")[1].split("/")[0]

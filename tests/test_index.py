@@ -279,7 +279,7 @@ def test_memory_is_read(memory: object, size: int | None) -> None:
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "much", "-3MB", "5 I", ""])
 def test_memory_that_is_none(db: softdb.SoftDB, memory: object) -> None:
     with pytest.raises(softdb.BadInput, match=r"memory is .*expected a number of bytes above 0"):
-        db.build_index("ivf", memory=memory)  # type: ignore[arg-type]
+        db.build_index("ivf", memory=memory)  # type: ignore[call-overload]
 
 
 def test_a_memory_that_nothing_meets(db: softdb.SoftDB) -> None:

@@ -15,8 +15,9 @@ from softdb.index import search
 from softdb.index.build import build
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
-from softdb.index.rerank import best
+from softdb.index.rerank import best, ordered
 from softdb.index.search import border_of, find
+from softdb.scores import score_of
 from softdb.store.snapshot import Segment, Snapshot
 
 Array = np.ndarray[Any, Any]
@@ -83,12 +84,33 @@ def test_positive_and_negative_zeros_are_ties() -> None:
     assert found.tolist() == [[0, 1, 2, 3]]
 
 
-def test_many_candidates_go_in_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.index.rerank.SCORED", 50)
-    world, queries = snapshot(awkward(rng, 90, 4), cuts=(33,)), rng.standard_normal((11, 4)).astype(np.float32)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_candidates_are_scored_in_parts_with_and_without_compiled_loops(
+    metric: Metric, compiled: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softdb.compiled.threads.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("softdb.index.rerank.GATHERED", 50)
+    monkeypatch.setattr("softdb.index.rerank.available", lambda: compiled)
+    keys = awkward(rng, 90, 37)
+    world, queries = snapshot(keys, cuts=(33,)), rng.standard_normal((11, 37)).astype(np.float32)
     candidates = np.tile(np.arange(90), (11, 1))
-    exact = nearest(world, torch.from_numpy(queries), 7, Metric.L2)
-    assert recall(best(world, queries, candidates, 7, Metric.L2), exact) == 1
+    found, scores = ordered(world, queries, candidates, 100, metric)
+    exact = nearest(world, torch.from_numpy(queries), 100, metric)
+    assert recall(found[:, :7], exact[:, :7]) == 1
+    assert (found >= 0).sum() == 11 * 90
+    true = score_of(metric)(torch.from_numpy(queries).double(), torch.from_numpy(keys).double()).numpy()
+    np.testing.assert_allclose(scores[:, :90], np.take_along_axis(true, found[:, :90], 1), rtol=1e-5, atol=1e-5)
+    assert np.isneginf(scores[:, 90:]).all()
+
+
+def test_cosines_of_very_long_and_very_short_keys(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((40, 6)).astype(np.float32)
+    keys *= np.float32(10.0) ** rng.integers(-28, 28, (40, 1))
+    found, scores = ordered(snapshot(keys), 1e25 * keys[:1], np.arange(40)[None], 40, Metric.COSINE)
+    wide = keys.astype(np.float64)
+    true = wide @ wide[0] / np.linalg.norm(wide, axis=1) / np.linalg.norm(wide[0])
+    np.testing.assert_allclose(scores[0], true[found[0]], atol=1e-5)
 
 
 # -- what an index may return ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The door: everything from outside becomes canonical here, with every "got / expected / do this" message."""
 
 from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
-from softdb.check.asking import Asked, asked, excluded, share
+from softdb.check.asking import Asked, Tolerance, asked, excluded, share, tolerance
 from softdb.check.ids import Id, identifiers
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
 from softdb.check.plain import filled, integer, positive, shown
@@ -16,6 +16,7 @@ __all__ = [
     "Id",
     "Metric",
     "Schema",
+    "Tolerance",
     "asked",
     "device",
     "encoded",
@@ -33,5 +34,6 @@ __all__ = [
     "schema",
     "share",
     "shown",
+    "tolerance",
     "values",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -21,15 +22,20 @@ Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
 
 
 def device(value: object) -> torch.device | None:
-    """The device on which queries that are no tensors are answered."""
+    """A device to answer on: the CPU, or a GPU that torch sees."""
     if value is None:
         return None
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
         raise BadInput(f"device is {shown(value)}; expected 'cpu' or 'cuda'") from None
+    if found.type not in ("cpu", "cuda"):
+        raise BadInput(f"device is {shown(value)}, which softdb does not know; expected 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput("device is cuda but torch sees no CUDA device; omit it to answer on the CPU")
+        raise BadInput(f"device is {found} but torch sees no CUDA device; omit it to answer on the CPU")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise BadInput(f"device is {found} but the last that torch sees is 'cuda:{last}'; choose one up to that")
     return found
 
 
@@ -153,7 +159,8 @@ def queries(
         raise BadInput(f"queries have {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; expected (q, {width})")
     if tensor.shape[1] != width:
         raise BadInput(f"queries are {tensor.shape[1]} wide but {taker} {width} wide; encode them alike")
-    if not bool(torch.isfinite(tensor.detach()).all()):
+    # a sum is finite only where every number is, or where it is too large: then each is looked at
+    if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
         bad = (~torch.isfinite(tensor.detach()).all(dim=1)).nonzero()[:, 0]
         raise BadInput(f"queries hold NaN or infinity, first in query {int(bad[0])}; remove or repair them")
     return tensor

@@ -13,7 +13,7 @@ from softdb.check.plain import integer, shown
 from softdb.check.schemas import Metric
 from softdb.errors import BadInput
 
-__all__ = ["Asked", "asked", "excluded", "share"]
+__all__ = ["Asked", "Tolerance", "asked", "excluded", "share", "tolerance"]
 
 DEFAULT_K = 10
 
@@ -39,6 +39,38 @@ def asked(k: object, radius: object, diversity: object, candidates: object, metr
                 f"that is near enough: give one of them"
             )
     return Asked(0, _least_score(radius, metric), 0.0, 0)
+
+
+class Tolerance(NamedTuple):
+    """What error of a soft query is small enough: bar ≤ atol + rtol max(‖o‖, 0.1 rms‖v‖)."""
+
+    rtol: float
+    atol: float
+    confidence: float  # the share of answers whose error shall be within their bar
+    most: int | None  # records pooled for it at most; None: every record, where it takes that
+
+
+def tolerance(rtol: object, atol: object, confidence: object, max_candidates: object, k: object) -> Tolerance | None:
+    """A tolerance, None where none is asked for; BadInput where it makes no sense or k is given, too."""
+    if rtol is None and atol == 0 and not isinstance(atol, bool):
+        if max_candidates is not None:
+            raise BadInput("max_candidates bounds an estimate, but no tolerance is asked for; give rtol or atol, too")
+        return None
+    if k is not None:
+        raise BadInput(
+            f"k and a tolerance are both given (k {shown(k)}, rtol {shown(rtol)}, atol {shown(atol)}); k truncates, a "
+            "tolerance estimates what truncation would miss: give one of them"
+        )
+    relative = 0.0 if rtol is None else _number(rtol, "rtol", "a number of at least 0, such as 0.05")
+    absolute = _number(atol, "atol", "a number of at least 0")
+    for name, number in (("rtol", relative), ("atol", absolute)):
+        if not (number >= 0 and math.isfinite(number)):
+            raise BadInput(f"{name} is {number}; expected a finite number of at least 0")
+    sure = _number(confidence, "confidence", "a number between 0 and 1, such as 0.95")
+    if not 0 < sure < 1:
+        raise BadInput(f"confidence is {sure}; expected a number between 0 and 1, such as 0.95")
+    most = None if max_candidates is None else integer(max_candidates, "max_candidates")
+    return Tolerance(relative, absolute, sure, most)
 
 
 def excluded(value: object, queries: int) -> list[list[Id]]:

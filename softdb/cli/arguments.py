@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +23,11 @@ __all__ = [
     "Kind",
     "Metric",
     "Query",
+    "QueryFile",
     "Where",
+    "array_of",
     "filter_of",
+    "ids_of",
     "opened",
     "query_of",
 ]
@@ -32,7 +36,13 @@ Database = Annotated[Path, typer.Argument(metavar="PATH", help="The database's d
 Query = Annotated[str, typer.Argument(help="A text, a JSON list of numbers, or @FILE.npy.")]
 Where = Annotated[str | None, typer.Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
 EncoderName = Annotated[str | None, typer.Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
+QueryFile = Annotated[
+    Path | None, typer.Option(metavar="FILE.npy", help="Queries of the kind that will come, to measure with.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class Metric(str, Enum):
@@ -55,6 +65,8 @@ class Kind(str, Enum):
 
     auto = "auto"
     ivf = "ivf"
+    ivf_rabitq = "ivf-rabitq"
+    ivf_sq8 = "ivf-sq8"
     hnsw = "hnsw"
     flat = "flat"
 
@@ -83,12 +95,29 @@ def query_of(query: str) -> Any:
         return query
     if query.startswith("["):
         return _json(query, "QUERY starts with [ but")
+    return array_of(Path(query[1:]))
+
+
+def array_of(path: Path) -> Any:
+    """The array in a .npy file."""
     import numpy as np
 
     try:
-        return np.load(query[1:], allow_pickle=False)
+        array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise BadInput(f"{query[1:]} cannot be read as an array of numbers ({error})") from None
+        raise BadInput(f"{path} cannot be read as an array of numbers ({error})") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise BadInput(f"{path} holds several arrays; give a .npy file with one")
+    return array
+
+
+def ids_of(texts: list[str] | None) -> list[str | int] | None:
+    """Ids as they were typed: what reads as a whole number may be either, so it stands for both."""
+    if not texts:
+        return None
+    numbers = [int(text) for text in texts if _WHOLE.fullmatch(text) and -(2**63) <= int(text) < 2**63]
+    return [*texts, *numbers]
 
 
 def filter_of(where: str | None) -> Any:

@@ -18,23 +18,17 @@ from softdb.cli.arguments import (
     Database,
     DType,
     EncoderName,
-    Kind,
     Metric,
-    Query,
-    Where,
-    filter_of,
     opened,
-    query_of,
 )
+from softdb.cli.ask import attend, search
+from softdb.cli.bench import bench
+from softdb.cli.keep import compact, export, fields, index, snapshot, tune, verify
 from softdb.cli.show import (
-    attended,
     fail,
-    listed,
     plain,
     print_json,
     print_table,
-    show_attended,
-    show_hits,
     terminal,
 )
 from softdb.errors import BadInput, SoftDBError
@@ -195,96 +189,5 @@ def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
     return {"num_classes": num_classes}
 
 
-@app.command()
-def search(
-    path: Database,
-    query: Query,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many records.")] = 10,
-    where: Where = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Pass the index by.")] = False,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find the nearest records."""
-    with opened(path, query, encoder) as db:
-        hits = db.search(query_of(query), k, where=filter_of(where), exact=exact)
-        columns = zip(hits.ids, hits.scores.tolist(), hits.payloads, strict=True)
-        found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
-    if as_json:
-        names = ("id", "score", "payload")
-        print_json([[dict(zip(names, hit, strict=True)) for hit in one] for one in found])
-        return
-    for one in found:
-        show_hits("score", one)
-
-
-@app.command()
-def attend(
-    path: Database,
-    query: Query,
-    temperature: Annotated[float, typer.Option(help="Near 0 the nearest record, far above the mean of all.")] = 1.0,
-    k: Annotated[int | None, typer.Option("-k", min=1, help="Weigh the k nearest; without it all records.")] = None,
-    where: Where = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Ask softly: the mean of all values, each weighted by softmax(score / temperature)."""
-    with opened(path, query, encoder) as db:
-        asked, filter_ = query_of(query), filter_of(where)
-        pooled = db.attend(asked, temperature=temperature, k=k, where=filter_)
-        # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
-        half = db.attend(asked, temperature=temperature / 2, k=k, where=filter_)
-        spread = (2 * pooled.lse - half.lse).exp().tolist()
-        hits = db.search(asked, min(k or 10, 10), where=filter_)
-        weights = (hits.scores.double() / temperature - pooled.lse[:, None].double()).exp().tolist()
-        columns = zip(hits.ids, weights, hits.payloads, strict=True)
-        found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
-        is_label = db.stats()["num_classes"] is not None
-    if as_json:
-        print_json([attended(pooled, i, spread[i], one) for i, one in enumerate(found)])
-        return
-    for i, one in enumerate(found):
-        show_attended(attended(pooled, i, spread[i], one), one, temperature, is_label)
-
-
-@app.command()
-def verify(path: Database) -> None:
-    """Read everything back and compare it with its checksums."""
-    with opened(path) as db:
-        count = db.verify()
-    terminal().print(f"[green]ok[/]: {count:,} records, every byte as it was written")
-
-
-@app.command()
-def export(
-    path: Database,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write.")],
-    where: Where = None,
-) -> None:
-    """Write records as JSON lines, which `import` reads back."""
-    from softdb.formats import export_records
-
-    with opened(path) as db:
-        count = export_records(db, file, where=filter_of(where))
-    terminal().print(f"{count:,} records written to {escape(str(file))}")
-
-
-@app.command()
-def index(
-    path: Database,
-    kind: Annotated[Kind, typer.Option(help="Which; auto measures and chooses.")] = Kind.auto,
-    recall: Annotated[float, typer.Option(help="The share of the true nearest 10 to find.")] = 0.95,
-) -> None:
-    """Build the index that makes searches fast (needs FAISS)."""
-    import softdb
-    from softdb.demo import progress
-
-    console = terminal()
-    with softdb.open(path) as db, progress(console) as bar:
-        task = bar.add_task("index")
-
-        def show(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=what, completed=done, total=whole)
-
-        report = db.build_index(kind.value, recall=recall, progress=show)
-    console.print(listed(report))
+for command in (search, attend, verify, export, compact, snapshot, fields, index, tune, bench):
+    app.command()(command)

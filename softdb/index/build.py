@@ -7,24 +7,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index.choose import KINDS, TRIED, Plan, Progress, budget, choose, plans
 from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
-from softdb.index.flat import nearest
+from softdb.index.device import Board
+from softdb.index.gpu import board_of, engines, gpu_faiss, place
+from softdb.index.gpu_search import find, nearest
 from softdb.index.ivf import POINTS_A_LIST, lists_for
-from softdb.index.search import find
-from softdb.index.tune import Setting, recall_of, seconds_of, settle, steadied
+from softdb.index.tune import Setting, recalls_of, seconds_of, settle, steadied
 from softdb.store import Snapshot
 
-__all__ = ["KINDS", "Progress", "Target", "build", "checked", "tuned"]
+__all__ = ["KINDS", "Progress", "Target", "build", "checked", "possible", "tuned"]
 
 SMALL = 20_000  # records that are compared exactly in about a millisecond: no index is faster
 LEAST = 1000  # records that an index can be trained on
-QUERIES = 512  # half of which the effort is tuned on, and half the recall is reported on
-BLOCK = 50_000  # records added at once
+QUERIES = 1024  # half of which the effort is tuned on, and half the recall is reported on
+BLOCK = 10_000  # records added at once: a build that is cancelled ends with them
 TRAINED = 1 << 14  # records that codes are trained on at least
 BUILT = 3  # indexes at most, where the one that looked best on a sample does not reach the recall
 AIMS = 4  # times that the aim is raised where the other half's recall is lower than that of the half tuned on
@@ -37,10 +39,16 @@ class Target:
         self.recall, self.k, self.queries = recall, k, queries
 
 
-def checked(kind: object, recall: object, memory: object = None) -> tuple[str, float, int | None]:
+def checked(
+    kind: object, recall: object, memory: object = None, board: Board | None = None
+) -> tuple[str, float, int | None]:
     """Kind, recall target and memory in bytes, or BadInput."""
-    if kind not in ("auto", "flat", *KINDS):
-        raise BadInput(f"kind is {shown(kind)}; choose one of 'auto', 'flat', {', '.join(map(repr, KINDS))}")
+    known = ("auto", "flat", *(KINDS if board is None else engines(board)))
+    if kind not in known:
+        why, way = "", ""
+        if kind in KINDS and board is not None:
+            why, way = f", which has no form on {board.device}", ", or device='cpu'"
+        raise BadInput(f"kind is {shown(kind)}{why}; choose one of {', '.join(map(repr, known))}{way}")
     if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
         raise BadInput(f"recall is {shown(recall)}; expected a share above 0 and at most 1, such as 0.95")
     return str(kind), float(recall), budget(memory)
@@ -55,21 +63,19 @@ def build(
     queries: Tensor | None,
     progress: Progress | None,
     memory: int | None = None,
+    board: Board | None = None,  # the GPU to build on; None: the CPU
 ) -> tuple[Index | None, dict[str, Any]]:
     """An index over a snapshot and a report of what was measured; None where exact search serves better.
 
     Cost: a few indexes of at most 50,000 records to choose by, k-means over a sample, one pass over the keys, and the
     exact search of 512 queries. Memory: the codes, and a sample and a block of keys.
     """
-    if kind == "flat" or (kind == "auto" and snapshot.count < SMALL):
+    fit = possible(snapshot, kind, memory, board)
+    if not fit:
         reason = "asked for" if kind == "flat" else f"{snapshot.count} records are searched exactly in a moment"
-        return None, {"kind": "flat", "reason": reason, "recall": 1.0, "met": True}
-    faiss_module()
+        where = "cpu" if board is None else str(board.device)
+        return None, {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
     target = Target(recall, k, queries)
-    if snapshot.count < LEAST:
-        raise BadInput(f"{snapshot.count} records are too few to train an index on; it takes {LEAST}, or kind='flat'")
-    dim = snapshot.segments[0].keys.shape[1]
-    fit = plans(kind, dim, snapshot.count, memory)
     say = progress or (lambda *_: None)
     start = time.perf_counter()
     ranked = _ranked(snapshot, metric, fit, target, say)[:BUILT]
@@ -81,15 +87,30 @@ def build(
         begun = time.perf_counter()
         index = _filled(snapshot, metric, plan, say)
         built = time.perf_counter()
-        index.report = {"codes": plan.codes, "lists": int(getattr(index.inner, "nlist", 0)) or None}
+        lists = int(getattr(index.inner, "nlist", 0)) or None
+        index.report = {"codes": plan.codes, "lists": lists, "device": place(index)}
         tuned(snapshot, index, target, say)
         ranked = [other for other in ranked if other.size > plan.size]  # only finer codes can do better
     assert index is not None
     assert plan is not None
     if memory is not None and not index.report["met"] and kind == "auto":
-        raise _short(index, plan, plans(kind, dim, snapshot.count, None), memory, target)
+        raise _short(index, plan, possible(snapshot, kind, None, board), memory, target)
     index.report |= {"choose_seconds": round(chosen - start, 2), "build_seconds": round(built - begun, 2)}
+    say("measuring", 1, 1)
     return index, index.report
+
+
+def possible(snapshot: Snapshot, kind: str, memory: int | None, board: Board | None = None) -> list[Plan]:
+    """What may be built, nothing where exact search serves better. Raises MissingDependency and BadInput."""
+    if kind == "flat":
+        return []
+    if kind == "auto" and (snapshot.count < SMALL if board is None else board.small(snapshot)):
+        return []
+    _ = faiss_module() if board is None else gpu_faiss(board.device)
+    if snapshot.count < LEAST:
+        raise BadInput(f"{snapshot.count} records are too few to train an index on; it takes {LEAST}, or kind='flat'")
+    dim = snapshot.segments[0].keys.shape[1]
+    return plans(kind, dim, snapshot.count, memory, KINDS if board is None else engines(board))
 
 
 def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> None:
@@ -101,7 +122,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     setting, measured = _aimed(exam, target.recall, say)
     index.effort, index.candidates = setting.effort, setting.candidates
     index.report = {
-        **{name: value for name, value in index.report.items() if name in ("codes", "lists")},
+        **{name: value for name, value in index.report.items() if name in ("codes", "lists", "device")},
         "kind": index.kind,
         "recall": round(measured, 4),
         "target": target.recall,
@@ -122,14 +143,18 @@ def _aimed(exam: _Exam, recall: float, say: Progress) -> tuple[Setting, float]:
     def told(done: int, whole: int) -> None:
         say("measuring", done, whole)
 
-    goal = recall
+    goal, kept = recall, None
     for aim in range(AIMS):
         setting = steadied(exam, exam.index.effort_most, settle(exam, exam.index, goal, told))
         measured = exam.recall(setting.effort, setting.candidates, held=True)
-        if measured >= recall or setting.recall < goal or goal == 1:
+        if kept is None or kept[1] < recall or measured >= recall:
+            kept = setting, measured
+        sure = measured - exam.doubt(setting.effort, setting.candidates)  # other queries will find as much, most likely
+        if sure >= recall or setting.recall < goal or goal == 1:
             break
-        goal = min(1.0, goal + 1.5 * (recall - measured) + (1 - recall) * (aim + 1) / 10)
-    return setting, measured
+        goal = min(1.0, goal + 1.5 * (recall - sure) + (1 - recall) * aim / 10)
+    assert kept is not None
+    return kept
 
 
 class _Exam:
@@ -138,16 +163,24 @@ class _Exam:
     def __init__(self, snapshot: Snapshot, index: Index, asked: Tensor, own: Rows | None, k: int) -> None:
         self.snapshot, self.index, self.asked, self.own = snapshot, index, asked, own
         self.wanted = k + (own is not None)
-        self.truth = nearest(snapshot, asked, self.wanted, index.metric)
-        self.known: dict[tuple[int, int, bool], float] = {}
+        self.truth = nearest(board_of(index), snapshot, asked, self.wanted, index.metric)
+        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query
 
     def recall(self, effort: int, candidates: int, held: bool = False) -> float:
         """The share of the true nearest that a search finds."""
+        return round(float(self._recalls(effort, candidates, held).mean()), 9)  # 0.99 is not 0.9899999999999999
+
+    def doubt(self, effort: int, candidates: int) -> float:
+        """The standard error of the half's recall that is held aside."""
+        each = self._recalls(effort, candidates, held=True)
+        return float(each.std() / np.sqrt(len(each)))
+
+    def _recalls(self, effort: int, candidates: int, held: bool) -> NDArray[np.float64]:
         name = (effort, candidates, held)
         if name not in self.known:
             half = slice(1, None, 2) if held and len(self.asked) > 1 else slice(0, None, 2)
             found = self._search(self.asked[half], effort, candidates)
-            self.known[name] = recall_of(found, self.truth[half], None if self.own is None else self.own[half])
+            self.known[name] = recalls_of(found, self.truth[half], None if self.own is None else self.own[half])
         return self.known[name]
 
     def seconds(self, effort: int, candidates: int) -> float:

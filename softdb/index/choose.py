@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -55,13 +55,15 @@ def budget(memory: object) -> int | None:
     return int(memory)
 
 
-def plans(kind: str, dim: int, count: int, memory: int | None) -> list[Plan]:
+def plans(
+    kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[IVF] | type[HNSW]] = KINDS
+) -> list[Plan]:
     """What may be built within the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
-    engines = KINDS.values() if kind == "auto" else [KINDS[kind]]
+    wanted = engines.values() if kind == "auto" else [engines[kind]]
     every = [
         Plan(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
-        for engine in engines
+        for engine in wanted
         for codes in engine.codes(dim)
     ]
     fit = [plan for plan in every if memory is None or plan.size <= memory]
@@ -94,7 +96,7 @@ def choose(
     exam = _Sampled(metric, keys, queries, k, len(keys) / whole)
     for done, plan in enumerate(fit):
         say("choosing", done, len(fit))
-        if plan.engine is not IVF and any(setting.recall >= goal for _, setting in tried):
+        if plan.engine.kind != IVF.kind and any(setting.recall >= goal for _, setting in tried):
             break
         exam.index = plan.engine.train(metric, exam.training, len(keys), plan.codes)
         exam.index.add(np.arange(len(keys)), keys)

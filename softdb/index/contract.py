@@ -37,9 +37,10 @@ def prepared(
     """Vectors as an index sees them: float32, of length 1 for the cosine (zero vectors stay)."""
     found = np.ascontiguousarray(vectors, np.float32)
     if metric is Metric.COSINE:
-        lengths = np.linalg.norm(found, axis=1, keepdims=True)
+        # float64 holds the squares of every float32
+        lengths = np.sqrt(np.einsum("ij,ij->i", found, found, dtype=np.float64))[:, None]
         lengths[lengths == 0] = 1
-        found = np.divide(found, lengths, dtype=np.float32)
+        found = np.divide(found, lengths, dtype=np.float32, casting="same_kind")
     return found
 
 
@@ -107,11 +108,26 @@ class Index(ABC):
         effort: int | None = None,
     ) -> Rows:  # (q, c), -1 = none
         """The c rows of each query whose codes are nearest, in no promised order."""
+        return self.find_scored(queries, c, allowed, effort)[0]
+
+    def find_scored(
+        self,
+        queries: Floats,  # (q, d) prepared
+        c: int,
+        allowed: Selected | Live | None = None,  # (covered,) over rows; None: all
+        effort: int | None = None,
+    ) -> tuple[Rows, Floats]:  # (q, c), -1 = none; (q, c), -inf for none
+        """As `find`, and about what they score, as their codes have it."""
         chosen = Selected(allowed) if isinstance(allowed, np.ndarray) else allowed
         # made anew for each call: to search, an id map writes to the parameters
         parameters = self.parameters(min(effort or self.effort, self.effort_most), chosen and chosen.selector)
-        _, rows = self.inner.search(queries, c, params=parameters)
-        return np.asarray(rows, np.int64)
+        pointer, q, queries = faiss_module().swig_ptr, len(queries), np.ascontiguousarray(queries)
+        rows, scores = np.empty((q, c), np.int64), np.empty((q, c), np.float32)
+        self.inner.search_c(q, pointer(queries), c, pointer(scores), pointer(rows), parameters)
+        if self.metric is Metric.L2:
+            np.negative(scores, out=scores)
+        scores[rows < 0] = -np.inf
+        return rows, scores
 
     def copy(self) -> Index:
         """An index that can grow while this one is searched."""

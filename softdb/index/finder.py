@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from softdb.errors import BadInput
 from softdb.index import cache
-from softdb.index.build import Progress, Target, build, checked, tuned
+from softdb.index.background import Build
+from softdb.index.build import Progress, Target, build, checked, possible, tuned
 from softdb.index.contract import Index, Live, Rows, Selected, faiss_module
-from softdb.index.flat import nearest
-from softdb.index.search import border_of, find, serves
+from softdb.index.device import Board
+from softdb.index.gpu import board_of, hosted, place, placed
+from softdb.index.gpu_search import find, nearest, serves
+from softdb.index.ivf import IVF
+from softdb.index.search import among, border_of
+from softdb.index.tail import Tail
 from softdb.index.watch import Watch
 from softdb.scores import Fold
-from softdb.store import Snapshot, Store
+from softdb.store import Snapshot, Store, fork
 
 __all__ = ["Finder"]
 
@@ -30,14 +37,30 @@ ABSORB_SHARE = 0.1  # and what share of the index they must be: taking in copies
 class Finder:
     """Finds candidates for a store. An index may be missing, stale or refused; the answer is right all the same."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, device: torch.device | None = None) -> None:
         self._store = store
-        self._index: Index | None = None
+        self._board = Board.of(device)  # the GPU to search on; None: the CPU
+        # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
+        self._held: tuple[Index | None, int] = (None, 0)
+        self._tail: Tail | None = None  # of the index, made when first needed
         self._file: str | None = None  # the file that was last loaded or refused
         self._looked = False  # whether the catalogue was asked for one
         self._unsaved = False
+        self._compacted = 0  # the generation of the last compaction
+        self._build: Build | None = None  # the last one
         self.watch = Watch()
         self._lock = threading.Lock()  # one thread loads, absorbs or replaces the index
+        fork.watch(self)
+
+    @property
+    def _index(self) -> Index | None:
+        return self._held[0]
+
+    def after_fork(self) -> None:
+        """In a forked child: no thread builds, and none will let go of the lock."""
+        self._lock = threading.Lock()
+        if self._build is not None:
+            self._build.after_fork()
 
     def find(
         self,
@@ -49,6 +72,10 @@ class Finder:
     ) -> Rows:  # (q, k)
         """Positions of the k nearest by the database's metric, -1 = none."""
         index = None if exact else self._current(snapshot)
+        if index is not None and self._board is None:
+            found = among(snapshot, index, queries, k, self._store.schema.metric, allowed)
+            if found is not None:
+                return found
         return self._watched(snapshot, index, queries, k, allowed)[0]
 
     def find_folded(
@@ -65,7 +92,7 @@ class Finder:
         """
         index = None if exact or folded.metric is not self._store.schema.metric else self._current(snapshot)
         if index is None:
-            return nearest(snapshot, folded.queries, k, folded.metric, allowed), "flat"
+            return nearest(self._board, snapshot, folded.queries, k, folded.metric, allowed), "flat"
         return self._watched(snapshot, index, folded.queries, k, allowed)
 
     def _watched(
@@ -79,47 +106,90 @@ class Finder:
         """As `find`, by the database's metric, and the finder's name; a few searches by the index are checked."""
         metric = self._store.schema.metric
         if index is None or not serves(snapshot, index, k, allowed):
-            return nearest(snapshot, queries, k, metric, allowed), "flat"
+            return nearest(self._board, snapshot, queries, k, metric, allowed), "flat"
         start = time.perf_counter()
         found = find(snapshot, index, queries, k, metric, allowed)
 
         def exact(which: int) -> Rows:
-            alone: Rows = nearest(snapshot, queries[which : which + 1], k, metric, allowed)[0]
+            alone: Rows = nearest(self._board, snapshot, queries[which : which + 1], k, metric, allowed)[0]
             return alone
 
         self.watch.saw(index, time.perf_counter() - start, found, snapshot.count * queries.shape[1], exact)
         return found, index.kind
 
-    def build(
+    def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
+        """A sampler of the records that the index holds, None where it is no IVF; and the first position beyond."""
+        index = self._current(snapshot)
+        if index is None or not isinstance(index, IVF) or self._board is not None:
+            return None, 0
+        with self._lock:
+            if self._tail is None or self._tail.index is not index:
+                self._tail = Tail(index, snapshot)
+            return self._tail, border_of(snapshot, index)
+
+    def builder(
         self,
         kind: str,
         recall: float,
         k: int,
         queries: Tensor | None,
-        progress: Progress | None,
         memory: object = None,  # bytes, or text such as "200MB"
-    ) -> dict[str, Any]:
-        """Build, measure, save and use a new index; returns the report. The old one serves until then."""
-        kind, recall, most = checked(kind, recall, memory)
-        metric = self._store.schema.metric
-        index, report = build(self._store.snapshot, metric, kind, recall, k, queries, progress, most)
+        device: torch.device | None = None,  # None: where searches run now
+    ) -> Callable[[Progress], dict[str, Any]]:
+        """What builds, measures, saves and uses a new index, and returns the report. The old one serves until then."""
+        board = self._board if device is None else Board.of(device)
+        if board is not None and self._board is not None and board.device == self._board.device:
+            board = self._board  # its keys are there already
+        kind, recall, most = checked(kind, recall, memory, board)
+        snapshot, metric = self._store.snapshot, self._store.schema.metric
+        possible(snapshot, kind, most, board)
+
+        def work(say: Progress) -> dict[str, Any]:
+            index, report = build(snapshot, metric, kind, recall, k, queries, say, most, board)
+            with self._lock:
+                self._board = board
+                self._use(index, snapshot.generation)
+                outdated = self._compacted > snapshot.generation
+            if outdated:
+                self.compact()
+            self.save()
+            return report
+
+        return work
+
+    def begin(self, work: Callable[[Progress], dict[str, Any]], progress: Progress | None = None) -> Build:
+        """A build that may run now. Raises BadInput while another one does."""
         with self._lock:
-            self._index, self._looked, self._unsaved = index, True, True
-        self.save()
-        return report
+            if self._build is not None and not self._build.done:
+                raise BadInput(
+                    f"an index is being built or tuned already ({self._build.progress}); wait for it with "
+                    "build.result(), or stop it with build.cancel()"
+                )
+            self._build = Build(work, progress)
+            return self._build
 
     def tune(self, recall: float | None, k: int | None, queries: Tensor | None) -> dict[str, Any]:
         """Measure the index anew, change how hard it looks, save that; returns the report. Codes stay as they are."""
-        index = self._current(self._store.snapshot)
-        if index is None:
-            raise BadInput("there is no index to tune, search is exact; build_index() makes one")
-        _, recall, _ = checked("auto", index.report["target"] if recall is None else recall)
-        twin = index.restored(index.inner)  # the other is being searched; the codes are shared
-        tuned(self._store.snapshot, twin, Target(recall, k or index.report["k"], queries), lambda *_: None)
-        with self._lock:
-            self._index, self._unsaved = twin, True
+
+        def work(say: Progress) -> dict[str, Any]:
+            index = self._current(self._store.snapshot)
+            if index is None:
+                raise BadInput("there is no index to tune, search is exact; build_index() makes one")
+            _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
+            twin = index.restored(index.inner)  # the other is being searched; the codes are shared
+            tuned(self._store.snapshot, twin, Target(goal, k or index.report["k"], queries), say)
+            with self._lock:
+                self._use(twin, self._held[1])
+            self.save()
+            return twin.report
+
+        return self.begin(work).run()
+
+    def close(self) -> None:
+        """Cancel a build, wait for its end, and save."""
+        if self._build is not None:
+            self._build.stop("the database was closed")
         self.save()
-        return twin.report
 
     def save(self) -> None:
         """Write the index as a cache, if it has changed."""
@@ -127,7 +197,8 @@ class Finder:
             folder = self._folder()
             if not self._unsaved or folder is None or self._store.mode != "rw":
                 return
-            entry = None if self._index is None else cache.save(folder, self._index, self._store.snapshot.generation)
+            index, since = self._held
+            entry = None if index is None else cache.save(folder, index, since)
             self._store.put_index_entry(entry)
             self._file = None if entry is None else entry["file"]
             cache.clean(folder, self._file)
@@ -138,6 +209,7 @@ class Finder:
         snapshot = self._store.snapshot
         self._current(snapshot)
         with self._lock:
+            self._compacted = max(self._compacted, snapshot.generation)
             if self._index is None:
                 return
             rows = snapshot.rows(np.flatnonzero(snapshot.live[: border_of(snapshot, self._index)]))
@@ -145,11 +217,12 @@ class Finder:
                 return
             held = np.zeros(self._index.covered, np.bool_)
             held[rows] = True
-            selected, twin = Selected(held), self._index.copy()  # the other is being searched
+            selected, twin = Selected(held), hosted(self._index)  # the other is being searched
             with contextlib.suppress(RuntimeError):  # an engine that cannot, such as a graph
                 twin.inner.remove_ids(faiss_module().IDSelectorNot(selected.selector))
+                twin = placed(twin, board_of(self._index))
                 self.watch.follow(twin)
-                self._index, self._unsaved = twin, True
+                self._use(twin, snapshot.generation)
         self.save()
 
     def refresh(self) -> None:
@@ -158,28 +231,43 @@ class Finder:
             self._looked = False
 
     def report(self) -> dict[str, Any] | None:
-        """What is known of the index, and how many records it does not cover yet."""
-        index = self._current(self._store.snapshot)
+        """What is known of the index, how many records it does not cover yet, and of one that is being built."""
+        snapshot, build = self._store.snapshot, self._build
+        building = {} if build is None or build.done else {"building": str(build.progress)}
+        index = self._current(snapshot)
         if index is None:
-            return None
-        young = self._store.snapshot.size - border_of(self._store.snapshot, index)
-        return {**index.report, "young": young, **self.watch.report(index)}
+            return {"kind": "flat", **building} if building else None
+        young = snapshot.size - border_of(snapshot, index)
+        return {**index.report, "device": place(index), "young": young, **self.watch.report(index), **building}
 
     def _current(self, snapshot: Snapshot) -> Index | None:
-        """The index, loaded and with young rows taken in when there are many."""
-        if self._looked and (self._index is None or not self._behind(snapshot, self._index)):
-            return self._index
-        with self._lock:
+        """The index that serves a snapshot, loaded and with young rows taken in when there are many."""
+        index = self._serving(snapshot)
+        if self._looked and (index is None or not self._behind(snapshot, index)):
+            return index
+        if not self._lock.acquire(blocking=not self._looked):
+            return index  # another thread takes them in, or saves; until then they are compared exactly
+        try:
             if not self._looked:
                 self._load()
-            index = self._index
+            index = self._serving(snapshot)
             if index is not None and self._behind(snapshot, index):
                 index = index.copy()  # the other is being searched
                 for block in snapshot.blocks(ABSORB_ROWS, start=border_of(snapshot, index)):
                     index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
                 self.watch.follow(index)
-                self._index, self._unsaved = index, True
-            return self._index
+                self._use(index, snapshot.generation)
+            return index
+        finally:
+            self._lock.release()
+
+    def _serving(self, snapshot: Snapshot) -> Index | None:
+        index, since = self._held
+        return index if since <= snapshot.generation else None
+
+    def _use(self, index: Index | None, since: int) -> None:
+        """Take an index into use, under the lock."""
+        self._held, self._looked, self._unsaved = (index, since), True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
         young = snapshot.size - border_of(snapshot, index)
@@ -191,9 +279,12 @@ class Finder:
         if folder is None:
             return
         if entry is None:
-            self._index = self._file = None
+            self._held, self._file = (None, 0), None
         elif entry.get("file") != self._file:
-            self._index, self._file = cache.load(folder, entry, self._store.schema.metric), entry.get("file")
+            index = cache.load(folder, entry, self._store.schema.metric)
+            index = None if index is None else placed(index, self._board)
+            since = 0 if index is None else int(entry.get("generation", 0))
+            self._held, self._file = (index, since), entry.get("file")
 
     def _folder(self) -> Path | None:
         return None if self._store.path is None else self._store.path / "index"

@@ -8,6 +8,7 @@ embeddings with a code for 4 numbers, on keys in dense clusters with a code for 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -76,7 +77,7 @@ class IVF(Index):
     def parameters(self, effort: int, selector: Any) -> Any:
         """How many lists are probed."""
         if selector is None:
-            return faiss_module().SearchParametersIVF(nprobe=effort)
+            return _probing(effort)
         return faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
 
 
@@ -119,6 +120,12 @@ class IVFRaBitQ(IVF):
     @classmethod
     def _settle(cls, inner: Any, sample: Floats, metric: Metric) -> None:
         """What the centroids leave, always: the codes are made for it."""
+
+
+@functools.lru_cache(maxsize=64)
+def _probing(effort: int) -> Any:
+    """Parameters that FAISS only reads: to make them takes microseconds, which a single query feels."""
+    return faiss_module().SearchParametersIVF(nprobe=effort)
 
 
 def _explained(

@@ -14,13 +14,16 @@ from softdb.index.flat import nearest
 from softdb.index.rerank import best
 from softdb.store import Snapshot
 
-__all__ = ["border_of", "find", "serves"]
+__all__ = ["among", "border_of", "find", "serves"]
 
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are looked at again at least
 MOSTLY = 0.9  # of the records: a filter that lets so many through moves no query's neighbours
-CODES = 2  # that are compared in the time of one exact score
-FETCHED = 16  # and in the time in which a match is fetched, once for all queries
+LISTED = 1 << 16  # matches of a filter whose positions are kept
+PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
+CODES = 8  # that are compared in the time of one exact score
+FETCHED = 40  # and in the time in which a match is fetched, once for all queries, where they are compared in blocks
+ENOUGH = 0.25  # share of a query's neighbours that count, from which on the usual effort finds enough
 VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 FILTERS = 4  # of which an index remembers the rows, n / 8 bytes each
 
@@ -63,10 +66,28 @@ def border_of(snapshot: Snapshot, index: Index) -> int:
     return _fit(snapshot, index).border
 
 
+def among(
+    snapshot: Snapshot,
+    index: Index,
+    queries: Tensor,  # (q, d)
+    k: int,
+    metric: Metric,
+    allowed: Live | None,  # (size,) over positions; None: every live record. Not changed between calls
+) -> Rows | None:  # (q, k)
+    """As `find`, where so few records count that they are scored one by one; None where they are many. Cost q m d."""
+    listed = _fit(snapshot, index).choice(snapshot, index, allowed).listed
+    if listed is None or len(queries) * len(listed) > PAIRS or not _exact_is_cheaper_alone(index, k, len(listed)):
+        return None
+    vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
+    return best(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric)
+
+
 class _Choice:
     """The records of a snapshot that may be found."""
 
-    def __init__(self, count: int, inside: int, held: int, selected: Selected | None) -> None:
+    def __init__(self, keep: Live, inside: int, held: int, selected: Selected | None) -> None:
+        count = int(np.count_nonzero(keep))
+        self.listed = np.flatnonzero(keep) if count <= LISTED else None  # their positions, where they are few
         self.count = count
         self.inside = inside  # of them in the index
         self.share = max(1, inside) / max(1, held)  # of the rows that the index holds
@@ -101,12 +122,12 @@ class _Fit:
         keep = snapshot.live if allowed is None else snapshot.live & allowed
         count, inside = int(np.count_nonzero(keep)), int(np.count_nonzero(keep[: self.border]))
         if count <= FEW:
-            return _Choice(count, inside, index.inner.ntotal, None)
+            return _Choice(keep, inside, index.inner.ntotal, None)
         if inside == index.inner.ntotal:  # it holds nothing else
-            return _Choice(count, inside, inside, None)
+            return _Choice(keep, inside, inside, None)
         rows = np.zeros(index.covered, np.bool_)
         rows[snapshot.rows(np.flatnonzero(keep[: self.border]))] = True
-        return _Choice(count, inside, index.inner.ntotal, Selected(rows))
+        return _Choice(keep, inside, index.inner.ntotal, Selected(rows))
 
 
 _FITS: weakref.WeakKeyDictionary[Index, _Fit] = weakref.WeakKeyDictionary()
@@ -184,22 +205,36 @@ def _steps(
 ) -> Rows:  # (q,)
     """How often to double the effort for each query.
 
-    As many records that count are to be looked at as without a filter. Their share among a query's neighbours is taken
-    from the nearest codes of all: a filter that goes with the keys has another share on each side of the world.
+    The rarer the records that count, the farther a query's nearest lie; the effort that finds them grows about as the
+    root of that, as measured on sentence embeddings and on clusters, but in full where they are rarer around the query
+    than elsewhere: a filter that goes with the keys has another share on each side of the world. The share around a
+    query is taken from the nearest codes of all.
     """
     if _exact_is_cheaper(index, effort, chosen.inside, len(vectors)):
         return np.zeros(len(vectors), np.int64)
-    near = snapshot.positions(index.find(vectors, FLOOR, None, effort))
+    near = snapshot.positions(index.find(vectors, FLOOR, None, max(1, effort // 4)))
     counts = snapshot.live[near] & (near >= 0)
     if allowed is not None:
         counts &= allowed[near]
-    steps: Rows = np.ceil(np.log2(FLOOR / np.maximum(counts.sum(axis=1), 1))).astype(np.int64)
-    return steps
+    share = np.maximum(counts.sum(axis=1), 0.25) / FLOOR  # none seen: fewer than one
+    rarer = np.maximum(0, np.log2(chosen.share / share))
+    plenty = (share >= ENOUGH) & (rarer <= 1)
+    steps = np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer))
+    return steps.astype(np.int64)
+
+
+def _exact_is_cheaper_alone(index: Index, k: int, matches: int) -> bool:
+    """Whether to score every match one by one costs less than to look for them with twice the usual effort."""
+    effort = 2 * index.effort * max(1, -(-k // index.tuned_for))
+    return CODES * matches <= max(CODES * FEW, _codes(index, effort))
 
 
 def _exact_is_cheaper(index: Index, effort: int, matches: int, queries: int) -> bool:
     """Whether to compare every match costs less than to look for them with that effort."""
+    return matches * (CODES + FETCHED / max(1, queries)) <= _codes(index, effort)
+
+
+def _codes(index: Index, effort: int) -> float:
+    """About how many codes a search with that effort compares."""
     effort = min(effort, index.effort_most)
-    share = effort / index.effort_most
-    codes = share * index.inner.ntotal if index.effort_name == "nprobe" else VISITED * effort
-    return matches * (CODES + FETCHED / max(1, queries)) <= codes
+    return effort / index.effort_most * index.inner.ntotal if index.effort_name == "nprobe" else VISITED * effort

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Index, Live, Rows
 
-__all__ = ["Exam", "Setting", "recall_of", "seconds_of", "settle", "steadied"]
+__all__ = ["Exam", "Setting", "recall_of", "recalls_of", "seconds_of", "settle", "steadied"]
 
 LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
 FLAT = 0.002  # recall that two doublings of effort must bring, or no more effort will
@@ -104,11 +105,21 @@ def recall_of(
     own: Rows | None = None,  # (q,) positions that do not count
 ) -> float:
     """Share of the true nearest that were found."""
+    return float(recalls_of(found, truth, own).mean()) if len(found) else 0.0
+
+
+def recalls_of(
+    found: Rows,  # (q, c)
+    truth: Rows,  # (q, k), -1 = none
+    own: Rows | None = None,  # (q,) positions that do not count
+) -> NDArray[np.float64]:  # (q,)
+    """The same for each query; 0 where there is nothing to find."""
     hit: Live = (truth[:, :, None] == found[:, None, :]).any(2)
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]
-    return float((hit & counts).sum() / max(1, counts.sum()))
+    recalls: NDArray[np.float64] = (hit & counts).sum(1) / np.maximum(1, counts.sum(1))
+    return recalls
 
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:

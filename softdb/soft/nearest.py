@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Hits, Pooled, Resolve
+from softdb.index.rerank import ordered
 from softdb.pool import missed_mass, pool
 from softdb.scores import Score, ScoreFunction
 from softdb.soft.explain import explained
-from softdb.soft.query import Candidates, Finder, Live, Positions, SoftQuery, candidates, score_rows
+from softdb.soft.query import Candidates, Finder, Live, Positions, SoftQuery, candidates, metric_in_place, score_rows
 from softdb.store import Snapshot
 from softdb.weights import Softmax, Uniform
 
@@ -29,6 +30,11 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
     """Rows of the nearest records, best first, and their exact scores with gradient to the queries."""
     positions = find(queries.detach())
+    metric = metric_in_place(score, queries, snapshot)
+    if metric is not None:
+        best, found = ordered(snapshot, queries.detach().numpy(), positions, positions.shape[1], metric)
+        if not np.isnan(found).any():  # too large for float32: torch says so
+            return torch.from_numpy(snapshot.rows(best)), torch.from_numpy(found)
     scores, order = score_rows(score, queries, snapshot, positions).sort(dim=1, descending=True, stable=True)
     rows = torch.from_numpy(snapshot.rows(positions)).to(queries.device)
     return rows.gather(1, order), scores
@@ -55,6 +61,7 @@ def weighed(query: SoftQuery, snapshot: Snapshot, found: Candidates, find: Finde
     if found.certain and positions.shape[1]:
         worst = scores.detach().masked_fill(~live, torch.inf).amin(1)
         exact = exact | (worst <= threshold)
+    unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
     pooled = Pooled(
         pool(weights, values, query.num_classes),
         lse,
@@ -65,6 +72,10 @@ def weighed(query: SoftQuery, snapshot: Snapshot, found: Candidates, find: Finde
         weights=weights,
         finder=found.finder,
         explanation=lambda count: explained(query, snapshot, pooled, count, find, resolve),
+        bar=unknown,
+        stderr=unknown.clone(),
+        lse_stderr=unknown.clone(),
+        met=exact.clone(),
     )
     return pooled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,14 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import shown
+from softdb.check import Metric, shown
+from softdb.compiled.threads import available
 from softdb.errors import BadInput
-from softdb.scores import Fold, Gaussian, Kernel, Score, ScoreFunction, fold
+from softdb.index.rerank import scores_at
+from softdb.scores import Fold, Gaussian, Kernel, Score, ScoreFunction, fold, score_of
 from softdb.store import Snapshot
 from softdb.stream import scan
 from softdb.weights import Normalised, Softmax, Weighting
 
-__all__ = ["Candidates", "Finder", "LogScore", "SoftQuery", "candidates", "indifferent", "score_rows", "soft_query"]
+__all__ = [
+    "Candidates",
+    "Finder",
+    "LogScore",
+    "SoftQuery",
+    "candidates",
+    "indifferent",
+    "metric_in_place",
+    "score_rows",
+    "soft_query",
+]
 
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
@@ -74,6 +86,12 @@ class SoftQuery:
     mask: Tensor | None  # (q, live records) in row order, True = takes part
     num_classes: int | None
     pooled_dim: int  # v of the answer
+
+    def of(self, which: Positions) -> SoftQuery:
+        """The same for some of the queries, with their gradient."""
+        chosen = torch.from_numpy(which).to(self.queries.device)
+        mask = None if self.mask is None else self.mask[chosen.to(self.mask.device)]
+        return replace(self, queries=self.queries[chosen], mask=mask)
 
     def shown_scores(
         self,
@@ -166,11 +184,25 @@ def score_rows(
     positions: Positions,  # (q, k), -1 = none
 ) -> Tensor:  # (q, k), -inf for none
     """Exact scores of candidates, from the stored keys, with gradient to the queries. Cost q k d."""
+    metric = metric_in_place(score, queries, snapshot)
+    if metric is not None:
+        found = scores_at(snapshot, queries.detach().numpy(), positions, metric)
+        if not np.isnan(found).any():  # too large for float32: torch says so
+            return torch.from_numpy(found)
     live = torch.from_numpy(positions >= 0).to(queries.device)
     keys = snapshot.keys_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, queries.shape[1])
     with torch.autocast(queries.device.type, enabled=False):
         scores = own_scores(score, queries, keys.to(queries.device))
     return scores.masked_fill(~live, -torch.inf)
+
+
+def metric_in_place(score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot) -> Metric | None:
+    """The metric by which compiled loops score candidates where the keys lie; None where torch has to."""
+    if queries.dtype is not torch.float32 or queries.device.type != "cpu" or not snapshot.size or not available():
+        return None
+    if queries.requires_grad and torch.is_grad_enabled():
+        return None
+    return next((metric for metric in Metric if score is score_of(metric)), None)
 
 
 def own_scores(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -65,6 +63,10 @@ def attend_all(query: SoftQuery, snapshot: Snapshot, find: Finder, resolve: Reso
         weights=None,
         finder="all",
         explanation=lambda count: explained(query, snapshot, pooled, count, find, resolve),
+        bar=torch.zeros_like(lse.detach()),
+        stderr=torch.zeros_like(lse.detach()),
+        lse_stderr=torch.zeros_like(lse.detach()),
+        met=torch.ones(q, dtype=torch.bool, device=device),
     )
     return pooled
 
@@ -73,7 +75,9 @@ def _certified(query: SoftQuery, snapshot: Snapshot, held: Candidates, find: Fin
     """The soft query over the records that have weight, which is the soft query over all."""
     pooled = weighed(query, snapshot, held, find, resolve)
     pooled.exact.fill_(True)
-    pooled.missed_mass.zero_()
+    pooled.met.fill_(True)
+    for error in (pooled.missed_mass, pooled.bar, pooled.stderr, pooled.lse_stderr):
+        error.zero_()
     return pooled
 
 
@@ -86,7 +90,7 @@ def _support(query: SoftQuery, snapshot: Snapshot, by: Sparse, find: Finder) -> 
     while len(unproven):
         if k > MOST:
             return None
-        part = _part(query, unproven)
+        part = query.of(unproven)
         nearest = candidates(part, snapshot, k, find)
         finder = nearest.finder
         weights, proven = _weigh(part, snapshot, nearest, by, query.taking_part(snapshot)[unproven])
@@ -99,13 +103,6 @@ def _support(query: SoftQuery, snapshot: Snapshot, by: Sparse, find: Finder) -> 
         found[unproven[proven], :width] = np.take_along_axis(support, order, 1)
         unproven, k = unproven[~proven], k * GROWTH
     return Candidates(found, finder)
-
-
-def _part(query: SoftQuery, which: np.ndarray) -> SoftQuery:
-    """The same for some of the queries."""
-    chosen = torch.from_numpy(which).to(query.queries.device)
-    mask = None if query.mask is None else query.mask[chosen.to(query.mask.device)]
-    return dataclasses.replace(query, queries=query.queries.detach()[chosen], mask=mask)
 
 
 def _weigh(

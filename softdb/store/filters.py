@@ -37,6 +37,7 @@ class Condition:
     sql: str
     bindings: tuple[Any, ...]
     field: str | None  # whose index answers it, if there is one; None: no index can
+    narrow: bool = False  # whether it is an equality, which likely matches less than a comparison
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class _Field:
     def compared(self, test: str, operand: object, kind: str) -> Node:
         """The value first: where no index helps, it sorts out more records than the type."""
         sql = f"{self.value} {test} AND {self.type} IN {_TYPES[kind]}"
-        return Condition(sql, (*self.key, operand, *self.key), self.field)
+        return Condition(sql, (*self.key, operand, *self.key), self.field, narrow=not test.startswith(("<", ">")))
 
     def among(self, operand: object) -> Node:
         """The field equals one of a list."""

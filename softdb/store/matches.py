@@ -118,7 +118,15 @@ def _by_field(node: All) -> list[Node]:
     others: list[Node] = []
     for one in _flat(node):
         (fields.setdefault(one.field, []) if isinstance(one, Condition) else others).append(one)
-    return [*(All(tuple(same)) for same in fields.values()), *others]
+    # what likely matches fewest first: the parts after it may then be looked up record by record
+    return sorted([*(All(tuple(same)) for same in fields.values()), *others], key=_breadth)
+
+
+def _breadth(node: Node) -> int:
+    """A guess at which part matches fewer records, before any is asked."""
+    if not isinstance(node, All):
+        return 2
+    return 0 if len(node.of) > 1 or any(isinstance(one, Condition) and one.narrow for one in node.of) else 1
 
 
 class _Evaluation:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 __all__ = ["Block", "Segment", "Snapshot"]
 
+SAMPLED = 1024  # values that their size is taken from
+
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 
@@ -82,6 +84,17 @@ class Snapshot:
         return all(
             s.rows is None and s.first_row == start for s, start in zip(self.segments, self.starts, strict=False)
         )
+
+    @cached_property
+    def key_addresses(self) -> Rows:
+        """Where each segment's keys begin in memory, (segments,); theirs for as long as this snapshot lives."""
+        return np.array([s.keys.ctypes.data for s in self.segments], np.int64)
+
+    @cached_property
+    def value_size(self) -> float:
+        """The root mean square of ‖v‖, of about SAMPLED vectors."""
+        some = np.random.default_rng(self.generation).integers(0, self.size, min(self.size, SAMPLED))
+        return float(self.values_at(np.sort(some)).double().square().sum(1).mean().sqrt())
 
     def rows(self, positions: Rows) -> Rows:
         """Permanent row numbers of positions (…); -1 stays -1."""

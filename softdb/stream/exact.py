@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from softdb.check import Metric
+from softdb.compiled.threads import available
 from softdb.errors import BadInput
 from softdb.scores import Fold, Score, ScoreFunction, fold
 from softdb.stream import fused
@@ -96,7 +97,7 @@ def _plan(
     width: int,
 ) -> _Plan | None:
     """The query as the compiled loops take it; None where they don't."""
-    if queries.dtype is not torch.float32 or queries.device.type != "cpu" or not fused.available():
+    if queries.dtype is not torch.float32 or queries.device.type != "cpu" or not available():
         return None
     if len(queries) * source.count * (queries.shape[1] + width) < WORTH or not _plain(source, score):
         return None

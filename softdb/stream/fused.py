@@ -8,34 +8,23 @@ such blocks together move the normaliser by less than 2⁻²⁵, the rounding of
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
+from softdb.compiled.threads import share_out, workers
 from softdb.store.snapshot import Segment
 
-__all__ = ["Ask", "State", "available", "backward", "forward"]
+__all__ = ["Ask", "State", "backward", "forward"]
 
 Array: TypeAlias = NDArray[Any]
 
 PIECE = 1 << 18  # records visited by one compiled call: a few milliseconds, between which Ctrl-C is heard
 CHUNK = 1024  # queries that share a pass; their sums are float64
-WORTH_A_THREAD = 1 << 22  # products
-
-
-@functools.cache
-def available() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
 
 
 class Ask(NamedTuple):
@@ -97,7 +86,7 @@ def backward(
 
 
 def _forward(queries: Array, ask: Ask) -> State:
-    from softdb.stream import compiled as loops
+    from softdb.compiled import attention as loops
 
     layout = _Layout(queries, ask)
     labels = ask.num_classes is not None
@@ -129,7 +118,7 @@ def _backward(
     key_grad: Array | None,
     value_grad: Array | None,
 ) -> Array:
-    from softdb.stream import compiled as loops
+    from softdb.compiled import attention as loops
 
     layout = _Layout(queries, ask, backward=True)
     empty = state.total == 0
@@ -172,7 +161,7 @@ class _Layout:
     """Queries in groups, and memory of the sizes that go with them."""
 
     def __init__(self, queries: Array, ask: Ask, backward: bool = False) -> None:
-        from softdb.stream import compiled as loops
+        from softdb.compiled import attention as loops
 
         self.loops, self.ask, self.backward = loops, ask, backward
         self.q, self.width = queries.shape
@@ -278,16 +267,6 @@ def _pitch(width: int, lanes: int) -> int:
 def _threads(work: Callable[[Iterator[_Piece]], Any], layout: _Layout) -> list[Any]:
     """What the work finds in each of some equal parts of the records."""
     size = len(layout.ask.keep)
-    products = layout.q * size * (layout.width + layout.value_width)
-    workers = max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
-    bounds = [size * w // workers for w in range(workers + 1)]
-    parts = [layout.pieces(low, high) for low, high in itertools.pairwise(bounds)]
-    if workers == 1:
-        return [work(parts[0])]
-    return list(_pool(os.getpid(), workers).map(work, parts))
-
-
-@functools.lru_cache(maxsize=1)
-def _pool(process: int, workers: int) -> ThreadPoolExecutor:
-    """Threads that wait for work; a forked child has none of its parent's."""
-    return ThreadPoolExecutor(workers, "softdb")
+    count = workers(layout.q * size * (layout.width + layout.value_width))
+    bounds = [size * w // count for w in range(count + 1)]
+    return share_out(work, [layout.pieces(low, high) for low, high in itertools.pairwise(bounds)])

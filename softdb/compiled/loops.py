@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from softdb.stream.compiled.compare import compare, inverse_lengths, scale_rows, scores, sums, times
-from softdb.stream.compiled.decorators import compiled, inlined
-from softdb.stream.compiled.parts import BLOCK, lanes_of, load, row_of
-from softdb.stream.compiled.tile import FEW, LANES, bits, real
+from softdb.compiled.compare import compare, inverse_lengths, scale_rows, scores, sums, times
+from softdb.compiled.decorators import compiled, inlined
+from softdb.compiled.parts import BLOCK, lanes_of, load, row_of
+from softdb.compiled.tile import FEW, LANES, bits, real
 
 __all__ = ["GROUPS", "backward", "forward"]
 

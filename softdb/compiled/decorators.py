@@ -16,7 +16,7 @@ from typing import Any
 import numba
 from numba import njit
 
-__all__ = ["compiled", "inlined"]
+__all__ = ["compiled", "inlined", "summed"]
 
 # no reassociation, which would undo a rounding by addition
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz"}}
@@ -45,3 +45,8 @@ def compiled(function: Callable[..., Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """For what stands in an innermost loop, which a call would keep from running on whole vectors."""
     return njit(inline="always", **_OPTIONS)(function)
+
+
+def summed(function: Callable[..., Any]) -> Any:
+    """For sums whose order does not matter, which then run on whole vectors."""
+    return njit(inline="never", error_model="numpy", fastmath={"contract", "nsz", "reassoc"})(function)

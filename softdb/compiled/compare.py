@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from softdb.stream.compiled.decorators import compiled, inlined
-from softdb.stream.compiled.parts import COPIED, HALVES, lanes_of
-from softdb.stream.compiled.tile import (
+from softdb.compiled.decorators import compiled, inlined
+from softdb.compiled.parts import COPIED, HALVES, lanes_of
+from softdb.compiled.tile import (
     FEW,
     LANES,
     ROWS,

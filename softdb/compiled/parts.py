@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from softdb.stream.compiled.decorators import compiled, inlined
-from softdb.stream.compiled.tile import LANES, widen, widen_vector
+from softdb.compiled.decorators import compiled, inlined
+from softdb.compiled.tile import LANES, widen, widen_vector
 
 __all__ = ["BLOCK", "COPIED", "HALVES", "WIDE", "Column", "Part", "Scratch", "Task", "lanes_of", "load", "row_of"]
 

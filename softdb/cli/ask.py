@@ -1,0 +1,80 @@
+"""The commands that ask: `softdb search` and `softdb attend`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from softdb.cli.arguments import AsJson, Database, EncoderName, Query, Where, filter_of, ids_of, opened, query_of
+from softdb.cli.show import attended, print_json, show_attended, show_hits
+
+__all__ = ["attend", "search"]
+
+
+def search(
+    path: Database,
+    query: Query,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="How many records; 10, but for --radius.")] = None,
+    where: Where = None,
+    radius: Annotated[
+        float | None, typer.Option(help="In place of -k: all at most so far (l2), or of at least this score.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help='Not this record; may be repeated. 7 is the id 7 and the id "7".'),
+    ] = None,
+    diversity: Annotated[float | None, typer.Option(help="0: the nearest; up to 1: unlike each other, too.")] = None,
+    candidates: Annotated[int | None, typer.Option(help="Among how many to choose diverse ones; 4 k.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Pass the index by.")] = False,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the nearest records."""
+    with opened(path, query, encoder) as db:
+        hits = db.search(
+            query_of(query),
+            k,
+            where=filter_of(where),
+            exact=exact,
+            radius=radius,
+            exclude_ids=ids_of(exclude),
+            diversity=diversity,
+            candidates=candidates,
+        )
+        columns = zip(hits.ids, hits.scores.tolist(), hits.payloads, strict=True)
+        found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
+    if as_json:
+        names = ("id", "score", "payload")
+        print_json([[dict(zip(names, hit, strict=True)) for hit in one] for one in found])
+        return
+    for one in found:
+        show_hits("score", one)
+
+
+def attend(
+    path: Database,
+    query: Query,
+    temperature: Annotated[float, typer.Option(help="Near 0 the nearest record, far above the mean of all.")] = 1.0,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="Weigh the k nearest; without it all records.")] = None,
+    where: Where = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask softly: the mean of all values, each weighted by softmax(score / temperature)."""
+    with opened(path, query, encoder) as db:
+        asked, filter_ = query_of(query), filter_of(where)
+        pooled = db.attend(asked, temperature=temperature, k=k, where=filter_)
+        # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
+        half = db.attend(asked, temperature=temperature / 2, k=k, where=filter_)
+        spread = (2 * pooled.lse - half.lse).exp().tolist()
+        hits = db.search(asked, min(k or 10, 10), where=filter_)
+        weights = (hits.scores.double() / temperature - pooled.lse[:, None].double()).exp().tolist()
+        columns = zip(hits.ids, weights, hits.payloads, strict=True)
+        found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
+        is_label = db.stats()["num_classes"] is not None
+    if as_json:
+        print_json([attended(pooled, i, spread[i], one) for i, one in enumerate(found)])
+        return
+    for i, one in enumerate(found):
+        show_attended(attended(pooled, i, spread[i], one), one, temperature, is_label)

@@ -1,0 +1,145 @@
+"""`softdb bench`: engines over a dataset, measured on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from softdb.cli.arguments import Metric
+from softdb.cli.show import print_table, terminal
+from softdb.errors import BadInput
+
+__all__ = ["bench"]
+
+ALL = "all"
+
+
+def bench(
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DATASET]",
+            help="clustered, uniform, a folder with keys.npy and queries.npy (wordnet:DIR), or a .hdf5, .fvecs, "
+            ".bvecs, .fbin or .u8bin file.",
+        ),
+    ] = "clustered",
+    engines: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Which; all for every one that is installed.")
+    ] = None,
+    recalls: Annotated[str, typer.Option(metavar="SHARE,…", help="The recalls to reach.")] = "0.95,0.98",
+    curve: Annotated[bool, typer.Option("--curve", help="Recalls from 0.8 to 0.995, for a curve.")] = False,
+    efforts: Annotated[
+        str | None, typer.Option(metavar="NUMBER,…", help="In place of recalls: efforts (ef, nprobe …).")
+    ] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="How many keys.")] = None,
+    dim: Annotated[int | None, typer.Option(min=2, help="The width of clustered or uniform keys.")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many neighbours.")] = 10,
+    metric: Annotated[Metric | None, typer.Option(help="How keys are compared, where the file does not say.")] = None,
+    queries: Annotated[Path | None, typer.Option(metavar="FILE", help="The file with the queries.")] = None,
+    threads: Annotated[str, typer.Option(metavar="NUMBER,…", help="Threads; the most of them build.")] = "2",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over all engines.")] = 5,
+    construction: Annotated[int, typer.Option(min=1, help="Effort with which graphs are built.")] = 100,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the whole report.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it (or .svg, .pdf).")] = None,
+) -> None:
+    """Measure recall, speed, build time and memory of softdb and others on the same queries."""
+    from softdb.bench.datasets import load
+    from softdb.bench.draw import can_draw, draw
+    from softdb.bench.grid import CURVE, DEFAULT, Ask, run
+    from softdb.bench.peers import ENGINES
+    from softdb.bench.report import write_json
+    from softdb.demo import progress
+
+    for file in (out, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"there is no folder {file.parent} to write {file.name} into; make it first")
+    if plot is not None:
+        can_draw(plot)
+    named = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
+    if efforts is not None:
+        named = tuple(name for name in named if engines not in (None, ALL) or name != "faiss-refine")
+    ask = Ask(
+        engines=tuple(dict.fromkeys(named)),
+        recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
+        efforts=() if efforts is None else tuple(_numbers(efforts, int, "--efforts")),
+        k=k,
+        threads=tuple(_numbers(threads, int, "--threads")),
+        rounds=rounds,
+        construction=construction,
+    )
+    ask.checked()
+    console = terminal()
+    data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
+    console.print(f"{escape(data.name)}: {data.n:,} keys of width {data.dim}, {len(data.queries):,} queries")
+    with progress(console) as bar:
+        task = bar.add_task("bench")
+
+        def show(what: str, done: int, whole: int) -> None:
+            bar.update(task, description=what, completed=done, total=whole)
+
+        result = run(data, ask, lambda line: console.print(escape(line)), show)
+    _show(result)
+    if out is not None:
+        write_json(out, result)
+    if plot is not None:
+        draw(result, plot)
+
+
+def _numbers(text: str, kind: type[float] | type[int], name: str) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(f"{name} is {text!r}; expected numbers with commas between them, such as 1,2") from None
+
+
+def _show(result: dict[str, Any]) -> None:
+    """A table for each goal, the better variant of each engine, and softdb beside the best peers."""
+    from softdb.bench.report import MIB, best, goals
+
+    rows = best(result["rows"])
+    for goal, threads in goals(rows):
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=f"{goal}, {threads} threads")
+        table.title_justify = "left"
+        table.add_column("engine", no_wrap=True)
+        for name in ("recall", "queries/s", "one query", "build", "with tuning", "index"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            if (row["goal"], row["threads"]) == (goal, threads):
+                table.add_row(
+                    row["label"],
+                    f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
+                    f"{row['batch_queries_s']['median']:,.0f}",
+                    f"{row['single_ms']['median']:.3f} ms",
+                    f"{row['build_s']['without_tuning']:.1f} s",
+                    f"{row['build_s']['with_tuning']:.1f} s",
+                    f"{row['index_bytes'] / MIB:,.1f} MiB",
+                )
+        print_table(table)
+    for one in result["compared"]:
+        for line in _lines(one):
+            terminal().print(escape(f"{one['goal']}, {one['threads']} threads: {line}"))
+
+
+def _lines(one: dict[str, Any]) -> list[str]:
+    """The ratios in words, losses as losses."""
+    found = []
+    if "batch" in one:
+        found.append(f"{one['batch']['ratio']} times the queries/s of {one['batch']['peer']}, the best in batches")
+        found.append(f"{one['single']['ratio']} times the time a query of {one['single']['peer']}, the best one by one")
+    if "hnswlib" in one:
+        facts = one["hnswlib"]
+        found.append(
+            f"{facts['index_bytes_ratio']} of hnswlib's index, {facts['build_ratio']} of its build time, "
+            f"{facts['build_with_tuning_ratio']} with tuning"
+        )
+    if "over_faiss" in one:
+        facts = one["over_faiss"]
+        found.append(
+            f"{facts['softdb']} costs {facts['batch_cost']:+.1%} in batches and {facts['single_cost_ms']:+.3f} ms alone"
+            " over FAISS with the same index"
+        )
+    return found

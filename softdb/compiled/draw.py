@@ -1,0 +1,216 @@
+"""Draws of records by their permanent random numbers: which of them stand for the others, and with what chance.
+
+Poisson sampling: every record enters by itself with a probability of its own, so a sum over all records is estimated
+without bias by the sum over those drawn, each divided by its probability (Horvitz and Thompson 1952).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from softdb.compiled.decorators import compiled
+
+__all__ = ["draw", "hashed", "hashes", "thin"]
+
+STEPS = 16  # of the bisection for how many are drawn: to a few thousandths of them
+WHOLE = 4294967296.0  # 2³²: random numbers are its fractions
+
+_EMPTY = np.int64(-1)
+
+
+@compiled
+def hashed(number: Any, seed: Any) -> Any:
+    """A number's own random uint32: the mixing of SplitMix64 (Steele, Lea and Flood 2014, figure 17)."""
+    x = np.uint64(number) + np.uint64(0x9E3779B97F4A7C15) * (np.uint64(seed) + np.uint64(1))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.uint32((x ^ (x >> np.uint64(31))) >> np.uint64(32))
+
+
+@compiled
+def hashes(numbers: Any, seed: Any, out: Any) -> None:
+    """The same for many."""
+    for i in range(len(numbers)):
+        out[i] = hashed(numbers[i], seed)
+
+
+@compiled
+def _factor(shares: Any, sizes: Any, budget: Any) -> Any:
+    """λ so that Σ sizes min(1, λ shares) is the budget."""
+    whole = 0.0
+    least = np.inf
+    for i in range(len(shares)):
+        whole += sizes[i]
+        if sizes[i] > 0:
+            least = min(least, shares[i])
+    if budget >= whole or not least > 0:
+        return np.inf
+    low, high = np.log(budget), -np.log(least)
+    for _ in range(STEPS):
+        middle = 0.5 * (low + high)
+        factor, total = np.exp(middle), 0.0
+        for i in range(len(shares)):
+            total += sizes[i] * min(1.0, factor * shares[i])
+        if total > budget:
+            high = middle
+        else:
+            low = middle
+    return np.exp(high)
+
+
+@compiled
+def _note(table: Any, row: Any) -> None:
+    """Puts a row into an open-addressed table, whose length is a power of two."""
+    place = hashed(row, 0) & (len(table) - 1)
+    while table[place] != _EMPTY and table[place] != row:
+        place = (place + 1) & (len(table) - 1)
+    table[place] = row
+
+
+@compiled
+def _noted(table: Any, row: Any) -> Any:
+    place = hashed(row, 0) & (len(table) - 1)
+    while table[place] != _EMPTY and table[place] != row:
+        place = (place + 1) & (len(table) - 1)
+    return table[place] == row
+
+
+@compiled
+def _from(chances: Any, start: Any, stop: Any, least: Any) -> Any:
+    """The first place from start to stop whose chance is at least so much."""
+    while start < stop:
+        middle = (start + stop) // 2
+        if chances[middle] < least:
+            start = middle + 1
+        else:
+            stop = middle
+    return start
+
+
+@compiled
+def _from_list(frame: Any, which: Any, chance: Any, shift: Any, table: Any, rows: Any, logs: Any, count: Any) -> Any:
+    """Draws from one list: those whose random number, seen from the shift, lies below the chance. Returns the count."""
+    start, stop = frame.starts[which], frame.starts[which + 1]
+    limit, log = chance * WHOLE, -np.log(chance)
+    place = _from(frame.chances, start, stop, shift)
+    for _ in range(stop - start):
+        if place == stop:
+            place = start
+        if np.float64(np.uint32(frame.chances[place] - shift)) >= limit:
+            break
+        if not _noted(table, frame.rows[place]):
+            if count < len(rows):
+                rows[count], logs[count] = frame.rows[place], log
+            count += 1
+        place += 1
+    return count
+
+
+@compiled
+def _share(near: Any, near_logits: Any, far_logits: Any, far_sizes: Any, plain: Any, shares: Any, sizes: Any) -> None:
+    """How much of the draws each near row, and each record of a list, is worth; and how many of each there are."""
+    c, lists = len(near), len(far_logits)
+    top = np.float32(-np.inf)
+    for j in range(c):
+        if near[j] >= 0:
+            top = max(top, near_logits[j])
+    for j in range(lists):
+        top = max(top, far_logits[j])
+    total, whole = 0.0, 0.0
+    for j in range(c):
+        there = near[j] >= 0
+        sizes[j], shares[j] = (1.0, np.exp(np.float64(near_logits[j] - top))) if there else (0.0, 0.0)
+        total += shares[j]
+        whole += sizes[j]
+    for j in range(lists):
+        sizes[c + j], shares[c + j] = far_sizes[j], np.exp(np.float64(far_logits[j] - top))
+        total += sizes[c + j] * shares[c + j]
+        whole += sizes[c + j]
+    for j in range(c + lists):
+        shares[j] = (1 - plain) * shares[j] / total + plain / whole
+
+
+@compiled
+def _from_near(near: Any, shares: Any, factor: Any, seed: Any, table: Any, rows: Any, logs: Any) -> Any:
+    """Draws of the near rows, which are noted, too. Returns their count."""
+    count = 0
+    for j in range(len(near)):
+        if near[j] >= 0:
+            _note(table, near[j])
+            chance = min(1.0, factor * shares[j])
+            if np.float64(hashed(near[j], seed)) < chance * WHOLE:
+                if count < len(rows):
+                    rows[count], logs[count] = near[j], -np.log(chance)
+                count += 1
+    return count
+
+
+@compiled
+def draw(
+    near: Any,  # (q, c) int64 rows that are considered one by one, negative = none
+    near_logits: Any,  # (q, c) float32 log of how much each matters
+    far_logits: Any,  # (q, lists) float32 log of how much a record of each list matters
+    far_sizes: Any,  # (q, lists) float32 about how many of a list are not near
+    frame: Any,  # Frame: the rows of each list by their random numbers
+    budget: Any,  # about how many to draw
+    plain: Any,  # share of the budget that goes to all alike
+    seeds: Any,  # (q,) uint64
+    rows: Any,  # (q, w) int64, written to
+    logs: Any,  # (q, w) float32, written to: log of the inverse of a row's probability
+    counts: Any,  # (q,) int64, written to; above w where there was no room
+) -> None:
+    """Rows drawn for each query. Every record has a positive probability. Cost q (c + lists) STEPS, and the draws."""
+    (q, c), lists = near.shape, far_logits.shape[1]
+    length = 64
+    while length < 2 * c:
+        length *= 2
+    table, shares, sizes = np.empty(length, np.int64), np.empty(c + lists), np.empty(c + lists)
+    for i in range(q):
+        table[:] = _EMPTY
+        _share(near[i], near_logits[i], far_logits[i], far_sizes[i], plain, shares, sizes)
+        factor = _factor(shares, sizes, budget)
+        count = _from_near(near[i], shares, factor, seeds[i], table, rows[i], logs[i])
+        for j in range(lists):
+            if frame.starts[j] < frame.starts[j + 1]:
+                chance = min(1.0, factor * shares[c + j])
+                count = _from_list(frame, j, chance, hashed(j, seeds[i]), table, rows[i], logs[i], count)
+        counts[i] = count
+
+
+@compiled
+def thin(
+    rows: Any,  # (q, w) int64
+    logits: Any,  # (q, w) float32 how much each matters, its log-weight included; -inf = not at all
+    logs: Any,  # (q, w) float32 log of the inverse of its probability
+    budget: Any,  # about how many to keep
+    seeds: Any,  # (q,) uint64
+    kept: Any,  # (q, k) int64, written to: places of those that are kept
+    kept_logs: Any,  # (q, k) float32, written to
+    counts: Any,  # (q,) int64, written to; above k where there was no room
+) -> None:
+    """Keeps some of the rows drawn, each by its true weight."""
+    q, w = rows.shape
+    shares, sizes = np.empty(w), np.empty(w)
+    for i in range(q):
+        top = np.float32(-np.inf)
+        for j in range(w):
+            top = max(top, logits[i, j])
+        total = 0.0
+        for j in range(w):
+            there = logits[i, j] > -np.inf
+            shares[j] = np.exp(np.float64(logits[i, j] - top)) if there else 0.0
+            sizes[j] = 1.0 if shares[j] > 0 else 0.0
+            total += shares[j]
+        for j in range(w):
+            shares[j] /= max(total, 1e-300)
+        factor = _factor(shares, sizes, budget)
+        count = 0
+        for j in range(w):
+            chance = min(1.0, factor * shares[j]) if sizes[j] > 0 else 0.0
+            if np.float64(hashed(rows[i, j], seeds[i])) < chance * WHOLE:
+                if count < kept.shape[1]:
+                    kept[i, count], kept_logs[i, count] = j, logs[i, j] - np.log(chance)
+                count += 1
+        counts[i] = count

@@ -1,0 +1,43 @@
+"""Threads that share compiled loops, and whether there are any: numba itself is not needed here."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+__all__ = ["available", "share_out", "workers"]
+
+WORTH_A_THREAD = 1 << 22  # products
+
+Part = TypeVar("Part")
+Found = TypeVar("Found")
+
+
+@functools.cache
+def available() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def workers(products: int) -> int:
+    """How many threads so many products are worth."""
+    return max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
+
+
+def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
+    """What the work finds in each part, one thread a part."""
+    if len(parts) == 1:
+        return [work(parts[0])]
+    return list(_pool(os.getpid(), len(parts)).map(work, parts))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, count: int) -> ThreadPoolExecutor:
+    """Threads that wait for work; a forked child has none of its parent's."""
+    return ThreadPoolExecutor(count, "softdb")

@@ -1,0 +1,253 @@
+"""Indexes on a GPU: FAISS' inverted lists there, searched with tensors of that GPU, on torch's own stream.
+
+A CPU's fast-scan shuffles 4-bit codes within its registers, which no GPU does: FAISS takes 8-bit codes there alone. So
+`ivf` has a byte for each 2 to 16 numbers (a GPU search reads codes as fast as its memory gives them, fewer bytes are
+faster), and `ivf-sq8` a byte a number, nearly exact. Vectors in half precision would be a second copy of the keys, and
+graphs and RaBitQ have no form on a GPU. What FAISS cannot do there is done here: no more than 2048 results or lists a
+query (beyond, every record is compared), no filter and no removal (more is fetched, what does not count is passed
+over, and where too little is left every match is compared).
+
+`faiss.contrib.torch_utils` is not imported: it replaces the methods of every index in the process, and its `search`
+takes no parameters. FAISS is given addresses instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.check import Metric
+from softdb.errors import MissingDependency
+from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module
+from softdb.index.device import Board
+from softdb.index.ivf import ID, IVF, IVFSQ8, POINTS_A_LIST, ROUNDS, lists_for
+
+__all__ = ["MOST", "OnGPU", "board_of", "engines", "gpu_faiss", "hosted", "place", "placed", "session"]
+
+MOST = 2048  # results or lists of a query: FAISS' limit on a GPU
+PARTS = (96, 64, 56, 48, 40, 32, 28, 24, 20, 16, 12, 8, 4, 3, 2, 1)  # of a code: those that FAISS' kernels know
+MANY, WIDE, WIDEST = 48, 8, 16  # numbers a part at most, 16 where there are 48 parts: wider ones tell too little apart
+TABLES = 48  # parts whose tables of 256 float32 fit into 48 KiB of shared memory; beyond, they are float16
+QUERIES = 4096  # searched at once
+
+_log = logging.getLogger("softdb")
+
+
+def gpu_faiss(device: torch.device | None = None) -> Any:
+    """FAISS with its GPU part. Raises MissingDependency that says how to get it, or that it sees no such device."""
+    faiss = faiss_module()
+    if not hasattr(faiss, "StandardGpuResources"):
+        raise MissingDependency(
+            f"an index on a GPU needs the GPU build of FAISS, but the CPU build {faiss.__version__} is installed; "
+            "pip uninstall faiss-cpu, then pip install 'softdb[gpu]'; or device='cpu', or kind='flat', which needs none"
+        )
+    if device is not None and (device.index or 0) >= faiss.get_num_gpus():  # asked for more, it ends the process
+        raise MissingDependency(
+            f"torch sees {device}, but FAISS {faiss.__version__} sees {faiss.get_num_gpus()} GPUs: its CUDA and "
+            "the driver do not fit; install a FAISS for it, or ask for device='cpu', or kind='flat', which needs none"
+        )
+    return faiss
+
+
+class _Resources:
+    """FAISS' streams and scratch memory, one for all indexes of a process: FAISS lets one thread use them at a time."""
+
+    def __init__(self) -> None:
+        self.inner = gpu_faiss().StandardGpuResources()
+        self.lock = threading.RLock()
+
+
+@functools.lru_cache(maxsize=1)
+def _resources() -> _Resources:
+    return _Resources()
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of the stream that torch works on there."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+@contextlib.contextmanager
+def session(board: Board) -> Iterator[Any]:
+    """FAISS' resources, ordered with what torch does on its current stream of the board's device."""
+    faiss, held, ordinal = gpu_faiss(), _resources(), board.device.index or 0
+    with held.lock:
+        before = held.inner.getDefaultStream(ordinal)
+        held.inner.setDefaultStream(ordinal, faiss.cast_integer_to_cudastream_t(current_stream(board.device)))
+        try:
+            yield held.inner
+        finally:  # a stream of the caller's may not live as long as the resources
+            held.inner.setDefaultStream(ordinal, before)
+
+
+class OnGPU(IVF):
+    """Inverted lists on a GPU. `engines` binds the classes below to a board."""
+
+    board: ClassVar[Board]
+    host: ClassVar[type[IVF]]  # the same on the CPU, which is what the cache holds
+
+    def __init__(self, metric: Metric, inner: Any) -> None:
+        super().__init__(metric, inner)
+        self.effort_most = min(MOST, self.effort_most)
+
+    @classmethod
+    def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
+        """Centroids and codes, there."""
+        faiss, (m, dim) = gpu_faiss(), sample.shape
+        lists = max(1, min(lists_for(count), m // 39))
+        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
+        inner = _uploaded(cls.board, faiss.index_factory(dim, f"IVF{lists},{codes}", measure))
+        inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
+        with session(cls.board):
+            inner.train(sample)
+        return cls(metric, inner)
+
+    def add(self, rows: Rows, keys: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> None:
+        """Take records (n, d) in."""
+        with session(self.board):
+            super().add(rows, keys)
+
+    def near(
+        self,
+        queries: Tensor,  # (q, d) float32, prepared, on the board's device
+        c: int,  # at most MOST
+        effort: int | None = None,
+    ) -> Tensor:  # (q, c) int64, -1 = none
+        """The c rows of each query whose codes are nearest, on the device, with nothing copied to the host."""
+        faiss, queries, q = gpu_faiss(), queries.contiguous(), len(queries)
+        rows = torch.empty((q, c), dtype=torch.int64, device=queries.device)
+        scores = torch.empty((q, c), dtype=torch.float32, device=queries.device)
+        parameters = faiss.SearchParametersIVF(nprobe=min(effort or self.effort, self.effort_most))
+        number, whole = faiss.cast_integer_to_float_ptr, faiss.cast_integer_to_idx_t_ptr
+        with session(self.board):
+            self.inner.search_c(
+                q, number(queries.data_ptr()), c, number(scores.data_ptr()), whole(rows.data_ptr()), parameters
+            )
+        return rows
+
+    def find(self, queries: Floats, c: int, allowed: Selected | Live | None = None, effort: int | None = None) -> Rows:
+        """As `near`, for arrays of the host; no more than MOST are found, -1 follows."""
+        if allowed is not None:
+            raise ValueError("an index on a GPU takes no filter: softdb.index.gpu_search does without")
+        found = np.full((len(queries), c), -1, np.int64)
+        fetched = min(c, MOST)
+        for low in range(0, len(queries), QUERIES):
+            part = torch.from_numpy(queries[low : low + QUERIES]).to(self.board.device)
+            found[low : low + QUERIES, :fetched] = self.near(part, fetched, effort).cpu().numpy()
+        return found
+
+    def copy(self) -> Index:
+        """An index that can grow while this one is searched; it passes through the host's memory."""
+        return self.restored(_uploaded(self.board, _downloaded(self)))
+
+    def dump(self) -> Any:
+        """The codes as bytes of a CPU index, which any machine reads."""
+        return faiss_module().serialize_index(_downloaded(self))
+
+
+class _IVF(OnGPU):
+    """Inverted lists of product codes, a byte for each 2 to 16 numbers."""
+
+    host: ClassVar[type[IVF]] = IVF
+
+    @classmethod
+    def codes(cls, dim: int) -> tuple[str, ...]:
+        """The finest that FAISS knows for the width; a byte a number where none divides it."""
+        widths = {parts: dim / parts for parts in PARTS if dim % parts == 0}
+        fits = [parts for parts, width in widths.items() if width <= (WIDEST if parts >= MANY else WIDE)][:3]
+        return tuple(f"PQ{parts}" for parts in reversed(fits)) or ("SQ8",)
+
+    @classmethod
+    def record_bytes(cls, dim: int, codes: str) -> int:
+        """A byte a part."""
+        return (dim if codes == "SQ8" else int(codes.removeprefix("PQ"))) + ID
+
+
+class _IVFSQ8(OnGPU):
+    """Inverted lists of a byte a number."""
+
+    kind: ClassVar[str] = IVFSQ8.kind
+    host: ClassVar[type[IVF]] = IVFSQ8
+    codes = IVFSQ8.codes
+    record_bytes = IVFSQ8.record_bytes
+
+
+def engines(board: Board) -> dict[str, type[OnGPU]]:
+    """The engines with a form on a GPU, each for indexes on that board."""
+    return {engine.kind: type(engine.__name__, (engine,), {"board": board}) for engine in (_IVF, _IVFSQ8)}
+
+
+def placed(index: Index, board: Board | None) -> Index:
+    """The same index on another board, None for the CPU; as it is where its codes have no form there."""
+    if board_of(index) is board:
+        return index
+    index = hosted(index) if isinstance(index, OnGPU) else index
+    if board is None or not _movable(index, board):
+        return index
+    return _like(index, engines(board)[index.kind](index.metric, _uploaded(board, index.inner)))
+
+
+def hosted(index: Index) -> Index:
+    """A copy of an index on the CPU, where rows can be removed."""
+    if isinstance(index, OnGPU):
+        return _like(index, index.host(index.metric, _downloaded(index)))
+    return index.copy()
+
+
+def board_of(index: Index | None) -> Board | None:
+    """Where an index lies; None for the CPU."""
+    return index.board if isinstance(index, OnGPU) else None
+
+
+def place(index: Index | None) -> str:
+    """Where an index lies, as it is reported."""
+    board = board_of(index)
+    return "cpu" if board is None else str(board.device)
+
+
+def _like(index: Index, twin: Index) -> Index:
+    """The twin, as far and as hard to search as the index."""
+    for name, value in vars(index).items():
+        if name not in ("inner", "effort_most"):
+            setattr(twin, name, value)
+    twin.effort, twin.report = min(twin.effort, twin.effort_most), dict(index.report)
+    return twin
+
+
+def _movable(index: Index, board: Board) -> bool:
+    """Whether an index of the CPU has a form on a GPU; one line in the log where it has none."""
+    try:
+        faiss, inner = gpu_faiss(board.device), index.inner
+    except MissingDependency as error:
+        _log.warning("the index stays on the CPU: %s", error)
+        return False
+    if isinstance(inner, faiss.IndexIVFScalarQuantizer):
+        return True
+    if isinstance(inner, faiss.IndexIVFPQ) and inner.by_residual and inner.pq.nbits == 8 and inner.pq.M in PARTS:
+        return True
+    _log.warning("the index stays on the CPU: its codes have no form on a GPU; build_index() makes one that has")
+    return False
+
+
+def _uploaded(board: Board, inner: Any) -> Any:
+    """A CPU index, copied to the board."""
+    faiss = gpu_faiss()
+    options = faiss.GpuClonerOptions()
+    options.use_cuvs = False  # another library, with other limits and codes, in some builds
+    options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # of the tables alone
+    with session(board) as resources:
+        return faiss.index_cpu_to_gpu(resources, board.device.index or 0, inner, options)
+
+
+def _downloaded(index: OnGPU) -> Any:
+    """The same as a CPU index."""
+    with session(index.board):
+        return gpu_faiss().index_gpu_to_cpu(index.inner)

@@ -1,0 +1,126 @@
+"""Finding on whichever device an index lies: on a GPU around what FAISS cannot do there, else by `search`, `flat`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.check import Metric
+from softdb.index import flat, search
+from softdb.index.contract import Index, Live, Rows
+from softdb.index.device import Board
+from softdb.index.gpu import MOST, QUERIES, OnGPU
+from softdb.index.resident import View
+from softdb.index.search import border_of
+from softdb.store import Snapshot
+
+__all__ = ["find", "nearest", "serves"]
+
+FEW = 1 << 16  # records that a GPU compares sooner than it asks an index
+FLOOR = 64  # candidates that are looked at again at least
+SURE = 3.0  # deviations by which more is fetched than a filter lets through on average
+
+
+def nearest(
+    board: Board | None,
+    snapshot: Snapshot,
+    queries: Tensor,  # (q, d)
+    k: int,
+    metric: Metric,
+    allowed: Live | None = None,  # (size,) over positions; None: every live record
+) -> Rows:  # (q, k)
+    """The exact finder, there or on the CPU."""
+    if board is None:
+        return flat.nearest(snapshot, queries, k, metric, allowed)
+    return board.nearest(snapshot, queries, k, metric, allowed)
+
+
+def serves(snapshot: Snapshot, index: Index, k: int, allowed: Live | None) -> bool:
+    """Whether the index is worth asking; else the records are compared exactly."""
+    if not isinstance(index, OnGPU):
+        return search.serves(snapshot, index, k, allowed)
+    return _plan(snapshot, index, k, allowed) is not None
+
+
+def find(
+    snapshot: Snapshot,
+    index: Index | None,
+    queries: Tensor,  # (q, d)
+    k: int,
+    metric: Metric,
+    allowed: Live | None,  # (size,) over positions; None: every live record
+) -> Rows:  # (q, k)
+    """Positions of the k nearest that are allowed and live, -1 only beyond their number; see `search.find`.
+
+    On a GPU only the positions found travel to the host, where the keys fit; else those of the candidates, too.
+    """
+    if not isinstance(index, OnGPU):
+        return search.find(snapshot, index, queries, k, metric, allowed)
+    plan = _plan(snapshot, index, k, allowed)
+    if plan is None:
+        return index.board.nearest(snapshot, queries, k, metric, allowed)
+    found = np.empty((len(queries), k), np.int64)
+    for low in range(0, len(queries), QUERIES):
+        part = slice(low, low + QUERIES)
+        found[part] = plan.find(queries[part].detach(), k, allowed)
+    return found
+
+
+class _Plan:
+    """How to ask an index on a GPU, which knows nothing of filters and deletions."""
+
+    def __init__(self, view: View, index: OnGPU, k: int, allowed: Live | None, border: int, inside: int) -> None:
+        self.view, self.index, self.kept, self.border = view, index, view.kept(allowed), border
+        self.share = inside / max(1, index.inner.ntotal)  # of the codes that count
+        wanted = min(max(FLOOR, index.candidates * k), inside)
+        spread = SURE * np.sqrt(wanted * (1 - min(1.0, self.share)))
+        self.fetched = int(np.ceil((wanted + spread) / self.share))
+        effort = index.effort * -(-k // index.tuned_for)  # farther neighbours lie in more places
+        self.effort = min(index.effort_most, int(np.ceil(effort / self.share)))
+        probed = inside * self.effort / index.inner.nlist  # of what counts, on average
+        # a query with fewer lies where the filter lets less through; without a filter the k are enough
+        self.least = min(k, inside) if self.share >= 1 else max(min(k, inside), min(wanted, int(probed / 2)))
+
+    def find(self, queries: Tensor, k: int, allowed: Live | None) -> Rows:  # (q, k) positions
+        """The k best of the candidates that count; every record is compared where too few of them do."""
+        view, index, board = self.view, self.index, self.index.board
+        asked = queries.to(view.device, torch.float32)
+        rows = index.near(_prepared(asked, index.metric), self.fetched, self.effort)
+        positions = view.positions(rows)
+        if self.share < 1:
+            positions = positions.masked_fill(~self.kept.there[positions.clamp(min=0)], -1)
+        thin = ((positions >= 0).sum(1) < self.least).cpu().numpy()
+        if self.border < view.snapshot.size:
+            young = board.nearest(view.snapshot, queries, k, index.metric, allowed, self.border)
+            positions = torch.cat([positions, torch.from_numpy(young).to(view.device)], 1)
+        found = board.ordered(view, asked, positions, k, index.metric)
+        thin |= (found >= 0).sum(1) < min(k, self.kept.number)
+        if thin.any():
+            few = queries[torch.from_numpy(np.flatnonzero(thin)).to(queries.device)]
+            found[thin] = board.nearest(view.snapshot, few, k, index.metric, allowed)
+        return found
+
+
+def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _Plan | None:
+    """None where to compare every record is the lesser work, or the only way."""
+    if k > index.covered // 8:
+        return None
+    view, border = index.board.view(snapshot), border_of(snapshot, index)
+    kept = view.kept(allowed)
+    inside = kept.number if border == snapshot.size else int(np.count_nonzero(kept.mask[:border]))
+    if inside <= max(FEW, 4 * k):
+        return None
+    plan = _Plan(view, index, k, allowed, border, inside)
+    return plan if plan.fetched <= MOST else None
+
+
+def _prepared(
+    queries: Tensor,  # (q, d)
+    metric: Metric,
+) -> Tensor:  # (q, d)
+    """Queries as an index sees them."""
+    if metric is not Metric.COSINE:
+        return queries
+    lengths: Tensor = torch.linalg.vector_norm(queries, dim=1, keepdim=True, dtype=torch.float64)
+    return (queries / lengths.masked_fill(lengths == 0, 1)).to(torch.float32)

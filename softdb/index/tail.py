@@ -1,0 +1,233 @@
+"""The tail beyond the nearest, sampled: records drawn from the whole database with known probabilities.
+
+The records whose codes are nearest are considered one by one, the others by the lists of an IVF index, each in
+proportion to how much it is thought to matter: the root of the mean square of its weight exp(logit),
+
+    near:  exp(ŝ + ε²)                  ŝ the logit that the code gives, ε the standard error of the codes
+    far:   exp(μ + σ²) P^½              μ, σ mean and deviation of the logits in a list, taken as normal; where the
+                                        list was searched, P = Φ((τ - μ - 2 σ²) / σ) / Φ((τ - μ) / σ), as what lies
+                                        above the last of the near, τ, is among them; at most
+                                        μ + σ √(2 log m), about the largest of the m in the list
+
+A share of the draws goes to all records alike. What is thought decides how large the error is, never whether the answer
+is right: sums over those drawn, divided by their probabilities, are unbiased (Horvitz and Thompson 1952).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Metric
+from softdb.compiled.threads import share_out, workers
+from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
+from softdb.index.rerank import scores_at
+from softdb.store import Snapshot
+
+__all__ = ["Drawn", "Frame", "Tail", "kept", "seeds_of"]
+
+SAMPLED = 1 << 14  # stored keys that the spread of the lists is taken from
+CALIBRATED = 64  # stored keys that the error of the codes is taken from, as queries
+PRIOR = 8  # records' worth of belief that a list spreads as all do
+PLAIN = 0.1  # share of the draws that goes to all records alike
+ROOM = 8.0  # standard deviations of the number drawn that there is room for
+PERMANENT = 1 << 40  # seed of the order inside the lists; draws shift it
+
+
+class Frame(NamedTuple):
+    """The rows of each list in the order of their permanent random numbers: 12 bytes a record."""
+
+    rows: Rows  # (n,)
+    chances: NDArray[np.uint32]  # (n,) ascending within a list
+    starts: Rows  # (lists + 1,)
+
+
+class Drawn(NamedTuple):
+    """Rows drawn for each query, and the log of the inverse of each one's probability."""
+
+    rows: Rows  # (q, w), -1 = none
+    log_weights: Floats  # (q, w)
+
+
+class Tail:
+    """A sampler over the rows that an IVF index holds. Safe to use from several threads."""
+
+    def __init__(self, index: Index, snapshot: Snapshot) -> None:
+        inner = index.inner
+        self.index = index
+        self.frame = _frame(inner.invlists)
+        self.sizes = np.diff(self.frame.starts).astype(np.float32)  # (lists,)
+        self.centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)  # (lists, d)
+        live = np.flatnonzero(snapshot.live)
+        some = np.sort(np.random.default_rng(3).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False))
+        keys = prepared(snapshot.keys_at(some).numpy(), index.metric)
+        home = inner.quantizer.search(keys, 1)[1][:, 0]
+        left = keys - self.centroids[home]
+        self._spread(left, home, inner.nlist)
+        self._calibrate(snapshot, keys)
+
+    def _spread(
+        self,
+        left: Floats,  # (m, d) keys seen from their centroids
+        home: Rows,  # (m,)
+        lists: int,
+    ) -> None:
+        """How keys lie around their centroids: one covariance, scaled for each list."""
+        squares = np.einsum("md,md->m", left, left, dtype=np.float64)
+        whole = max(float(squares.mean()), 1e-12)
+        found = np.bincount(home, squares, lists) + PRIOR * whole
+        self.scale = (found / (np.bincount(home, minlength=lists) + PRIOR) / whole).astype(np.float32)  # (lists,)
+        values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
+        self.root = (vectors * np.sqrt(np.maximum(values, 0))).astype(
+            np.float32
+        )  # (d, d), its square is the covariance
+        self.reach = np.float32(whole)  # mean squared distance from the centroid
+        self.reach_spread = np.float32(squares.var())
+
+    def _calibrate(self, snapshot: Snapshot, keys: Floats) -> None:
+        """How far scores by codes lie from the true ones, for a query of length 1."""
+        asked = np.ascontiguousarray(keys[:: max(1, len(keys) // CALIBRATED)][:CALIBRATED])
+        rows, codes = self.index.find_scored(asked, 128, None, None)
+        true = scores_at(snapshot, asked, snapshot.positions(rows), self.index.metric)
+        error = (true - codes)[(rows >= 0) & np.isfinite(true)]
+        lengths = float(np.linalg.norm(asked, axis=1).mean()) if self.index.metric is Metric.DOT else 1.0
+        self.bias, self.error = (float(error.mean()), float(error.std())) if len(error) else (0.0, 0.0)
+        self.bias, self.error = self.bias / max(lengths, 1e-12), self.error / max(lengths, 1e-12)
+
+    def draw(
+        self,
+        queries: Floats,  # (q, d) prepared
+        factor: float,  # logits are this times the score
+        near: int,
+        budget: int,
+        seed: int,
+        effort: int | None = None,
+    ) -> Drawn:
+        """About `budget` rows for each query, dead ones among them. Cost of a search, and q (near + lists)."""
+        rows, codes = self.index.find_scored(queries, near, None, effort)
+        lengths = np.linalg.norm(queries, axis=1).astype(np.float32) if self.index.metric is Metric.DOT else None
+        scale = np.ones(len(queries), np.float32) if lengths is None else lengths
+        codes = codes + self.bias * scale[:, None]
+        near_logits = (factor * codes + (factor * self.error * scale[:, None]) ** 2).astype(np.float32)
+        far_logits, far_sizes = self._far(queries, factor, rows, codes, effort)
+        seeds = seeds_of(queries, seed)
+        loose = functools.partial(_drawn, rows, near_logits, far_logits, far_sizes, self.frame, float(budget), seeds)
+        found, logs, most = loose(int(budget + ROOM * budget**0.5 + 16))
+        if most > found.shape[1]:
+            found, logs, most = loose(most)
+        return Drawn(found[:, :most], logs[:, :most])
+
+    def _far(
+        self, queries: Floats, factor: float, rows: Rows, codes: Floats, effort: int | None
+    ) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
+        """Log of how much a record of each list matters, and how many of it are not near."""
+        mean, deviation = (part.astype(np.float64) for part in self._logits(queries, factor))
+        full = rows.min(axis=1) >= 0
+        last = codes.min(axis=1, initial=np.inf, where=rows >= 0) * factor  # τ
+        below = (np.where(full, last, -np.inf)[:, None] - mean) / deviation
+        probed = min(effort or self.index.effort, len(self.sizes))
+        searched = mean >= np.partition(mean, -probed, axis=1)[:, -probed, None]  # the lists that look best
+        inside = np.where(searched, log_normal(below), 0)  # -inf: the search found less than it was asked for
+        gain = log_normal(below - 2 * deviation) - np.maximum(inside, -1e6)
+        logits = mean + deviation**2 + 0.5 * np.where(searched & full[:, None], np.minimum(gain, 0), 0)
+        # of so many, the largest lies about here, and their mean square no higher
+        logits = np.minimum(logits, mean + deviation * np.sqrt(2 * np.log(self.sizes + 2)))
+        return logits.astype(np.float32), (self.sizes * np.exp(np.maximum(inside, -30))).astype(np.float32)
+
+    def _logits(self, queries: Floats, factor: float) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
+        """Mean and deviation of the logits in each list."""
+        if self.index.metric is not Metric.L2:
+            turned = queries @ self.root
+            variance = np.einsum("qd,qd->q", turned, turned)[:, None] * self.scale
+            return factor * (queries @ self.centroids.T), factor * np.sqrt(variance) + np.float32(1e-6)
+        products = queries @ self.centroids.T
+        apart = (queries**2).sum(1)[:, None] - 2 * products + (self.centroids**2).sum(1)
+        turned, moved = queries @ self.root, self.centroids @ self.root
+        along = (turned**2).sum(1)[:, None] - 2 * turned @ moved.T + (moved**2).sum(1)
+        variance = 4 * np.maximum(along, 0) * self.scale + self.reach_spread * self.scale**2
+        return -factor * (np.maximum(apart, 0) + self.reach * self.scale), factor * np.sqrt(variance) + np.float32(1e-6)
+
+
+def _drawn(
+    near: Rows,
+    near_logits: Floats,
+    far_logits: Floats,
+    far_sizes: Floats,
+    frame: Frame,
+    budget: float,
+    seeds: NDArray[np.uint64],
+    width: int,
+) -> tuple[Rows, Floats, int]:
+    """Rows and log-weights, each (q, width), and the most that a query drew, which may be more."""
+    from softdb.compiled import draw as loops
+
+    q, each = len(near), (near.shape[1] + far_logits.shape[1]) * loops.STEPS
+    found, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
+    counts = np.zeros(q, np.int64)
+
+    def work(part: slice) -> None:
+        asked = near[part], near_logits[part], far_logits[part], far_sizes[part]
+        loops.draw(*asked, frame, budget, PLAIN, seeds[part], found[part], logs[part], counts[part])
+
+    count = min(q, workers(q * each * 4))
+    share_out(work, [slice(q * i // count, q * (i + 1) // count) for i in range(count)])
+    return found, logs, int(counts.max(initial=0))
+
+
+def _frame(lists: Any) -> Frame:
+    """Every list's rows, ordered by their random numbers."""
+    from softdb.compiled import draw as loops
+
+    faiss = faiss_module()
+    sizes = [lists.list_size(i) for i in range(lists.nlist)]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    rows, chances = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.uint32)
+    for i, size in enumerate(sizes):
+        if size:
+            part = slice(starts[i], starts[i + 1])
+            rows[part] = faiss.rev_swig_ptr(lists.get_ids(i), size)
+            loops.hashes(rows[part], PERMANENT, chances[part])
+            order = np.argsort(chances[part])
+            rows[part], chances[part] = rows[part][order], chances[part][order]
+    return Frame(rows, chances, starts)
+
+
+def seeds_of(
+    queries: Floats,  # (q, d)
+    seed: int,
+) -> NDArray[np.uint64]:  # (q,)
+    """A seed for each query, which its numbers decide: the errors of queries that are asked together are independent."""
+    factors = np.random.default_rng(seed).integers(1, 1 << 63, queries.shape[1], np.uint64) | np.uint64(1)
+    bits = np.ascontiguousarray(queries, np.float32).view(np.uint32)
+    return (bits * factors).sum(1, dtype=np.uint64)
+
+
+def kept(
+    rows: Rows,  # (q, w), -1 = none
+    logits: Floats,  # (q, w) with the log-weights; -inf = takes no part
+    log_weights: Floats,  # (q, w)
+    budget: int,
+    seeds: NDArray[np.uint64],  # (q,)
+) -> tuple[Rows, Floats]:  # (q, k), (q, k)
+    """Some of the draws, each kept in proportion to its weight: their places, -1 = none, and new log-weights."""
+    from softdb.compiled import draw as loops
+
+    k = min(rows.shape[1], int(budget + ROOM * budget**0.5 + 16))
+    places, logs = np.full((len(rows), k), -1, np.int64), np.zeros((len(rows), k), np.float32)
+    counts = np.empty(len(rows), np.int64)
+    loops.thin(rows, logits, log_weights, float(budget), seeds, places, logs, counts)
+    most = min(k, int(counts.max(initial=0)))
+    if counts.max(initial=0) > k:
+        raise AssertionError("more draws were kept than there is room for")
+    return places[:, :most], logs[:, :most]
+
+
+def log_normal(x: NDArray[np.floating]) -> NDArray[np.floating]:
+    """log Φ(x), by torch, which keeps its digits far below 0."""
+    import torch
+
+    found: NDArray[np.floating] = torch.special.log_ndtr(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+    return found

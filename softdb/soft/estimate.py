@@ -1,0 +1,249 @@
+"""The soft query estimated to a tolerance: draws that grow until the error bar fits, or a pass over every record."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.answers import Hits, Pooled, Resolve
+from softdb.check import Tolerance
+from softdb.compiled.threads import available
+from softdb.index.contract import Floats, prepared
+from softdb.index.rerank import scores_at
+from softdb.index.tail import Tail, kept, seeds_of
+from softdb.pool import error_bar, merge, sampled
+from softdb.scores import fold
+from softdb.soft.explain import explained
+from softdb.soft.query import Finder, Live, Positions, SoftQuery, score_rows
+from softdb.soft.whole import attend_all
+from softdb.store import Snapshot
+from softdb.stream import stream
+from softdb.weights import Softmax
+
+__all__ = ["attend_estimated"]
+
+FIRST, GROWTH = 400, 4  # records pooled for a query in the first round, and how much more in each further one
+SCORED = 3  # times as many are drawn and scored
+NEAR = 4  # times as many codes are looked at one by one
+MARGIN = 1.3  # more than the error bar says will be needed
+PASSED = 2e-10  # seconds to pass over a number of a record for one query more, in a stream
+READ = 6e-11  # seconds to read it, once for all queries
+SPENT = 1.5e-6  # seconds a query and record pooled: its share of the search, the draw and the gathering
+SCANNED = 1 << 17  # codes that a search looks at, at least: as quick as to score the records
+FEWEST = 10_000  # records that are all pooled sooner
+SMALL = 0.1  # of that size: below it, tolerance is relative to it
+
+
+def attend_estimated(
+    query: SoftQuery,
+    snapshot: Snapshot,
+    tail: Tail | None,  # None: nothing can draw
+    border: int,  # the first position that it does not cover
+    tolerance: Tolerance,
+    seed: int,
+    find: Finder,  # an exact finder
+    resolve: Resolve,
+) -> Pooled:
+    """The softmax over all records, to a tolerance.
+
+    Each round draws records for the queries whose error bar does not fit yet, scores them exactly, keeps some by their
+    weights and pools these with the inverse of their probabilities. Records younger than the index are pooled whole.
+    Queries for which a pass over every record costs less are answered so, and so is all that cannot be drawn for:
+    another weighting than softmax, a score without a known relation to the metric, a mask.
+    """
+    plan = None if tail is None else _plan(query, snapshot, tail, border, seed)
+    if plan is None:
+        return attend_all(query, snapshot, find, resolve)
+    parts, rest = plan.rounds(tolerance)
+    if len(rest) == len(query.queries):
+        return attend_all(query, snapshot, find, resolve)
+    return _joined(plan, parts, rest, tolerance, find, resolve)
+
+
+class _Estimate(NamedTuple):
+    """An estimated answer to some of the queries."""
+
+    output: Tensor  # (q, v)
+    lse: Tensor  # (q,)
+    stderr: Tensor  # (q,)
+    lse_stderr: Tensor  # (q,)
+    bar: Tensor  # (q,)
+    met: Tensor  # (q,) bool
+    positions: Tensor  # (q, k) int64, -1 = none
+    scores: Tensor  # (q, k)
+    weights: Tensor  # (q, k)
+
+    def of(self, which: Tensor) -> _Estimate:
+        """The same for some of them."""
+        return _Estimate(*(column[which] for column in self))
+
+    def padded(self, width: int) -> _Estimate:
+        """The same with so many candidates."""
+        more = (0, width - self.positions.shape[1])
+        pad = torch.nn.functional.pad
+        return self._replace(
+            positions=pad(self.positions, more, value=-1),
+            scores=pad(self.scores, more, value=-torch.inf),
+            weights=pad(self.weights, more),
+        )
+
+
+class _Plan(NamedTuple):
+    """What is drawn from, for what."""
+
+    query: SoftQuery
+    snapshot: Snapshot
+    tail: Tail
+    factor: float  # logits are this times the metric's score
+    asked: Floats  # (q, d) the queries as the index sees them
+    counts: Live  # (size,) over positions: the records that take part and can be drawn
+    young: Live | None  # (size,): those that cannot, as the index does not hold them
+    seed: int
+
+    def rounds(self, tolerance: Tolerance) -> tuple[list[tuple[Positions, _Estimate]], Positions]:
+        """Estimates, each with the queries (q,) that it answers; and the queries that are left for an exact pass."""
+        rest, budget, parts = np.arange(len(self.asked)), FIRST, []
+        while len(rest):
+            if tolerance.most is None and self._seconds(len(rest), budget) > self._exact_seconds(len(rest)):
+                break
+            budget = min(budget, tolerance.most or budget)
+            found, allowed = self._estimate(rest, budget, tolerance)
+            stop = torch.ones_like(found.met) if budget == tolerance.most else found.met
+            parts.append((rest[stop.cpu().numpy()], found.of(stop)))
+            rest = rest[~stop.cpu().numpy()]
+            if len(rest):
+                needed = MARGIN * budget * float((found.bar / allowed)[~stop].square().median())
+                budget = max(GROWTH * budget, int(min(needed, self.snapshot.size)))
+        return parts, rest
+
+    def _seconds(self, queries: int, budget: int) -> float:
+        return queries * budget * SPENT
+
+    def _exact_seconds(self, queries: int) -> float:
+        """What a pass over every record costs."""
+        numbers = self.snapshot.size * (self.asked.shape[1] + self.query.pooled_dim)
+        return float(numbers * (READ + PASSED * queries / 2))
+
+    def _estimate(self, which: Positions, budget: int, tolerance: Tolerance) -> tuple[_Estimate, Tensor]:
+        """The answer of one round, and the bar (q,) that is allowed."""
+        query, (positions, logs) = self.query.of(which), self._drawn(which, budget)
+        device = query.queries.device
+        log_weights, live = torch.from_numpy(logs).to(query.queries), torch.from_numpy(positions >= 0).to(device)
+        scores = score_rows(query.score, query.queries, self.snapshot, positions)
+        values = self.snapshot.values_at(positions).to(device)
+        part = sampled(scores, query.temperature, live, log_weights, values, query.num_classes)
+        state = part if self.young is None else merge([part, self._whole(query)])
+        with torch.no_grad():
+            logits = scores / query.temperature + log_weights - state.lse.unsqueeze(1)
+            weights = logits.exp().masked_fill(~live, 0)
+            noise = -torch.expm1(-log_weights) * weights.square()
+            bar = error_bar(state.stderr, noise, values, state.output, tolerance.confidence)
+            bar = bar.masked_fill(part.lse == -torch.inf, torch.inf)  # what was not drawn at all may be anything
+            allowed = self._allowed(state.output, bar, tolerance)
+        return _Estimate(
+            state.output, state.lse, state.stderr.detach(), state.lse_stderr.detach(), bar, bar <= allowed,
+            torch.from_numpy(positions).to(device), scores.detach(), weights,
+        ), allowed  # fmt: skip
+
+    def _drawn(self, which: Positions, budget: int) -> tuple[Positions, Floats]:  # (q, k), (q, k)
+        """Positions of the records to pool, -1 = none, and the logs of the inverse of their probabilities."""
+        asked, size = self.asked[which], self.snapshot.size
+        near, scanned = min(NEAR * budget, size), -(-SCANNED * len(self.tail.sizes) // max(1, size))
+        effort = max(self.tail.index.effort, scanned)
+        drawn = self.tail.draw(asked, self.factor, near, SCORED * budget, 2 * self.seed, effort)
+        positions = self.snapshot.positions(drawn.rows)
+        positions[~self.counts[positions] | (positions < 0)] = -1
+        scores = scores_at(self.snapshot, asked, positions, self.tail.index.metric)
+        logits = np.float32(self.factor) * scores + drawn.log_weights
+        places, logs = kept(drawn.rows, logits, drawn.log_weights, budget, seeds_of(asked, 2 * self.seed + 1))
+        if not places.shape[1]:
+            return np.full((len(which), 1), -1, np.int64), np.zeros((len(which), 1), np.float32)
+        return np.where(places < 0, -1, np.take_along_axis(positions, places, 1)), logs
+
+    def _whole(self, query: SoftQuery) -> tuple[Tensor, Tensor]:
+        """The soft query over the records that the index does not hold."""
+        return stream(
+            query.queries, self.snapshot, query.score, query.temperature,
+            allowed=self.young, num_classes=query.num_classes, value_dim=query.pooled_dim,
+        )  # fmt: skip
+
+    def _allowed(self, output: Tensor, bar: Tensor, tolerance: Tolerance) -> Tensor:  # (q,)
+        """The largest bar that meets the tolerance."""
+        length: Tensor = torch.linalg.vector_norm(output, dim=1)
+        if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
+            length = length.clamp(min=SMALL * (1.0 if self.query.num_classes else self.snapshot.value_size))
+        return tolerance.atol + tolerance.rtol * length
+
+
+def _plan(query: SoftQuery, snapshot: Snapshot, tail: Tail, border: int, seed: int) -> _Plan | None:
+    """What is drawn from; None where nothing can be drawn."""
+    if not isinstance(query.weighting, Softmax) or query.mask is not None or not available() or not len(query.queries):
+        return None
+    with torch.no_grad():
+        folded = fold(query.score, query.queries)
+    if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
+        return None
+    factor = float(folded.scale) / query.temperature
+    keep = snapshot.live if query.allowed is None else snapshot.live & query.allowed
+    if not 1e-30 < factor < 1e30 or int(np.count_nonzero(keep)) < FEWEST:
+        return None
+    counts, young = keep, None
+    if border < snapshot.size:
+        counts, young = keep.copy(), keep.copy()
+        counts[border:], young[:border] = False, False
+    asked = prepared(folded.queries.detach().cpu().numpy(), tail.index.metric)
+    return _Plan(query, snapshot, tail, factor, asked, counts, young, seed)
+
+
+def _joined(
+    plan: _Plan,
+    parts: list[tuple[Positions, _Estimate]],
+    rest: Positions,  # (r,) queries left
+    tolerance: Tolerance,
+    find: Finder,
+    resolve: Resolve,
+) -> Pooled:
+    """Estimates and exact answers in the order of the queries."""
+    query, snapshot = plan.query, plan.snapshot
+    estimates, order = [part for _, part in parts], [which for which, _ in parts]
+    if len(rest):
+        estimates.append(_exactly(query.of(rest), snapshot, find, resolve))
+        order.append(rest)
+    width = max(part.positions.shape[1] for part in estimates)
+    estimates = [part.padded(width) for part in estimates]
+    back = torch.from_numpy(np.argsort(np.concatenate(order))).to(query.queries.device)
+    whole = _Estimate(*(torch.cat(column)[back] for column in zip(*estimates, strict=True)))
+    exact = torch.zeros(len(back), dtype=torch.bool, device=back.device)
+    exact[torch.from_numpy(rest).to(back.device)] = True
+    weights, best = whole.weights.sort(dim=1, descending=True, stable=True)
+    rows = torch.from_numpy(snapshot.rows(whole.positions.cpu().numpy())).to(back.device)
+    pooled = Pooled(
+        whole.output,
+        whole.lse,
+        exact=exact,
+        missed_mass=torch.zeros_like(whole.lse.detach()),
+        candidates=torch.where(exact, query.taking_part(snapshot).to(exact.device), (whole.positions >= 0).sum(1)),
+        hits=Hits(rows.gather(1, best), query.shown_scores(whole.scores).gather(1, best), resolve),
+        weights=weights,
+        finder=plan.tail.index.kind,
+        explanation=lambda count: explained(query, snapshot, pooled, count, find, resolve),
+        bar=whole.bar,
+        stderr=whole.stderr,
+        lse_stderr=whole.lse_stderr,
+        met=whole.met,
+    )
+    return pooled
+
+
+def _exactly(query: SoftQuery, snapshot: Snapshot, find: Finder, resolve: Resolve) -> _Estimate:
+    """The exact answer, as an estimate without error."""
+    pooled = attend_all(query, snapshot, find, resolve)
+    none = torch.full((len(query.queries), 1), -1, device=pooled.lse.device)
+    nothing = torch.zeros_like(pooled.lse.detach())
+    return _Estimate(
+        pooled.output, pooled.lse, nothing, nothing, nothing, torch.ones_like(pooled.exact), none,
+        torch.full_like(none, -torch.inf, dtype=pooled.lse.dtype), torch.zeros_like(none, dtype=pooled.lse.dtype),
+    )  # fmt: skip

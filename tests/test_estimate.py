@@ -1,0 +1,290 @@
+"""Soft queries estimated to a tolerance: unbiased draws, error bars that hold, gradients, filters, young and dead rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import softdb
+from softdb.index.tail import Tail
+from softdb.pool import _f_quantile, error_bar
+from softdb.scores import Gaussian
+
+Array = np.ndarray[Any, Any]
+N, D = 30_000, 16
+
+
+def clusters(seed: int = 0, n: int = N) -> Array:
+    random = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).standard_normal((60, D))
+    keys = centres[random.integers(0, 60, n)] + 0.7 * random.standard_normal((n, D))
+    return (keys / np.linalg.norm(keys, axis=1, keepdims=True)).astype(np.float32)
+
+
+def filled(metric: str = "dot", **more: Any) -> softdb.SoftDB:
+    db = softdb.open(None, dim=D, metric=metric, **more)
+    keys = clusters()
+    values: Any = None
+    if db.stats()["value_dim"]:
+        values = np.random.default_rng(5).standard_normal((N, db.stats()["value_dim"]))
+    elif db.stats()["num_classes"]:
+        values = (np.abs(keys[:, 0]) * 40).astype(int) % db.stats()["num_classes"]
+    db.insert(range(N), keys, values, [{"part": i % 2} for i in range(N)])
+    db.build_index("ivf", recall=0.9)
+    return db
+
+
+@pytest.fixture(scope="module")
+def db() -> softdb.SoftDB:
+    return filled()
+
+
+@pytest.fixture(scope="module")
+def queries() -> Array:
+    random = np.random.default_rng(7)
+    return (clusters(3, 40) + 0.3 * random.standard_normal((40, D))).astype(np.float32)
+
+
+def always_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over so few records costs less than any draw: forbid it."""
+    monkeypatch.setattr("softdb.soft.estimate._Plan._exact_seconds", lambda *_: np.inf)
+
+
+def drawn(db: softdb.SoftDB, queries: Any, seed: int | None = None, **more: Any) -> softdb.Pooled:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    pooled = db.attend(queries, rtol=1e-9, max_candidates=300, generator=generator, **more)
+    assert not pooled.exact.any()
+    return pooled
+
+
+# -- the draws ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+def test_sums_over_the_drawn_are_unbiased(metric: str, queries: Array) -> None:
+    world = filled(metric)
+    exact = world.attend(queries, temperature=0.1)
+    ratios, errors = [], []
+    for seed in range(60):
+        pooled = drawn(world, queries, seed, temperature=0.1)
+        ratios.append((pooled.lse - exact.lse).exp().numpy())
+        errors.append(pooled.lse_stderr.numpy())
+    bias = np.mean(ratios, axis=0) - 1
+    assert np.abs(bias.mean()) <= 0.3 * np.mean(errors)
+    spread = np.std(ratios, axis=0) / np.sqrt(len(ratios))
+    assert (np.abs(bias) < 4.5 * spread + 1e-4).mean() >= 0.95
+
+
+def test_every_record_is_drawn_with_the_probability_stated(db: softdb.SoftDB, queries: Array) -> None:
+    snapshot = db._store.snapshot
+    tail, _ = db._finder.tail(snapshot)
+    assert isinstance(tail, Tail)
+    hits, chances = np.zeros(N), np.zeros(N)
+    draws = 300
+    for seed in range(draws):
+        found = tail.draw(queries[:1], 10.0, 400, 1500, seed)
+        rows, logs = found.rows[0], found.log_weights[0]
+        rows, logs = rows[rows >= 0], logs[rows >= 0]
+        assert len(set(rows.tolist())) == len(rows)
+        hits[rows] += 1
+        chances[rows] = np.exp(-logs)
+    seen = chances > 0
+    expected = draws * chances[seen]
+    deviation = np.sqrt(np.maximum(draws * chances[seen] * (1 - chances[seen]), 1e-9))
+    sure = chances[seen] > 0.999999
+    assert (hits[seen][sure] == draws).all()
+    many = ~sure & (expected > 20)
+    assert many.sum() > 50
+    z = (hits[seen][many] - expected[many]) / deviation[many]
+    assert np.abs(z).max() < 6
+    assert 0.8 < z.std() < 1.2
+    assert np.isclose(hits.sum() / draws, 1500, rtol=0.2)
+
+
+def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries: Array) -> None:
+    tail, _ = db._finder.tail(db._store.snapshot)
+    assert tail is not None
+    found = tail.draw(queries[:2], 10.0, 500, 2 * N, 0)
+    for rows, logs in zip(found.rows, found.log_weights, strict=True):
+        assert sorted(rows[rows >= 0].tolist()) == list(range(N))
+        assert (logs[rows >= 0] == 0).all()
+
+
+# -- the error bar -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.03, 0.1, 0.5])
+@pytest.mark.parametrize("values", [{}, {"value_dim": 3}, {"num_classes": 12}])
+def test_the_bar_holds_as_often_as_it_says(values: dict[str, int], temperature: float, queries: Array) -> None:
+    world = filled(**values)
+    exact = world.attend(queries, temperature=temperature)
+    errors, bars = [], []
+    for seed in range(40):
+        pooled = drawn(world, queries, seed, temperature=temperature)
+        errors.append((pooled.output - exact.output).norm(dim=1).numpy())
+        bars.append(pooled.bar.numpy())
+    inside = np.mean(np.stack(errors) <= np.stack(bars) + 1e-6)
+    assert 0.93 <= inside <= 0.995
+    assert np.median(bars) <= 2 * np.quantile(errors, 0.95)
+
+
+def test_quantiles_of_f() -> None:
+    above, below = torch.tensor([1.0, 3, 20, 400]), torch.tensor([5.0, 12, 60, 1000])
+    for confidence in (0.5, 0.9, 0.95, 0.99):
+        expected = stats.f.ppf(confidence, above[:, None].numpy(), below[None].numpy())
+        found = _f_quantile(confidence, above[:, None].expand(4, 4), below[None].expand(4, 4)).numpy()
+        np.testing.assert_allclose(found, expected, rtol=0.12)
+
+
+@pytest.mark.parametrize("width", [1, 2, 64])
+def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
+    """Errors Σ √c z (v - o) with normal z, whose covariance is the one the bar is made of."""
+    generator = torch.Generator().manual_seed(0)
+    values, noise = torch.randn(1, 200, width, generator=generator), torch.rand(1, 200, generator=generator)
+    output = torch.zeros(1, width)
+    stderr = (noise * values.square().sum(2)).sum(1).sqrt()
+    z = torch.randn(20_000, 200, generator=generator)
+    errors = ((z * noise.sqrt()) @ values[0]).norm(dim=1)
+    bar = error_bar(stderr, noise, values, output, 0.95)
+    assert 0.92 < float((errors <= bar).float().mean()) < 0.98
+
+
+# -- the tolerance -----------------------------------------------------------------------------------------------------
+
+
+def test_draws_grow_until_the_tolerance_is_met(
+    db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draw(monkeypatch)
+    exact = db.attend(queries, temperature=0.1)
+    few = db.attend(queries, temperature=0.1, rtol=0.3)
+    more = db.attend(queries, temperature=0.1, rtol=0.05)
+    for rtol, pooled in ((0.3, few), (0.05, more)):
+        assert pooled.met.all()
+        assert (pooled.bar <= rtol * pooled.output.norm(dim=1).clamp(min=0.1) + 1e-6).all()
+        error = (pooled.output - exact.output).norm(dim=1)
+        assert (error <= rtol * exact.output.norm(dim=1).clamp(min=0.1)).float().mean() >= 0.9
+    assert more.candidates.sum() > 2 * few.candidates.sum()
+
+
+def test_what_costs_less_exactly_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.1, rtol=1e-6)
+    exact = db.attend(queries, temperature=0.1)
+    assert pooled.exact.all()
+    assert pooled.met.all()
+    assert (pooled.bar == 0).all()
+    torch.testing.assert_close(pooled.output, exact.output)
+
+
+def test_the_same_draw_again_and_others_by_a_generator(db: softdb.SoftDB, queries: Array) -> None:
+    one, again = (drawn(db, queries, temperature=0.1) for _ in range(2))
+    assert torch.equal(one.output, again.output)
+    assert not torch.equal(drawn(db, queries, 1, temperature=0.1).output, one.output)
+    assert torch.equal(drawn(db, queries, 1, temperature=0.1).output, drawn(db, queries, 1, temperature=0.1).output)
+
+
+def test_max_candidates_bounds_what_is_pooled(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.5, rtol=1e-9, max_candidates=50)
+    assert not pooled.met.any()
+    assert int(pooled.candidates.max()) < 120
+
+
+# -- records that come and go ------------------------------------------------------------------------------------------
+
+
+def test_filters_deletions_and_young_records(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    world = filled(value_dim=4)
+    world.delete(range(0, N, 7))
+    young = clusters(8, 500)
+    world.insert(range(N, N + 500), young, 5 + np.zeros((500, 4)), [{"part": 0}] * 500)
+    for where in (None, {"part": 0}):
+        exact = world.attend(queries, temperature=0.1, where=where)
+        inside = []
+        for seed in range(20):
+            pooled = drawn(world, queries, seed, temperature=0.1, where=where)
+            assert pooled.hits is not None
+            live = pooled.hits.rows[pooled.hits.rows >= 0]
+            assert (live % 7 != 0).all()
+            assert where is None or (live % 2 == 0).all()
+            inside.append(((pooled.output - exact.output).norm(dim=1) <= pooled.bar + 1e-6).float().mean())
+        assert 0.9 <= np.mean(inside) <= 0.999
+    world.compact()
+    exact = world.attend(queries, temperature=0.1)
+    pooled = drawn(world, queries, temperature=0.1)
+    assert ((pooled.output - exact.output).norm(dim=1) <= 1.5 * pooled.bar + 1e-6).all()
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_sums_are_unbiased(db: softdb.SoftDB, queries: Array) -> None:
+    def gradient(pooled: softdb.Pooled, asked: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        (found,) = torch.autograd.grad((pooled.lse - shift).exp().sum(), asked)
+        return found
+
+    asked = torch.tensor(queries, requires_grad=True)
+    exact = db.attend(asked, temperature=0.1)
+    shift = exact.lse.detach()
+    true = gradient(exact, asked, shift)
+    found = torch.stack([gradient(drawn(db, asked, seed, temperature=0.1), asked, shift) for seed in range(80)])
+    bias = (found.mean(0) - true).norm() / true.norm()
+    assert bias < 3 * (found.std(0).norm() / true.norm()) / 80**0.5
+
+
+def test_gradients_of_the_output_are_near(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    grads = []
+    for more in ({}, {"rtol": 0.02}):
+        asked = torch.tensor(queries, requires_grad=True)
+        pooled = db.attend(asked, temperature=0.1, **more)
+        (pooled.output.square().sum() + pooled.lse.sum()).backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+        grads.append(asked.grad)
+    cosine = torch.nn.functional.cosine_similarity(*grads, dim=1)
+    assert float(cosine.min()) > 0.98
+
+
+# -- what cannot be drawn for ------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_drawn_for_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+    mask = np.ones(N, np.bool_)
+    for more in ({"mask": mask}, {"weights": "entmax15"}, {"score": lambda q, k: q @ k.T}, {"weights": "uniform"}):
+        pooled = db.attend(queries[:3], rtol=0.1, **more)  # type: ignore[arg-type]
+        assert pooled.exact.all()
+        assert pooled.met.all()
+    with softdb.open(None, dim=D) as bare:
+        bare.insert(range(N), clusters())
+        assert bare.attend(queries[:3], rtol=0.1).exact.all()
+
+
+def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    world = filled("l2", value_dim=2)
+    exact = world.attend(queries, score=Gaussian(0.3))
+    pooled = world.attend(queries, score=Gaussian(0.3), rtol=0.05)
+    assert not pooled.exact.all()
+    assert ((pooled.output - exact.output).norm(dim=1) <= pooled.bar + 1e-6).float().mean() > 0.85
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"rtol": -0.1}, "rtol is -0.1; expected a finite number of at least 0"),
+        ({"rtol": float("nan")}, "rtol is nan"),
+        ({"rtol": "much"}, "rtol is 'much'; expected a number"),
+        ({"rtol": 0.1, "atol": float("inf")}, "atol is inf"),
+        ({"rtol": 0.1, "k": 5}, "k and a tolerance are both given"),
+        ({"rtol": 0.1, "confidence": 1.0}, "confidence is 1.0; expected a number between 0 and 1"),
+        ({"rtol": 0.1, "max_candidates": 0}, "max_candidates is 0"),
+        ({"max_candidates": 10}, "max_candidates bounds an estimate, but no tolerance is asked for"),
+    ],
+)
+def test_a_tolerance_that_makes_no_sense(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
+    with pytest.raises(softdb.BadInput, match=match):
+        db.attend(queries, **more)
