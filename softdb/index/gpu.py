@@ -218,7 +218,7 @@ def _like(index: Index, twin: Index) -> Index:
     for name, value in vars(index).items():
         if name not in ("inner", "effort_most"):
             setattr(twin, name, value)
-    twin.effort, twin.report = min(twin.effort, twin.effort_most), dict(index.report)
+    twin.report = dict(index.report)
     return twin
 
 

@@ -202,7 +202,8 @@ def seeds_of(
     """A seed for each query, which its numbers decide: the errors of queries that are asked together are independent."""
     factors = np.random.default_rng(seed).integers(1, 1 << 63, queries.shape[1], np.uint64) | np.uint64(1)
     bits = np.ascontiguousarray(queries, np.float32).view(np.uint32)
-    return (bits * factors).sum(1, dtype=np.uint64)
+    seeds: NDArray[np.uint64] = (bits * factors).sum(1, dtype=np.uint64)
+    return seeds
 
 
 def kept(
