@@ -24,7 +24,7 @@ from softdb.errors import (
 
 if TYPE_CHECKING:
     from softdb import nn, scores
-    from softdb.answers import Explanation, Hits, Pooled, Record, Records
+    from softdb.answers import Estimate, Explanation, Hits, Pooled, Record, Records, Samples
     from softdb.database import SoftDB
     from softdb.functional import attention
     from softdb.index import Build
@@ -41,6 +41,7 @@ __all__ = [
     "CorruptionError",
     "DatabaseLocked",
     "DuplicateId",
+    "Estimate",
     "Explanation",
     "FormatTooNew",
     "Hits",
@@ -51,6 +52,7 @@ __all__ = [
     "RecallWarning",
     "Record",
     "Records",
+    "Samples",
     "SoftDB",
     "SoftDBError",
     "StaleRead",
@@ -64,11 +66,13 @@ __all__ = [
 
 _LAZY = {
     "Build": "index",
+    "Estimate": "answers",
     "Explanation": "answers",
     "Hits": "answers",
     "Pooled": "answers",
     "Record": "answers",
     "Records": "answers",
+    "Samples": "answers",
     "SoftDB": "database",
     "attention": "functional",
     "open": "opening",

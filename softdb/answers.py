@@ -15,7 +15,7 @@ from torch import Tensor
 from softdb.check import Id, integer, shown
 from softdb.errors import StaleRead
 
-__all__ = ["Explanation", "Hits", "Pooled", "Record", "Records", "parsed"]
+__all__ = ["Estimate", "Explanation", "Hits", "Pooled", "Record", "Records", "Samples", "parsed"]
 
 Resolve = Callable[[NDArray[np.int64]], dict[int, tuple[Id, str | None]]]
 
@@ -119,6 +119,24 @@ class Explanation:
             for name, weight, what in zip(self.ids, self.weights, self.payloads, strict=True)
         ]
         return "\n".join([*lines, f"{self.mass:7.2%}  in {len(self.ids)} records, of effectively {self.effective:.1f}"])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Records drawn from the soft distribution, with replacement; row -1 where a query has none to draw from."""
+
+    hits: Hits  # the records, (q, n), in the order of drawing
+    log_prob: Tensor  # (q, n) score / temperature - lse, differentiable
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number for each query, and how far it may be off."""
+
+    value: Tensor  # (q,) differentiable
+    bar: Tensor  # (q,) the error that `confidence` of all answers stay below; 0 where exact
+    met: Tensor  # (q,) bool: whether the tolerance asked for is met
+    exact: Tensor  # (q,) bool
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Hits, Pooled, Record, Records
+from softdb.answers import Estimate, Hits, Pooled, Record, Records, Samples
 from softdb.check import Array, Id
 from softdb.errors import BadInput, ReadOnly, SoftDBError
 from softdb.index import Finder
 from softdb.index.background import Build
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
-from softdb.soft import attend_all, attend_estimated, attend_nearest, hits, soft_query
+from softdb.soft import (
+    SoftQuery,
+    attend_all,
+    attend_estimated,
+    attend_nearest,
+    drawn,
+    hits,
+    log_partition,
+    soft_query,
+)
 from softdb.store import Batch, Snapshot, Store
 from softdb.store.compact import compact
 from softdb.store.duplicate import duplicate
@@ -245,32 +254,62 @@ class SoftDB:
 
         An empty set of records gives zeros and lse = -inf, with gradient zero.
         """
-        if score is not None and not callable(score):
-            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         tolerance = check.tolerance(rtol, atol, confidence, max_candidates, k)
-        schema = self._store.schema
-        score = score_of(schema.metric) if score is None else score
-        tensor = self._queries(queries, query_width(score, schema.dim))
-        snapshot, allowed = self._view(where)
-        query = soft_query(
-            tensor,
-            score,
-            weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights),
-            check.positive(temperature, "temperature"),
-            allowed,
-            None if mask is None else check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device),
-            schema.num_classes,
-            schema.pooled_dim,
-        )
+        query, snapshot = self._soft(queries, temperature, score, weights, where, mask)
         find = functools.partial(self._finder.find_folded, snapshot)
         if tolerance is not None:
-            tail, border = self._finder.tail(snapshot)
-            seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
-            exact = functools.partial(find, exact=True)
-            return attend_estimated(query, snapshot, tail, border, tolerance, seed, exact, self._store.read)
+            return attend_estimated(*self._drawing(query, snapshot, tolerance, generator))
         if k is None:
             return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
         return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
+
+    @_verb
+    def log_partition(
+        self,
+        queries: Any,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        rtol: float = 0.05,
+        confidence: float = 0.95,
+        max_candidates: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """log Z = log Σ exp(score / temperature) over every record, estimated so that |Ẑ / Z - 1| ≤ rtol.
+
+        What normalises a softmax, and, of a kernel such as `scores.Gaussian`, n times the kernel density at the query.
+        Z itself is estimated without bias, and so is its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
+
+            density = db.log_partition(queries, score=Gaussian(0.3)).value.exp() / len(db)
+        """
+        tolerance = check.tolerance(rtol, 0.0, confidence, max_candidates, None)
+        if tolerance is None:
+            raise BadInput("rtol is None; expected a number of at least 0, such as 0.05")
+        query, snapshot = self._soft(queries, temperature, score, None, where, None)
+        return log_partition(*self._drawing(query, snapshot, tolerance, generator))
+
+    @_verb
+    def sample(
+        self,
+        queries: Any,
+        n: int = 1,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> Samples:
+        """n records for each query, drawn with replacement from softmax(score / temperature) over all: exactly.
+
+        `log_prob` carries the gradient, as REINFORCE wants it: -(reward * samples.log_prob).mean(). Cost q n d: one
+        pass over the records, two where the queries want a gradient. Other arguments as `attend`; without a generator
+        torch's own random numbers.
+        """
+        query, snapshot = self._soft(queries, temperature, score, None, where, mask)
+        generator = torch.default_generator if generator is None else generator
+        return drawn(query, snapshot, check.integer(n, "n"), generator, self._store.read)
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -530,6 +569,42 @@ class SoftDB:
         if width in (None, dim):
             return check.queries(vectors, dim, self._device)
         return check.queries(vectors, width, self._device, "this score takes queries")
+
+    def _soft(
+        self,
+        queries: Any,
+        temperature: float,
+        score: Score | ScoreFunction | None,
+        weights: str | Weighting | None,
+        where: dict[str, Any] | None,
+        mask: Any,
+    ) -> tuple[SoftQuery, Snapshot]:
+        """A soft query and the records that it may see."""
+        if score is not None and not callable(score):
+            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        schema = self._store.schema
+        score = score_of(schema.metric) if score is None else score
+        tensor = self._queries(queries, query_width(score, schema.dim))
+        snapshot, allowed = self._view(where)
+        query = soft_query(
+            tensor,
+            score,
+            weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights),
+            check.positive(temperature, "temperature"),
+            allowed,
+            None if mask is None else check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device),
+            schema.num_classes,
+            schema.pooled_dim,
+        )
+        return query, snapshot
+
+    def _drawing(
+        self, query: SoftQuery, snapshot: Snapshot, tolerance: check.Tolerance, generator: torch.Generator | None
+    ) -> tuple[Any, ...]:
+        """What an estimate takes: what to draw from, how well, by which random numbers."""
+        seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+        exact = functools.partial(self._finder.find_folded, snapshot, exact=True)
+        return query, snapshot, *self._finder.tail(snapshot), tolerance, seed, exact, self._store.read
 
     def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The records a query may see: a snapshot, and which of its positions a filter allows."""

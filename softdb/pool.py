@@ -12,9 +12,9 @@ from torch import Tensor
 from softdb.errors import BadInput
 from softdb.weights import divisor, softmax
 
-__all__ = ["Moments", "State", "error_bar", "merge", "missed_mass", "pool", "sampled", "tail_lse"]
+__all__ = ["Moments", "State", "error_bar", "merge", "missed_mass", "pool", "relative_bar", "sampled", "tail_lse"]
 
-SKETCHED = 16  # random directions that an error is seen in
+SIGNS = 16  # random sums that the shape of an error is taken from
 
 
 class Moments(NamedTuple):
@@ -87,7 +87,7 @@ def sampled(
     noise = chance * weights.square()
     squares = torch.ones_like(noise)
     if values.is_floating_point():
-        squares = values.to(noise).square().sum(-1)
+        squares = torch.linalg.vector_norm(values.to(noise), dim=-1).square()  # holds no second copy of the values
     moments = Moments((noise * squares).sum(1), pool(noise, values, num_classes), noise.sum(1))
     return State(pool(weights, values, num_classes), lse, moments)
 
@@ -128,50 +128,52 @@ def _root(square: Tensor) -> Tensor:
 
 @torch.no_grad()
 def error_bar(
-    stderr: Tensor,  # (q,) of the output
+    state: State,  # with moments
     noise: Tensor,  # (q, k) c = (1 - p) w² of the candidates
     values: Tensor,  # (q, k, v), or int64 labels (q, k)
-    output: Tensor,  # (q, v)
     confidence: float,
 ) -> Tensor:  # (q,)
     """The quantile of ‖ô - o‖: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom.
 
     ‖ô - o‖² spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ c (v - o)(v - o)ᵀ, which is about
-    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many give 1.1. The
-    covariance is known from m = (Σ x)² / Σ x² effective draws, x = c ‖v - o‖². C is seen in SKETCHED random directions
-    where v is wider. Cost q k v SKETCHED.
+    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
+    is the mean of (y·y')² over y = Σ ±√c (v - o), random signs (Hutchinson 1989). The covariance itself is known
+    from m = (Σ c)² / Σ c² effective draws. Cost q k v SIGNS.
     """
-    apart = _apart(values, output)  # (q, k, r)
-    size = apart.square().sum(-1) * noise
-    trace = size.sum(1)
-    known = trace > 0
-    draws = trace.square() / size.square().sum(1).masked_fill(~known, 1)
-    weighted = apart * noise.unsqueeze(-1)
-    square = (weighted.mT @ apart).square().sum((1, 2))
-    r, v = apart.shape[-1], output.shape[1]
-    if r < v:
-        square = (square - trace.square() / r) / (1 + 1 / r)
-    directions = trace.square() / square.masked_fill(~known, 1)
-    most = min(v, noise.shape[1])
-    directions = directions.masked_fill(square <= 0, most).clamp(1, most)
-    return torch.where(known, stderr * _f_quantile(confidence, directions, draws.clamp(min=2)).sqrt(), 0 * stderr)
-
-
-def _apart(values: Tensor, output: Tensor) -> Tensor:  # (q, k, r)
-    """v - o, in some random directions where it is wide; lengths are kept on average."""
-    width = output.shape[1]
+    stderr = state.stderr
+    signed = _signs(noise.shape[1]).to(noise).unsqueeze(0) * noise.sqrt().unsqueeze(1)  # (q, SIGNS, k)
     if values.is_floating_point():
-        apart = values.to(output) - output.unsqueeze(1)
-        return apart if width <= SKETCHED else apart @ _signs(width).to(output)
-    turned = torch.eye(width).to(output) if width <= SKETCHED else _signs(width).to(output)
-    return turned[values.to(output.device)] - (output @ turned).unsqueeze(1)
+        sums = signed @ values.to(signed)
+    else:
+        sums = signed.new_zeros(*signed.shape[:2], state.output.shape[1])
+        sums.scatter_add_(2, values.long().unsqueeze(1).expand(signed.shape), signed)
+    sums -= signed.sum(2, keepdim=True) * state.output.unsqueeze(1)
+    products = (sums @ sums.mT).square()
+    pairs = products.sum((1, 2)) - products.diagonal(dim1=1, dim2=2).sum(1)
+    square = pairs / (SIGNS * (SIGNS - 1))  # tr(C²)
+    none = (stderr == 0) | (square == 0)
+    most = min(state.output.shape[1], noise.shape[1])
+    directions = (stderr**4 / square.masked_fill(none, 1)).clamp(1, most)
+    draws = noise.sum(1).square() / noise.square().sum(1).masked_fill(none, 1)
+    return stderr * _f_quantile(confidence, directions, draws.clamp(min=2)).sqrt()
+
+
+@torch.no_grad()
+def relative_bar(
+    noise: Tensor,  # (q, k) c = (1 - p) w² of the candidates
+    confidence: float,
+) -> Tensor:  # (q,)
+    """The quantile of |Ẑ / Z - 1|: as `error_bar`, in one direction."""
+    total = noise.sum(1)
+    draws = total.square() / noise.square().sum(1).masked_fill(total == 0, 1)
+    return (total * _f_quantile(confidence, torch.ones_like(draws), draws.clamp(min=2))).sqrt()
 
 
 @functools.lru_cache(maxsize=16)
-def _signs(width: int) -> Tensor:  # (v, SKETCHED)
-    """Random signs, always the same, over √SKETCHED."""
+def _signs(count: int) -> Tensor:  # (SIGNS, k)
+    """Random signs, always the same."""
     generator = torch.Generator().manual_seed(0)
-    signs: Tensor = (2.0 * torch.randint(0, 2, (width, SKETCHED), generator=generator) - 1) / SKETCHED**0.5
+    signs: Tensor = 2.0 * torch.randint(0, 2, (SIGNS, count), generator=generator) - 1
     return signs
 
 

@@ -1,4 +1,4 @@
-"""Soft queries estimated to a tolerance: unbiased draws, error bars that hold, gradients, filters, young and dead rows."""
+"""Soft queries to a tolerance: unbiased draws, error bars that hold, gradients, filters, young and dead rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy import stats
 
 import softdb
 from softdb.index.tail import Tail
-from softdb.pool import _f_quantile, error_bar
+from softdb.pool import Moments, State, _f_quantile, error_bar
 from softdb.scores import Gaussian
 
 Array = np.ndarray[Any, Any]
@@ -145,12 +145,11 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     """Errors Σ √c z (v - o) with normal z, whose covariance is the one the bar is made of."""
     generator = torch.Generator().manual_seed(0)
     values, noise = torch.randn(1, 200, width, generator=generator), torch.rand(1, 200, generator=generator)
-    output = torch.zeros(1, width)
-    stderr = (noise * values.square().sum(2)).sum(1).sqrt()
+    moments = Moments((noise * values.square().sum(2)).sum(1), (noise.unsqueeze(2) * values).sum(1), noise.sum(1))
     z = torch.randn(20_000, 200, generator=generator)
     errors = ((z * noise.sqrt()) @ values[0]).norm(dim=1)
-    bar = error_bar(stderr, noise, values, output, 0.95)
-    assert 0.92 < float((errors <= bar).float().mean()) < 0.98
+    bar = error_bar(State(torch.zeros(1, width), torch.zeros(1), moments), noise, values, 0.95)
+    assert 0.92 < float((errors <= bar).float().mean()) < 0.99
 
 
 # -- the tolerance -----------------------------------------------------------------------------------------------------
@@ -247,6 +246,72 @@ def test_gradients_of_the_output_are_near(db: softdb.SoftDB, queries: Array, mon
         grads.append(asked.grad)
     cosine = torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=1)
     assert float(cosine.min()) > 0.98
+
+
+# -- log Z alone -------------------------------------------------------------------------------------------------------
+
+
+def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    exact = db.attend(queries, temperature=0.1).lse
+    found = [
+        db.log_partition(queries, temperature=0.1, rtol=0.05, generator=torch.Generator().manual_seed(seed))
+        for seed in range(20)
+    ]
+    error = torch.stack([(one.value - exact).expm1().abs() for one in found])
+    bar = torch.stack([one.bar for one in found])
+    assert all(one.met.all() for one in found)
+    assert (bar <= 0.05).all()
+    assert 0.92 <= (error <= bar).float().mean() <= 0.995
+    assert (error <= 0.05).float().mean() >= 0.95
+
+
+def test_log_partition_is_exact_where_nothing_can_be_drawn(queries: Array) -> None:
+    with softdb.open(None, dim=D) as bare:
+        bare.insert(range(100), clusters(n=100))
+        asked = torch.tensor(queries, requires_grad=True)
+        found = bare.log_partition(asked, temperature=0.2)
+        assert found.exact.all()
+        torch.testing.assert_close(found.value, bare.attend(asked, temperature=0.2).lse)
+        found.value.sum().backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+    with softdb.open(None, dim=D) as bare, pytest.raises(softdb.BadInput, match="rtol is None"):
+        bare.log_partition(queries, rtol=None)  # type: ignore[arg-type]
+
+
+# -- records from the soft distribution --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [None, {"part": 1}])
+def test_records_are_drawn_by_their_weights(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.stream.blocks.BLOCK_ROWS", 7)
+    keys = clusters(2, 40)
+    with softdb.open(None, dim=D) as few:
+        few.insert(range(40), keys, payloads=[{"part": i % 2} for i in range(40)])
+        few.delete([3])
+        asked = torch.tensor(clusters(4, 2), requires_grad=True)
+        found = few.sample(asked, 20_000, temperature=0.3, where=where, generator=torch.Generator().manual_seed(0))
+        takes_part = np.array([i != 3 and (where is None or i % 2 == 1) for i in range(40)])
+        logits = np.where(takes_part, asked.detach().double().numpy() @ keys.T.astype(float) / 0.3, -np.inf)
+        truth = np.exp(logits - logits.max(1, keepdims=True))
+        truth /= truth.sum(1, keepdims=True)
+        for i in range(2):
+            counts = np.bincount(found.hits.rows[i].numpy(), minlength=40)
+            assert counts[~takes_part].sum() == 0
+            assert stats.chisquare(counts[takes_part], 20_000 * truth[i][takes_part]).pvalue > 1e-4
+            np.testing.assert_allclose(
+                found.log_prob[i].detach().exp().numpy(), truth[i][found.hits.rows[i].numpy()], rtol=1e-4
+            )
+        (mean,) = torch.autograd.grad(found.log_prob.mean(), asked)  # the score function has mean 0
+        assert float(mean.abs().max()) < 0.05
+
+
+def test_nothing_is_drawn_where_nothing_takes_part(db: softdb.SoftDB, queries: Array) -> None:
+    found = db.sample(queries[:2], 3, where={"part": 9})
+    assert found.hits.rows.tolist() == [[-1] * 3] * 2
+    assert (found.log_prob == -torch.inf).all()
+    with pytest.raises(softdb.BadInput, match="n is 0"):
+        db.sample(queries[:2], 0)
 
 
 # -- what cannot be drawn for ------------------------------------------------------------------------------------------

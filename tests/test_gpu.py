@@ -179,6 +179,8 @@ def test_products_that_overflow_bring_no_dead_record_back(device: torch.device) 
             found = Board(device).nearest(records, queries.to(device), k, Metric.DOT)
             assert live[found[found >= 0]].all()
             assert found.tolist() == flat.nearest(records, queries, k, Metric.DOT).tolist()
+    records = snapshot(np.full((20, 4), -3e38), live=np.arange(20) % 3 == 1)  # as few as are kept
+    assert Board(device).nearest(records, queries.to(device), 9, Metric.DOT)[0, :7].tolist() == list(range(1, 20, 3))
 
 
 # -- the keys there ----------------------------------------------------------------------------------------------------
@@ -217,9 +219,9 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
     assert found is not None
     np.testing.assert_array_equal(found.numpy(), np.concatenate([keys[30:], keys[:10]]))
     assert column.of(before) is None
-    found = column.of(grown(keys[20:], 3, (4, 0, 10), (3, 10, 25)))  # the last is the same
+    found = column.of(grown(keys, 3, (4, 20, 40), (3, 0, 12)))  # the last is the same, and grew
     assert found is not None
-    np.testing.assert_array_equal(found.numpy(), keys[20:45])
+    np.testing.assert_array_equal(found.numpy(), np.concatenate([keys[20:40], keys[:12]]))
     queries = torch.from_numpy(keys[:3])
     board = Board(DEVICE)
     board.column = column
@@ -339,15 +341,15 @@ def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generat
     keys, _ = world()
     index = gpu.engines(Board(DEVICE))["ivf"].train(Metric.L2, keys, N, "PQ2")
     index.add(np.arange(N), keys)
-    index.effort, index.candidates = index.effort_most, 40
+    index.effort, index.candidates = index.effort_most, 20
     order = np.argsort(keys[:, 0])
     allowed = np.zeros(N, np.bool_)
     allowed[order[: N // 2]] = True
-    queries = torch.from_numpy(keys[order[N // 2 + 500 : N // 2 + 700]])
+    queries = torch.from_numpy(keys[order[N - 500 : N - 300]])
     found = gpu_search.find(snapshot(keys), index, queries, 10, Metric.L2, allowed)
     assert fake.asked
     assert allowed[found].all()
-    assert recall(found, flat.nearest(snapshot(keys), queries, 10, Metric.L2, allowed)) >= 0.97
+    assert recall(found, flat.nearest(snapshot(keys), queries, 10, Metric.L2, allowed)) >= 0.99
 
 
 def test_more_is_fetched_where_less_counts(fake: FakeGpu) -> None:
@@ -411,12 +413,15 @@ def test_gradients_and_one_query(fake: FakeGpu) -> None:
 
 
 def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypatch: Any) -> None:
-    here = opened()[0]
-    monkeypatch.setattr(resident, "room", lambda device: 0)
     db, _, queries = opened()
+    expected, board = db.search(queries).rows.tolist(), db._finder._board
+    assert board is not None
+    monkeypatch.setattr(resident, "room", lambda device: 0)
+    board.column, board._seen = Column(DEVICE), None
     fake.asked.clear()
-    assert db.search(queries).rows.tolist() == here.search(queries).rows.tolist()
+    assert db.search(queries).rows.tolist() == expected
     assert fake.asked
+    assert board.view(db._store.snapshot).seen.keys is None
     db.insert(["young"], 5 * queries[:1])
     assert db.search(queries[:1]).ids[0][0] == "young"
 
@@ -496,7 +501,18 @@ def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
         few = db.build_index()
         assert (few["kind"], few["device"]) == ("flat", "cpu:0")
         monkeypatch.setattr("softdb.index.device.SMALL", 1)
-        report = db.build_index(recall=0.9, queries=queries)
+        told: list[tuple[str, int, int]] = []
+        asked: list[int] = []
+        exact = flat.nearest
+
+        def counted(records: Snapshot, queries: torch.Tensor, *rest: Any) -> Any:
+            asked.append(len(queries))
+            return exact(records, queries, *rest)
+
+        monkeypatch.setattr(flat, "nearest", counted)
+        report = db.build_index(recall=0.9, queries=queries, progress=lambda *step: told.append(step))
+        assert ("choosing", 2, 3) in told  # every width of the product codes
+        assert max(asked, default=0) < len(queries)  # the truth is found there
         assert report["met"]
         assert report["device"] == "cpu:0"
         assert report["codes"] in ("PQ4", "PQ20", "SQ8")

@@ -117,7 +117,7 @@ class OnGPU(IVF):
 
     def near(
         self,
-        queries: Tensor,  # (q, d) float32, prepared, on the board's device
+        queries: Tensor,  # (q, d) float32, on the board's device
         c: int,  # at most MOST
         effort: int | None = None,
     ) -> Tensor:  # (q, c) int64, -1 = none

@@ -86,7 +86,7 @@ class _Plan:
         """The k best of the candidates that count; every record is compared where too few of them do."""
         view, index, board = self.view, self.index, self.index.board
         asked = queries.to(view.device, torch.float32)
-        rows = index.near(_prepared(asked, index.metric), self.fetched, self.effort)
+        rows = index.near(asked, self.fetched, self.effort)  # a query's length changes no order
         positions = view.positions(rows)
         if self.share < 1:
             positions = positions.masked_fill(~self.kept.there[positions.clamp(min=0)], -1)
@@ -113,14 +113,3 @@ def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _Pl
         return None
     plan = _Plan(view, index, k, allowed, border, inside)
     return plan if plan.fetched <= MOST else None
-
-
-def _prepared(
-    queries: Tensor,  # (q, d)
-    metric: Metric,
-) -> Tensor:  # (q, d)
-    """Queries as an index sees them."""
-    if metric is not Metric.COSINE:
-        return queries
-    lengths: Tensor = torch.linalg.vector_norm(queries, dim=1, keepdim=True, dtype=torch.float64)
-    return (queries / lengths.masked_fill(lengths == 0, 1)).to(torch.float32)

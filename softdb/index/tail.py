@@ -199,7 +199,7 @@ def seeds_of(
     queries: Floats,  # (q, d)
     seed: int,
 ) -> NDArray[np.uint64]:  # (q,)
-    """A seed for each query, which its numbers decide: the errors of queries that are asked together are independent."""
+    """A seed for each query, which its numbers decide: the errors of queries asked together are independent."""
     factors = np.random.default_rng(seed).integers(1, 1 << 63, queries.shape[1], np.uint64) | np.uint64(1)
     bits = np.ascontiguousarray(queries, np.float32).view(np.uint32)
     seeds: NDArray[np.uint64] = (bits * factors).sum(1, dtype=np.uint64)

@@ -1,6 +1,7 @@
 """Soft queries over a snapshot: exact over every record that takes part, truncated to the k nearest, or estimated."""
 
-from softdb.soft.estimate import attend_estimated
+from softdb.soft.draws import drawn
+from softdb.soft.estimate import attend_estimated, log_partition
 from softdb.soft.hits import hits
 from softdb.soft.nearest import attend_nearest, nearest
 from softdb.soft.query import SoftQuery, indifferent, score_rows, soft_query
@@ -11,8 +12,10 @@ __all__ = [
     "attend_all",
     "attend_estimated",
     "attend_nearest",
+    "drawn",
     "hits",
     "indifferent",
+    "log_partition",
     "nearest",
     "score_rows",
     "soft_query",

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.answers import Hits, Pooled, Resolve
+from softdb.answers import Estimate, Hits, Pooled, Resolve
 from softdb.check import Tolerance
 from softdb.compiled.threads import available
 from softdb.index.contract import Floats, prepared
 from softdb.index.rerank import scores_at
 from softdb.index.tail import Tail, kept, seeds_of
-from softdb.pool import error_bar, merge, sampled
+from softdb.pool import State, error_bar, merge, relative_bar, sampled
 from softdb.scores import fold
 from softdb.soft.explain import explained
 from softdb.soft.query import Finder, Live, Positions, SoftQuery, score_rows
@@ -23,7 +23,7 @@ from softdb.store import Snapshot
 from softdb.stream import stream
 from softdb.weights import Softmax
 
-__all__ = ["attend_estimated"]
+__all__ = ["attend_estimated", "log_partition"]
 
 FIRST, GROWTH = 400, 4  # records pooled for a query in the first round, and how much more in each further one
 SCORED = 3  # times as many are drawn and scored
@@ -34,6 +34,7 @@ READ = 6e-11  # seconds to read it, once for all queries
 SPENT = 1.5e-6  # seconds a query and record pooled: its share of the search, the draw and the gathering
 SCANNED = 1 << 17  # codes that a search looks at, at least: as quick as to score the records
 FEWEST = 10_000  # records that are all pooled sooner
+LEAST = 50  # records that must be drawn, or nothing is known of those that are not
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
 
 
@@ -61,6 +62,31 @@ def attend_estimated(
     if len(rest) == len(query.queries):
         return attend_all(query, snapshot, find, resolve)
     return _joined(plan, parts, rest, tolerance, find, resolve)
+
+
+def log_partition(
+    query: SoftQuery,
+    snapshot: Snapshot,
+    tail: Tail | None,
+    border: int,
+    tolerance: Tolerance,  # of Z, relative to it
+    seed: int,
+    find: Finder,
+    resolve: Resolve,
+) -> Estimate:
+    """log Z alone, Z = Σ exp(s / T) over all records, as `attend_estimated` estimates it; nothing is pooled."""
+    plan = None if tail is None else _plan(query, snapshot, tail, border, seed)
+    parts, rest = ([], np.arange(len(query.queries))) if plan is None else plan._replace(pools=False).rounds(tolerance)
+    found = [(which, part.lse, part.bar, part.met) for which, part in parts]
+    if len(rest):
+        lse = attend_all(query.of(rest), snapshot, find, resolve).lse
+        found.append((rest, lse, torch.zeros_like(lse.detach()), torch.ones_like(lse, dtype=torch.bool)))
+    order = np.concatenate([which for which, *_ in found])
+    back = torch.from_numpy(np.argsort(order)).to(query.queries.device)
+    lse, bar, met = (torch.cat(column)[back] for column in list(zip(*found, strict=True))[1:])
+    exact = torch.zeros_like(met)
+    exact[torch.from_numpy(rest).to(exact.device)] = True
+    return Estimate(lse, bar, met, exact)
 
 
 class _Estimate(NamedTuple):
@@ -101,7 +127,9 @@ class _Plan(NamedTuple):
     asked: Floats  # (q, d) the queries as the index sees them
     counts: Live  # (size,) over positions: the records that take part and can be drawn
     young: Live | None  # (size,): those that cannot, as the index does not hold them
+    taking_part: int  # how many they are together
     seed: int
+    pools: bool = True  # else log Z alone is wanted
 
     def rounds(self, tolerance: Tolerance) -> tuple[list[tuple[Positions, _Estimate]], Positions]:
         """Estimates, each with the queries (q,) that it answers; and the queries that are left for an exact pass."""
@@ -124,58 +152,71 @@ class _Plan(NamedTuple):
 
     def _exact_seconds(self, queries: int) -> float:
         """What a pass over every record costs."""
-        numbers = self.snapshot.size * (self.asked.shape[1] + self.query.pooled_dim)
+        numbers = self.taking_part * (self.asked.shape[1] + self.query.pooled_dim)
         return float(numbers * (READ + PASSED * queries / 2))
 
     def _estimate(self, which: Positions, budget: int, tolerance: Tolerance) -> tuple[_Estimate, Tensor]:
         """The answer of one round, and the bar (q,) that is allowed."""
-        query, (positions, logs) = self.query.of(which), self._drawn(which, budget)
+        query, (positions, logs, known) = self.query.of(which), self._drawn(which, budget)
         device = query.queries.device
         log_weights, live = torch.from_numpy(logs).to(query.queries), torch.from_numpy(positions >= 0).to(device)
         scores = score_rows(query.score, query.queries, self.snapshot, positions)
-        values = self.snapshot.values_at(positions).to(device)
+        values = scores.detach().new_zeros(*scores.shape, 1)
+        if self.pools:
+            values = self.snapshot.values_at(positions).to(device)
         part = sampled(scores, query.temperature, live, log_weights, values, query.num_classes)
         state = part if self.young is None else merge([part, self._whole(query)])
         with torch.no_grad():
             logits = scores / query.temperature + log_weights - state.lse.unsqueeze(1)
             weights = logits.exp().masked_fill(~live, 0)
             noise = -torch.expm1(-log_weights) * weights.square()
-            bar = error_bar(state.stderr, noise, values, state.output, tolerance.confidence)
-            bar = bar.masked_fill(part.lse == -torch.inf, torch.inf)  # what was not drawn at all may be anything
-            allowed = self._allowed(state.output, bar, tolerance)
+            bar, allowed = self._error(state, noise, values, tolerance)
+            bar = bar.masked_fill(~torch.from_numpy(known).to(device), torch.inf)
         return _Estimate(
             state.output, state.lse, state.stderr.detach(), state.lse_stderr.detach(), bar, bar <= allowed,
             torch.from_numpy(positions).to(device), scores.detach(), weights,
         ), allowed  # fmt: skip
 
-    def _drawn(self, which: Positions, budget: int) -> tuple[Positions, Floats]:  # (q, k), (q, k)
-        """Positions of the records to pool, -1 = none, and the logs of the inverse of their probabilities."""
+    def _drawn(self, which: Positions, budget: int) -> tuple[Positions, Floats, Live]:  # (q, k), (q, k), (q,)
+        """Positions of the records to pool, -1 = none, the logs of the inverse of their probabilities.
+
+        And whether so many were drawn that what they say of the others counts.
+        """
         asked, size = self.asked[which], self.snapshot.size
         near, scanned = min(NEAR * budget, size), -(-SCANNED * len(self.tail.sizes) // max(1, size))
         effort = max(self.tail.index.effort, scanned)
         drawn = self.tail.draw(asked, self.factor, near, SCORED * budget, 2 * self.seed, effort)
         positions = self.snapshot.positions(drawn.rows)
         positions[~self.counts[positions] | (positions < 0)] = -1
+        chosen = (positions >= 0).sum(1)
+        known = (chosen >= LEAST) | (chosen == self.taking_part)
         scores = scores_at(self.snapshot, asked, positions, self.tail.index.metric)
         logits = np.float32(self.factor) * scores + drawn.log_weights
         places, logs = kept(drawn.rows, logits, drawn.log_weights, budget, seeds_of(asked, 2 * self.seed + 1))
         if not places.shape[1]:
-            return np.full((len(which), 1), -1, np.int64), np.zeros((len(which), 1), np.float32)
-        return np.where(places < 0, -1, np.take_along_axis(positions, places, 1)), logs
+            return np.full((len(which), 1), -1, np.int64), np.zeros((len(which), 1), np.float32), known
+        return np.where(places < 0, -1, np.take_along_axis(positions, places, 1)), logs, known
 
     def _whole(self, query: SoftQuery) -> tuple[Tensor, Tensor]:
         """The soft query over the records that the index does not hold."""
-        return stream(
+        output, lse = stream(
             query.queries, self.snapshot, query.score, query.temperature,
             allowed=self.young, num_classes=query.num_classes, value_dim=query.pooled_dim,
         )  # fmt: skip
+        return (output if self.pools else torch.zeros_like(output[:, :1])), lse
 
-    def _allowed(self, output: Tensor, bar: Tensor, tolerance: Tolerance) -> Tensor:  # (q,)
-        """The largest bar that meets the tolerance."""
-        length: Tensor = torch.linalg.vector_norm(output, dim=1)
+    def _error(
+        self, state: State, noise: Tensor, values: Tensor, tolerance: Tolerance
+    ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
+        """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
+        if not self.pools:
+            bar = relative_bar(noise, tolerance.confidence)
+            return bar, torch.full_like(bar, tolerance.rtol)
+        bar = error_bar(state, noise, values, tolerance.confidence)
+        length: Tensor = torch.linalg.vector_norm(state.output, dim=1)
         if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
             length = length.clamp(min=SMALL * (1.0 if self.query.num_classes else self.snapshot.value_size))
-        return tolerance.atol + tolerance.rtol * length
+        return bar, tolerance.atol + tolerance.rtol * length
 
 
 def _plan(query: SoftQuery, snapshot: Snapshot, tail: Tail, border: int, seed: int) -> _Plan | None:
@@ -188,14 +229,15 @@ def _plan(query: SoftQuery, snapshot: Snapshot, tail: Tail, border: int, seed: i
         return None
     factor = float(folded.scale) / query.temperature
     keep = snapshot.live if query.allowed is None else snapshot.live & query.allowed
-    if not 1e-30 < factor < 1e30 or int(np.count_nonzero(keep)) < FEWEST:
+    count = int(np.count_nonzero(keep))
+    if not 1e-30 < factor < 1e30 or count < FEWEST:
         return None
     counts, young = keep, None
     if border < snapshot.size:
         counts, young = keep.copy(), keep.copy()
         counts[border:], young[:border] = False, False
     asked = prepared(folded.queries.detach().cpu().numpy(), tail.index.metric)
-    return _Plan(query, snapshot, tail, factor, asked, counts, young, seed)
+    return _Plan(query, snapshot, tail, factor, asked, counts, young, count, seed)
 
 
 def _joined(

@@ -1,0 +1,238 @@
+"""Soft queries to a tolerance: error, bias, error bars and time, against truncation, a uniform tail, and torch.
+
+    python benchmarks/estimate.py --data wordnet:DIR --out benchmarks/results/estimate-wordnet.json
+    python benchmarks/estimate.py --data clustered --n 1000000 --draws 0 --out benchmarks/results/estimate-1m.json
+
+The truth is the exact answer in float64. Coverage: the share of true errors within the 95 % bar, over draws of a
+generator and queries that were not answered exactly. "top-k + uniform": half of the candidates are the nearest, half
+are drawn from the rest, all alike. Times are medians of rounds that go over the answers in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import MIB, command, commit, machine, versions, write_json
+from numpy.typing import NDArray
+
+import softdb
+from softdb.bench.datasets import load
+
+Array = NDArray[Any]
+CANDIDATES = 400
+
+
+class World:
+    """Keys in a database with an index, queries, and the exact answers."""
+
+    def __init__(self, name: str, n: int, dim: int, queries: int, folder: Path) -> None:
+        data = load(name, n=n, dim=dim, most=2000)
+        self.keys = np.concatenate([keys for _, keys in data.blocks()])
+        tune, self.queries = data.queries[1000:], data.queries[:queries]
+        self.values = {"keys": None, "random 64": _random(len(self.keys)), "labels 45": _labels(name, len(self.keys))}
+        self.dbs = {name: self._database(folder / str(i), name) for i, name in enumerate(self.values)}
+        for db in self.dbs.values():
+            self.report = db.build_index("ivf", recall=0.95, queries=tune)
+
+    def _database(self, folder: Path, kind: str) -> softdb.SoftDB:
+        values = self.values[kind]
+        shape: dict[str, Any] = {}
+        if kind == "random 64":
+            shape = {"value_dim": 64}
+        elif kind == "labels 45":
+            shape = {"num_classes": 45}
+        db = softdb.open(folder, dim=self.keys.shape[1], **shape)
+        for low in range(0, len(self.keys), 100_000):
+            part = slice(low, low + 100_000)
+            mine = None if values is None else values[part]
+            db.insert(range(low, low + len(self.keys[part])), self.keys[part], mine)
+        return db
+
+    def exact(self, kind: str, temperature: float) -> tuple[Array, Array]:
+        """Output (q, v) and lse (q,) in float64."""
+        values: Any = self.keys if self.values[kind] is None else self.values[kind]
+        outputs, lses = [], []
+        for low in range(0, len(self.queries), 64):
+            scores = self.queries[low : low + 64].astype(np.float64) @ self.keys.T.astype(np.float64) / temperature
+            top = scores.max(1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(1, keepdims=True)
+            weights /= total
+            if kind == "labels 45":
+                outputs.append(np.stack([np.bincount(values, one, 45) for one in weights]))
+            else:
+                outputs.append(weights @ values)
+            lses.append(top[:, 0] + np.log(total[:, 0]))
+        return np.concatenate(outputs), np.concatenate(lses)
+
+
+def _random(n: int) -> Array:
+    return np.random.default_rng(7).standard_normal((n, 64)).astype(np.float32)
+
+
+def _labels(name: str, n: int) -> Array:
+    """WordNet's 45 topics, or labels that go with the order of the records."""
+    if not name.startswith("wordnet:"):
+        return np.arange(n) * 45 // n
+    import gzip
+
+    with gzip.open(Path(name.removeprefix("wordnet:")) / "records.jsonl.gz", "rt") as file:
+        topics = [json.loads(line)["topic"] for line in file]
+    return np.unique(topics, return_inverse=True)[1]
+
+
+def quality(world: World, kind: str, temperature: float, draws: int) -> dict[str, Any]:
+    """What many draws of CANDIDATES say of one exact answer."""
+    output, lse = world.exact(kind, temperature)
+    db, queries = world.dbs[kind], torch.from_numpy(world.queries)
+    errors, bars, ratios, deviations, pooled_records = [], [], [], [], []
+    for seed in range(draws):
+        generator = torch.Generator().manual_seed(seed)
+        pooled = db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=CANDIDATES, generator=generator)
+        assert not pooled.exact.any()
+        errors.append(np.linalg.norm(pooled.output.double().numpy() - output, axis=1))
+        bars.append(pooled.bar.numpy())
+        ratios.append(np.exp(pooled.lse.double().numpy() - lse))
+        deviations.append(pooled.lse_stderr.numpy())
+        pooled_records.append(pooled.candidates.float().mean().item())
+    error, bar = np.stack(errors), np.stack(bars)
+    size = np.linalg.norm(output, axis=1)
+    bias = float(np.mean(ratios) - 1)
+    return {
+        "values": kind,
+        "temperature": temperature,
+        "inside_bar": round(float((error <= bar).mean()), 4),
+        "bar_over_q95": round(float(np.median(bar) / np.quantile(error, 0.95)), 3),
+        "mean_error": round(float((error / size).mean()), 5),
+        "bias": round(bias, 5),
+        "bias_over_stderr": round(bias / max(float(np.mean(deviations)), 1e-12), 3),
+        "records_pooled": round(float(np.mean(pooled_records))),
+    }
+
+
+def compared(world: World, temperature: float) -> dict[str, Any]:
+    """Mean relative error and milliseconds a query of 64, at CANDIDATES each."""
+    output, _ = world.exact("keys", temperature)
+    db, queries = world.dbs["keys"], torch.from_numpy(world.queries[:64])
+    output = output[:64]
+    answers: dict[str, Callable[[], torch.Tensor]] = {
+        "truncated": lambda: db.attend(queries, temperature=temperature, k=CANDIDATES).output,
+        "top-k + uniform": lambda: _uniform(db, world.keys, queries, temperature),
+        "estimated": lambda: db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=CANDIDATES).output,
+        "exact": lambda: db.attend(queries, temperature=temperature).output,
+    }
+    size, result = np.linalg.norm(output, axis=1), {}
+    times: dict[str, list[float]] = {name: [] for name in answers}
+    for _ in range(6):
+        for name, answer in answers.items():
+            start = time.perf_counter()
+            found = answer()
+            times[name].append((time.perf_counter() - start) / len(queries) * 1e3)
+            result[name] = round(float((np.linalg.norm(found.double().numpy() - output, axis=1) / size).mean()), 5)
+    return {
+        name: {"error": result[name], "ms_a_query": round(float(np.median(times[name][1:])), 3)} for name in answers
+    }
+
+
+def _uniform(db: softdb.SoftDB, keys: Array, queries: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The nearest half surely, the other half from the rest, all alike."""
+    half = CANDIDATES // 2
+    rows = db.search(queries, k=half).rows
+    drawn = torch.from_numpy(np.random.default_rng(0).integers(0, len(keys), (len(queries), half)))
+    candidates = torch.cat([rows, drawn], 1)
+    mine = torch.from_numpy(keys)[candidates]
+    logits = (mine @ queries.unsqueeze(2)).squeeze(2) / temperature
+    twice = (drawn.unsqueeze(2) == rows.unsqueeze(1)).any(2)
+    logits[:, half:] += np.log((len(keys) - half) / half)
+    logits[:, half:].masked_fill_(twice, -torch.inf)
+    return (logits.softmax(1).unsqueeze(1) @ mine).squeeze(1)
+
+
+def tolerance(world: World, temperature: float, rtol: float) -> dict[str, Any]:
+    """How many queries end within the tolerance, and what that costs against torch over all."""
+    output, _ = world.exact("keys", temperature)
+    db, queries = world.dbs["keys"], torch.from_numpy(world.queries)
+    pooled = db.attend(queries, temperature=temperature, rtol=rtol)
+    error = np.linalg.norm(pooled.output.double().numpy() - output, axis=1)
+    allowed = rtol * np.maximum(np.linalg.norm(output, axis=1), 0.1 * np.sqrt((world.keys**2).sum(1).mean()))
+    keys = torch.from_numpy(world.keys)
+
+    def attend(asked: torch.Tensor) -> torch.Tensor:
+        return db.attend(asked, temperature=temperature, rtol=rtol).output
+
+    def sdpa(asked: torch.Tensor) -> torch.Tensor:
+        columns = asked[None, None], keys[None, None], keys[None, None]
+        return torch.nn.functional.scaled_dot_product_attention(*columns, scale=1 / temperature)[0, 0]
+
+    found: dict[str, Any] = {
+        "rtol": rtol,
+        "temperature": temperature,
+        "within": round(float((error <= allowed).mean()), 4),
+        "answered_exactly": round(float(pooled.exact.float().mean()), 4),
+        "records_pooled": round(float(pooled.candidates.float().mean())),
+    }
+    for q in (1, 64):
+        mine: list[float] = []
+        other: list[float] = []
+        for turn in range(12):
+            asked = queries[turn : turn + 1] if q == 1 else queries[:64]
+            for times, answer in ((mine, attend), (other, sdpa)):
+                start = time.perf_counter()
+                answer(asked)
+                times.append((time.perf_counter() - start) * 1e3)
+        found[f"q={q}"] = {
+            "softdb_ms": round(float(np.median(mine[2:])), 3),
+            "sdpa_ms": round(float(np.median(other[2:])), 3),
+            "times_as_fast": round(float(np.median(np.array(other[2:]) / np.array(mine[2:]))), 2),
+        }
+    return found
+
+
+def main() -> None:
+    """Quality, comparison and tolerance, written as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="clustered", help="wordnet:DIR, clustered or uniform")
+    parser.add_argument("--n", type=int, default=100_000)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(given.data, given.n, given.dim, given.queries, Path(folder))
+        result: dict[str, Any] = {
+            "machine": machine(),
+            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+            "command": command(),
+            "commit": commit(),
+            "data": {"name": given.data.split(":")[0], "n": len(world.keys), "dim": world.keys.shape[1]},
+            "index_mib": round(world.report["bytes"] / MIB, 1),
+        }
+        temperatures = (0.02, 0.05, 0.2)
+        result["tolerance"] = [tolerance(world, temperature, 0.05) for temperature in (0.02, 0.05)]
+        print(*result["tolerance"], sep="\n", flush=True)
+        result["compared"] = {str(t): compared(world, t) for t in temperatures}
+        print(*result["compared"].items(), sep="\n", flush=True)
+        result["quality"] = []
+        for temperature in temperatures if given.draws else ():
+            for kind in world.dbs:
+                result["quality"].append(quality(world, kind, temperature, given.draws))
+                print(result["quality"][-1], flush=True)
+        for db in world.dbs.values():
+            db.close()
+    if given.out:
+        write_json(given.out, result)
+
+
+if __name__ == "__main__":
+    main()
