@@ -34,7 +34,8 @@ class World:
     """Keys in a database with an index, queries, and the exact answers."""
 
     def __init__(self, name: str, n: int, dim: int, queries: int, folder: Path) -> None:
-        data = load(name, n=n, dim=dim, most=2000)
+        size: dict[str, Any] = {} if name.startswith("wordnet:") else {"n": n, "dim": dim}
+        data = load(name, **size, most=2000)
         self.keys = np.concatenate([keys for _, keys in data.blocks()])
         tune, self.queries = data.queries[1000:], data.queries[:queries]
         self.values = {"keys": None, "random 64": _random(len(self.keys)), "labels 45": _labels(name, len(self.keys))}
@@ -118,15 +119,15 @@ def quality(world: World, kind: str, temperature: float, draws: int) -> dict[str
     }
 
 
-def compared(world: World, temperature: float) -> dict[str, Any]:
-    """Mean relative error and milliseconds a query of 64, at CANDIDATES each."""
+def compared(world: World, temperature: float, candidates: int = CANDIDATES) -> dict[str, Any]:
+    """Mean relative error and milliseconds a query of 64, at so many candidates each."""
     output, _ = world.exact("keys", temperature)
     db, queries = world.dbs["keys"], torch.from_numpy(world.queries[:64])
     output = output[:64]
     answers: dict[str, Callable[[], torch.Tensor]] = {
-        "truncated": lambda: db.attend(queries, temperature=temperature, k=CANDIDATES).output,
-        "top-k + uniform": lambda: _uniform(db, world.keys, queries, temperature),
-        "estimated": lambda: db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=CANDIDATES).output,
+        "truncated": lambda: db.attend(queries, temperature=temperature, k=candidates).output,
+        "top-k + uniform": lambda: _uniform(db, world.keys, queries, temperature, candidates),
+        "estimated": lambda: db.attend(queries, temperature=temperature, rtol=1e-9, max_candidates=candidates).output,
         "exact": lambda: db.attend(queries, temperature=temperature).output,
     }
     size, result = np.linalg.norm(output, axis=1), {}
@@ -142,13 +143,32 @@ def compared(world: World, temperature: float) -> dict[str, Any]:
     }
 
 
-def _uniform(db: softdb.SoftDB, keys: Array, queries: torch.Tensor, temperature: float) -> torch.Tensor:
+def draw(curve: dict[int, dict[str, Any]], path: Path) -> None:
+    """Error against time, one line an answer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name in ("truncated", "top-k + uniform", "estimated"):
+        points = [curve[candidates][name] for candidates in curve]
+        axes.plot([p["ms_a_query"] for p in points], [p["error"] for p in points], marker="o", label=name)
+        for candidates, point in zip(curve, points, strict=True):
+            axes.annotate(str(candidates), (point["ms_a_query"], point["error"]), fontsize=7)
+    exact = float(np.median([one["exact"]["ms_a_query"] for one in curve.values()]))
+    axes.axvline(exact, color="grey", linestyle="--", label="exact")
+    axes.set(xscale="log", yscale="log", xlabel="milliseconds a query, in batches of 64", ylabel="mean relative error")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _uniform(
+    db: softdb.SoftDB, keys: Array, queries: torch.Tensor, temperature: float, candidates: int
+) -> torch.Tensor:
     """The nearest half surely, the other half from the rest, all alike."""
-    half = CANDIDATES // 2
+    half = candidates // 2
     rows = db.search(queries, k=half).rows
     drawn = torch.from_numpy(np.random.default_rng(0).integers(0, len(keys), (len(queries), half)))
-    candidates = torch.cat([rows, drawn], 1)
-    mine = torch.from_numpy(keys)[candidates]
+    mine = torch.from_numpy(keys)[torch.cat([rows, drawn], 1)]
     logits = (mine @ queries.unsqueeze(2)).squeeze(2) / temperature
     twice = (drawn.unsqueeze(2) == rows.unsqueeze(1)).any(2)
     logits[:, half:] += np.log((len(keys) - half) / half)
@@ -206,6 +226,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="Draw error against time at temperature 0.05.")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -223,6 +244,9 @@ def main() -> None:
         print(*result["tolerance"], sep="\n", flush=True)
         result["compared"] = {str(t): compared(world, t) for t in temperatures}
         print(*result["compared"].items(), sep="\n", flush=True)
+        if given.plot:
+            result["curve"] = {c: compared(world, 0.05, c) for c in (50, 100, 200, 400, 800, 1600)}
+            draw(result["curve"], given.plot)
         result["quality"] = []
         for temperature in temperatures if given.draws else ():
             for kind in world.dbs:

@@ -140,7 +140,7 @@ def error_bar(
     is the mean of (y·y')² over y = Σ ±√c (v - o), random signs (Hutchinson 1989). The covariance itself is known
     from m = (Σ c)² / Σ c² effective draws. Cost q k v SIGNS.
     """
-    stderr = state.stderr
+    stderr = state.stderr.double()  # fourth powers of small errors would vanish in float32
     signed = _signs(noise.shape[1]).to(noise).unsqueeze(0) * noise.sqrt().unsqueeze(1)  # (q, SIGNS, k)
     if values.is_floating_point():
         sums = signed @ values.to(signed)
@@ -148,14 +148,14 @@ def error_bar(
         sums = signed.new_zeros(*signed.shape[:2], state.output.shape[1])
         sums.scatter_add_(2, values.long().unsqueeze(1).expand(signed.shape), signed)
     sums -= signed.sum(2, keepdim=True) * state.output.unsqueeze(1)
-    products = (sums @ sums.mT).square()
+    products = (sums @ sums.mT).double().square()
     pairs = products.sum((1, 2)) - products.diagonal(dim1=1, dim2=2).sum(1)
     square = pairs / (SIGNS * (SIGNS - 1))  # tr(C²)
     none = (stderr == 0) | (square == 0)
     most = min(state.output.shape[1], noise.shape[1])
     directions = (stderr**4 / square.masked_fill(none, 1)).clamp(1, most)
-    draws = noise.sum(1).square() / noise.square().sum(1).masked_fill(none, 1)
-    return stderr * _f_quantile(confidence, directions, draws.clamp(min=2)).sqrt()
+    bar: Tensor = stderr * _f_quantile(confidence, directions, _effective(noise)).sqrt()
+    return bar.to(noise)
 
 
 @torch.no_grad()
@@ -164,9 +164,17 @@ def relative_bar(
     confidence: float,
 ) -> Tensor:  # (q,)
     """The quantile of |Ẑ / Z - 1|: as `error_bar`, in one direction."""
-    total = noise.sum(1)
-    draws = total.square() / noise.square().sum(1).masked_fill(total == 0, 1)
-    return (total * _f_quantile(confidence, torch.ones_like(draws), draws.clamp(min=2))).sqrt()
+    draws = _effective(noise)
+    bar: Tensor = (noise.double().sum(1) * _f_quantile(confidence, torch.ones_like(draws), draws)).sqrt()
+    return bar.to(noise)
+
+
+def _effective(noise: Tensor) -> Tensor:  # (q,) at least 2
+    """Among how many draws the error is spread."""
+    noise = noise.double()
+    square = noise.square().sum(1)
+    draws: Tensor = noise.sum(1).square() / square.masked_fill(square == 0, 1)
+    return draws.clamp(min=2)
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,7 +22,7 @@ def faiss_module() -> Any:
     """FAISS, imported when first needed. Raises MissingDependency that names the extras."""
     try:
         import faiss
-    except ImportError:
+    except (ImportError, RuntimeError):  # the GPU build without its libraries raises the latter
         raise MissingDependency(
             "an approximate index needs FAISS; pip install 'softdb[cpu]', or 'softdb[gpu]' (never both). "
             "Exact search needs neither"

@@ -89,7 +89,7 @@ class Probe:
         |error| ≤ d u Σ|a_i b_i| for a product of d terms at unit rounding u (Higham 2002, section 3.1).
         """
         unit = torch.finfo(self.queries.dtype).eps / 2
-        if self.queries.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        if self.queries.dtype is torch.float32 and _reduced():
             unit = 2.0**-8  # products may run in bfloat16
         terms = unit * (2 * self.queries.shape[1] + 16)
         if self.metric is Metric.L2:
@@ -97,6 +97,14 @@ class Probe:
             return terms * (2 * apart + (-worst).sqrt()).square()
         lengths: Tensor = torch.linalg.vector_norm(self.queries.double(), dim=1)
         return terms * lengths * (longest if self.metric is Metric.DOT else 1)
+
+
+def _reduced() -> bool:
+    """Whether products of float32 may run in less; torch refuses to say once its newer settings were used."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return True
 
 
 def _multiply(

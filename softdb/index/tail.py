@@ -135,7 +135,10 @@ class Tail:
         logits = mean + deviation**2 + 0.5 * np.where(searched & full[:, None], np.minimum(gain, 0), 0)
         # of so many, the largest lies about here, and their mean square no higher
         logits = np.minimum(logits, mean + deviation * np.sqrt(2 * np.log(self.sizes + 2)))
-        return logits.astype(np.float32), (self.sizes * np.exp(np.maximum(inside, -30))).astype(np.float32)
+        above = self.sizes * -np.expm1(inside)  # of each list, thought to be near; in all there are so many:
+        count = (rows >= 0).sum(1, keepdims=True)
+        left = self.sizes - above * np.minimum(1, count / np.maximum(above.sum(1, keepdims=True), 1))
+        return logits.astype(np.float32), left.astype(np.float32)
 
     def _logits(self, queries: Floats, factor: float) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
         """Mean and deviation of the logits in each list."""

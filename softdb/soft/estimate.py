@@ -29,9 +29,8 @@ FIRST, GROWTH = 400, 4  # records pooled for a query in the first round, and how
 SCORED = 3  # times as many are drawn and scored
 NEAR = 4  # times as many codes are looked at one by one
 MARGIN = 1.3  # more than the error bar says will be needed
-PASSED = 2e-10  # seconds to pass over a number of a record for one query more, in a stream
-READ = 6e-11  # seconds to read it, once for all queries
-SPENT = 1.5e-6  # seconds a query and record pooled: its share of the search, the draw and the gathering
+READ, PASSED = 1e-10, 6e-12  # seconds to read a number of a record in a stream, and to use it for one query
+CALLED, SPENT, GATHERED = 1e-3, 1e-6, 2e-9  # seconds an estimate takes, for each record pooled, each number of it
 SCANNED = 1 << 17  # codes that a search looks at, at least: as quick as to score the records
 FEWEST = 10_000  # records that are all pooled sooner
 LEAST = 50  # records that must be drawn, or nothing is known of those that are not
@@ -148,12 +147,13 @@ class _Plan(NamedTuple):
         return parts, rest
 
     def _seconds(self, queries: int, budget: int) -> float:
-        return queries * budget * SPENT
+        numbers = int(self.asked.shape[1]) + self.query.pooled_dim
+        return CALLED + queries * budget * (SPENT + GATHERED * numbers)
 
     def _exact_seconds(self, queries: int) -> float:
         """What a pass over every record costs."""
-        numbers = self.taking_part * (self.asked.shape[1] + self.query.pooled_dim)
-        return float(numbers * (READ + PASSED * queries / 2))
+        numbers = float(self.taking_part * (self.asked.shape[1] + self.query.pooled_dim))
+        return numbers * (READ + PASSED * queries)
 
     def _estimate(self, which: Positions, budget: int, tolerance: Tolerance) -> tuple[_Estimate, Tensor]:
         """The answer of one round, and the bar (q,) that is allowed."""
@@ -212,8 +212,9 @@ class _Plan(NamedTuple):
         if not self.pools:
             bar = relative_bar(noise, tolerance.confidence)
             return bar, torch.full_like(bar, tolerance.rtol)
-        bar = error_bar(state, noise, values, tolerance.confidence)
         length: Tensor = torch.linalg.vector_norm(state.output, dim=1)
+        rounding = torch.finfo(length.dtype).eps * (1 + state.lse.abs().nan_to_num(0, 0, 0)) * length
+        bar = error_bar(state, noise, values, tolerance.confidence) + rounding
         if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
             length = length.clamp(min=SMALL * (1.0 if self.query.num_classes else self.snapshot.value_size))
         return bar, tolerance.atol + tolerance.rtol * length
