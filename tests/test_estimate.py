@@ -192,6 +192,12 @@ def test_max_candidates_bounds_what_is_pooled(db: softdb.SoftDB, queries: Array)
     assert int(pooled.candidates.max()) < 120
 
 
+def test_few_draws_tell_nothing_of_the_others(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.05, rtol=0.5, max_candidates=5)
+    assert (pooled.bar == torch.inf).all()
+    assert not pooled.met.any()
+
+
 # -- records that come and go ------------------------------------------------------------------------------------------
 
 
@@ -326,6 +332,11 @@ def test_what_cannot_be_drawn_for_is_exact(db: softdb.SoftDB, queries: Array) ->
     with softdb.open(None, dim=D) as bare:
         bare.insert(range(N), clusters())
         assert bare.attend(queries[:3], rtol=0.1).exact.all()
+        bare.build_index("ivf")
+        bare.delete(where={})
+        gone = bare.attend(queries[:3], rtol=0.1)
+        assert gone.exact.all()
+        assert (gone.output == 0).all()
 
 
 def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:

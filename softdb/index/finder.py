@@ -23,7 +23,7 @@ from softdb.index.gpu import board_of, hosted, place, placed
 from softdb.index.gpu_search import find, nearest, serves
 from softdb.index.ivf import IVF
 from softdb.index.search import among, border_of
-from softdb.index.tail import Tail
+from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
 from softdb.scores import Fold
 from softdb.store import Snapshot, Store, fork
@@ -118,8 +118,8 @@ class Finder:
         return found, index.kind
 
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
-        """A sampler of the records that the index holds, None where it is no IVF; and the first position beyond."""
-        index = self._current(snapshot)
+        """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
+        index = self._current(snapshot) if snapshot.count >= FEWEST else None
         if index is None or not isinstance(index, IVF) or self._board is not None:
             return None, 0
         with self._lock:

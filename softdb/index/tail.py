@@ -27,8 +27,9 @@ from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
 from softdb.index.rerank import scores_at
 from softdb.store import Snapshot
 
-__all__ = ["Drawn", "Frame", "Tail", "kept", "seeds_of"]
+__all__ = ["FEWEST", "Drawn", "Frame", "Tail", "kept", "seeds_of"]
 
+FEWEST = 10_000  # records that are all pooled sooner than drawn from
 SAMPLED = 1 << 14  # stored keys that the spread of the lists is taken from
 CALIBRATED = 64  # stored keys that the error of the codes is taken from, as queries
 PRIOR = 8  # records' worth of belief that a list spreads as all do
@@ -81,9 +82,8 @@ class Tail:
         found = np.bincount(home, squares, lists) + PRIOR * whole
         self.scale = (found / (np.bincount(home, minlength=lists) + PRIOR) / whole).astype(np.float32)  # (lists,)
         values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
-        self.root = (vectors * np.sqrt(np.maximum(values, 0))).astype(
-            np.float32
-        )  # (d, d), its square is the covariance
+        roots = vectors * np.sqrt(np.maximum(values, 0))  # times its transpose it is the covariance
+        self.root = roots.astype(np.float32)  # (d, d)
         self.reach = np.float32(whole)  # mean squared distance from the centroid
         self.reach_spread = np.float32(squares.var())
 

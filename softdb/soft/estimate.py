@@ -13,7 +13,7 @@ from softdb.check import Tolerance
 from softdb.compiled.threads import available
 from softdb.index.contract import Floats, prepared
 from softdb.index.rerank import scores_at
-from softdb.index.tail import Tail, kept, seeds_of
+from softdb.index.tail import FEWEST, Tail, kept, seeds_of
 from softdb.pool import State, error_bar, merge, relative_bar, sampled
 from softdb.scores import fold
 from softdb.soft.explain import explained
@@ -32,7 +32,6 @@ MARGIN = 1.3  # more than the error bar says will be needed
 READ, PASSED = 1e-10, 6e-12  # seconds to read a number of a record in a stream, and to use it for one query
 CALLED, SPENT, GATHERED = 1e-3, 1e-6, 2e-9  # seconds an estimate takes, for each record pooled, each number of it
 SCANNED = 1 << 17  # codes that a search looks at, at least: as quick as to score the records
-FEWEST = 10_000  # records that are all pooled sooner
 LEAST = 50  # records that must be drawn, or nothing is known of those that are not
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
 
