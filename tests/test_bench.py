@@ -262,9 +262,9 @@ def test_a_picture_is_drawn(name: str, begin: bytes, tmp_path: Path) -> None:
 
 def test_the_command_is_told_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {
-        ("/somewhere/bin/softdb", "bench", "wordnet:/home/me/wordnet"): "softdb bench wordnet:wordnet",
+        ("/x/bin/softdb", "bench", "wordnet:/data/x/wordnet"): "softdb bench wordnet:wordnet",
         ("/x/softdb/__main__.py", "bench"): "python -m softdb bench",
-        ("benchmarks/serve.py", "--out", "/home/me/serve.json"): "python benchmarks/serve.py --out serve.json",
+        ("benchmarks/serve.py", "--out", "/data/x/serve.json"): "python benchmarks/serve.py --out serve.json",
     }
     monkeypatch.setattr("sys.executable", "/usr/bin/python")
     for words, expected in told.items():

@@ -19,6 +19,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
@@ -231,7 +232,5 @@ def kept(
 
 def log_normal(x: NDArray[np.floating]) -> NDArray[np.floating]:
     """log Φ(x), by torch, which keeps its digits far below 0."""
-    import torch
-
     found: NDArray[np.floating] = torch.special.log_ndtr(torch.from_numpy(np.ascontiguousarray(x))).numpy()
     return found
