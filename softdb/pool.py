@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,9 +11,7 @@ from torch import Tensor
 from softdb.errors import BadInput
 from softdb.weights import divisor, softmax
 
-__all__ = ["Moments", "State", "error_bar", "merge", "missed_mass", "pool", "relative_bar", "sampled", "tail_lse"]
-
-SIGNS = 16  # random sums that the shape of an error is taken from
+__all__ = ["Moments", "State", "merge", "missed_mass", "pool", "sampled", "tail_lse"]
 
 
 class Moments(NamedTuple):
@@ -124,80 +121,6 @@ def _root(square: Tensor) -> Tensor:
     """√x, 0 with a gradient of 0 where rounding left nothing above it."""
     none = square <= 0
     return square.masked_fill(none, 1).sqrt().masked_fill(none, 0)
-
-
-@torch.no_grad()
-def error_bar(
-    state: State,  # with moments
-    noise: Tensor,  # (q, k) c = (1 - p) w² of the candidates
-    values: Tensor,  # (q, k, v), or int64 labels (q, k)
-    confidence: float,
-) -> Tensor:  # (q,)
-    """The quantile of ‖ô - o‖: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom.
-
-    ‖ô - o‖² spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ c (v - o)(v - o)ᵀ, which is about
-    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
-    is the mean of (y·y')² over y = Σ ±√c (v - o), random signs (Hutchinson 1989). The covariance itself is known
-    from m = (Σ c)² / Σ c² effective draws. Cost q k v SIGNS.
-    """
-    stderr = state.stderr.double()  # fourth powers of small errors would vanish in float32
-    signed = _signs(noise.shape[1]).to(noise).unsqueeze(0) * noise.sqrt().unsqueeze(1)  # (q, SIGNS, k)
-    if values.is_floating_point():
-        sums = signed @ values.to(signed)
-    else:
-        sums = signed.new_zeros(*signed.shape[:2], state.output.shape[1])
-        sums.scatter_add_(2, values.long().unsqueeze(1).expand(signed.shape), signed)
-    sums -= signed.sum(2, keepdim=True) * state.output.unsqueeze(1)
-    products = (sums @ sums.mT).double().square()
-    pairs = products.sum((1, 2)) - products.diagonal(dim1=1, dim2=2).sum(1)
-    square = pairs / (SIGNS * (SIGNS - 1))  # tr(C²)
-    none = (stderr == 0) | (square == 0)
-    most = min(state.output.shape[1], noise.shape[1])
-    directions = (stderr**4 / square.masked_fill(none, 1)).clamp(1, most)
-    bar: Tensor = stderr * _f_quantile(confidence, directions, _effective(noise)).sqrt()
-    return bar.to(noise)
-
-
-@torch.no_grad()
-def relative_bar(
-    noise: Tensor,  # (q, k) c = (1 - p) w² of the candidates
-    confidence: float,
-) -> Tensor:  # (q,)
-    """The quantile of |Ẑ / Z - 1|: as `error_bar`, in one direction."""
-    draws = _effective(noise)
-    bar: Tensor = (noise.double().sum(1) * _f_quantile(confidence, torch.ones_like(draws), draws)).sqrt()
-    return bar.to(noise)
-
-
-def _effective(noise: Tensor) -> Tensor:  # (q,) at least 2
-    """Among how many draws the error is spread."""
-    noise = noise.double()
-    square = noise.square().sum(1)
-    draws: Tensor = noise.sum(1).square() / square.masked_fill(square == 0, 1)
-    return draws.clamp(min=2)
-
-
-@functools.lru_cache(maxsize=16)
-def _signs(count: int) -> Tensor:  # (SIGNS, k)
-    """Random signs, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    signs: Tensor = 2.0 * torch.randint(0, 2, (SIGNS, count), generator=generator) - 1
-    return signs
-
-
-def _f_quantile(
-    confidence: float,
-    above: Tensor,  # (…) degrees of freedom of the numerator
-    below: Tensor,  # (…) of the denominator
-) -> Tensor:  # (…)
-    """The quantile of F: the cube roots of both χ² are about normal (Paulson 1942)."""
-    z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
-    a, b = 2 / (9 * above), 2 / (9 * below)
-    # ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3)
-    square, half = ((1 - b).square() - z * z * b).clamp(min=1e-3), (1 - a) * (1 - b)
-    rest = (1 - a).square() - z * z * a
-    root = (half.square() - square * rest).clamp(min=0).sqrt()
-    return (((half + root) / square) if z >= 0 else ((half - root) / square)).clamp(min=0) ** 3
 
 
 @torch.no_grad()

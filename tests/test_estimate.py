@@ -10,9 +10,11 @@ import torch
 from scipy import stats
 
 import softdb
+import worlds
 from softdb.index.tail import Tail
-from softdb.pool import Moments, State, _f_quantile, error_bar
+from softdb.pool import sampled
 from softdb.scores import Gaussian
+from softdb.soft.spread import f_quantile, pooled_at, spread_at
 
 Array = np.ndarray[Any, Any]
 N, D = 30_000, 16
@@ -132,24 +134,62 @@ def test_the_bar_holds_as_often_as_it_says(values: dict[str, Any], temperature: 
     assert np.median(bars) <= 2 * np.quantile(errors, 0.95)
 
 
-def test_quantiles_of_f() -> None:
-    above, below = torch.tensor([1.0, 3, 20, 400]), torch.tensor([5.0, 12, 60, 1000])
-    for confidence in (0.5, 0.9, 0.95, 0.99):
-        expected = stats.f.ppf(confidence, above[:, None].numpy(), below[None].numpy())
-        found = _f_quantile(confidence, above[:, None].expand(4, 4), below[None].expand(4, 4)).numpy()
-        np.testing.assert_allclose(found, expected, rtol=0.12)
+@pytest.mark.parametrize("confidence", [0.3, 0.9, 0.95, 0.99])
+def test_quantiles_of_f(confidence: float) -> None:
+    for above in (1.0, 3.0, 20.0, 400.0):
+        for below in (5.0, 12.0, 60.0, 1000.0):
+            expected = stats.f.ppf(confidence, above, below)
+            np.testing.assert_allclose(f_quantile(confidence, above, below), expected, rtol=0.12)
 
 
 @pytest.mark.parametrize("width", [1, 2, 64])
 def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     """Errors Σ √c z (v - o) with normal z, whose covariance is the one the bar is made of."""
-    generator = torch.Generator().manual_seed(0)
-    values, noise = torch.randn(1, 200, width, generator=generator), torch.rand(1, 200, generator=generator)
-    moments = Moments((noise * values.square().sum(2)).sum(1), (noise.unsqueeze(2) * values).sum(1), noise.sum(1))
-    z = torch.randn(20_000, 200, generator=generator)
-    errors = ((z * noise.sqrt()) @ values[0]).norm(dim=1)
-    bar = error_bar(State(torch.zeros(1, width), torch.zeros(1), moments), noise, values, 0.95)
-    assert 0.92 < float((errors <= bar).float().mean()) < 0.99
+    random = np.random.default_rng(0)
+    keys, logits, logs = random.standard_normal((400, width)), random.random((1, 400)), 3 * random.random((1, 400))
+    world, all_of_them = worlds.snapshot(keys), np.arange(400)[None]
+    output, lse = pooled_at(logits, world, all_of_them, width)
+    spread = spread_at(logits, logs.astype(np.float32), world, all_of_them, output.numpy(), lse.numpy(), 0.95)
+    weights = np.exp(logits[0] - lse.numpy())
+    noise = (1 - np.exp(-logs[0])) * weights**2
+    z = random.standard_normal((20_000, 400))
+    errors = np.linalg.norm((z * np.sqrt(noise)) @ (keys - output.numpy()), axis=1)
+    assert 0.92 < float((errors <= float(spread.bar)).mean()) < 0.99
+    np.testing.assert_allclose(spread.stderr.numpy() ** 2, (errors**2).mean(), rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "labels"])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
+    """The loops over stored values say what `softdb.pool.sampled` says of copies, nothing found and dead lines too."""
+    random = np.random.default_rng(0)
+    keys = worlds.awkward(random, 60, 5)
+    values: Any = random.integers(0, 4, 60) if dtype == "labels" else random.standard_normal((60, 7))
+    classes = 4 if dtype == "labels" else None
+    world = worlds.snapshot(keys, values, dtype="float32" if dtype == "labels" else dtype, cuts=(11, 12, 40))
+    positions = np.stack([random.permutation(60)[:30] for _ in range(6)])
+    positions[1, 4:], positions[2] = -1, -1
+    logs = random.exponential(1, (6, 30)).astype(np.float32)
+    logs[0, :5] = 0
+    scores = 2 * random.standard_normal((6, 30))
+    scores[positions < 0] = -np.inf
+    logits = (scores / 0.3 + logs).astype(kind)
+    output, lse = pooled_at(logits, world, positions, classes or 7)
+    spread = spread_at(logits, logs, world, positions, output.numpy(), lse.numpy(), 0.95)
+    state = sampled(
+        torch.from_numpy(scores), 0.3, torch.from_numpy(positions >= 0), torch.from_numpy(logs).double(),
+        world.values_at(positions) if classes else world.values_at(positions).double(), classes,
+    )  # fmt: skip
+    tight = {"rtol": 2e-4, "atol": 2e-5} if kind is np.float32 else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(output.double(), state.output, **tight)
+    torch.testing.assert_close(lse.double(), state.lse, **tight)
+    torch.testing.assert_close(spread.stderr.double(), state.stderr, **tight)
+    torch.testing.assert_close(spread.lse_stderr.double(), state.lse_stderr, **tight)
+    total = np.ones(6)
+    total[2] = 0
+    np.testing.assert_allclose(spread.weights.sum(1).numpy(), total, rtol=1e-4)
+    assert (spread.bar[[0, 1, 3]] > spread.stderr[[0, 1, 3]]).all()
+    assert spread.bar[2] == 0
 
 
 # -- the tolerance -----------------------------------------------------------------------------------------------------

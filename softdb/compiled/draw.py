@@ -6,13 +6,14 @@ without bias by the sum over those drawn, each divided by its probability (Horvi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from softdb.compiled.decorators import compiled
+from softdb.compiled.decorators import compiled, summed
 
-__all__ = ["draw", "hashed", "hashes", "thin"]
+__all__ = ["draw", "far", "hashed", "hashes", "log_normal", "thin"]
 
 STEPS = 16  # of the bisection for how many are drawn: to a few thousandths of them
 WHOLE = 4294967296.0  # 2³²: random numbers are its fractions
@@ -37,6 +38,65 @@ def hashes(numbers: Any, seed: Any, out: Any) -> None:
 
 
 @compiled
+def log_normal(x: Any) -> Any:
+    """log Φ(x); far below 0 by its asymptotic series (Abramowitz and Stegun 1964, 26.2.12)."""
+    if x > 0:
+        return math.log1p(-0.5 * math.erfc(x * math.sqrt(0.5)))
+    if x > -10:
+        return math.log(0.5 * math.erfc(-x * math.sqrt(0.5)))
+    square = 1 / (x * x)
+    series = 1 - square * (1 - square * (3 - 15 * square))
+    return -0.5 * x * x - math.log(-x * math.sqrt(2 * math.pi)) + math.log(series)
+
+
+@compiled
+def far(
+    near: Any,  # (q, c) int64 rows that are considered one by one, negative = none
+    codes: Any,  # (q, c) float32 their logits, as their codes have it
+    means: Any,  # (q, lists) float32 mean of the logits in a list
+    deviations: Any,  # (q, lists) float32
+    sizes: Any,  # (lists,) float32
+    probed: Any,  # how many lists were searched: those that look best
+    logits: Any,  # (q, lists) float32, written to: log of how much a record of each list matters
+    left: Any,  # (q, lists) float32, written to: about how many of it are not near
+) -> None:
+    """What is thought of the lists. Cost q lists."""
+    (q, c), lists = near.shape, len(sizes)
+    above = np.empty(lists)
+    for i in range(q):
+        count, last = 0, np.inf
+        for j in range(c):
+            if near[i, j] >= 0:
+                count += 1
+                last = min(last, np.float64(codes[i, j]))
+        least, total = np.partition(means[i], lists - probed)[lists - probed], 0.0
+        for j in range(lists):
+            mean, deviation, inside = np.float64(means[i, j]), np.float64(deviations[i, j]), 0.0
+            log = mean + deviation**2
+            if means[i, j] >= least:
+                inside = -np.inf  # unless the search found as many as it was asked for
+                if count == c:
+                    below = (last - mean) / deviation
+                    inside = log_normal(below)
+                    log += 0.5 * min(log_normal(below - 2 * deviation) - max(inside, -1e6), 0.0)
+            # of so many, the largest lies about here, and their mean square no higher
+            logits[i, j] = min(log, mean + deviation * math.sqrt(2 * math.log(sizes[j] + 2)))
+            above[j] = sizes[j] * -math.expm1(inside)  # thought to be near; in all there are `count`
+            total += above[j]
+        for j in range(lists):
+            left[i, j] = sizes[j] - above[j] * min(1.0, count / max(total, 1.0))
+
+
+@summed
+def _expected(shares: Any, sizes: Any, factor: Any) -> Any:
+    """How many are drawn, about."""
+    total = 0.0
+    for i in range(len(shares)):
+        total += sizes[i] * min(1.0, factor * shares[i])
+    return total
+
+
+@compiled
 def _factor(shares: Any, sizes: Any, budget: Any) -> Any:
     """λ so that Σ sizes min(1, λ shares) is the budget."""
     whole = 0.0
@@ -50,10 +110,7 @@ def _factor(shares: Any, sizes: Any, budget: Any) -> Any:
     low, high = np.log(budget), -np.log(least)
     for _ in range(STEPS):
         middle = 0.5 * (low + high)
-        factor, total = np.exp(middle), 0.0
-        for i in range(len(shares)):
-            total += sizes[i] * min(1.0, factor * shares[i])
-        if total > budget:
+        if _expected(shares, sizes, np.exp(middle)) > budget:
             high = middle
         else:
             low = middle
@@ -79,14 +136,13 @@ def _noted(table: Any, row: Any) -> Any:
 
 @compiled
 def _from(chances: Any, start: Any, stop: Any, least: Any) -> Any:
-    """The first place from start to stop whose chance is at least so much."""
-    while start < stop:
-        middle = (start + stop) // 2
-        if chances[middle] < least:
-            start = middle + 1
-        else:
-            stop = middle
-    return start
+    """The first place from start to stop whose chance is at least so much. They are about equally far apart."""
+    place = start + int(np.float64(least) / WHOLE * (stop - start))
+    while place > start and chances[place - 1] >= least:
+        place -= 1
+    while place < stop and chances[place] < least:
+        place += 1
+    return place
 
 
 @compiled

@@ -5,56 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from softdb.compiled.decorators import compiled, summed
+from softdb.compiled.memory import address_of, fetch, half, lines_of, wide
 from softdb.compiled.tile import bits, real
 
 __all__ = ["COSINE", "DOT", "L2", "rerank", "score"]
 
 DOT, COSINE, L2 = 0, 1, 2  # metrics
 AHEAD = 6  # candidates whose keys are on their way from memory while one is scored
-LINE = 64  # bytes that come at once
-FETCHED = 16  # lines of a key that are asked for; the processor sees by itself that more will follow
 
 _INFINITY = np.float32(np.inf)
 _LAST = np.int64((1 << 63) - 1)
-
-
-def _number(halves: bool) -> Any:
-    """An intrinsic: the number j of the float32, or float16, that begin at an address."""
-    kind = ir.HalfType() if halves else ir.FloatType()
-
-    @intrinsic
-    def number(typing: Any, address: Any, j: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, found: Any) -> Any:
-            base = builder.inttoptr(found[0], kind.as_pointer())
-            one = builder.load(builder.gep(base, [found[1]]), align=2 if halves else 4)
-            return builder.fpext(one, ir.FloatType()) if halves else one
-
-        return types.float32(types.intp, types.intp), generate
-
-    return number
-
-
-@intrinsic
-def _fetch(typing: Any, address: Any) -> Any:
-    """Asks memory for what lies at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, found: Any) -> Any:
-        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [builder.inttoptr(found[0], pointer), flag(0), flag(3), flag(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
-
-
-_wide, _half = _number(False), _number(True)
 
 
 @summed
@@ -63,10 +25,10 @@ def _square(address: Any, halves: Any, d: Any) -> Any:
     total = 0.0
     if halves:
         for j in range(d):
-            total += np.float64(_half(address, j)) * np.float64(_half(address, j))
+            total += np.float64(half(address, j)) * np.float64(half(address, j))
     else:
         for j in range(d):
-            total += np.float64(_wide(address, j)) * np.float64(_wide(address, j))
+            total += np.float64(wide(address, j)) * np.float64(wide(address, j))
     return total
 
 
@@ -77,42 +39,23 @@ def _score(address: Any, halves: Any, metric: Any, query: Any, d: Any) -> Any:
     if metric == L2:
         if halves:
             for j in range(d):
-                apart = _wide(query, j) - _half(address, j)
+                apart = wide(query, j) - half(address, j)
                 total += apart * apart
         else:
             for j in range(d):
-                apart = _wide(query, j) - _wide(address, j)
+                apart = wide(query, j) - wide(address, j)
                 total += apart * apart
         return -total
     if halves:
         for j in range(d):
-            total += _wide(query, j) * _half(address, j)
+            total += wide(query, j) * half(address, j)
     else:
         for j in range(d):
-            total += _wide(query, j) * _wide(address, j)
+            total += wide(query, j) * wide(address, j)
     if metric == COSINE:
         square = _square(address, halves, d)
         return np.float32(total / np.sqrt(square)) if square > 0 else np.float32(0)
     return total
-
-
-@compiled
-def _at(position: Any, addresses: Any, starts: Any, size: Any) -> Any:
-    """Where the key of a position lies, `size` bytes long."""
-    low, high = 0, len(addresses)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= position:
-            low = middle
-        else:
-            high = middle
-    return addresses[low] + (position - starts[low]) * size
-
-
-@compiled
-def _fetch_key(address: Any, lines: Any) -> None:
-    for line in range(lines):
-        _fetch(address + line * LINE)
 
 
 @compiled
@@ -173,17 +116,17 @@ def rerank(
     """The best of each query's candidates by exact score. Bytes moved: q c d numbers; operations: 2 q c d."""
     (q, c), k = positions.shape, found.shape[1]
     size = d * (2 if halves else 4)
-    lines = min(FETCHED, (size + LINE - 1) // LINE)
+    lines = lines_of(size)
     heap = np.empty(k, np.int64)  # the k best so far, the worst of them first
     for i in range(q):
         heap[:] = _LAST
         query = queries.ctypes.data + 4 * i * d
         for candidate in range(-AHEAD, c):
             if candidate + AHEAD < c and positions[i, candidate + AHEAD] >= 0:
-                _fetch_key(_at(positions[i, candidate + AHEAD], addresses, starts, size), lines)
+                fetch(address_of(positions[i, candidate + AHEAD], addresses, starts, size), lines)
             if candidate < 0 or positions[i, candidate] < 0:
                 continue
-            address = _at(positions[i, candidate], addresses, starts, size)
+            address = address_of(positions[i, candidate], addresses, starts, size)
             entry = _entry(_score(address, halves, metric, query, d), positions[i, candidate])
             if entry < heap[0]:
                 _sink(heap, k, 0, entry)
@@ -208,14 +151,14 @@ def score(
     """Exact scores of candidates, where they stand. Bytes moved: q c d numbers; operations: 2 q c d."""
     q, c = positions.shape
     size = d * (2 if halves else 4)
-    lines = min(FETCHED, (size + LINE - 1) // LINE)
+    lines = lines_of(size)
     for i in range(q):
         query = queries.ctypes.data + 4 * i * d
         for candidate in range(-AHEAD, c):
             if candidate + AHEAD < c and positions[i, candidate + AHEAD] >= 0:
-                _fetch_key(_at(positions[i, candidate + AHEAD], addresses, starts, size), lines)
+                fetch(address_of(positions[i, candidate + AHEAD], addresses, starts, size), lines)
             if candidate >= 0:
                 scores[i, candidate] = -_INFINITY
                 if positions[i, candidate] >= 0:
-                    address = _at(positions[i, candidate], addresses, starts, size)
+                    address = address_of(positions[i, candidate], addresses, starts, size)
                     scores[i, candidate] = _score(address, halves, metric, query, d)

@@ -19,7 +19,6 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
@@ -35,6 +34,7 @@ SAMPLED = 1 << 14  # stored keys that the spread of the lists is taken from
 CALIBRATED = 64  # stored keys that the error of the codes is taken from, as queries
 PRIOR = 8  # records' worth of belief that a list spreads as all do
 PLAIN = 0.1  # share of the draws that goes to all records alike
+SCANNED = 1 << 16  # codes that are looked at one by one, for a deviation of 1 of the logits in a list
 ROOM = 8.0  # standard deviations of the number drawn that there is room for
 PERMANENT = 1 << 40  # seed of the order inside the lists; draws shift it
 
@@ -52,6 +52,17 @@ class Drawn(NamedTuple):
 
     rows: Rows  # (q, w), -1 = none
     log_weights: Floats  # (q, w)
+
+
+class Thought(NamedTuple):
+    """What is known before anything is drawn: logits of the nearest by their codes, and of each list."""
+
+    near: Rows  # (q, c), -1 = none
+    near_logits: Floats  # (q, c) log of how much each matters
+    codes: Floats  # (q, c)
+    means: Floats  # (q, lists)
+    deviations: Floats  # (q, lists)
+    probed: int  # how many lists were searched
 
 
 class Tail:
@@ -108,38 +119,26 @@ class Tail:
         effort: int | None = None,
     ) -> Drawn:
         """About `budget` rows for each query, dead ones among them. Cost of a search, and q (near + lists)."""
+        means, deviations = self._logits(queries, factor)
+        if effort is None:
+            effort = self._effort(float(deviations.mean()))
         rows, codes = self.index.find_scored(queries, near, None, effort)
         lengths = np.linalg.norm(queries, axis=1).astype(np.float32) if self.index.metric is Metric.DOT else None
         scale = np.ones(len(queries), np.float32) if lengths is None else lengths
         codes = codes + self.bias * scale[:, None]
         near_logits = (factor * codes + (factor * self.error * scale[:, None]) ** 2).astype(np.float32)
-        far_logits, far_sizes = self._far(queries, factor, rows, codes, effort)
-        seeds = seeds_of(queries, seed)
-        loose = functools.partial(_drawn, rows, near_logits, far_logits, far_sizes, self.frame, float(budget), seeds)
+        coded, probed = (factor * codes).astype(np.float32), min(effort, len(self.sizes))
+        thought = Thought(rows, near_logits, coded, means, deviations, probed)
+        loose = functools.partial(_drawn, thought, self.sizes, self.frame, float(budget), seeds_of(queries, seed))
         found, logs, most = loose(int(budget + ROOM * budget**0.5 + 16))
         if most > found.shape[1]:
             found, logs, most = loose(most)
         return Drawn(found[:, :most], logs[:, :most])
 
-    def _far(
-        self, queries: Floats, factor: float, rows: Rows, codes: Floats, effort: int | None
-    ) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
-        """Log of how much a record of each list matters, and how many of it are not near."""
-        mean, deviation = (part.astype(np.float64) for part in self._logits(queries, factor))
-        full = rows.min(axis=1) >= 0
-        last = codes.min(axis=1, initial=np.inf, where=rows >= 0) * factor  # τ
-        below = (np.where(full, last, -np.inf)[:, None] - mean) / deviation
-        probed = min(effort or self.index.effort, len(self.sizes))
-        searched = mean >= np.partition(mean, -probed, axis=1)[:, -probed, None]  # the lists that look best
-        inside = np.where(searched, log_normal(below), 0)  # -inf: the search found less than it was asked for
-        gain = log_normal(below - 2 * deviation) - np.maximum(inside, -1e6)
-        logits = mean + deviation**2 + 0.5 * np.where(searched & full[:, None], np.minimum(gain, 0), 0)
-        # of so many, the largest lies about here, and their mean square no higher
-        logits = np.minimum(logits, mean + deviation * np.sqrt(2 * np.log(self.sizes + 2)))
-        above = self.sizes * -np.expm1(inside)  # of each list, thought to be near; in all there are so many:
-        count = (rows >= 0).sum(1, keepdims=True)
-        left = self.sizes - above * np.minimum(1, count / np.maximum(above.sum(1, keepdims=True), 1))
-        return logits.astype(np.float32), left.astype(np.float32)
+    def _effort(self, deviation: float) -> int:
+        """How many lists to search: where weights in a list are about alike, draws from it do as well."""
+        codes = SCANNED * min(max(deviation, 0.25), 16.0)
+        return max(1, round(codes * len(self.sizes) / max(1.0, float(self.sizes.sum()))))
 
     def _logits(self, queries: Floats, factor: float) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
         """Mean and deviation of the logits in each list."""
@@ -156,10 +155,8 @@ class Tail:
 
 
 def _drawn(
-    near: Rows,
-    near_logits: Floats,
-    far_logits: Floats,
-    far_sizes: Floats,
+    thought: Thought,
+    sizes: Floats,
     frame: Frame,
     budget: float,
     seeds: NDArray[np.uint64],
@@ -168,12 +165,16 @@ def _drawn(
     """Rows and log-weights, each (q, width), and the most that a query drew, which may be more."""
     from softdb.compiled import draw as loops
 
-    q, each = len(near), (near.shape[1] + far_logits.shape[1]) * loops.STEPS
+    near, near_logits, codes, means, deviations, probed = thought
+    q, each = len(near), (near.shape[1] + len(sizes)) * loops.STEPS
     found, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
+    far_logits, far_sizes = np.empty_like(means), np.empty_like(means)
     counts = np.zeros(q, np.int64)
 
     def work(part: slice) -> None:
-        asked = near[part], near_logits[part], far_logits[part], far_sizes[part]
+        far = far_logits[part], far_sizes[part]
+        loops.far(near[part], codes[part], means[part], deviations[part], sizes, probed, *far)
+        asked = near[part], near_logits[part], *far
         loops.draw(*asked, frame, budget, PLAIN, seeds[part], found[part], logs[part], counts[part])
 
     count = min(q, workers(q * each * 4))
@@ -204,10 +205,16 @@ def seeds_of(
     seed: int,
 ) -> NDArray[np.uint64]:  # (q,)
     """A seed for each query, which its numbers decide: the errors of queries asked together are independent."""
-    factors = np.random.default_rng(seed).integers(1, 1 << 63, queries.shape[1], np.uint64) | np.uint64(1)
     bits = np.ascontiguousarray(queries, np.float32).view(np.uint32)
-    seeds: NDArray[np.uint64] = (bits * factors).sum(1, dtype=np.uint64)
+    seeds: NDArray[np.uint64] = (bits * _factors(seed, queries.shape[1])).sum(1, dtype=np.uint64)
     return seeds
+
+
+@functools.lru_cache(maxsize=16)
+def _factors(seed: int, count: int) -> NDArray[np.uint64]:  # (count,)
+    """Odd random numbers, the same for a seed."""
+    factors: NDArray[np.uint64] = np.random.default_rng(seed).integers(1, 1 << 63, count, np.uint64) | np.uint64(1)
+    return factors
 
 
 def kept(
@@ -228,9 +235,3 @@ def kept(
     if counts.max(initial=0) > k:
         raise AssertionError("more draws were kept than there is room for")
     return places[:, :most], logs[:, :most]
-
-
-def log_normal(x: NDArray[np.floating]) -> NDArray[np.floating]:
-    """log Φ(x), by torch, which keeps its digits far below 0."""
-    found: NDArray[np.floating] = torch.special.log_ndtr(torch.from_numpy(np.ascontiguousarray(x))).numpy()
-    return found

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Estimate, Hits, Pooled, Resolve
@@ -14,14 +15,15 @@ from softdb.compiled.threads import available
 from softdb.index.contract import Floats, prepared
 from softdb.index.rerank import scores_at
 from softdb.index.tail import FEWEST, Tail, kept, seeds_of
-from softdb.pool import State, error_bar, merge, relative_bar, sampled
+from softdb.pool import State, merge, pool
 from softdb.scores import fold
 from softdb.soft.explain import explained
-from softdb.soft.query import Finder, Live, Positions, SoftQuery, score_rows
+from softdb.soft.query import Finder, Live, Positions, SoftQuery, metric_in_place, score_rows
+from softdb.soft.spread import Spread, pooled_at, spread_at
 from softdb.soft.whole import attend_all
 from softdb.store import Snapshot
 from softdb.stream import stream
-from softdb.weights import Softmax
+from softdb.weights import Softmax, divisor, softmax
 
 __all__ = ["attend_estimated", "log_partition"]
 
@@ -31,7 +33,6 @@ NEAR = 4  # times as many codes are looked at one by one
 MARGIN = 1.3  # more than the error bar says will be needed
 READ, PASSED = 1e-10, 6e-12  # seconds to read a number of a record in a stream, and to use it for one query
 CALLED, SPENT, GATHERED = 1e-3, 1e-6, 2e-9  # seconds an estimate takes, for each record pooled, each number of it
-SCANNED = 1 << 17  # codes that a search looks at, at least: as quick as to score the records
 LEAST = 50  # records that must be drawn, or nothing is known of those that are not
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
 
@@ -115,6 +116,15 @@ class _Estimate(NamedTuple):
         )
 
 
+class _Drawn(NamedTuple):
+    """Records to pool."""
+
+    positions: Positions  # (q, k), -1 = none
+    log_weights: Floats  # (q, k) log of the inverse of each one's probability
+    scores: Tensor  # (q, k) by the index's metric, -inf for none
+    known: Live  # (q,) whether so many were drawn that what they say of the others counts
+
+
 class _Plan(NamedTuple):
     """What is drawn from, for what."""
 
@@ -138,11 +148,12 @@ class _Plan(NamedTuple):
             budget = min(budget, tolerance.most or budget)
             found, allowed = self._estimate(rest, budget, tolerance)
             stop = torch.ones_like(found.met) if budget == tolerance.most else found.met
+            if bool(stop.all()):
+                return [*parts, (rest, found)], rest[:0]
             parts.append((rest[stop.cpu().numpy()], found.of(stop)))
             rest = rest[~stop.cpu().numpy()]
-            if len(rest):
-                needed = MARGIN * budget * float((found.bar / allowed)[~stop].square().median())
-                budget = max(GROWTH * budget, int(min(needed, self.snapshot.size)))
+            needed = MARGIN * budget * float((found.bar / allowed)[~stop].square().median())
+            budget = max(GROWTH * budget, int(min(needed, self.snapshot.size)))
         return parts, rest
 
     def _seconds(self, queries: int, budget: int) -> float:
@@ -156,35 +167,42 @@ class _Plan(NamedTuple):
 
     def _estimate(self, which: Positions, budget: int, tolerance: Tolerance) -> tuple[_Estimate, Tensor]:
         """The answer of one round, and the bar (q,) that is allowed."""
-        query, (positions, logs, known) = self.query.of(which), self._drawn(which, budget)
-        device = query.queries.device
-        log_weights, live = torch.from_numpy(logs).to(query.queries), torch.from_numpy(positions >= 0).to(device)
-        scores = score_rows(query.score, query.queries, self.snapshot, positions)
-        values = scores.detach().new_zeros(*scores.shape, 1)
-        if self.pools:
-            values = self.snapshot.values_at(positions).to(device)
-        part = sampled(scores, query.temperature, live, log_weights, values, query.num_classes)
-        state = part if self.young is None else merge([part, self._whole(query)])
-        with torch.no_grad():
-            logits = scores / query.temperature + log_weights - state.lse.unsqueeze(1)
-            weights = logits.exp().masked_fill(~live, 0)
-            noise = -torch.expm1(-log_weights) * weights.square()
-            bar, allowed = self._error(state, noise, values, tolerance)
-            bar = bar.masked_fill(~torch.from_numpy(known).to(device), torch.inf)
+        query, drawn = self.query.of(which), self._drawn(which, budget)
+        scores, positions = drawn.scores, drawn.positions
+        if metric_in_place(query.score, query.queries, self.snapshot) is None:
+            scores = score_rows(query.score, query.queries, self.snapshot, positions)
+        # a copy for the error, which has no gradient
+        logits = (scores.detach().cpu() / divisor(query.temperature, scores.dtype)).numpy() + drawn.log_weights
+        state = self._pooled(query, scores, drawn, logits)
+        if self.young is not None:
+            state = State(*merge([state, self._whole(query)])[:2])
+        answer = (one.detach().cpu().numpy() for one in state[:2])
+        spread = spread_at(logits, drawn.log_weights, self.snapshot, positions, *answer, tolerance.confidence)
+        bar, allowed = self._error(state, spread, tolerance)
+        bar = bar.masked_fill(~torch.from_numpy(drawn.known), torch.inf)
         return _Estimate(
-            state.output, state.lse, state.stderr.detach(), state.lse_stderr.detach(), bar, bar <= allowed,
-            torch.from_numpy(positions).to(device), scores.detach(), weights,
+            *state[:2],
+            *(one.to(scores.device) for one in (spread.stderr, spread.lse_stderr, bar, bar <= allowed)),
+            torch.from_numpy(positions).to(scores.device), scores.detach(), spread.weights.to(scores.device),
         ), allowed  # fmt: skip
 
-    def _drawn(self, which: Positions, budget: int) -> tuple[Positions, Floats, Live]:  # (q, k), (q, k), (q,)
-        """Positions of the records to pool, -1 = none, the logs of the inverse of their probabilities.
+    def _pooled(self, query: SoftQuery, scores: Tensor, drawn: _Drawn, logits: NDArray[np.floating]) -> State:
+        """The softmax over what was drawn."""
+        width = query.pooled_dim if self.pools else 0
+        if not scores.requires_grad and scores.device.type == "cpu":
+            return State(*pooled_at(logits, self.snapshot, drawn.positions, width))
+        live = torch.from_numpy(drawn.positions >= 0).to(scores.device)
+        temperature = divisor(query.temperature, scores.dtype)
+        log_weights = torch.from_numpy(drawn.log_weights).to(scores)
+        weights, lse = softmax(scores + log_weights * temperature, temperature, live)
+        if not width:
+            return State(lse.new_zeros(len(lse), 0), lse)
+        return State(pool(weights, self.snapshot.values_at(drawn.positions), query.num_classes), lse)
 
-        And whether so many were drawn that what they say of the others counts.
-        """
-        asked, size = self.asked[which], self.snapshot.size
-        near, scanned = min(NEAR * budget, size), -(-SCANNED * len(self.tail.sizes) // max(1, size))
-        effort = max(self.tail.index.effort, scanned)
-        drawn = self.tail.draw(asked, self.factor, near, SCORED * budget, 2 * self.seed, effort)
+    def _drawn(self, which: Positions, budget: int) -> _Drawn:
+        """Which records to pool."""
+        asked, near = self.asked[which], min(NEAR * budget, self.snapshot.size)
+        drawn = self.tail.draw(asked, self.factor, near, SCORED * budget, 2 * self.seed)
         positions = self.snapshot.positions(drawn.rows)
         positions[~self.counts[positions] | (positions < 0)] = -1
         chosen = (positions >= 0).sum(1)
@@ -193,8 +211,12 @@ class _Plan(NamedTuple):
         logits = np.float32(self.factor) * scores + drawn.log_weights
         places, logs = kept(drawn.rows, logits, drawn.log_weights, budget, seeds_of(asked, 2 * self.seed + 1))
         if not places.shape[1]:
-            return np.full((len(which), 1), -1, np.int64), np.zeros((len(which), 1), np.float32), known
-        return np.where(places < 0, -1, np.take_along_axis(positions, places, 1)), logs, known
+            none = np.full((len(which), 1), -1, np.int64)
+            return _Drawn(none, np.zeros(none.shape, np.float32), torch.full(none.shape, -torch.inf), known)
+        nothing, places = places < 0, np.maximum(places, 0)
+        positions, scores = (np.take_along_axis(one, places, 1) for one in (positions, scores))
+        positions[nothing], scores[nothing] = -1, -np.inf
+        return _Drawn(positions, logs, torch.from_numpy(scores), known)
 
     def _whole(self, query: SoftQuery) -> tuple[Tensor, Tensor]:
         """The soft query over the records that the index does not hold."""
@@ -202,18 +224,15 @@ class _Plan(NamedTuple):
             query.queries, self.snapshot, query.score, query.temperature,
             allowed=self.young, num_classes=query.num_classes, value_dim=query.pooled_dim,
         )  # fmt: skip
-        return (output if self.pools else torch.zeros_like(output[:, :1])), lse
+        return output if self.pools else output[:, :0], lse
 
-    def _error(
-        self, state: State, noise: Tensor, values: Tensor, tolerance: Tolerance
-    ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
+    def _error(self, state: State, spread: Spread, tolerance: Tolerance) -> tuple[Tensor, Tensor]:  # (q,), (q,)
         """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
         if not self.pools:
-            bar = relative_bar(noise, tolerance.confidence)
-            return bar, torch.full_like(bar, tolerance.rtol)
-        length: Tensor = torch.linalg.vector_norm(state.output, dim=1)
-        rounding = torch.finfo(length.dtype).eps * (1 + state.lse.abs().nan_to_num(0, 0, 0)) * length
-        bar = error_bar(state, noise, values, tolerance.confidence) + rounding
+            return spread.lse_bar, torch.full_like(spread.lse_bar, tolerance.rtol)
+        length: Tensor = torch.linalg.vector_norm(state.output.detach(), dim=1).cpu()
+        rounding = torch.finfo(length.dtype).eps * (1 + state.lse.detach().cpu().abs().nan_to_num(0, 0, 0)) * length
+        bar = spread.bar + rounding
         if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
             length = length.clamp(min=SMALL * (1.0 if self.query.num_classes else self.snapshot.value_size))
         return bar, tolerance.atol + tolerance.rtol * length
@@ -228,8 +247,10 @@ def _plan(query: SoftQuery, snapshot: Snapshot, tail: Tail, border: int, seed: i
     if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
         return None
     factor = float(folded.scale) / query.temperature
-    keep = snapshot.live if query.allowed is None else snapshot.live & query.allowed
-    count = int(np.count_nonzero(keep))
+    keep, count = snapshot.live, snapshot.count
+    if query.allowed is not None:
+        keep = snapshot.live & query.allowed
+        count = int(np.count_nonzero(keep))
     if not 1e-30 < factor < 1e30 or count < FEWEST:
         return None
     counts, young = keep, None
@@ -254,14 +275,16 @@ def _joined(
     if len(rest):
         estimates.append(_exactly(query.of(rest), snapshot, find, resolve))
         order.append(rest)
-    width = max(part.positions.shape[1] for part in estimates)
-    estimates = [part.padded(width) for part in estimates]
-    back = torch.from_numpy(np.argsort(np.concatenate(order))).to(query.queries.device)
-    whole = _Estimate(*(torch.cat(column)[back] for column in zip(*estimates, strict=True)))
-    exact = torch.zeros(len(back), dtype=torch.bool, device=back.device)
-    exact[torch.from_numpy(rest).to(back.device)] = True
+    whole, device = estimates[0], query.queries.device
+    if len(estimates) > 1:
+        width = max(part.positions.shape[1] for part in estimates)
+        columns = zip(*(part.padded(width) for part in estimates), strict=True)
+        back = torch.from_numpy(np.argsort(np.concatenate(order))).to(device)
+        whole = _Estimate(*(torch.cat(column)[back] for column in columns))
+    exact = torch.zeros(len(query.queries), dtype=torch.bool, device=device)
+    exact[torch.from_numpy(rest).to(device)] = True
     weights, best = whole.weights.sort(dim=1, descending=True, stable=True)
-    rows = torch.from_numpy(snapshot.rows(whole.positions.cpu().numpy())).to(back.device)
+    rows = torch.from_numpy(snapshot.rows(whole.positions.cpu().numpy())).to(device)
     pooled = Pooled(
         whole.output,
         whole.lse,

@@ -88,7 +88,9 @@ class SoftQuery:
     pooled_dim: int  # v of the answer
 
     def of(self, which: Positions) -> SoftQuery:
-        """The same for some of the queries, with their gradient."""
+        """The same for some of the queries (ascending), with their gradient."""
+        if len(which) == len(self.queries):
+            return self
         chosen = torch.from_numpy(which).to(self.queries.device)
         mask = None if self.mask is None else self.mask[chosen.to(self.mask.device)]
         return replace(self, queries=self.queries[chosen], mask=mask)

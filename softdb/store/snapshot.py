@@ -46,6 +46,11 @@ class Segment:
         return len(self.keys)
 
     @property
+    def values_or_keys(self) -> NDArray[np.generic]:
+        """The values, or the keys, where the key serves."""
+        return self.keys if self.values is None else self.values
+
+    @property
     def stop_row(self) -> int:
         """The row after the last."""
         return self.first_row + len(self) if self.rows is None else int(self.rows[-1]) + 1
@@ -91,6 +96,11 @@ class Snapshot:
         return np.array([s.keys.ctypes.data for s in self.segments], np.int64)
 
     @cached_property
+    def value_addresses(self) -> Rows:
+        """Where each segment's values begin, (segments,), likewise."""
+        return np.array([s.values_or_keys.ctypes.data for s in self.segments], np.int64)
+
+    @cached_property
     def value_size(self) -> float:
         """The root mean square of ‖v‖, of about SAMPLED vectors."""
         some = np.random.default_rng(self.generation).integers(0, self.size, min(self.size, SAMPLED))
@@ -127,8 +137,7 @@ class Snapshot:
 
     def values_at(self, positions: Rows) -> Tensor:
         """Values of positions (…), copied: (…, v) or int64 labels (…); zeros at -1. The keys, where the key serves."""
-        columns = [s.keys if s.values is None else s.values for s in self.segments]
-        found = self._gather(columns, positions)
+        found = self._gather([s.values_or_keys for s in self.segments], positions)
         return found if found.is_floating_point() else found.long()
 
     def blocks(

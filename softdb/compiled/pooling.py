@@ -1,0 +1,156 @@
+"""Candidates pooled where their values lie, and how far that answer may be from the one over all records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from softdb.compiled.decorators import compiled, inlined, summed
+from softdb.compiled.draw import hashed
+from softdb.compiled.memory import address_of, fetch, half, lines_of, whole, wide
+
+__all__ = ["HALF", "LABEL", "NONE", "WIDE", "f_quantile", "pooled", "spread"]
+
+WIDE, HALF, LABEL, NONE = 0, 1, 2, 3  # what a value is: float32, float16, a class, or of no interest
+AHEAD = 6  # candidates whose values are on their way from memory while one is added
+SIGNS = 16  # random sums that the shape of an error is taken from
+SKEWED = 0.65  # squared weights are skewed: what they tell of the error is worth so much of their effective number
+
+
+@inlined
+def _bytes(kind: Any, v: Any) -> Any:
+    """How long a record's value is."""
+    return 4 if kind == LABEL else (2 if kind == HALF else 4) * v
+
+
+@summed
+def _product(a: Any, b: Any) -> Any:
+    """a·b."""
+    total = 0.0
+    for t in range(len(a)):
+        total += a[t] * b[t]
+    return total
+
+
+@compiled
+def _add(factor: Any, address: Any, kind: Any, v: Any, out: Any) -> None:
+    """Adds a value, so many times, to a sum of float64."""
+    if kind == LABEL:
+        out[whole(address, 0)] += factor
+    elif kind == HALF:
+        for t in range(v):
+            out[t] += factor * np.float64(half(address, t))
+    else:
+        for t in range(v):
+            out[t] += factor * np.float64(wide(address, t))
+
+
+@compiled
+def _ask(positions: Any, j: Any, addresses: Any, starts: Any, size: Any) -> None:
+    """Asks for the value of a candidate that comes later."""
+    if j < len(positions) and positions[j] >= 0:
+        fetch(address_of(positions[j], addresses, starts, size), lines_of(size))
+
+
+@compiled
+def pooled(
+    logits: Any,  # (q, k) float32 or float64, log-weights included; -inf = takes no part
+    positions: Any,  # (q, k) int64, -1 = none
+    addresses: Any,  # (s,) int64 where the values of each segment begin
+    starts: Any,  # (s + 1,) int64 position of each segment's first record
+    kind: Any,  # WIDE, HALF, LABEL or NONE
+    output: Any,  # (q, v), written to
+    lse: Any,  # (q,), written to
+) -> None:
+    """Softmax of the logits, and the values weighed by it. Bytes moved: q k v numbers; operations: 2 q k v."""
+    (q, k), v = logits.shape, output.shape[1]
+    size = _bytes(kind, v)
+    total = np.empty(v)
+    for i in range(q):
+        top = logits[i, 0]
+        for j in range(k):
+            top = max(top, logits[i, j])
+        total[:] = 0
+        mass = 0.0
+        if top > -np.inf:
+            for j in range(k):
+                mass += np.exp(np.float64(logits[i, j] - top))
+            for j in range(-AHEAD, k if kind != NONE else -AHEAD):
+                _ask(positions[i], j + AHEAD, addresses, starts, size)
+                if j >= 0 and logits[i, j] > -np.inf:
+                    weight = np.exp(np.float64(logits[i, j] - top)) / mass
+                    _add(weight, address_of(positions[i, j], addresses, starts, size), kind, v, total)
+        for t in range(v):
+            output[i, t] = total[t]
+        lse[i] = top + np.log(mass)
+
+
+@compiled
+def spread(
+    logits: Any,  # (q, k) float32 or float64, log-weights included; -inf = takes no part
+    logs: Any,  # (q, k) float32, log of the inverse of each candidate's probability
+    positions: Any,  # (q, k) int64, -1 = none
+    addresses: Any,  # (s,) int64 where the values of each segment begin
+    starts: Any,  # (s + 1,) int64 position of each segment's first record
+    kind: Any,  # WIDE, HALF, LABEL or NONE
+    output: Any,  # (q, v) the answer
+    lse: Any,  # (q,) its normaliser
+    confidence: Any,  # normal quantile of it
+    weights: Any,  # (q, k), written to: shares of the answer
+    found: Any,  # (4, q) float64, written to: bar and standard error, of the output and of Z relative to it
+) -> None:
+    """The error of an answer that was drawn. Cost q k v SIGNS operations; the values are read from cache."""
+    (q, k), v = logits.shape, output.shape[1]
+    size = _bytes(kind, v)
+    signed, centred = np.empty((SIGNS, v)), np.empty(v)
+    for i in range(q):
+        signed[:] = 0
+        variance, noise, noises = 0.0, 0.0, 0.0
+        for j in range(k):
+            weight = np.exp(np.float64(logits[i, j] - lse[i])) if logits[i, j] > -np.inf else 0.0
+            weights[i, j] = weight
+            square = -np.expm1(-np.float64(logs[i, j])) * weight * weight
+            if not square > 0:
+                continue
+            noise += square
+            noises += square * square
+            if kind == NONE:
+                continue
+            for t in range(v):
+                centred[t] = -output[i, t]
+            _add(1.0, address_of(positions[i, j], addresses, starts, size), kind, v, centred)
+            variance += square * _product(centred, centred)
+            bits, root = hashed(j, 0), np.sqrt(square)
+            for sign in range(SIGNS):
+                factor = root if (bits >> np.uint32(sign)) & np.uint32(1) else -root
+                for t in range(v):
+                    signed[sign, t] += factor * centred[t]
+        draws = max(SKEWED * noise * noise / noises, 2.0) if noises > 0 else 2.0
+        directions = _directions(signed, variance, min(v, k))
+        found[0, i] = np.sqrt(variance * f_quantile(confidence, directions, draws))
+        found[1, i] = np.sqrt(variance)
+        found[2, i] = np.sqrt(noise * f_quantile(confidence, 1.0, draws))
+        found[3, i] = np.sqrt(noise)
+
+
+@compiled
+def _directions(signed: Any, variance: Any, most: Any) -> Any:
+    """Among how many directions the error is spread, tr(C)² / tr(C²)."""
+    square = 0.0
+    for a in range(SIGNS):
+        for b in range(a):
+            square += _product(signed[a], signed[b]) ** 2
+    square /= SIGNS * (SIGNS - 1) / 2
+    return min(max(variance * variance / square, 1.0), float(most)) if square > 0 else 1.0
+
+
+@compiled
+def f_quantile(z: Any, above: Any, below: Any) -> Any:
+    """The quantile of F, z that of the normal: the cube roots of both χ² are about normal (Paulson 1942)."""
+    a, b = 2 / (9 * above), 2 / (9 * below)
+    # ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3)
+    square, middle = max((1 - b) ** 2 - z * z * b, 1e-3), (1 - a) * (1 - b)
+    root = np.sqrt(max(middle * middle - square * ((1 - a) ** 2 - z * z * a), 0.0))
+    x = (middle + root) / square if z >= 0 else (middle - root) / square
+    return max(x, 0.0) ** 3
