@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from softdb.index import Finder
 from softdb.index.background import Build
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.soft import (
+    Ball,
     SoftQuery,
     attend_all,
     attend_estimated,
     attend_nearest,
+    count_within,
     drawn,
     hits,
     log_partition,
@@ -49,6 +52,8 @@ def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[S
 
     @functools.wraps(method)
     def call(self: SoftDB, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files: torch.compile runs the verb as it is
+            return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self._store.require_open()
             return method(self, *args, **kwargs)
@@ -244,8 +249,8 @@ class SoftDB:
             k: truncate to the k nearest. A score that no index can find for is compared with every record.
             rtol, atol: estimate to a tolerance, from records that are drawn through the index: the error ‖ô - o‖ shall
                 be at most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` tells how large it is, `met` where that fits. Exact
-                where that costs less, and for what cannot be drawn for: no IVF index, a mask, weights other than
-                softmax. See `softdb.soft.estimate`.
+                where that costs less, and where nothing can be drawn: no IVF index, one of another metric than the
+                score's, a mask. BadInput for weights other than softmax, and scores without an index form.
             confidence: the share of answers whose error shall be within their `bar`.
             max_candidates: pool so many records for a query at most, whether the tolerance is met or not.
             generator: draws anew with each call, as training wants; None: the same draw every time.
@@ -257,11 +262,12 @@ class SoftDB:
         tolerance = check.tolerance(rtol, atol, confidence, max_candidates, k)
         query, snapshot = self._soft(queries, temperature, score, weights, where, mask)
         find = functools.partial(self._finder.find_folded, snapshot)
-        if tolerance is not None:
-            return attend_estimated(*self._drawing(query, snapshot, tolerance, generator))
-        if k is None:
-            return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
-        return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
+        with torch.autocast(query.queries.device.type, enabled=False):  # as precise as the query, whatever is around
+            if tolerance is not None:
+                return attend_estimated(*self._drawing(query, snapshot, tolerance, generator))
+            if k is None:
+                return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
+            return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
 
     @_verb
     def log_partition(
@@ -278,16 +284,85 @@ class SoftDB:
     ) -> Estimate:
         """log Z = log Σ exp(score / temperature) over every record, estimated so that |Ẑ / Z - 1| ≤ rtol.
 
-        What normalises a softmax, and, of a kernel such as `scores.Gaussian`, n times the kernel density at the query.
-        Z itself is estimated without bias, and so is its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
-
-            density = db.log_partition(queries, score=Gaussian(0.3)).value.exp() / len(db)
+        What normalises a softmax; `log_density` is the same for a kernel. Z itself is estimated without bias, and so is
+        its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
         """
         tolerance = check.tolerance(rtol, 0.0, confidence, max_candidates, None)
         if tolerance is None:
-            raise BadInput("rtol is None; expected a number of at least 0, such as 0.05")
+            raise BadInput("rtol is None; expected a number above 0, such as 0.05")
         query, snapshot = self._soft(queries, temperature, score, None, where, None)
         return log_partition(*self._drawing(query, snapshot, tolerance, generator))
+
+    @_verb
+    def log_density(
+        self,
+        queries: Any,
+        kernel: Kernel,
+        *,
+        rtol: float = 0.05,
+        confidence: float = 0.95,
+        max_candidates: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """Kernel density estimate log p(q) = log Σ_i K(q, k_i) - log n - log ∫K (Rosenblatt 1956; Parzen 1962).
+
+        Differentiable in the queries and the bandwidth. -inf where no record takes part, or none within a compact
+        kernel. Drawn through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
+
+            db.log_density(queries, scores.Gaussian(0.3)).value
+        """
+        if not isinstance(kernel, Kernel):
+            raise BadInput(f"kernel is {check.shown(kernel)}; expected one of softdb.scores, such as Gaussian(0.3)")
+        tolerance = check.tolerance(rtol, 0.0, confidence, max_candidates, None)
+        if tolerance is None:
+            raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+        query, snapshot = self._soft(queries, 1.0, kernel, None, where, None)
+        found = log_partition(*self._drawing(query, snapshot, tolerance, generator))
+        shift = query.taking_part(snapshot).clamp(min=1).log() + kernel.log_volume(query.queries.shape[1])
+        return dataclasses.replace(found, value=found.value - shift.to(found.value))
+
+    @_verb
+    def count_within(
+        self,
+        queries: Any,
+        radius: float,
+        *,
+        rtol: float = 0.05,
+        atol: float = 0.0,
+        confidence: float = 0.95,
+        max_candidates: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """How many records are near enough, estimated: `value` (q,) float64, its `bar`, `met`, `exact`.
+
+        A count has no gradient. Exact where that costs less, such as for few records or few that are near.
+
+        Args:
+            queries: as in `search`.
+            radius: as in `search`: the largest distance for "l2", else the least score.
+            rtol, atol: the error shall be at most atol + rtol max(count, 1).
+            confidence, max_candidates, generator: as in `attend`; at most so many records are drawn.
+            where: a filter on the payload.
+        """
+        metric = self._store.schema.metric
+        ask, tensor = check.asked(None, radius, None, None, metric), self._queries(queries).detach()
+        tolerance = check.tolerance(rtol, atol, confidence, max_candidates, None)
+        if tolerance is None or ask.least is None:
+            raise BadInput("radius or rtol is None; expected numbers, such as radius=0.8 and rtol=0.05")
+        snapshot, allowed = self._view(where)
+
+        def exactly(which: NDArray[np.int64], keep: NDArray[np.bool_]) -> NDArray[np.float64]:
+            few = (tensor[torch.from_numpy(one)] for one in np.array_split(which, -(-len(which) // 16)))
+            find = functools.partial(self._finder.find, snapshot, exact=True)
+            rows = (hits(ask, part, snapshot, metric, find, keep, None)[0] for part in few)
+            return np.concatenate([(one >= 0).sum(1).cpu().numpy() for one in rows]).astype(np.float64)
+
+        keep = snapshot.live if allowed is None else snapshot.live & allowed
+        asked = tensor.cpu().numpy().astype(np.float32)
+        ball = Ball(asked, ask.least, snapshot, keep, *self._finder.tail(snapshot), exactly)
+        return count_within(ball, tolerance, _seed(generator))
 
     @_verb
     def sample(
@@ -602,9 +677,8 @@ class SoftDB:
         self, query: SoftQuery, snapshot: Snapshot, tolerance: check.Tolerance, generator: torch.Generator | None
     ) -> tuple[Any, ...]:
         """What an estimate takes: what to draw from, how well, by which random numbers."""
-        seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
         exact = functools.partial(self._finder.find_folded, snapshot, exact=True)
-        return query, snapshot, *self._finder.tail(snapshot), tolerance, seed, exact, self._store.read
+        return query, snapshot, *self._finder.tail(snapshot), tolerance, _seed(generator), exact, self._store.read
 
     def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The records a query may see: a snapshot, and which of its positions a filter allows."""
@@ -631,6 +705,10 @@ class SoftDB:
             return Records([], empty, None, [])
         values = snapshot.values_at(positions) if self._store.schema.has_values else None
         return Records(names, snapshot.keys_at(positions), values, texts)
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    return 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
 
 
 def _reopen(path: Path, encoder: check.Encoder | None, device: torch.device | None) -> SoftDB:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import worlds
 from scipy import stats
+from sklearn.neighbors import KernelDensity
 
 import softdb
-import worlds
 from softdb.index.tail import Tail
 from softdb.pool import sampled
-from softdb.scores import Gaussian
+from softdb.scores import Gaussian, Laplacian, NegativeL2
 from softdb.soft.spread import f_quantile, pooled_at, spread_at
 
 Array = np.ndarray[Any, Any]
@@ -325,6 +326,78 @@ def test_log_partition_is_exact_where_nothing_can_be_drawn(queries: Array) -> No
         bare.log_partition(queries, rtol=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kernel", [Gaussian(0.3), Laplacian(0.2)])
+def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    world = filled("l2")
+    name = "gaussian" if isinstance(kernel, Gaussian) else "exponential"
+    width = 0.3 if name == "gaussian" else 0.2
+    for where, keys in ((None, clusters()), ({"part": 1}, clusters()[1::2])):
+        truth = KernelDensity(bandwidth=width, kernel=name).fit(keys).score_samples(queries)
+        found = world.log_density(queries, kernel, where=where)
+        assert found.exact.all() == (name == "exponential")
+        error = np.abs(np.expm1(found.value.numpy() - truth))
+        assert (error <= found.bar.numpy() + 1e-4).mean() > 0.85
+    with softdb.open(None, dim=D, metric="l2") as bare:
+        bare.insert(range(50), clusters(n=50))
+        asked = torch.tensor(queries, requires_grad=True)
+        bare.log_density(asked, kernel).value.sum().backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+        assert bare.log_density(queries, kernel, where={"part": 9}).value.isneginf().all()
+        with pytest.raises(softdb.BadInput, match=r"kernel is 0\.3; expected one of softdb\.scores"):
+            bare.log_density(queries, 0.3)
+
+
+# -- how many are near -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "radius", "where"), [("dot", 0.4, None), ("cosine", 0.4, {"part": 1}), ("l2", 1.3, None)]
+)
+def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries: Array) -> None:
+    world = filled(metric)
+    world.delete(range(0, N, 5))
+    world.insert(range(N, N + 300), clusters(8, 300), payloads=[{"part": i % 2} for i in range(300)])
+    truth = (world.search(queries, radius=radius, where=where).rows >= 0).sum(1).double()
+    assert 100 < truth.median() < N / 2
+    errors, bars, relative = [], [], []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        found = world.count_within(queries, radius, where=where, max_candidates=1200, generator=generator)
+        assert not found.exact.any()
+        errors.append((found.value - truth).abs())
+        bars.append(found.bar)
+        relative.append((found.value - truth) / truth.clamp(min=1))
+    error, bar = torch.stack(errors), torch.stack(bars)
+    assert 0.93 <= (error <= bar).double().mean() <= 0.999
+    assert bar.median() <= 2.5 * error.quantile(0.95)
+    many = truth > 100
+    bias, spread = torch.stack(relative)[:, many].mean(0), torch.stack(relative)[:, many].std(0)
+    assert (bias.abs() < 5 * spread / 40**0.5 + 1e-3).double().mean() >= 0.95
+    assert bias.mean().abs() < 0.3 * spread.mean()
+
+
+def test_counts_end_within_their_tolerance_or_exactly(
+    db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = (db.search(queries, radius=0.4).rows >= 0).sum(1).double()
+    found = db.count_within(queries, 0.4, rtol=0.01)
+    assert found.exact.all()  # of so few records
+    assert torch.equal(found.value, truth)
+    monkeypatch.setattr("softdb.soft.within.SLOWER", 2)
+    found = db.count_within(queries, 0.4, rtol=0.1)
+    assert found.met.all()
+    assert not found.exact.all()
+    assert ((found.value - truth).abs() <= 0.1 * truth).float().mean() >= 0.93
+    none = db.count_within(queries, 50.0)
+    assert (none.value == 0).all()
+    assert none.met.all()
+    assert (db.count_within(queries, 0.4, where={"part": 9}).value == 0).all()
+    for more, match in (({"radius": "far"}, "radius is 'far'"), ({"rtol": None}, "radius or rtol is None")):
+        with pytest.raises(softdb.BadInput, match=match):
+            db.count_within(**{"queries": queries, "radius": 0.4, **more})
+
+
 # -- records from the soft distribution --------------------------------------------------------------------------------
 
 
@@ -363,9 +436,8 @@ def test_nothing_is_drawn_where_nothing_takes_part(db: softdb.SoftDB, queries: A
 # -- what cannot be drawn for ------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_drawn_for_is_exact(db: softdb.SoftDB, queries: Array) -> None:
-    mask = np.ones(N, np.bool_)
-    for more in ({"mask": mask}, {"weights": "entmax15"}, {"score": lambda q, k: q @ k.T}, {"weights": "uniform"}):
+def test_where_nothing_can_be_drawn_the_answer_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+    for more in ({"mask": np.ones(N, np.bool_)}, {"score": NegativeL2()}):
         pooled = db.attend(queries[:3], rtol=0.1, **more)
         assert pooled.exact.all()
         assert pooled.met.all()
@@ -377,6 +449,20 @@ def test_what_cannot_be_drawn_for_is_exact(db: softdb.SoftDB, queries: Array) ->
         gone = bare.attend(queries[:3], rtol=0.1)
         assert gone.exact.all()
         assert (gone.output == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"weights": "entmax15"}, "the weights are entmax15, for which there is no estimate"),
+        ({"weights": "uniform"}, "the weights are uniform, for which there is no estimate"),
+        ({"score": lambda q, k: q @ k.T}, "goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian"),
+        ({"score": Laplacian(0.3)}, "whose values no index knows"),
+    ],
+)
+def test_what_has_no_estimator_is_refused(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
+    with pytest.raises(softdb.BadInput, match=match):
+        db.attend(queries[:3], rtol=0.1, **more)
 
 
 def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +477,9 @@ def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"rtol": -0.1}, "rtol is -0.1; expected a finite number of at least 0"),
+        ({"rtol": -0.1}, "rtol is -0.1; expected a number above 0 and below 1"),
+        ({"rtol": 0.0}, "rtol is 0.0; expected a number above 0 and below 1, or 0 with an atol above 0"),
+        ({"rtol": 1.0}, "rtol is 1.0; expected a number above 0 and below 1"),
         ({"rtol": float("nan")}, "rtol is nan"),
         ({"rtol": "much"}, "rtol is 'much'; expected a number"),
         ({"rtol": 0.1, "atol": float("inf")}, "atol is inf"),

@@ -61,11 +61,12 @@ def tolerance(rtol: object, atol: object, confidence: object, max_candidates: ob
             f"k and a tolerance are both given (k {shown(k)}, rtol {shown(rtol)}, atol {shown(atol)}); k truncates, a "
             "tolerance estimates what truncation would miss: give one of them"
         )
-    relative = 0.0 if rtol is None else _number(rtol, "rtol", "a number of at least 0, such as 0.05")
+    relative = 0.0 if rtol is None else _number(rtol, "rtol", "a number above 0 and below 1, such as 0.05")
     absolute = _number(atol, "atol", "a number of at least 0")
-    for name, number in (("rtol", relative), ("atol", absolute)):
-        if not (number >= 0 and math.isfinite(number)):
-            raise BadInput(f"{name} is {number}; expected a finite number of at least 0")
+    if not 0 <= relative < 1 or (relative == 0 and absolute == 0):
+        raise BadInput(f"rtol is {relative}; expected a number above 0 and below 1, or 0 with an atol above 0")
+    if absolute < 0:
+        raise BadInput(f"atol is {absolute}; expected a number of at least 0")
     sure = _number(confidence, "confidence", "a number between 0 and 1, such as 0.95")
     if not 0 < sure < 1:
         raise BadInput(f"confidence is {sure}; expected a number between 0 and 1, such as 0.95")

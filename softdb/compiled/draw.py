@@ -57,6 +57,7 @@ def far(
     deviations: Any,  # (q, lists) float32
     sizes: Any,  # (lists,) float32
     probed: Any,  # how many lists were searched: those that look best
+    least: Any,  # a record matters by its weight: NaN; or by its chance to reach this logit
     logits: Any,  # (q, lists) float32, written to: log of how much a record of each list matters
     left: Any,  # (q, lists) float32, written to: about how many of it are not near
 ) -> None:
@@ -69,18 +70,20 @@ def far(
             if near[i, j] >= 0:
                 count += 1
                 last = min(last, np.float64(codes[i, j]))
-        least, total = np.partition(means[i], lists - probed)[lists - probed], 0.0
+        last_probed, total = np.partition(means[i], lists - probed)[lists - probed], 0.0
         for j in range(lists):
             mean, deviation, inside = np.float64(means[i, j]), np.float64(deviations[i, j]), 0.0
-            log = mean + deviation**2
-            if means[i, j] >= least:
+            log, chance = mean + deviation**2, 0.5 * math.erfc((least - mean) / deviation * math.sqrt(0.5))
+            if means[i, j] >= last_probed:
                 inside = -np.inf  # unless the search found as many as it was asked for
                 if count == c:
                     below = (last - mean) / deviation
                     inside = log_normal(below)
                     log += 0.5 * min(log_normal(below - 2 * deviation) - max(inside, -1e6), 0.0)
+                    chance = max(chance + math.expm1(inside), 0.0) / max(math.exp(inside), 1e-300)
             # of so many, the largest lies about here, and their mean square no higher
-            logits[i, j] = min(log, mean + deviation * math.sqrt(2 * math.log(sizes[j] + 2)))
+            log = min(log, mean + deviation * math.sqrt(2 * math.log(sizes[j] + 2)))
+            logits[i, j] = log if math.isnan(least) else 0.5 * math.log(max(chance, 1e-12))
             above[j] = sizes[j] * -math.expm1(inside)  # thought to be near; in all there are `count`
             total += above[j]
         for j in range(lists):

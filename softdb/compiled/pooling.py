@@ -15,7 +15,6 @@ __all__ = ["HALF", "LABEL", "NONE", "WIDE", "f_quantile", "pooled", "spread"]
 WIDE, HALF, LABEL, NONE = 0, 1, 2, 3  # what a value is: float32, float16, a class, or of no interest
 AHEAD = 6  # candidates whose values are on their way from memory while one is added
 SIGNS = 16  # random sums that the shape of an error is taken from
-SKEWED = 0.65  # squared weights are skewed: what they tell of the error is worth so much of their effective number
 
 
 @inlined
@@ -97,6 +96,7 @@ def spread(
     output: Any,  # (q, v) the answer
     lse: Any,  # (q,) its normaliser
     confidence: Any,  # normal quantile of it
+    skewed: Any,  # what the effective number of squared weights is worth of itself
     weights: Any,  # (q, k), written to: shares of the answer
     found: Any,  # (4, q) float64, written to: bar and standard error, of the output and of Z relative to it
 ) -> None:
@@ -126,7 +126,7 @@ def spread(
                 factor = root if (bits >> np.uint32(sign)) & np.uint32(1) else -root
                 for t in range(v):
                     signed[sign, t] += factor * centred[t]
-        draws = max(SKEWED * noise * noise / noises, 2.0) if noises > 0 else 2.0
+        draws = max(skewed * noise * noise / noises, 2.0) if noises > 0 else 2.0
         directions = _directions(signed, variance, min(v, k))
         found[0, i] = np.sqrt(variance * f_quantile(confidence, directions, draws))
         found[1, i] = np.sqrt(variance)

@@ -19,6 +19,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
@@ -63,6 +64,7 @@ class Thought(NamedTuple):
     means: Floats  # (q, lists)
     deviations: Floats  # (q, lists)
     probed: int  # how many lists were searched
+    least: float  # the logit that matters; NaN: weights matter
 
 
 class Tail:
@@ -116,29 +118,55 @@ class Tail:
         near: int,
         budget: int,
         seed: int,
-        effort: int | None = None,
     ) -> Drawn:
-        """About `budget` rows for each query, dead ones among them. Cost of a search, and q (near + lists)."""
+        """About `budget` rows for each query, by their weights; dead ones among them.
+
+        Cost of a search, and q (near + lists).
+        """
         means, deviations = self._logits(queries, factor)
-        if effort is None:
-            effort = self._effort(float(deviations.mean()))
+        effort = self._effort(float(deviations.mean()))
+        rows, codes, error = self._near(queries, near, effort)
+        near_logits = (factor * codes + (factor * error) ** 2).astype(np.float32)
+        coded = (factor * codes).astype(np.float32)
+        return self._loose(Thought(rows, near_logits, coded, means, deviations, effort, np.nan), queries, budget, seed)
+
+    def draw_within(
+        self,
+        queries: Floats,  # (q, d) prepared
+        least: float,
+        near: int,
+        budget: int,
+        seed: int,
+    ) -> Drawn:
+        """As `draw`, by their chances to score at least so much."""
+        means, deviations = self._logits(queries, 1.0)
+        effort = self._effort(1.0)
+        rows, codes, error = self._near(queries, near, effort)
+        beyond = torch.from_numpy((codes - least) / np.maximum(error, 1e-12)).double()
+        chances = (0.5 * torch.special.log_ndtr(beyond)).clamp(min=-14).float().numpy()
+        return self._loose(Thought(rows, chances, codes, means, deviations, effort, least), queries, budget, seed)
+
+    def _near(
+        self, queries: Floats, near: int, effort: int
+    ) -> tuple[Rows, Floats, Floats]:  # (q, near), (q, near), (q, 1)
+        """Rows whose codes are nearest, what they score by them, and the standard error of that."""
         rows, codes = self.index.find_scored(queries, near, None, effort)
-        lengths = np.linalg.norm(queries, axis=1).astype(np.float32) if self.index.metric is Metric.DOT else None
-        scale = np.ones(len(queries), np.float32) if lengths is None else lengths
-        codes = codes + self.bias * scale[:, None]
-        near_logits = (factor * codes + (factor * self.error * scale[:, None]) ** 2).astype(np.float32)
-        coded, probed = (factor * codes).astype(np.float32), min(effort, len(self.sizes))
-        thought = Thought(rows, near_logits, coded, means, deviations, probed)
-        loose = functools.partial(_drawn, thought, self.sizes, self.frame, float(budget), seeds_of(queries, seed))
-        found, logs, most = loose(int(budget + ROOM * budget**0.5 + 16))
+        dot = self.index.metric is Metric.DOT
+        scale = np.linalg.norm(queries, axis=1, keepdims=True) if dot else np.ones((len(queries), 1))
+        return rows, (codes + self.bias * scale).astype(np.float32), (self.error * scale).astype(np.float32)
+
+    def _loose(self, thought: Thought, queries: Floats, budget: int, seed: int) -> Drawn:
+        draw = functools.partial(_drawn, thought, self.sizes, self.frame, float(budget), seeds_of(queries, seed))
+        found, logs, most = draw(int(budget + ROOM * budget**0.5 + 16))
         if most > found.shape[1]:
-            found, logs, most = loose(most)
+            found, logs, most = draw(most)
         return Drawn(found[:, :most], logs[:, :most])
 
     def _effort(self, deviation: float) -> int:
         """How many lists to search: where weights in a list are about alike, draws from it do as well."""
         codes = SCANNED * min(max(deviation, 0.25), 16.0)
-        return max(1, round(codes * len(self.sizes) / max(1.0, float(self.sizes.sum()))))
+        lists = len(self.sizes)
+        return min(lists, max(1, round(codes * lists / max(1.0, float(self.sizes.sum())))))
 
     def _logits(self, queries: Floats, factor: float) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
         """Mean and deviation of the logits in each list."""
@@ -165,7 +193,7 @@ def _drawn(
     """Rows and log-weights, each (q, width), and the most that a query drew, which may be more."""
     from softdb.compiled import draw as loops
 
-    near, near_logits, codes, means, deviations, probed = thought
+    near, near_logits, codes, means, deviations, probed, least = thought
     q, each = len(near), (near.shape[1] + len(sizes)) * loops.STEPS
     found, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
     far_logits, far_sizes = np.empty_like(means), np.empty_like(means)
@@ -173,7 +201,7 @@ def _drawn(
 
     def work(part: slice) -> None:
         far = far_logits[part], far_sizes[part]
-        loops.far(near[part], codes[part], means[part], deviations[part], sizes, probed, *far)
+        loops.far(near[part], codes[part], means[part], deviations[part], sizes, probed, least, *far)
         asked = near[part], near_logits[part], *far
         loops.draw(*asked, frame, budget, PLAIN, seeds[part], found[part], logs[part], counts[part])
 

@@ -6,12 +6,15 @@ from softdb.soft.hits import hits
 from softdb.soft.nearest import attend_nearest, nearest
 from softdb.soft.query import SoftQuery, indifferent, score_rows, soft_query
 from softdb.soft.whole import attend_all
+from softdb.soft.within import Ball, count_within
 
 __all__ = [
+    "Ball",
     "SoftQuery",
     "attend_all",
     "attend_estimated",
     "attend_nearest",
+    "count_within",
     "drawn",
     "hits",
     "indifferent",

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Estimate, Hits, Pooled, Resolve
-from softdb.check import Tolerance
+from softdb.check import Tolerance, shown
 from softdb.compiled.threads import available
+from softdb.errors import BadInput
 from softdb.index.contract import Floats, prepared
 from softdb.index.rerank import scores_at
 from softdb.index.tail import FEWEST, Tail, kept, seeds_of
@@ -51,9 +52,10 @@ def attend_estimated(
 
     Each round draws records for the queries whose error bar does not fit yet, scores them exactly, keeps some by their
     weights and pools these with the inverse of their probabilities. Records younger than the index are pooled whole.
-    Queries for which a pass over every record costs less are answered so, and so is all that cannot be drawn for:
-    another weighting than softmax, a score without a known relation to the metric, a mask.
+    Queries for which a pass over every record costs less are answered so, and all of them where nothing can be drawn:
+    no index, one of another metric, a mask. Raises BadInput for weightings and scores that have no estimator.
     """
+    _require_estimator(query)
     plan = None if tail is None else _plan(query, snapshot, tail, border, seed)
     if plan is None:
         return attend_all(query, snapshot, find, resolve)
@@ -236,6 +238,23 @@ class _Plan(NamedTuple):
         if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
             length = length.clamp(min=SMALL * (1.0 if self.query.num_classes else self.snapshot.value_size))
         return bar, tolerance.atol + tolerance.rtol * length
+
+
+def _require_estimator(query: SoftQuery) -> None:
+    """Raises BadInput where no index could draw for the query."""
+    if not isinstance(query.weighting, Softmax):
+        raise BadInput(
+            f"the weights are {type(query.weighting).__name__.lower()}, for which there is no estimate; a tolerance "
+            "goes with softmax and with a gaussian kernel: leave it out for the exact answer, or give k"
+        )
+    with torch.no_grad():
+        folded = fold(query.score, query.queries[:1])
+    if folded is None or folded.scale is None:
+        raise BadInput(
+            f"the score is {shown(query.score)}, whose values no index knows, so nothing can be drawn for it; a "
+            "tolerance goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian: leave it out for the exact "
+            "answer, or give k"
+        )
 
 
 def _plan(query: SoftQuery, snapshot: Snapshot, tail: Tail, border: int, seed: int) -> _Plan | None:

@@ -16,7 +16,9 @@ from softdb.index.contract import Floats
 from softdb.soft.query import Positions
 from softdb.store import Snapshot
 
-__all__ = ["Spread", "f_quantile", "pooled_at", "spread_at"]
+__all__ = ["SKEWED", "Spread", "f_quantile", "pooled_at", "spread_at"]
+
+SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
 
 
 class Spread(NamedTuple):
@@ -71,7 +73,7 @@ def spread_at(
     column, z = _values(snapshot, output.shape[1]), statistics.NormalDist().inv_cdf(confidence)
 
     def work(part: slice) -> None:
-        answer = output[part], lse[part], z, weights[part], found[:, part]
+        answer = output[part], lse[part], z, SKEWED, weights[part], found[:, part]
         pooling.spread(logits[part], log_weights[part], positions[part], *column, *answer)
 
     _shared(work, logits, output.shape[1] * pooling.SIGNS)

@@ -1,0 +1,99 @@
+"""How many records lie within a radius, estimated from some that are drawn through the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from softdb.answers import Estimate
+from softdb.check import Tolerance
+from softdb.compiled.threads import available
+from softdb.index.contract import Floats, prepared
+from softdb.index.rerank import scores_at
+from softdb.index.tail import FEWEST, Tail
+from softdb.soft.query import Live, Positions
+from softdb.soft.spread import SKEWED, f_quantile
+from softdb.store import Snapshot
+
+__all__ = ["count_within"]
+
+FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
+NEAR = 1.3  # times as many codes are looked at one by one
+SLOWER = 30  # times as long as in a pass over all it takes to draw and score a record
+BOUNDARY = 50  # records drawn just outside, which stand for those missed just inside
+
+Numbers = NDArray[np.float64]
+
+
+class Ball(NamedTuple):
+    """What is counted: the records that score at least so much."""
+
+    queries: Floats  # (q, d)
+    least: float
+    snapshot: Snapshot
+    keep: Live  # (size,) the records that take part
+    tail: Tail | None  # None: nothing can draw
+    border: int  # the first position that it does not cover
+    exactly: Callable[[Positions, Live], Numbers]  # which queries, of which records -> their counts
+
+
+def count_within(ball: Ball, tolerance: Tolerance, seed: int) -> Estimate:
+    """How many records there are, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
+
+    Its variance is Σ 1[s ≥ least] (1 - p) / p². One more record counts as drawn, as uncertain as those just outside, so
+    that few draws, or none, do not pass for certainty. Draws grow until the bar fits; a pass over every record answers
+    where that costs less. The records younger than the index are compared one by one.
+    """
+    rest, drawn = np.arange(len(ball.queries)), FIRST
+    value, bar = np.zeros(len(rest)), np.full(len(rest), np.inf)
+    taking_part = int(np.count_nonzero(ball.keep))
+    while ball.tail is not None and available() and taking_part >= FEWEST and len(rest):
+        most = tolerance.most or taking_part // SLOWER
+        if drawn > most and tolerance.most is None:
+            break
+        drawn = min(drawn, most)
+        value[rest], bar[rest] = _estimated(ball, ball.tail, rest, drawn, tolerance.confidence, seed)
+        fits = bar[rest] <= _allowed(tolerance, value[rest])
+        rest = rest[:0] if drawn == tolerance.most else rest[~fits]
+        drawn *= GROWTH
+    exact = np.zeros(len(value), np.bool_)
+    if len(rest):
+        value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
+    met = bar <= _allowed(tolerance, value)
+    return Estimate(*(torch.from_numpy(one) for one in (value, bar, met, exact)))
+
+
+def _allowed(tolerance: Tolerance, counts: Numbers) -> Numbers:
+    return tolerance.atol + tolerance.rtol * np.maximum(counts, 1)
+
+
+def _estimated(
+    ball: Ball, tail: Tail, which: Positions, drawn: int, confidence: float, seed: int
+) -> tuple[Numbers, Numbers]:  # (q,), (q,)
+    """Counts and their error bars."""
+    asked, snapshot = prepared(ball.queries[which], tail.index.metric), ball.snapshot
+    found = tail.draw_within(asked, ball.least, min(int(NEAR * drawn), snapshot.size), drawn, seed)
+    positions = snapshot.positions(found.rows)
+    positions[(positions < 0) | (positions >= ball.border) | ~ball.keep[positions]] = -1
+    scores = scores_at(snapshot, asked, positions, tail.index.metric)
+    weights = np.exp(found.log_weights.astype(np.float64))
+    inside = scores >= ball.least
+    counts: Numbers = (weights * inside).sum(1)
+    noise = (weights * weights - weights) * inside
+    outside = np.where((positions >= 0) & ~inside, -scores, np.inf)
+    nearest = np.argsort(outside, axis=1, kind="stable")[:, :BOUNDARY]
+    there = np.isfinite(np.take_along_axis(outside, nearest, 1))
+    just = np.take_along_axis(weights * weights - weights, nearest, 1) * there
+    one_more = just.sum(1) / np.maximum(there.sum(1), 1)
+    variance, squares = noise.sum(1) + one_more, np.square(noise).sum(1) + one_more**2
+    draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
+    bar = np.sqrt(variance * [f_quantile(confidence, 1.0, one) for one in draws])
+    if ball.border < snapshot.size:
+        young = ball.keep.copy()
+        young[: ball.border] = False
+        counts += ball.exactly(which, young)
+    return counts, bar
