@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -56,7 +57,8 @@ def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[S
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self._store.require_open()
-            return method(self, *args, **kwargs)
+            with _precise():
+                return method(self, *args, **kwargs)
         except SoftDBError as error:
             if not hasattr(error, "verb"):
                 error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
@@ -64,6 +66,17 @@ def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[S
             raise
 
     return call
+
+
+def _precise() -> contextlib.AbstractContextManager[Any]:
+    """Answers are as precise as their queries, whatever a model around them is cast to."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 class SoftDB:
@@ -262,12 +275,13 @@ class SoftDB:
         tolerance = check.tolerance(rtol, atol, confidence, max_candidates, k)
         query, snapshot = self._soft(queries, temperature, score, weights, where, mask)
         find = functools.partial(self._finder.find_folded, snapshot)
-        with torch.autocast(query.queries.device.type, enabled=False):  # as precise as the query, whatever is around
-            if tolerance is not None:
-                return attend_estimated(*self._drawing(query, snapshot, tolerance, generator))
-            if k is None:
-                return attend_all(query, snapshot, functools.partial(find, exact=True), self._store.read)
-            return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
+        exact = functools.partial(find, exact=True)
+        if tolerance is not None:
+            drawing = self._drawing(query, snapshot, tolerance, generator)
+            return attend_estimated(*drawing, find=exact, resolve=self._store.read)
+        if k is None:
+            return attend_all(query, snapshot, exact, self._store.read)
+        return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
 
     @_verb
     def log_partition(
@@ -677,8 +691,7 @@ class SoftDB:
         self, query: SoftQuery, snapshot: Snapshot, tolerance: check.Tolerance, generator: torch.Generator | None
     ) -> tuple[Any, ...]:
         """What an estimate takes: what to draw from, how well, by which random numbers."""
-        exact = functools.partial(self._finder.find_folded, snapshot, exact=True)
-        return query, snapshot, *self._finder.tail(snapshot), tolerance, _seed(generator), exact, self._store.read
+        return query, snapshot, *self._finder.tail(snapshot), tolerance, _seed(generator)
 
     def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The records a query may see: a snapshot, and which of its positions a filter allows."""

@@ -27,6 +27,7 @@ from softdb import check
 from softdb.data import DemoData, load_wordnet
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError
+from softdb.nn.losses import retrieval_loss
 from softdb.text import NOTE, HashedNGrams, SentenceEncoder, note_encoder
 
 __all__ = ["DemoReport", "demo_encoder", "named_encoder", "progress", "run_demo", "train_projection"]
@@ -225,12 +226,12 @@ def train_projection(
     temperature: float = TEMPERATURE,
     console: Console | None = None,
 ) -> Tensor:  # (d, d)
-    """A linear map of the queries, trained end to end through `db.attend` on those that are not held out.
+    """A linear map of the queries, trained end to end through the database on those that are not held out.
 
         loss = log Σ_all exp(s / T) - log Σ_right exp(s / T),   s = (W q)·k
 
-    which is minus the log of the weight that a soft query gives to the right records. Cost a step: one exact soft query
-    of a batch, forth and back.
+    which is minus the log of the weight that a soft query gives to the right records. Cost a step: one exact pass of a
+    batch over the records, forth and back. `softdb.train.fit` does the same with early stopping and checkpoints.
     """
     d = data.keys.shape[1]
     linear = torch.nn.Linear(d, d, bias=False)
@@ -247,30 +248,13 @@ def train_projection(
             for start in range(0, len(mixed), BATCH):
                 part = mixed[start : start + BATCH]
                 asked = linear(keys[part])
-                lse = db.attend(asked, temperature=temperature).lse
-                loss = (lse - _right(db, data, asked, part.tolist(), temperature)).mean()
+                right = [[data.ids[one] for one in data.answers[query]] for query in part.tolist()]
+                loss = retrieval_loss(db, asked, right, temperature=temperature)
                 adam.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 adam.step()
                 bar.update(task, advance=1, loss=f"{loss.item():.2f}")
     return linear.weight.detach()
-
-
-def _right(
-    db: SoftDB,
-    data: DemoData,
-    asked: Tensor,  # (q, d)
-    queries: list[int],  # q positions in `data`
-    temperature: float,
-) -> Tensor:  # (q,)
-    """log Σ exp(s / T) over the right records of each query."""
-    ids = [[data.ids[i] for i in data.answers[query]] for query in queries]
-    owner = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(mine) for mine in ids]))
-    keys = db.get([one for mine in ids for one in mine]).keys
-    scores = (asked[owner] * keys).sum(1) / temperature
-    table = torch.full((len(ids), max(map(len, ids))), -torch.inf)
-    column = torch.cat([torch.arange(len(mine)) for mine in ids])
-    return table.index_put((owner, column), scores).logsumexp(1)
 
 
 def _places(

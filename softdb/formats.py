@@ -23,7 +23,7 @@ from softdb.check import Array, Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput, SoftDBError
 
-__all__ = ["Fields", "Rows", "export_records", "import_records", "read_records"]
+__all__ = ["Fields", "Line", "Rows", "export_records", "import_records", "read_records", "read_rows"]
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON writes them: 007 stays text
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
@@ -56,9 +56,11 @@ class Rows:
         return len(self.ids)
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
+    """A line of a file."""
+
     number: int
-    share: float
+    share: float  # of the file, read so far
     row: Row
 
 
@@ -92,9 +94,23 @@ def read_records(
     name = path.name.removesuffix(".gz")
     if not name.endswith((".jsonl", ".ndjson", ".csv")):
         raise BadInput(f"{path.name} has a name of no known kind; expected {_KINDS}")
-    lines = _csv_lines(path, fields) if name.endswith(".csv") else _json_lines(path)
     vectors = None if keys is None else _matched(Path(keys), path, name.endswith(".csv"))
-    return _batches(path, _Parser(path, fields, vectors), size, lines)
+    return _batches(path, _Parser(path, fields, vectors), size, read_rows(path, fields))
+
+
+def read_rows(path: Path, fields: Fields) -> Iterator[Line]:
+    """The lines of a `.jsonl`, `.csv` or `.tsv` file (also `.gz`) that are not blank, as they are.
+
+    Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line.
+    """
+    if not path.is_file():
+        raise BadInput(f"{path} is not a file; give a .jsonl, .csv or .tsv file, or such a .gz one")
+    name = path.name.removesuffix(".gz")
+    if name.endswith((".csv", ".tsv")):
+        return _csv_lines(path, fields, "," if name.endswith(".csv") else "\t")
+    if not name.endswith((".jsonl", ".ndjson")):
+        raise BadInput(f"{path.name} has a name of no known kind; expected .jsonl, .csv or .tsv, also with .gz")
+    return _json_lines(path)
 
 
 def import_records(
@@ -170,7 +186,7 @@ def _text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
             raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
 
 
-def _json_lines(path: Path) -> Iterator[_Line]:
+def _json_lines(path: Path) -> Iterator[Line]:
     for number, share, line in _text_lines(path):
         if not line.strip():
             continue
@@ -182,14 +198,14 @@ def _json_lines(path: Path) -> Iterator[_Line]:
             raise BadInput(
                 f'{path.name} line {number}: {check.shown(row)}; expected an object such as {{"id": …, "key": […]}}'
             )
-        yield _Line(number, share, row)
+        yield Line(number, share, row)
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _csv_lines(path: Path, fields: Fields) -> Iterator[_Line]:
+def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
     share = 0.0
 
     def texts() -> Iterator[str]:
@@ -197,7 +213,7 @@ def _csv_lines(path: Path, fields: Fields) -> Iterator[_Line]:
         for _, share, line in _text_lines(path):  # noqa: B007 - the share is read outside
             yield line
 
-    reader = csv.reader(texts(), strict=True)
+    reader = csv.reader(texts(), strict=True, delimiter=delimiter)
     header: list[str] | None = None
     try:
         for cells in reader:
@@ -211,7 +227,7 @@ def _csv_lines(path: Path, fields: Fields) -> Iterator[_Line]:
                     f"{path.name} line {reader.line_num}: {len(cells)} cells, {len(header)} in the header; mend it"
                 )
             row = {name: _cell(cell, name, fields) for name, cell in zip(header, cells, strict=True) if cell}
-            yield _Line(reader.line_num, share, row)
+            yield Line(reader.line_num, share, row)
     except csv.Error as error:
         raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None
 
@@ -237,7 +253,7 @@ class _Parser:
         self.width: int | None = None
         self.count = 0
 
-    def add(self, rows: Rows, line: _Line) -> None:
+    def add(self, rows: Rows, line: Line) -> None:
         """One line's id, key, value and payload. Raises BadInput naming the line."""
         row, fields = dict(line.row), self.fields
         try:
@@ -291,7 +307,7 @@ def _vector(value: object, name: str) -> list[float]:
     return numbers
 
 
-def _batches(path: Path, parser: _Parser, size: int, lines: Iterator[_Line]) -> Iterator[Rows]:
+def _batches(path: Path, parser: _Parser, size: int, lines: Iterator[Line]) -> Iterator[Rows]:
     """Batches of records. Before an error is raised, the good lines before it go out."""
 
     def fresh() -> Rows:

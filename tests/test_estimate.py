@@ -181,7 +181,7 @@ def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
         torch.from_numpy(scores), 0.3, torch.from_numpy(positions >= 0), torch.from_numpy(logs).double(),
         world.values_at(positions) if classes else world.values_at(positions).double(), classes,
     )  # fmt: skip
-    tight = {"rtol": 2e-4, "atol": 2e-5} if kind is np.float32 else {"rtol": 1e-6, "atol": 1e-6}
+    tight: Any = {"rtol": 2e-4, "atol": 2e-5} if kind is np.float32 else {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(output.double(), state.output, **tight)
     torch.testing.assert_close(lse.double(), state.lse, **tight)
     torch.testing.assert_close(spread.stderr.double(), state.stderr, **tight)
@@ -345,7 +345,7 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
         assert asked.grad is not None
         assert bare.log_density(queries, kernel, where={"part": 9}).value.isneginf().all()
         with pytest.raises(softdb.BadInput, match=r"kernel is 0\.3; expected one of softdb\.scores"):
-            bare.log_density(queries, 0.3)
+            bare.log_density(queries, 0.3)  # type: ignore[arg-type]
 
 
 # -- how many are near -------------------------------------------------------------------------------------------------
@@ -394,8 +394,9 @@ def test_counts_end_within_their_tolerance_or_exactly(
     assert none.met.all()
     assert (db.count_within(queries, 0.4, where={"part": 9}).value == 0).all()
     for more, match in (({"radius": "far"}, "radius is 'far'"), ({"rtol": None}, "radius or rtol is None")):
+        asked: dict[str, Any] = {"queries": queries, "radius": 0.4, **more}
         with pytest.raises(softdb.BadInput, match=match):
-            db.count_within(**{"queries": queries, "radius": 0.4, **more})
+            db.count_within(**asked)
 
 
 # -- records from the soft distribution --------------------------------------------------------------------------------

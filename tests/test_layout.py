@@ -10,7 +10,8 @@ import softdb
 ROOT = Path(softdb.__file__).parent
 LINE = [
     "errors", "check", "scores", "weights", "store", "answers", "compiled", "index", "pool", "stream", "soft",
-    "functional", "database", "opening", "nn", "text", "formats", "plots", "data", "demo", "bench", "cli", "__main__",
+    "functional", "database", "opening", "nn", "text", "formats", "train", "plots", "data", "demo",
+    "bench", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "EncoderName",
     "Kind",
     "Metric",
+    "ProjectionFile",
     "Query",
     "QueryFile",
     "Where",
@@ -29,6 +30,7 @@ __all__ = [
     "filter_of",
     "ids_of",
     "opened",
+    "projected",
     "query_of",
 ]
 
@@ -38,6 +40,9 @@ Where = Annotated[str | None, typer.Option(help='A filter, as JSON: \'{"year": {
 EncoderName = Annotated[str | None, typer.Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
 QueryFile = Annotated[
     Path | None, typer.Option(metavar="FILE.npy", help="Queries of the kind that will come, to measure with.")
+]
+ProjectionFile = Annotated[
+    Path | None, typer.Option("--projection", metavar="FILE.pt", help="Ask with the query projected (softdb train).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -96,6 +101,16 @@ def query_of(query: str) -> Any:
     if query.startswith("["):
         return _json(query, "QUERY starts with [ but")
     return array_of(Path(query[1:]))
+
+
+def projected(db: SoftDB, query: str, file: Path | None) -> Any:
+    """A query as it was typed, projected where the file of a projection is given."""
+    asked = query_of(query)
+    if file is None:
+        return asked
+    from softdb.train import load
+
+    return load(file).of(db, asked)
 
 
 def array_of(path: Path) -> Any:

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from softdb.cli.arguments import AsJson, Database, EncoderName, Query, Where, filter_of, ids_of, opened, query_of
+from softdb.cli.arguments import (
+    AsJson,
+    Database,
+    EncoderName,
+    ProjectionFile,
+    Query,
+    Where,
+    filter_of,
+    ids_of,
+    opened,
+    projected,
+)
 from softdb.cli.show import attended, print_json, show_attended, show_hits
 
 __all__ = ["attend", "search"]
@@ -28,12 +39,13 @@ def search(
     candidates: Annotated[int | None, typer.Option(help="Among how many to choose diverse ones; 4 k.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Pass the index by.")] = False,
     encoder: EncoderName = None,
+    projection: ProjectionFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the nearest records."""
     with opened(path, query, encoder) as db:
         hits = db.search(
-            query_of(query),
+            projected(db, query, projection),
             k,
             where=filter_of(where),
             exact=exact,
@@ -59,11 +71,12 @@ def attend(
     k: Annotated[int | None, typer.Option("-k", min=1, help="Weigh the k nearest; without it all records.")] = None,
     where: Where = None,
     encoder: EncoderName = None,
+    projection: ProjectionFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask softly: the mean of all values, each weighted by softmax(score / temperature)."""
     with opened(path, query, encoder) as db:
-        asked, filter_ = query_of(query), filter_of(where)
+        asked, filter_ = projected(db, query, projection), filter_of(where)
         pooled = db.attend(asked, temperature=temperature, k=k, where=filter_)
         # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
         half = db.attend(asked, temperature=temperature / 2, k=k, where=filter_)

@@ -31,6 +31,7 @@ from softdb.cli.show import (
     print_table,
     terminal,
 )
+from softdb.cli.train import train
 from softdb.errors import BadInput, SoftDBError
 
 if TYPE_CHECKING:
@@ -189,5 +190,5 @@ def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
     return {"num_classes": num_classes}
 
 
-for command in (search, attend, verify, export, compact, snapshot, fields, index, tune, bench):
+for command in (search, attend, verify, export, compact, snapshot, fields, index, tune, train, bench):
     app.command()(command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +16,13 @@ from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.functional import attention
+from softdb.nn.held import Held
 from softdb.nn.masks import Masks, masks_of
 from softdb.pool import State, merge, pool
 from softdb.scores import Dot, Fold
 from softdb.weights import softmax
 
 __all__ = ["Attention"]
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The handle, which copies of the module share: a deep copy of it would be another database."""
-
-    db: SoftDB | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
-        return self
 
 
 class Attention(torch.nn.MultiheadAttention):
@@ -101,7 +91,7 @@ class Attention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *widths, batch_first, device, dtype
         )
-        self._held = _Held(db)
+        self._held = Held(db)
 
     @property
     def db(self) -> SoftDB | None:

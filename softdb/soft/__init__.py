@@ -5,7 +5,7 @@ from softdb.soft.estimate import attend_estimated, log_partition
 from softdb.soft.hits import hits
 from softdb.soft.nearest import attend_nearest, nearest
 from softdb.soft.query import SoftQuery, indifferent, score_rows, soft_query
-from softdb.soft.whole import attend_all
+from softdb.soft.whole import attend_all, log_all
 from softdb.soft.within import Ball, count_within
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "drawn",
     "hits",
     "indifferent",
+    "log_all",
     "log_partition",
     "nearest",
     "score_rows",

@@ -21,7 +21,7 @@ from softdb.scores import fold
 from softdb.soft.explain import explained
 from softdb.soft.query import Finder, Live, Positions, SoftQuery, metric_in_place, score_rows
 from softdb.soft.spread import Spread, pooled_at, spread_at
-from softdb.soft.whole import attend_all
+from softdb.soft.whole import attend_all, log_all
 from softdb.store import Snapshot
 from softdb.stream import stream
 from softdb.weights import Softmax, divisor, softmax
@@ -72,15 +72,13 @@ def log_partition(
     border: int,
     tolerance: Tolerance,  # of Z, relative to it
     seed: int,
-    find: Finder,
-    resolve: Resolve,
 ) -> Estimate:
     """log Z alone, Z = Σ exp(s / T) over all records, as `attend_estimated` estimates it; nothing is pooled."""
     plan = None if tail is None else _plan(query, snapshot, tail, border, seed)
     parts, rest = ([], np.arange(len(query.queries))) if plan is None else plan._replace(pools=False).rounds(tolerance)
     found = [(which, part.lse, part.bar, part.met) for which, part in parts]
     if len(rest):
-        lse = attend_all(query.of(rest), snapshot, find, resolve).lse
+        lse = log_all(query.of(rest), snapshot)
         found.append((rest, lse, torch.zeros_like(lse.detach()), torch.ones_like(lse, dtype=torch.bool)))
     order = np.concatenate([which for which, *_ in found])
     back = torch.from_numpy(np.argsort(order)).to(query.queries.device)
@@ -143,7 +141,8 @@ class _Plan(NamedTuple):
 
     def rounds(self, tolerance: Tolerance) -> tuple[list[tuple[Positions, _Estimate]], Positions]:
         """Estimates, each with the queries (q,) that it answers; and the queries that are left for an exact pass."""
-        rest, budget, parts = np.arange(len(self.asked)), FIRST, []
+        rest, budget = np.arange(len(self.asked)), FIRST
+        parts: list[tuple[Positions, _Estimate]] = []
         while len(rest):
             if tolerance.most is None and self._seconds(len(rest), budget) > self._exact_seconds(len(rest)):
                 break
@@ -178,15 +177,13 @@ class _Plan(NamedTuple):
         state = self._pooled(query, scores, drawn, logits)
         if self.young is not None:
             state = State(*merge([state, self._whole(query)])[:2])
-        answer = (one.detach().cpu().numpy() for one in state[:2])
-        spread = spread_at(logits, drawn.log_weights, self.snapshot, positions, *answer, tolerance.confidence)
+        output, lse = (one.detach().cpu().numpy() for one in (state.output, state.lse))
+        spread = spread_at(logits, drawn.log_weights, self.snapshot, positions, output, lse, tolerance.confidence)
         bar, allowed = self._error(state, spread, tolerance)
         bar = bar.masked_fill(~torch.from_numpy(drawn.known), torch.inf)
-        return _Estimate(
-            *state[:2],
-            *(one.to(scores.device) for one in (spread.stderr, spread.lse_stderr, bar, bar <= allowed)),
-            torch.from_numpy(positions).to(scores.device), scores.detach(), spread.weights.to(scores.device),
-        ), allowed  # fmt: skip
+        stderr, lse_stderr, weights, met = spread.stderr, spread.lse_stderr, spread.weights, bar <= allowed
+        columns = (stderr, lse_stderr, bar, met, torch.from_numpy(positions), scores.detach(), weights)
+        return _Estimate._make((state.output, state.lse, *(one.to(scores.device) for one in columns))), allowed
 
     def _pooled(self, query: SoftQuery, scores: Tensor, drawn: _Drawn, logits: NDArray[np.floating]) -> State:
         """The softmax over what was drawn."""
@@ -216,7 +213,7 @@ class _Plan(NamedTuple):
             none = np.full((len(which), 1), -1, np.int64)
             return _Drawn(none, np.zeros(none.shape, np.float32), torch.full(none.shape, -torch.inf), known)
         nothing, places = places < 0, np.maximum(places, 0)
-        positions, scores = (np.take_along_axis(one, places, 1) for one in (positions, scores))
+        positions, scores = np.take_along_axis(positions, places, 1), np.take_along_axis(scores, places, 1)
         positions[nothing], scores[nothing] = -1, -np.inf
         return _Drawn(positions, logs, torch.from_numpy(scores), known)
 

@@ -77,7 +77,8 @@ def spread_at(
         pooling.spread(logits[part], log_weights[part], positions[part], *column, *answer)
 
     _shared(work, logits, output.shape[1] * pooling.SIGNS)
-    return Spread(*torch.from_numpy(found.astype(logits.dtype)), torch.from_numpy(weights))
+    bar, stderr, lse_bar, lse_stderr = torch.from_numpy(found.astype(logits.dtype))
+    return Spread(bar, stderr, lse_bar, lse_stderr, torch.from_numpy(weights))
 
 
 def f_quantile(confidence: float, above: float, below: float) -> float:

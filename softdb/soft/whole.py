@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from softdb.store import Snapshot
 from softdb.stream import stream
 from softdb.weights import Argmax, Softmax, Sparse, Uniform
 
-__all__ = ["attend_all"]
+__all__ = ["attend_all", "log_all"]
 
 FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before every record is asked: 32, 256, 2048
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
@@ -69,6 +71,14 @@ def attend_all(query: SoftQuery, snapshot: Snapshot, find: Finder, resolve: Reso
         met=torch.ones(q, dtype=torch.bool, device=device),
     )
     return pooled
+
+
+def log_all(query: SoftQuery, snapshot: Snapshot) -> Tensor:  # (q,)
+    """log Z of the softmax over every record, exactly. Nothing is pooled: cost q n d."""
+    nothing = (np.zeros(len(segment), np.int32) for segment in snapshot.segments)  # as values a label, always 0
+    segments = tuple(replace(segment, values=none) for segment, none in zip(snapshot.segments, nothing, strict=True))
+    unvalued = replace(snapshot, segments=segments)
+    return stream(query.queries, unvalued, query.score, query.temperature, allowed=query.allowed, num_classes=1)[1]
 
 
 def _certified(query: SoftQuery, snapshot: Snapshot, held: Candidates, find: Finder, resolve: Resolve) -> Pooled:

@@ -1,0 +1,94 @@
+"""Time of an estimated soft query as the database grows: 10⁵, 10⁶, 10⁷ clustered records of 128 numbers.
+
+    python benchmarks/estimate_growth.py --out benchmarks/results/estimate-growth.json
+
+Temperature 0.05, rtol 0.05. Answers are checked against the exact ones first: the share within the tolerance stands
+beside the times. 10⁷ records take 5 GB of disk and ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import MIB, command, commit, machine, versions, write_json
+
+import softdb
+from softdb.bench.datasets import load
+
+TEMPERATURE, RTOL, DIM = 0.05, 0.05, 128
+
+
+def grown(n: int, folder: Path) -> dict[str, Any]:
+    """Milliseconds of one query and of a batch, estimated and exact."""
+    data = load("clustered", n=n, dim=DIM, most=2000)
+    with softdb.open(folder, dim=DIM) as db:
+        low = 0
+        for _, keys in data.blocks():
+            db.insert(range(low, low + len(keys)), keys)
+            low += len(keys)
+        report = db.build_index("ivf", recall=0.95, queries=data.queries[1000:])
+        queries = torch.from_numpy(data.queries[:64].astype(np.float32))
+        exact = db.attend(queries[:16], temperature=TEMPERATURE).output
+        pooled = db.attend(queries[:16], temperature=TEMPERATURE, rtol=RTOL)
+        error = (pooled.output - exact).norm(dim=1) / exact.norm(dim=1)
+        one, batch, whole = [], [], []
+        for turn in range(60):
+            start = time.perf_counter()
+            db.attend(queries[turn : turn + 1], temperature=TEMPERATURE, rtol=RTOL)
+            one.append((time.perf_counter() - start) * 1e3)
+        for _ in range(5):
+            start = time.perf_counter()
+            db.attend(queries, temperature=TEMPERATURE, rtol=RTOL)
+            batch.append((time.perf_counter() - start) * 1e3)
+            start = time.perf_counter()
+            db.attend(queries[:1], temperature=TEMPERATURE)
+            whole.append((time.perf_counter() - start) * 1e3)
+    return {
+        "n": n,
+        "index_mib": round(report["bytes"] / MIB, 1),
+        "within": round(float((error <= RTOL).float().mean()), 3),
+        "mean_error": round(float(error.mean()), 4),
+        "exact_answers": int(pooled.exact.sum()),
+        "one_ms": round(float(np.median(one[5:])), 3),
+        "batch_64_ms": round(float(np.median(batch)), 2),
+        "exact_one_ms": round(float(np.median(whole)), 2),
+    }
+
+
+def main() -> None:
+    """One line a size, and how the times grow."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="Where the databases are made; a temporary folder if not given.")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    sizes = []
+    for n in given.sizes:
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            sizes.append(grown(n, Path(folder) / "db"))
+        print(sizes[-1], flush=True)
+    result = {
+        "machine": machine(),
+        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+        "command": command(),
+        "commit": commit(),
+        "sizes": sizes,
+        "growth": {
+            name: round(sizes[-1][name] / sizes[0][name], 2) for name in ("one_ms", "batch_64_ms", "exact_one_ms")
+        },
+    }
+    print(result["growth"])
+    if given.out:
+        write_json(given.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`softdb train`: pairs in, a projection of the queries out, and what it is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened
+from softdb.cli.show import print_json, print_table, terminal
+from softdb.errors import BadInput
+
+if TYPE_CHECKING:
+    from softdb.train import Fitted
+
+__all__ = ["train"]
+
+
+def train(
+    path: Database,
+    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl, .csv or .tsv file (also .gz).")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.pt", help="Where the projection goes.")],
+    queries: Annotated[
+        Path | None, typer.Option(metavar="FILE.npy", help="The queries, in the order of PAIRS, which has none then.")
+    ] = None,
+    query: Annotated[str, typer.Option(metavar="FIELD", help="The field with the query: text or numbers.")] = "query",
+    positives: Annotated[
+        str, typer.Option(metavar="FIELD", help="The field with the right records: an id or a list of ids.")
+    ] = "positives",
+    temperature: Annotated[float, typer.Option(help="Of the softmax over all records.")] = 0.05,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="Compare with the k nearest only.")] = None,
+    rtol: Annotated[float | None, typer.Option(help="Estimate the sum over all records to this tolerance.")] = None,
+    bias: Annotated[bool, typer.Option("--bias", help="Train a shift of the queries, too.")] = False,
+    epochs: Annotated[int, typer.Option(min=1, help="Rounds over the training queries, at most.")] = 10,
+    batch: Annotated[int, typer.Option(min=1, help="Queries a step.")] = 256,
+    rate: Annotated[float, typer.Option("--lr", help="Adam's learning rate.")] = 1e-3,
+    holdout: Annotated[float, typer.Option(help="The share of the queries that is held out.")] = 0.2,
+    patience: Annotated[int, typer.Option(min=0, help="Stop after so many epochs without gain; 0: never.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split and the order.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Written after each epoch.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a projection of the queries, so that they find their right records; the database is only read."""
+    from softdb.demo import progress
+    from softdb.train import fit, read_pairs, save
+
+    if not out.absolute().parent.is_dir() or out.is_dir():
+        raise BadInput(f"{out} cannot be written; give a file in a folder that is there")
+    read = read_pairs(pairs, query=query, positives=positives, queries=None if queries is None else array_of(queries))
+    with opened(path, "text" if read.is_text else None, encoder) as db:
+        read.resolve(db)
+        with progress(terminal()) as bar:
+            task = bar.add_task("train", total=None)
+
+            def show(what: str, done: int, whole: int) -> None:
+                bar.update(task, description=what, completed=done, total=whole)
+
+            fitted = fit(
+                db,
+                read.queries,
+                read.positives,
+                temperature=temperature,
+                k=k,
+                rtol=rtol,
+                bias=bias,
+                epochs=epochs,
+                batch=batch,
+                rate=rate,
+                holdout=holdout,
+                patience=patience or None,
+                seed=seed,
+                checkpoint=checkpoint,
+                resume=resume,
+                progress=show,
+            )
+        facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
+    measured = {"before": fitted.before._asdict(), "after": fitted.after._asdict(), "epochs": fitted.best}
+    save(out, fitted.projection, {**facts, **measured})
+    if as_json:
+        print_json({**measured, "history": [epoch._asdict() for epoch in fitted.history], "projection": str(out)})
+        return
+    _show(fitted, len(read.lines), out)
+
+
+def _show(fitted: Fitted, pairs: int, out: Path) -> None:
+    """What the held-out queries find, before and after."""
+    console, (before, after) = terminal(), (fitted.before, fitted.after)
+    console.print(
+        f"{pairs:,} pairs, {len(fitted.history)} epochs, the projection is of epoch {fitted.best}; "
+        f"{before.queries:,} queries it never saw:"
+    )
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("before", "after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("recall@1", f"{before.recall_1:.1%}", f"{after.recall_1:.1%}")
+    table.add_row("recall@10", f"{before.recall_10:.1%}", f"{after.recall_10:.1%}")
+    table.add_row("MRR@100", f"{before.mrr_100:.3f}", f"{after.mrr_100:.3f}")
+    print_table(table)
+    console.print(f"written to {escape(str(out))}; ask with it: softdb search … --projection {escape(str(out))}")

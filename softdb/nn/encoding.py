@@ -1,0 +1,146 @@
+"""Stored keys through an encoder that is being trained: checked, block by block, in training mode or out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.answers import Resolve
+from softdb.check import shown
+from softdb.errors import BadInput
+from softdb.scores import Score, ScoreFunction
+from softdb.soft.query import own_scores
+from softdb.store import Snapshot
+
+__all__ = ["EncodedScore", "Encoding", "evaluating", "probed"]
+
+Encode = Callable[[Tensor], Tensor]  # (m, d) -> (m, d')
+
+
+def probed(encoder: Encode, dim: int) -> int:
+    """d', the width that an encoder gives to keys as wide as the database's, asked with zeros."""
+    if not callable(encoder):
+        raise BadInput(f"encoder is {shown(encoder)}; expected an nn.Module or a callable, (m, d) -> (m, d')")
+    with torch.no_grad(), evaluating(encoder):
+        found = encoder(_as_input(encoder, torch.zeros(2, dim)))
+    return _shaped(found, 2, None)
+
+
+@contextlib.contextmanager
+def evaluating(encoder: Encode) -> Iterator[None]:
+    """The encoder in eval mode; each of its parts returns to its own mode afterwards."""
+    parts = list(encoder.modules()) if isinstance(encoder, torch.nn.Module) else []
+    training = [part for part in parts if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """An encoder of stored keys, whose output is checked."""
+
+    encoder: Encode
+    dim: int  # d'
+    size: int  # records encoded at once
+    read: Resolve  # rows -> ids, for messages
+
+    def of(
+        self,
+        keys: Tensor,  # (m, d)
+        row: Callable[[int], int],  # of the i-th, asked for a message
+    ) -> Tensor:  # (m, d')
+        """Encoded keys, in the mode that the encoder is in, with gradient. Raises BadInput for what cannot be one."""
+        if not len(keys):
+            return _as_input(self.encoder, torch.zeros(0, self.dim))
+        encoded = self.encoder(_as_input(self.encoder, keys))
+        _shaped(encoded, len(keys), self.dim)
+        plain = encoded.detach()
+        # a sum is finite only where every number is, or where it is too large: then each is looked at
+        if not math.isfinite(float(plain.sum())) and not bool(plain.isfinite().all()):
+            bad = row(int((~plain.isfinite().all(1)).nonzero()[0]))
+            known = self.read(np.array([bad]))
+            name = f"id {shown(known[bad][0])}" if known else "an id deleted since"
+            raise BadInput(
+                f"the encoder gave NaN or infinity for the key of the record with {name}; repair that key or the "
+                "encoder (a division by a length of 0, a learning rate too large)"
+            )
+        return encoded
+
+    @torch.no_grad()
+    def found(
+        self,
+        keys: Tensor,  # (m, d)
+        row: Callable[[int], int],
+    ) -> Tensor:  # (m, d')
+        """As `of`, for finding: `size` at a time, in eval mode and without gradient."""
+        with evaluating(self.encoder):
+            starts = range(0, max(1, len(keys)), self.size)
+            parts = [self.of(keys[low : low + self.size], lambda i, low=low: row(low + i)) for low in starts]  # type: ignore[misc]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class EncodedScore(torch.nn.Module):
+    """A score of stored keys through an encoder: s(q, f(k)). No index finds for it; every record can be compared.
+
+    Without gradient to the encoder: for finding, and for telling what an answer is made of.
+    """
+
+    def __init__(self, score: Score | ScoreFunction, encoding: Encoding, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._score, self._encoding, self._snapshot = score, encoding, snapshot
+        self._last: tuple[Tensor, Tensor] | None = None  # keys of the last block, and what they became
+
+    def forward(
+        self,
+        queries: Tensor,  # (q, d')
+        keys: Tensor,  # (n, d) shared by all queries, or (q, k, d) each query's own
+    ) -> Tensor:  # (q, n) or (q, k)
+        """Scores of the encoded keys."""
+        if keys.ndim == 3:
+            return own_scores(self._score, queries, self._encoded(keys.flatten(0, 1)).view(*keys.shape[:2], -1))
+        if self._last is None or self._last[0] is not keys:  # chunks of the queries meet the same block in turn
+            self._last = keys, self._encoded(keys)
+        return self._score(queries, self._last[1])
+
+    def _encoded(self, keys: Tensor) -> Tensor:
+        return self._encoding.found(keys, lambda i: self._row(keys[i]))
+
+    def _row(self, key: Tensor) -> int:
+        """The row of a record with that key: a score is told keys, not whose they are."""
+        for block in self._snapshot.blocks(self._encoding.size):
+            same = (block.keys.to(key.dtype) == key.cpu()).all(1).nonzero()
+            if len(same):
+                return int(self._snapshot.rows(block.positions[same[0]].numpy())[0])
+        return -1
+
+
+def _as_input(encoder: Encode, keys: Tensor) -> Tensor:
+    """Keys in the dtype and on the device of the encoder's parameters; float32 where it has none."""
+    parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
+    like = next((one for one in parameters if one.is_floating_point()), None)
+    return keys.float() if like is None else keys.to(like.device).to(like.dtype)
+
+
+def _shaped(encoded: object, count: int, dim: int | None) -> int:
+    """The width of what the encoder returned, checked."""
+    expected = f"a floating tensor ({count}, {dim or 'any width'})"
+    if not isinstance(encoded, Tensor) or not encoded.is_floating_point():
+        raise BadInput(f"the encoder returned {shown(encoded)} for {count} keys; expected {expected}")
+    fits = encoded.ndim == 2 and len(encoded) == count and encoded.shape[1] > 0
+    if not fits or (dim is not None and encoded.shape[1] != dim):
+        raise BadInput(
+            f"the encoder returned shape {tuple(encoded.shape)} for {count} keys; expected {expected}: one vector for "
+            "each key, all as wide as the view"
+        )
+    return encoded.shape[1]

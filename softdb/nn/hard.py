@@ -1,0 +1,262 @@
+"""Hard attention: one record in place of a mean over many, and gradients all the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from softdb import check
+from softdb.answers import Hits
+from softdb.check import shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.nn.eager import eager
+from softdb.nn.positives import handle, live
+from softdb.pool import pool
+from softdb.scores import Score, ScoreFunction
+from softdb.soft import SoftQuery, drawn, score_rows
+from softdb.soft.query import candidates
+from softdb.store import Snapshot
+from softdb.stream import Task
+from softdb.weights import softmax
+
+__all__ = ["Drawn", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
+
+
+class Drawn(NamedTuple):
+    """Records drawn for each query, with replacement."""
+
+    values: Tensor  # (q, n, v), or one-hot (q, n, num_classes); zeros where a query has none to draw from; no gradient
+    log_prob: Tensor  # (q, n) differentiable; -inf where there is none
+    hits: Hits  # (q, n), in the order of drawing; row -1 where there is none
+
+
+@eager
+def hard_attention(
+    db: SoftDB,
+    queries: Any,  # (q, d)
+    n: int = 1,
+    *,
+    temperature: float = 1.0,
+    score: Score | ScoreFunction | None = None,
+    where: dict[str, Any] | None = None,
+    generator: torch.Generator | None = None,
+) -> Drawn:
+    """n records for each query, drawn from softmax(score / temperature) over all: the "hard" attention of a database.
+
+    Xu et al. 2015, section 4.1. Nothing flows back through the values, which are stored; `log_prob` carries the
+    gradient, as `reinforce` uses it. Draws are exact, whatever index there is. Cost: one pass over the
+    records, two with a gradient.
+
+    Args:
+        db: the database.
+        queries: (q, d) with their graph.
+        n: how many draws a query; with 2 or more, `leave_one_out` gives a baseline for nothing.
+        temperature: divides the scores.
+        score: as in `attend`.
+        where: a filter on the payload.
+        generator: of the draws; None: torch's own random numbers.
+
+    Raises BadInput as `db.sample`.
+
+    >>> import softdb
+    >>> db = softdb.open(None, dim=2, value_dim=1)
+    >>> db.insert(["left", "right"], [[-1, 0], [1, 0]], [[0], [1]])
+    >>> query = torch.zeros(1, 2, requires_grad=True)
+    >>> found = hard_attention(db, query, 4, generator=torch.Generator().manual_seed(0))
+    >>> reward = found.values[..., 0]  # to go right
+    >>> reinforce(reward, found.log_prob, leave_one_out(reward)).backward()
+    >>> bool(query.grad[0, 0] < 0)  # a step down the gradient goes right
+    True
+    """
+    count = check.integer(n, "n")
+    query, snapshot = handle(db)._soft(queries, temperature, score, None, where, None)
+    generator = torch.default_generator if generator is None else generator
+    samples = drawn(query, snapshot, count, generator, db._store.read)
+    positions = snapshot.positions(samples.hits.rows.cpu().numpy())
+    values = samples.log_prob.new_zeros(*positions.shape, query.pooled_dim)
+    if snapshot.size:
+        stored = snapshot.values_at(positions).to(values.device)
+        if not stored.is_floating_point():
+            stored = F.one_hot(stored, query.pooled_dim) * live(positions, values).unsqueeze(2)
+        values = stored.to(values)
+    return Drawn(values, samples.log_prob, samples.hits)
+
+
+def reinforce(
+    reward: Tensor,  # (q, n)
+    log_prob: Tensor,  # (q, n)
+    baseline: Tensor | float | None = None,  # broadcasts to (q, n)
+) -> Tensor:  # ()
+    """A loss whose gradient is, on average, that of the expected reward, with its sign turned: -mean (r - b) log p.
+
+    Williams 1992, section 4. Unbiased for every baseline b that does not depend on the draw it is subtracted from; a
+    good one lowers the variance. Neither reward nor baseline gets a gradient. Draws of nothing (log p = -inf) count as
+    0. The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit.
+    """
+    for tensor, name in ((reward, "reward"), (log_prob, "log_prob")):
+        if not isinstance(tensor, Tensor):
+            raise BadInput(f"{name} is {shown(tensor)}; expected a tensor (q, n)")
+    if reward.shape != log_prob.shape:
+        raise BadInput(
+            f"reward has shape {tuple(reward.shape)} and log_prob {tuple(log_prob.shape)}; give one reward for each "
+            "draw"
+        )
+    less = torch.as_tensor(0.0 if baseline is None else baseline).detach().to(log_prob)
+    try:
+        fits = np.broadcast_shapes(less.shape, reward.shape) == tuple(reward.shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise BadInput(f"baseline has shape {tuple(less.shape)}; expected one that broadcasts to {tuple(reward.shape)}")
+    nothing = log_prob == -torch.inf
+    advantage = (reward.detach().to(log_prob) - less).masked_fill(nothing, 0)
+    return -(advantage * log_prob.masked_fill(nothing, 0)).mean()
+
+
+def leave_one_out(
+    reward: Tensor,  # (q, n), n at least 2
+) -> Tensor:  # (q, n)
+    """The baseline of each draw: the mean reward of the query's other draws (Kool et al. 2019).
+
+    It does not depend on the draw itself, so `reinforce` stays unbiased. Raises BadInput for fewer than 2 draws.
+    """
+    if not isinstance(reward, Tensor) or reward.ndim != 2 or reward.shape[1] < 2:
+        came = f"shape {tuple(reward.shape)}" if isinstance(reward, Tensor) else shown(reward)
+        raise BadInput(f"reward has {came}; expected (q, n) with n of 2 or more draws, or use a MovingBaseline")
+    reward = reward.detach()
+    return (reward.sum(1, keepdim=True) - reward) / (reward.shape[1] - 1)
+
+
+class MovingBaseline(torch.nn.Module):
+    """The moving mean of the rewards of earlier steps, as a baseline for `reinforce`.
+
+    b_t = Σ_{i<t} μ^(t-1-i) mean(r_i) (1 - μ) / (1 - μ^(t-1)), 0 at first: the mean is taken in after it has been used,
+    so that the baseline does not depend on the draws that it is subtracted from. The divisor corrects the start (Kingma
+    and Ba 2015, section 3). In evaluation nothing is taken in. Both numbers are in the state_dict.
+
+    Args:
+        momentum: μ, how much of the past is kept, at least 0 and below 1.
+    """
+
+    mean: Tensor
+    steps: Tensor
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.momentum = check.share(momentum, "momentum")
+        if self.momentum == 1:
+            raise BadInput("momentum is 1; expected a share below 1, or no reward is ever taken in")
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def extra_repr(self) -> str:
+        """How much of the past is kept."""
+        return f"momentum={self.momentum}"
+
+    @torch.no_grad()
+    def forward(
+        self,
+        reward: Tensor,  # (q, n)
+    ) -> Tensor:  # ()
+        """The baseline before this reward, which is then taken in. Raises BadInput for a reward that is not finite."""
+        if not bool(torch.isfinite(reward).all()):
+            raise BadInput("reward holds NaN or infinity, which would stay in the mean for ever; repair it")
+        known = 1 - self.momentum ** int(self.steps)
+        baseline = (self.mean / known if known else self.mean).to(reward)
+        if self.training and reward.numel():
+            self.mean.lerp_(reward.mean().to(self.mean), 1 - self.momentum)
+            self.steps += 1
+        return baseline
+
+
+@eager
+def straight_through(
+    db: SoftDB,
+    queries: Any,  # (q, d)
+    *,
+    temperature: float = 1.0,
+    relaxation: float = 1.0,
+    k: int | None = None,
+    score: Score | ScoreFunction | None = None,
+    where: dict[str, Any] | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # (q, v)
+    """The value of one drawn record, with the gradient of a softmax: the straight-through Gumbel-softmax estimator.
+
+        z_i = s(q, k_i) / T + g_i,  g_i ~ Gumbel(0, 1);  forward v_argmax z,  backward Σ_i softmax(z / τ)_i v_i
+
+    Jang et al. 2017, section 2.2. argmax z is a draw from softmax(s / T), over every record, or with `k=` over the k
+    nearest alone: then the others are never drawn. The gradient is biased, less so for small τ, where its variance
+    grows. Labels give one-hot vectors. Nothing to draw from gives zeros.
+
+    With `k=`: cost of the search, then q k (d + v). Without: q n (d + v), and memory q n, as each record has its own
+    noise; for more records than that, `k=` or `hard_attention`.
+
+    Args:
+        db: the database.
+        queries: (q, d) with their graph.
+        temperature: T, of the distribution that is drawn from.
+        relaxation: τ, of the softmax behind the gradient.
+        k: draw among the k nearest.
+        score: as in `attend`.
+        where: a filter on the payload.
+        generator: of the noise; None: torch's own random numbers.
+
+    Raises BadInput as `db.attend`.
+    """
+    relaxation = check.positive(relaxation, "relaxation")
+    count = None if k is None else check.integer(k, "k")
+    query, snapshot = handle(db)._soft(queries, temperature, score, None, where, None)
+    if not snapshot.size:
+        return query.queries.new_zeros(len(query.queries), query.pooled_dim) + 0 * query.queries.sum()
+    if count is None:
+        scores, values = _all(query, snapshot)
+        weights = _drawn_weights(scores, query.temperature, relaxation, generator)
+        if values.is_floating_point():
+            return weights @ values.to(weights)
+        return weights.new_zeros(len(weights), query.pooled_dim).index_add(1, values, weights)
+    find = functools.partial(db._finder.find_folded, snapshot)
+    positions = candidates(query, snapshot, count, find).positions
+    scores = score_rows(query.score, query.queries, snapshot, positions)
+    weights = _drawn_weights(scores, query.temperature, relaxation, generator)
+    return pool(weights, snapshot.values_at(positions), query.num_classes)
+
+
+def _all(query: SoftQuery, snapshot: Snapshot) -> tuple[Tensor, Tensor]:  # (q, n), (n, v) or labels (n,)
+    """Scores and values of every record that takes part."""
+    queries = query.queries
+    task = Task(snapshot, query.score, query.temperature, query.allowed, None, query.num_classes, query.pooled_dim)
+    columns: dict[int, list[Tensor]] = {}  # by the first position of the block
+    values = []
+    with torch.autocast(queries.device.type, enabled=False):
+        for tile in task.tiles(queries):
+            first = int(tile.positions[0])
+            if first not in columns:
+                values.append(tile.values)
+            columns.setdefault(first, []).append(task.scores(queries[tile.chunk], tile))
+    if not columns:
+        return queries[:, :0], queries.new_zeros(0, query.pooled_dim)
+    return torch.cat([torch.cat(chunks) for chunks in columns.values()], 1), torch.cat(values)
+
+
+def _drawn_weights(
+    scores: Tensor,  # (q, m), -inf for none
+    temperature: float,
+    relaxation: float,
+    generator: torch.Generator | None,
+) -> Tensor:  # (q, m)
+    """1 at the drawn record and 0 elsewhere, with the gradient of the softmax."""
+    noise = -torch.empty(scores.shape, dtype=scores.dtype).exponential_(generator=generator).log().to(scores.device)
+    perturbed = scores + temperature * noise  # z T, which no temperature makes overflow
+    soft, _ = softmax(perturbed, temperature * relaxation, scores > -torch.inf)
+    hard = torch.zeros_like(soft)
+    if hard.shape[1]:
+        hard.scatter_(1, perturbed.detach().argmax(1, keepdim=True), 1.0)
+    hard = hard.masked_fill(scores == -torch.inf, 0)
+    return hard + (soft - soft.detach())

@@ -1,0 +1,20 @@
+"""The database behind a module, which is neither a submodule of it nor a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from softdb.database import SoftDB
+
+__all__ = ["Held"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The handle, which copies of the module share: a deep copy of it would be another database."""
+
+    db: SoftDB | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return self

@@ -1,0 +1,283 @@
+"""Losses of retrieval: functions of queries, through which the gradient flows back into what encoded them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.check import shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.nn.eager import eager
+from softdb.nn.negatives import mined, shared_scores, without
+from softdb.nn.positives import Positives, asked, handle, live
+from softdb.nn.targets import class_labels, require_shape
+from softdb.scores import Score, ScoreFunction
+from softdb.soft import log_all, log_partition, score_rows
+from softdb.soft.query import candidates
+from softdb.weights import softmax
+
+__all__ = ["Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss"]
+
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"mean": Tensor.mean, "sum": Tensor.sum, "none": Tensor.clone}
+
+IMPOSSIBLE = 100.0  # what a label without any weight costs, as in torch.nn.BCELoss
+
+
+@eager
+def retrieval_loss(
+    db: SoftDB,
+    queries: Any,  # (q, d)
+    positives: Any,  # one id, or a list of ids, for each query
+    *,
+    temperature: float = 1.0,
+    score: Score | ScoreFunction | None = None,
+    k: int | None = None,
+    rtol: float | None = None,
+    max_candidates: int | None = None,
+    generator: torch.Generator | None = None,
+    where: dict[str, Any] | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:  # (), or (q,) for "none"
+    """The negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
+
+        loss = log Σ_i exp(s(q, k_i) / T) - log Σ_{i positive} exp(s(q, k_i) / T)
+
+    The marginal likelihood over what answers the query (Karpukhin et al. 2020, equation 2, with every record as a
+    negative and any number of positives). Differentiable in the queries, and in the score's parameters.
+
+    Neither k nor rtol: over every record; cost q n d. With `rtol=` the first term is `db.log_partition`: its bar is
+    within rtol of the sum, its gradient has a bias of the same order, and an estimate may put the loss a little below
+    0. With `k=` the first sum is over the k nearest and the positives, each record once: a lower bound of the loss
+    over all; cost of the search, then q (k + m) d for m positives. Besides, one look into the catalogue for all ids.
+
+    A kernel as score has its plain normalisation, as in `attend`. A query whose positives all have a kernel value of 0
+    costs infinity, with zero gradients.
+
+    Args:
+        db: the database.
+        queries: (q, d) with their graph, or q texts where the database has an encoder.
+        positives: ids; each query needs at least one, and they may differ in number.
+        temperature: divides the scores.
+        score: as in `attend`; None: the database's metric.
+        k: truncate to the k nearest and the positives.
+        rtol: estimate the normaliser to that relative error.
+        max_candidates: as in `log_partition`, with rtol.
+        generator: draws anew with each call, with rtol; training wants one.
+        where: a filter on the payload, which every positive must match.
+        reduction: "mean" over the queries, "sum" or "none".
+
+    Raises UnknownId for a positive that is not stored; BadInput for a query without positives, a positive outside the
+    filter, k and rtol together, or another number of positives than of queries.
+
+    >>> import softdb
+    >>> db = softdb.open(None, dim=2)
+    >>> db.insert(["east", "north", "west"], [[1, 0], [0, 1], [-1, 0]])
+    >>> queries = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], requires_grad=True)
+    >>> loss = retrieval_loss(db, queries, ["north", ["north", "west"]], temperature=0.1)
+    >>> loss.backward()
+    >>> round(loss.item(), 4), queries.grad.shape
+    (0.0635, torch.Size([2, 2]))
+    """
+    reduce = _reduce(reduction)
+    tolerance = check.tolerance(rtol, 0.0, 0.95, max_candidates, k)
+    ask = asked(db, queries, positives, temperature, score, where)
+    if k is not None:
+        return reduce(_over_union(db, ask, check.integer(k, "k")))
+    query, snapshot, positions = ask
+    _, found = softmax(
+        score_rows(query.score, query.queries, snapshot, positions), query.temperature, live(positions, query.queries)
+    )
+    if tolerance is None:
+        whole = log_all(query, snapshot)
+    else:
+        whole = log_partition(*db._drawing(query, snapshot, tolerance, generator)).value
+    return reduce(_surprise(found, whole))
+
+
+@eager
+def info_nce(
+    db: SoftDB,
+    queries: Any,  # (q, d)
+    positives: Any,  # one id, or a list of ids, for each query
+    *,
+    negatives: int = 16,
+    in_batch: bool = True,
+    skip: int = 0,
+    among: int | None = None,
+    temperature: float = 0.07,
+    score: Score | ScoreFunction | None = None,
+    where: dict[str, Any] | None = None,
+    generator: torch.Generator | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:  # (), or (q,) for "none"
+    """InfoNCE against hard negatives from the database and the other queries' positives.
+
+        loss = -log( Σ_{i positive} exp(s_i / T) / Σ_{i positive or negative} exp(s_i / T) )
+
+    van den Oord et al. 2018, equation 4; with several positives their sum (MIL-NCE, Miech et al. 2020). The hard
+    negatives of a query are the nearest records that are not its positives, found anew with every call (Xiong et al.
+    2021), by the same score. A record counts once, however it came in, and never as a negative of a query whose
+    positive it is. Without any negative the loss is 0. Cost of a search for the negatives, then q (q + negatives) d.
+
+    Args:
+        db: the database.
+        queries: (q, d) with their graph.
+        positives: ids; each query needs at least one.
+        negatives: how many hard negatives a query; 0: only those of the batch.
+        in_batch: whether the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
+        skip: pass over so many of the nearest, which may be positives that nobody has labelled.
+        among: draw the negatives at random among so many of the nearest, rather than take the very nearest.
+        temperature: divides the scores.
+        score: as in `attend`; None: the database's metric.
+        where: a filter on the payload, for positives and negatives.
+        generator: of that draw; None: torch's own random numbers.
+        reduction: "mean" over the queries, "sum" or "none".
+
+    Raises UnknownId and BadInput as `retrieval_loss`; BadInput where no negatives are asked for, or among < negatives.
+    """
+    reduce = _reduce(reduction)
+    count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
+    if not count and not in_batch:
+        raise BadInput("negatives is 0 and in_batch False: nothing is left to tell the positives from; ask for some")
+    pool = count if among is None else check.integer(among, "among")
+    if pool < count:
+        raise BadInput(f"among is {pool} but negatives {count}; draw them among at least as many")
+    ask = asked(db, queries, positives, temperature, score, where)
+    query, snapshot, positions = ask
+    hard = mined(db, ask, count, skip, pool, generator)
+    if in_batch:
+        batch = np.unique(positions[positions >= 0])  # (u,)
+        first = shared_scores(ask, batch)
+        wins = (batch[None, :, None] == positions[:, None, :]).any(2)  # (q, u)
+        hard = np.where(np.isin(hard, batch), -1, hard)
+        taking_part = np.ones_like(wins)
+    else:
+        first = score_rows(query.score, query.queries, snapshot, positions)
+        wins = taking_part = positions >= 0
+    scores = torch.cat([first, score_rows(query.score, query.queries, snapshot, hard)], 1)
+    columns = [np.concatenate(pair, 1) for pair in ((wins, np.zeros_like(hard, bool)), (taking_part, hard >= 0))]
+    won, whole = (softmax(scores, query.temperature, torch.from_numpy(one).to(scores.device))[1] for one in columns)
+    return reduce(_surprise(won, whole))
+
+
+@eager
+def label_loss(
+    db: SoftDB,
+    queries: Any,  # (q, d)
+    labels: Any,  # (q,) whole numbers
+    *,
+    logits: Tensor | None = None,  # (q, num_classes)
+    interpolation: float = 0.25,
+    reduction: Reduction = "mean",
+    **words: Any,
+) -> Tensor:  # (), or (q,) for "none"
+    """The negative log-likelihood of labels under the label distribution of the soft query.
+
+        p_db(y) = Σ_{i: y_i = y} w_i,  loss = -log( λ p_db(y) + (1 - λ) softmax(logits)_y )
+
+    Khandelwal et al. 2020, equations 2 and 3; without logits it is -log p_db(y). Differentiable in the queries and the
+    logits. A label that has no weight at all, which truncation (`k=`) or underflow leave behind, costs 100 as in
+    torch.nn.BCELoss, with zero gradients: with `k=` give logits, or let the loss see every record. Cost of the
+    `attend`; the logarithms are added as logarithms.
+
+    Args:
+        db: a database with labels (num_classes).
+        queries: (q, d) with their graph.
+        labels: what each query should be answered.
+        logits: of another model, to which the database adds.
+        interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
+        reduction: "mean" over the queries, "sum" or "none".
+        words: what else `db.attend` takes: temperature, score, weights, k, rtol, generator, where, mask …
+
+    Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
+    """
+    reduce = _reduce(reduction)
+    classes = handle(db)._store.schema.num_classes
+    if classes is None:
+        raise BadInput("this database holds no labels; open one with num_classes=, or use pooled_loss")
+    share = check.share(interpolation, "interpolation")
+    wanted = class_labels(labels, classes)
+    if logits is not None:
+        require_shape(logits, "logits", (len(wanted), classes))
+    pooled = db.attend(queries, **words).output  # (q, num_classes)
+    if len(wanted) != len(pooled):
+        raise BadInput(f"labels are {len(wanted)} for {len(pooled)} queries; give one for each")
+    wanted = wanted.to(pooled.device).unsqueeze(1)
+    chance = pooled.gather(1, wanted)
+    none = chance < torch.finfo(chance.dtype).tiny  # 1 / p would be infinite
+    logs = chance.masked_fill(none, 1).log().masked_fill(none, -torch.inf)  # (q, 1)
+    if logits is not None:
+        other = logits.to(logs).log_softmax(1).gather(1, wanted)
+        shares = logs.new_tensor([share, 1 - share]).log()
+        logs = torch.cat([logs, other], 1) + shares
+    _, likelihood = softmax(logs, 1.0, logs > -torch.inf)
+    return reduce(-likelihood.masked_fill(likelihood == -torch.inf, -IMPOSSIBLE))
+
+
+@eager
+def pooled_loss(
+    db: SoftDB,
+    queries: Any,  # (q, d)
+    targets: Tensor,  # (q, v)
+    *,
+    reduction: Reduction = "mean",
+    **words: Any,
+) -> Tensor:  # (), or (q,) for "none"
+    """The squared distance ‖o - t‖² between the soft query's answer o and its target t.
+
+    "mean" is over the queries, not over the v coordinates: v times torch's mse_loss. Of a database with labels the
+    answer is a distribution, and this its Brier score (1950). Differentiable in queries and targets. An estimate ô
+    (`rtol=`) adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of the `attend`.
+
+    Args:
+        db: the database.
+        queries: (q, d) with their graph.
+        targets: what each query should be answered; v as `attend` answers.
+        reduction: "mean", "sum" or "none".
+        words: what else `db.attend` takes: temperature, score, weights, k, rtol, generator, where, mask …
+
+    Raises BadInput for targets of another shape, which would broadcast.
+    """
+    reduce = _reduce(reduction)
+    output = handle(db).attend(queries, **words).output
+    require_shape(targets, "targets", tuple(output.shape))
+    return reduce((output - targets.to(output)).square().sum(1))
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _over_union(db: SoftDB, ask: Positives, k: int) -> Tensor:  # (q,)
+    """The loss where the records are the k nearest and the positives."""
+    query, snapshot, positions = ask
+    find = functools.partial(db._finder.find_folded, snapshot)
+    nearest = candidates(query, snapshot, k, find).positions
+    union = np.concatenate([positions, without(nearest, positions)], 1)
+    scores = score_rows(query.score, query.queries, snapshot, union)
+    wins = union >= 0
+    wins[:, positions.shape[1] :] = False
+    found = softmax(scores, query.temperature, torch.from_numpy(wins).to(scores.device))[1]
+    return _surprise(found, softmax(scores, query.temperature, live(union, scores))[1])
+
+
+def _surprise(
+    found: Tensor,  # (q,) lse of the positives
+    whole: Tensor,  # (q,) lse of all
+) -> Tensor:  # (q,)
+    """-log of the positives' share, infinite where they have none: also where nothing has any."""
+    lost = found == -torch.inf
+    return (whole.masked_fill(lost, 0) - found.masked_fill(lost, 0)).masked_fill(lost, torch.inf)
+
+
+def _reduce(reduction: object) -> Callable[[Tensor], Tensor]:
+    if not isinstance(reduction, str) or reduction not in REDUCED:
+        raise BadInput(f"reduction is {shown(reduction)}; expected 'mean', 'sum' or 'none'")
+    return REDUCED[reduction]

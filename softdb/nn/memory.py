@@ -1,0 +1,351 @@
+"""A memory whose parameters are the stored keys and values of a database: trained in place, committed durably."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from softdb import check
+from softdb.answers import Hits, Pooled
+from softdb.check import shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput, StaleRead
+from softdb.nn.candidates import Renewed
+from softdb.nn.origin import Followed, Origin
+from softdb.nn.refresh import Policy
+from softdb.pool import pool
+from softdb.scores import score_of
+from softdb.soft import soft_query
+from softdb.soft.explain import explained
+from softdb.weights import Softmax, softmax
+
+__all__ = ["Memory"]
+
+Column = Callable[[NDArray[np.int64]], Tensor]  # parameters -> what is stored of them
+OUTDATED = 0.5  # share of the records that were written since the index was built, from which on it is built anew
+SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
+
+
+class Memory(Renewed):
+    """The stored keys and values of a database as parameters, with gradients of the records found and no others.
+
+    With (k_i, v_i) the parameters, s the score of the database's metric and I the k nearest records:
+
+        w_i = exp(s(q, k_i) / T) / Σ_I exp(s(q, k_j) / T),  output = Σ_I w_i v_i,  lse = log Σ_I exp(s(q, k_j) / T)
+
+    differentiable in queries, keys and values. A parameter's gradient is a sparse tensor of the rows in I: a dense
+    (n, d) one is never made, and a step takes about as long and as much memory however many records there are. Train
+    with torch.optim.SparseAdam, Adagrad or SGD (`check` tells which optimiser can), then `commit()`.
+
+    Candidates are found among the keys as they were, `overfetch` times as many as are kept, and scored as they are:
+    one that moved far may be missed, none is scored wrongly. They come from the database's own index, which knows the
+    keys of the last commit, until `refresh` makes a copy of the keys as they are and indexes that; without an index, or
+    below 10,000 records, every key is compared as it is and nothing is ever stale.
+
+    The memory holds the records that were there when it was made. One that is deleted or replaced since, by others, is
+    not found any more; one that was inserted is not yet: `reload` takes both in. Copies share the handle and follow
+    each other's commits, of which the last stands. A database that is open for reading only may be trained, too, but
+    not committed. `state_dict` holds the parameters alone; after loading one, `refresh()`.
+
+    Parameters live in the RAM, in float32 (or float64, for checks: then every key is compared); queries may come from a
+    GPU. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records, then q k (d + v).
+    Sources: Lample et al. 2019 (arXiv 1907.05242) for sparse training of a memory, Guu et al. 2020 (REALM, section 3.3)
+    for finding among stale keys.
+
+    Args:
+        db: the database.
+        keys: whether keys are trained; if not they are read where they are stored.
+        values: whether values are trained; None: where there are vectors to train. Labels cannot be trained. Where
+            the key serves as the value, the trained key does.
+        k: records pooled for each query; with fewer, all of them.
+        temperature: divides the scores.
+        refresh: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`; call
+            `step()` after each step of the optimiser.
+        overfetch: how many candidates are looked at for each of the k.
+
+    Raises BadInput for a database without such columns, and Closed for one that was closed.
+
+    >>> import softdb
+    >>> db = softdb.open(None, dim=3, value_dim=2)
+    >>> db.insert(["a", "b"], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
+    >>> memory = Memory(db, k=2)
+    >>> optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
+    >>> memory(torch.ones(5, 3)).output[:, 0].sum().backward()
+    >>> optimizer.step()
+    >>> memory.commit()
+    2
+    """
+
+    values: torch.nn.Parameter | None  # (n, v), None: not trained
+
+    def __init__(
+        self,
+        db: SoftDB,
+        *,
+        keys: bool = True,
+        values: bool | None = None,
+        k: int = 32,
+        temperature: float = 1.0,
+        refresh: Policy | int | None = None,
+        overfetch: int = 2,
+    ) -> None:
+        super().__init__()
+        if not isinstance(db, SoftDB):
+            raise BadInput(f"db is {shown(db)}; expected an open softdb database")
+        self.temperature = check.positive(temperature, "temperature")
+        self._begin(Origin.newest(db), k, overfetch, refresh)
+        trained, every = self._trained(keys, values), np.arange(len(self))
+        for (name, column), train in zip(self._columns(self._origin), trained, strict=True):
+            self.register_parameter(name, torch.nn.Parameter(column(every).float()) if train else None)
+        self._touched = np.zeros(len(self._origin.rows), np.bool_)  # had a gradient since the last commit
+        self._moved = 0  # records written since the database's index was built
+        self._watch()
+
+    def extra_repr(self) -> str:
+        """The database and what is trained."""
+        trained = " and ".join(name for name, _ in self.named_parameters())
+        return f"{self.db!r}, trains {trained}, k={self.k}, temperature={self.temperature}"
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        queries: Any,  # (q, d) numbers, or a tensor with its graph
+    ) -> Pooled:
+        """The soft query over the k nearest records, by keys and values as they are.
+
+        `exact` is True where there are no more than k records; else `missed_mass` is unknown, NaN. `hits` are the
+        records, whose ids and payloads are the database's; `finder` says where candidates came from: "flat" (every key
+        was compared), "shadow" (the last refresh), or the name of the database's index.
+
+        Raises BadInput for queries that do not fit and for keys that training has made NaN or infinite, and Closed.
+        """
+        schema = self._store.schema
+        asked = check.queries(queries, schema.dim)
+        origin = self._at_newest()
+        near, finder = self._find(asked.detach().cpu(), origin)
+        query = soft_query(
+            asked.cpu(), score_of(schema.metric), Softmax(), self.temperature, None, None, schema.num_classes,
+            schema.pooled_dim,
+        )  # fmt: skip
+        found, device = torch.from_numpy(near), asked.device
+        with torch.autocast("cpu", enabled=False):
+            scores, own = self._score(query.queries, found, origin)
+            weights, lse = softmax(scores, self.temperature, torch.ones_like(scores, dtype=torch.bool))
+            output = self._pool(weights, found, own, origin)
+        exact = torch.full(lse.shape, found.shape[1] == origin.count, device=device)
+        unknown = torch.full(lse.shape, torch.nan, dtype=lse.dtype, device=device).masked_fill(exact, 0)
+        resolve = self._store.read
+        none = functools.partial(self.db._finder.find_folded, origin.snapshot)
+        pooled = Pooled(
+            output.to(device),
+            lse.to(device),
+            exact=exact,
+            missed_mass=unknown,
+            candidates=torch.full(lse.shape, found.shape[1], device=device),
+            hits=Hits(torch.from_numpy(origin.rows[near]).to(device), scores.to(device), resolve),
+            weights=weights.to(device),
+            finder=finder,
+            explanation=lambda count: explained(query, origin.snapshot, pooled, count, none, resolve),
+            bar=unknown.clone(),
+            stderr=unknown.clone(),
+            lse_stderr=unknown.clone(),
+            met=exact.clone(),
+        )
+        return pooled
+
+    def _score(
+        self,
+        queries: Tensor,  # (q, d)
+        found: Tensor,  # (q, k) parameters
+        origin: Origin,
+    ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k, d)
+        """Scores of the records, and their keys, with gradient."""
+        keys = (
+            origin.keys(found.numpy()).to(queries.dtype)
+            if self.keys is None
+            else F.embedding(found, self.keys, sparse=True)
+        )
+        scores = score_of(self._store.schema.metric)(queries, keys)
+        if not bool(scores.detach().isfinite().all()):
+            raise BadInput(
+                "scores are NaN or infinite: training has moved the keys too far; begin again from the last commit "
+                "with smaller steps"
+            )
+        return scores, keys
+
+    def _pool(
+        self,
+        weights: Tensor,  # (q, k)
+        found: Tensor,  # (q, k) parameters
+        keys: Tensor,  # (q, k, d) of them
+        origin: Origin,
+    ) -> Tensor:  # (q, v), or (q, num_classes)
+        """The weighted sum of the records' values."""
+        schema = self._store.schema
+        if not schema.has_values:
+            return pool(weights, keys)
+        if self.values is None or not found.numel():
+            return pool(weights, origin.values(found.numpy()), schema.num_classes)
+        # holds no (q, k, v) copy of the values, as a gather would
+        output = F.embedding_bag(
+            found, self.values, mode="sum", per_sample_weights=weights.to(self.values.dtype), sparse=True
+        )
+        return output.to(weights.dtype)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises BadInput for an optimiser that cannot take sparse gradients, or that moves records without one.
+
+        Or that holds none of this memory's parameters, as one that was made before `reload`.
+        """
+        mine = {id(one) for one in self.parameters()}
+        groups = [group for group in optimizer.param_groups if any(id(one) in mine for one in group["params"])]
+        name = type(optimizer).__name__
+        if not groups:
+            raise BadInput(f"this {name} holds no parameter of the memory; make one with memory.parameters()")
+        if not isinstance(optimizer, torch.optim.SparseAdam | torch.optim.Adagrad | torch.optim.SGD):
+            raise BadInput(f"{name} takes no sparse gradients; use {SPARSE} for the memory's parameters")
+        for group, word in itertools.product(groups, ("momentum", "weight_decay")):
+            if group.get(word):
+                raise BadInput(f"this {name} has {word}={group[word]}, which reaches every record; use {SPARSE}")
+
+    def report(self) -> dict[str, Any]:
+        """As `Renewed.report`, and uncommitted: how many records had a gradient since the last commit."""
+        return {**super().report(), "uncommitted": int(np.count_nonzero(self._touched))}
+
+    # -- the database --------------------------------------------------------------------------------------------------
+
+    def commit(self, *, everything: bool = False, reindex: bool | None = None) -> int:
+        """Write the records that training has changed to the database, all or none, and return how many.
+
+        Durable when this returns; a crash loses at most what was trained since. Those are written that had a gradient
+        since the last commit and differ from what is stored, to the last bit of its dtype. They keep their ids and
+        payloads and get new rows, as with `db.update`. The index takes them in as it does new records; once half of
+        all were written since it was built, it is built anew, with the same recall. From then on candidates come from
+        the database's index, if it has one. Cost: the records that had a gradient are read, the changed ones written.
+
+        Args:
+            everything: compare every record, also those that were changed otherwise than through a gradient, such as
+                by hand or by momentum.
+            reindex: True: build the index anew, whatever was written; False: don't.
+
+        Raises:
+            StaleRead: others have deleted or replaced a record that was trained; nothing was written. `reload` lets it
+                go, and keeps what else was learnt.
+            ReadOnly: the database is open for reading; open it with mode="rw", make a memory and load the state_dict.
+            BadInput: training has made a parameter NaN, infinite, or too large for float16; nothing was written.
+            Closed, WriteFailed: as with `db.update`.
+        """
+        self._store.require_writable()
+        origin = self._at_newest()
+        lost = int(np.count_nonzero(self._touched & ~origin.present))
+        if lost:
+            raise StaleRead(
+                f"commit: {lost} of {np.count_nonzero(self._touched)} trained records were deleted or replaced since; "
+                "reload() lets them go and keeps what else was learnt, then commit again"
+            )
+        which = np.flatnonzero(origin.present & (self._touched | everything))
+        changed = origin.changed(which, self.keys, self.values)
+        if len(changed):
+            keys, values = (None if one is None else one.detach()[changed] for one in (self.keys, self.values))
+            self._followed.origin = origin.written(changed, keys, values)
+            self._moved += len(changed)
+        self._touched[:] = False
+        for parameter in self.parameters():  # what has a gradient still changes with the next step
+            self._mark(parameter)
+        if len(changed) or reindex:
+            self._reindex(reindex)
+        return len(changed)
+
+    def reload(self) -> int:
+        """Take in what others have inserted, deleted and replaced, and return how many records there are now.
+
+        What was learnt of the other records stays, committed or not, and they keep their order; new ones stand at the
+        end. Where anything changed `keys` and `values` are new parameters: make the optimiser anew. Candidates are
+        refreshed where they had been.
+        """
+        self.db.refresh()
+        origin = self._at_newest()
+        kept, rows = np.flatnonzero(origin.present), Origin.newest(self.db).rows
+        fresh = np.setdiff1d(rows, origin.rows)
+        if len(kept) == len(self) and not len(fresh):
+            return len(self)
+        self._followed = Followed(origin.of(np.concatenate([origin.rows[kept], fresh])))
+        new = np.arange(len(kept), len(self))
+        for name, column in self._columns(self._origin):
+            old: torch.nn.Parameter | None = getattr(self, name)
+            if old is not None:
+                data = torch.cat([old.detach()[kept], column(new).to(old)])
+                setattr(self, name, torch.nn.Parameter(data, old.requires_grad))
+        self._touched = np.concatenate([self._touched[kept], np.zeros(len(fresh), np.bool_)])
+        self._watch()
+        had = self._shadow.version
+        self._forget()
+        if had:
+            self.refresh()
+        return len(self)
+
+    def _reindex(self, asked: bool | None) -> None:
+        report = self.db._finder.report()
+        if report is None or report["kind"] == "flat":
+            self._moved = 0
+            return
+        if asked or (asked is None and self._moved >= OUTDATED * len(self)):
+            self.db.build_index(report["kind"], recall=report["target"], k=report["k"])
+            self._moved = 0
+        self._forget()
+        self._since = self.steps
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _columns(origin: Origin) -> tuple[tuple[str, Column], tuple[str, Column]]:
+        """The parameters' names, and what is stored of them."""
+        return ("keys", origin.keys), ("values", origin.values)
+
+    def _trained(self, keys: object, values: object) -> tuple[bool, bool]:
+        """Whether keys and values are trained."""
+        if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
+            raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
+        schema = self._store.schema
+        if values and schema.value_dim is None:
+            what = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
+            raise BadInput(f"values=True, but this database's values are {what}; leave values out")
+        trained = keys, schema.value_dim is not None if values is None else values
+        if not any(trained):
+            raise BadInput("neither keys nor values would be trained; db.attend asks without training")
+        return trained
+
+    def _watch(self) -> None:
+        """Note which rows get a gradient."""
+        for parameter in self.parameters():
+            wants, parameter.requires_grad = parameter.requires_grad, True
+            parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+            parameter.requires_grad = wants
+
+    def _mark(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if parameter.grad.is_sparse:
+            self._touched[parameter.grad._indices()[0].numpy()] = True
+        else:  # a loss that looks at the parameter itself
+            self._touched[:] = True
+
+    def _load_from_state_dict(self, *args: Any, **words: Any) -> None:
+        super()._load_from_state_dict(*args, **words)
+        self._touched[:] = True
+        self._watch()  # it may have put other tensors in place
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch()  # copies of a parameter have no hooks

@@ -1,0 +1,179 @@
+"""Which record each parameter of a memory stands for, as of one generation of the database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.check import Metric
+from softdb.database import SoftDB
+from softdb.errors import StaleRead
+from softdb.scores import Fold
+from softdb.store import Snapshot
+
+__all__ = ["Followed", "Origin"]
+
+BLOCK = 1 << 14  # records compared with what is stored at once
+Rows = NDArray[np.int64]
+Live = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The records behind n parameters, in their order, and where a generation of the database has them. Immutable.
+
+    Copies share it, and with it the handle; a pickle opens the database for reading.
+    """
+
+    db: SoftDB
+    rows: Rows  # (n,) permanent row of each parameter's record
+    snapshot: Snapshot = field(repr=False)
+
+    @classmethod
+    def newest(cls, db: SoftDB) -> Origin:
+        """Every record there is, in row order. Raises Closed."""
+        db._store.require_open()
+        snapshot = db._store.snapshot
+        return cls(db, snapshot.rows(np.flatnonzero(snapshot.live)), snapshot)
+
+    def now(self) -> Origin:
+        """The same records as of the newest generation that the handle sees. Raises Closed."""
+        self.db._store.require_open()
+        snapshot = self.db._store.snapshot
+        return self if snapshot is self.snapshot else Origin(self.db, self.rows, snapshot)
+
+    def of(self, rows: Rows) -> Origin:
+        """Other records of this generation."""
+        return Origin(self.db, rows, self.snapshot)
+
+    def written(
+        self,
+        which: Rows,  # (m,) parameters
+        keys: Tensor | None,  # (m, d), None: as they are
+        values: Tensor | None,  # (m, v)
+    ) -> Origin:
+        """Write what records have become into the database, one transaction, and follow them to their new rows."""
+        known = self.db._store.read(self.rows[which])
+        if len(known) < len(which):
+            raise StaleRead(f"{len(which) - len(known)} of {len(which)} records were deleted meanwhile; reload()")
+        names = [known[row][0] for row in self.rows[which].tolist()]
+        self.db.update(names, keys=keys, values=values)
+        rows = self.rows.copy()
+        snapshot, rows[which], _ = self.db._store.locate(names)
+        return Origin(self.db, rows, snapshot)
+
+    @cached_property
+    def positions(self) -> Rows:
+        """Where each record stands, (n,), -1 where it is gone from the files."""
+        return self.snapshot.positions(self.rows)
+
+    @cached_property
+    def present(self) -> Live:
+        """Which records are still there as they were, (n,): neither deleted nor replaced."""
+        if not self.snapshot.size:
+            return np.zeros(len(self.rows), np.bool_)
+        return (self.positions >= 0) & self.snapshot.live[self.positions]
+
+    @cached_property
+    def count(self) -> int:
+        """How many of them are there."""
+        return int(np.count_nonzero(self.present))
+
+    @cached_property
+    def _allowed(self) -> Live | None:
+        """The positions (size,) of these records; None where there are no others."""
+        if self.count == self.snapshot.count:
+            return None
+        allowed = np.zeros(self.snapshot.size, np.bool_)
+        allowed[self.positions[self.present]] = True
+        return allowed
+
+    @cached_property
+    def _parameters(self) -> Rows:
+        """The parameter at each position (size,), -1 = none."""
+        found = np.full(self.snapshot.size, -1, np.int64)
+        found[self.positions[self.present]] = np.flatnonzero(self.present)
+        return found
+
+    @property
+    def metric(self) -> Metric:
+        """The database's."""
+        return self.db._store.schema.metric
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the database has an index."""
+        report = self.db._finder.report()
+        return report is not None and report["kind"] != "flat"
+
+    def find(
+        self,
+        queries: Tensor,  # (q, d) without a graph
+        k: int,
+    ) -> tuple[Rows, str]:  # (q, k)
+        """The k of these records, at most `count`, whose stored keys are nearest, and the finder's name."""
+        folded = Fold(self.metric, queries, 1.0)
+        positions, finder = self.db._finder.find_folded(self.snapshot, folded, k, self._allowed)
+        return self._parameters[positions], finder
+
+    def keys(
+        self,
+        which: Rows,  # (…) parameters
+    ) -> Tensor:  # (…, d) in the column's dtype
+        """Stored keys, copied; zeros of a record that is gone from the files."""
+        if not self.snapshot.size:
+            return torch.zeros(*which.shape, self.db._store.schema.dim)
+        return self.snapshot.keys_at(self.positions[which])
+
+    def values(
+        self,
+        which: Rows,  # (…) parameters
+    ) -> Tensor:  # (…, v) in the column's dtype, or int64 labels (…)
+        """Stored values, copied, as `keys`."""
+        if not self.snapshot.size:
+            schema = self.db._store.schema
+            empty = torch.zeros(*which.shape, schema.pooled_dim)
+            return empty if schema.num_classes is None else empty[..., 0].long()
+        return self.snapshot.values_at(self.positions[which])
+
+    def changed(
+        self,
+        which: Rows,  # (m,) parameters
+        keys: Tensor | None,  # (n, d), None: not trained
+        values: Tensor | None,  # (n, v)
+    ) -> Rows:
+        """Those that are no longer what is stored, to the last bit of its dtype. Cost m (d + v)."""
+        differ = np.zeros(len(which), np.bool_)
+        for low in range(0, len(which), BLOCK):
+            part = which[low : low + BLOCK]
+            for now, stored in ((keys, self.keys), (values, self.values)):
+                if now is not None:
+                    then = stored(part)
+                    differ[low : low + BLOCK] |= (now.detach()[part].to(then.dtype) != then).any(1).numpy()
+        return which[differ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.db, self.rows)
+
+
+@dataclass
+class Followed:
+    """The origin of a memory and of its copies: what one of them writes, the others follow to its new rows."""
+
+    origin: Origin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Followed:
+        return self
+
+
+def _reopened(db: SoftDB, rows: Rows) -> Origin:
+    return Origin(db, rows, db._store.snapshot)

@@ -1,0 +1,166 @@
+"""Product-key memory: m² slots with no records behind them, found exactly in about the time of 2 m comparisons."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from softdb.check import integer, shown
+from softdb.errors import BadInput
+
+__all__ = ["ProductKeys"]
+
+
+class ProductKeys(torch.nn.Module):
+    """A trained memory of m² keys and values, whose keys are pairs (Lample et al. 2019, arXiv 1907.05242, section 3.1).
+
+    For each head, with q = W x + b its query and q', q'' the halves of it, c' and c'' the head's two codebooks:
+
+        s_ij = q'·c'_i + q''·c''_j,  I = the k best of the m² pairs,  output = Σ_heads Σ_I softmax_I(s) v_ij
+
+    The k best pairs are among those of the k best of each half, and of them only where (i + 1)(j + 1) ≤ k, i and j
+    counted from the best: so they are found exactly, without a search index. Values are shared by the heads. Their
+    gradient is sparse, of the rows that were found: a dense (m², v) one is never made. The codebooks' gradient is dense
+    and small. Cost of q queries and h heads: q h (m d + k v + k log k), d the width of a head's query; memory m² v.
+
+    Nothing of this is in a database: to train the keys and values of records that have ids, see `Memory`.
+
+        values = SparseAdam([memory.values], lr=1e-3)
+        others = Adam([p for name, p in memory.named_parameters() if name != "values"], lr=1e-3)
+
+    Args:
+        dim: width of the input, and of each head's query unless `key_dim` says otherwise.
+        num_keys: m, entries of each codebook; the memory has m² slots.
+        value_dim: v, width of the output.
+        heads: how many queries an input asks.
+        k: slots pooled for each head.
+        key_dim: d, width of a head's query and of a key; even.
+        query_norm: whether queries pass a batch norm, so that more of the slots are used (section 3.1 there; it wants
+            two inputs or more while training).
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises BadInput for widths that cannot be, or k above m².
+
+    >>> memory = ProductKeys(8, num_keys=16, value_dim=3, heads=2, k=4)
+    >>> memory(torch.ones(5, 8)).shape
+    torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_keys: int,
+        value_dim: int,
+        heads: int = 4,
+        k: int = 32,
+        *,
+        key_dim: int | None = None,
+        query_norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.num_keys = integer(dim, "dim"), integer(num_keys, "num_keys")
+        self.value_dim, self.heads = integer(value_dim, "value_dim"), integer(heads, "heads")
+        self.key_dim = integer(dim if key_dim is None else key_dim, "key_dim", 2)
+        if self.key_dim % 2:
+            raise BadInput(f"key_dim is {self.key_dim}; expected an even width: a key is a pair of halves")
+        self.k = integer(k, "k", 1, self.num_keys**2)
+        made = {"device": device, "dtype": dtype}
+        self.query = torch.nn.Linear(self.dim, self.heads * self.key_dim, **made)  # type: ignore[arg-type]
+        self.norm = torch.nn.BatchNorm1d(self.heads * self.key_dim, **made) if query_norm else None  # type: ignore[arg-type]
+        halves = torch.empty(self.heads, 2, self.num_keys, self.key_dim // 2, **made)  # type: ignore[arg-type]
+        self.keys = torch.nn.Parameter(halves)
+        self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **made))  # type: ignore[arg-type]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As the paper's own code begins: codebooks uniform within ±1/√(d/2), values normal of deviation 1/√v."""
+        self.query.reset_parameters()
+        if self.norm is not None:
+            self.norm.reset_parameters()
+        bound = (self.key_dim // 2) ** -0.5
+        torch.nn.init.uniform_(self.keys, -bound, bound)
+        torch.nn.init.normal_(self.values, std=self.value_dim**-0.5)
+
+    def extra_repr(self) -> str:
+        """The slots and the widths."""
+        return (
+            f"{self.num_keys**2} slots, dim={self.dim}, value_dim={self.value_dim}, heads={self.heads}, k={self.k}, "
+            f"key_dim={self.key_dim}"
+        )
+
+    def forward(
+        self,
+        inputs: Tensor,  # (…, dim)
+    ) -> Tensor:  # (…, value_dim)
+        """What the memory holds for each input, summed over heads. Raises BadInput for inputs that do not fit."""
+        slots, scores = self.find(inputs)
+        weights = scores.softmax(-1)
+        flat = (-1, self.heads * self.k)
+        output = F.embedding_bag(
+            slots.reshape(flat),
+            self.values,
+            mode="sum",
+            per_sample_weights=weights.reshape(flat).to(self.values.dtype),
+            sparse=True,
+        )
+        return output.view(*inputs.shape[:-1], self.value_dim)
+
+    def find(
+        self,
+        inputs: Tensor,  # (…, dim)
+    ) -> tuple[Tensor, Tensor]:  # (…, heads, k), (…, heads, k)
+        """The k best slots of each head, best first, and their scores with the gradient; slot i m + j is pair (i, j).
+
+        Among all m² of them, exactly, but for ties, of which any may come.
+        """
+        queries = self._queries(inputs)  # (q, heads, 2, d / 2)
+        one, other = torch.einsum("qhcd,hcmd->cqhm", queries, self.keys)
+        kept = min(self.k, self.num_keys)
+        (scores, firsts), (others, seconds) = one.topk(kept), other.topk(kept)
+        left, right = _pairs(kept, self.k, scores.device)
+        best, which = (scores[..., left] + others[..., right]).topk(self.k)  # (q, heads, k)
+        slots = firsts.gather(-1, left[which]) * self.num_keys + seconds.gather(-1, right[which])
+        shape = (*inputs.shape[:-1], self.heads, self.k)
+        return slots.view(shape), best.view(shape)
+
+    def _queries(
+        self,
+        inputs: Tensor,  # (…, dim)
+    ) -> Tensor:  # (q, heads, 2, d / 2)
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim < 1:
+            raise BadInput(f"inputs are {shown(inputs)}; expected a floating tensor (…, {self.dim})")
+        if inputs.shape[-1] != self.dim:
+            raise BadInput(
+                f"inputs have shape {tuple(inputs.shape)} but this memory takes (…, {self.dim}); encode them alike"
+            )
+        flat = inputs.reshape(-1, self.dim)
+        queries: Tensor = self.query(flat)
+        if self.norm is not None:
+            if self.training and len(flat) < 2:
+                raise BadInput(
+                    f"a batch norm in training got {len(flat)} inputs; give two or more, call eval(), or make the "
+                    "memory with query_norm=False"
+                )
+            queries = self.norm(queries)
+        if not bool(queries.detach().isfinite().all()):
+            raise BadInput("queries hold NaN or infinity; repair the inputs, or begin training anew with smaller steps")
+        return queries.view(len(flat), self.heads, 2, self.key_dim // 2)
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs(
+    kept: int,  # best entries of each codebook, best first
+    k: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:  # (p,), (p,)
+    """Places of pairs that may be among the k best sums: (i + 1)(j + 1) - 1 others are no worse than pair (i, j)."""
+    with torch.inference_mode(False):  # they are kept, and a later call may want gradients
+        rank = torch.arange(1, kept + 1)
+        left, right = (rank.unsqueeze(1) * rank <= k).nonzero(as_tuple=True)
+        return left.to(device), right.to(device)

@@ -1,0 +1,136 @@
+"""When the vectors from which candidates come are made anew: every so many steps, by recall, in the background, never.
+
+The three of ATLAS (Izacard et al. 2022, section 2.4) and REALM's asynchronous one (Guu et al. 2020, section 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from softdb import check
+from softdb.check import shown
+from softdb.errors import BadInput
+
+__all__ = ["EverySteps", "InBackground", "Never", "OnRecall", "Policy", "Refreshed", "policy_of"]
+
+
+class Refreshed(Protocol):
+    """What a policy sees: something whose candidates come from vectors as they were."""
+
+    @property
+    def steps(self) -> int:
+        """Training steps so far."""
+
+    @property
+    def age(self) -> int:
+        """Training steps since the vectors in use were taken."""
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether new ones are being made in the background."""
+
+    def refresh(self, *, background: bool = False) -> Any:
+        """Make them anew."""
+
+    def measure(self, k: int = 2, sample: int = 4096) -> float:
+        """The share of the k nearest, as they are now, that are candidates."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """When to refresh. Asked once after every training step."""
+
+    def after_step(self, view: Refreshed) -> str:
+        """Do what is due, and tell what that was: "kept", "measured", "refreshed" or "started"."""
+
+
+@dataclass(frozen=True)
+class Never:
+    """Not by itself: for an encoder of the queries alone (the records' stays), or with `refresh()` by hand."""
+
+    def after_step(self, view: Refreshed) -> str:
+        """Nothing."""
+        return "kept"
+
+
+@dataclass(frozen=True)
+class EverySteps:
+    """Every n training steps, which wait for it. Cost: n records through the encoder, and an index, every n steps."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check.integer(self.n, "n")
+
+    def after_step(self, view: Refreshed) -> str:
+        """Refresh when the vectors are n steps old."""
+        if view.age < self.n:
+            return "kept"
+        view.refresh()
+        return "refreshed"
+
+
+@dataclass(frozen=True)
+class OnRecall:
+    """When the recall of the candidates, measured every so many steps, is below a target. See `View.measure`.
+
+    Args:
+        target: the share of the true nearest that shall be candidates.
+        every: steps between measurements.
+        sample: records that are measured on.
+        k: how many nearest of them count.
+    """
+
+    target: float = 0.9
+    every: int = 100
+    sample: int = 4096
+    k: int = 2
+
+    def __post_init__(self) -> None:
+        check.share(self.target, "target")
+        for name in ("every", "sample", "k"):
+            check.integer(getattr(self, name), name)
+
+    def after_step(self, view: Refreshed) -> str:
+        """Measure when it is time, and refresh where too little is found."""
+        if view.age == 0 or view.steps % self.every:
+            return "kept"
+        if view.measure(self.k, self.sample) >= self.target:
+            return "measured"
+        view.refresh()
+        return "refreshed"
+
+
+@dataclass(frozen=True)
+class InBackground:
+    """Every n training steps, which go on meanwhile: a thread encodes with a copy of the encoder as it was.
+
+    A refresh that takes longer than n steps is followed by the next one at once; two never run together.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check.integer(self.n, "n")
+
+    def after_step(self, view: Refreshed) -> str:
+        """Start a refresh when the vectors are n steps old and none is under way."""
+        if view.age < self.n or view.refreshing:
+            return "kept"
+        view.refresh(background=True)
+        return "started"
+
+
+def policy_of(refresh: object) -> Policy:
+    """The policy given; a number n is EverySteps(n), None is Never(). Raises BadInput for anything else."""
+    if refresh is None:
+        return Never()
+    if isinstance(refresh, int) and not isinstance(refresh, bool):
+        return EverySteps(check.integer(refresh, "refresh"))
+    if isinstance(refresh, Policy) and not isinstance(refresh, type):
+        return refresh
+    raise BadInput(
+        f"refresh is {shown(refresh)}; expected EverySteps(n), OnRecall(target), InBackground(n), Never(), a number of "
+        "steps, or None to refresh by hand"
+    )

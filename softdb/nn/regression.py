@@ -1,0 +1,273 @@
+"""Kernel regression and classification over the records of a database, with a trained bandwidth."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.check import shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.nn.held import Held
+from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
+from softdb.scores.distance import Bandwidth
+
+__all__ = ["KernelClassifier", "KernelRegressor"]
+
+KERNELS: dict[str, type[Kernel]] = {
+    "gaussian": Gaussian,
+    "laplacian": Laplacian,
+    "epanechnikov": Epanechnikov,
+    "triangular": Triangular,
+    "boxcar": Boxcar,
+}
+
+
+class _NadarayaWatson(torch.nn.Module, ABC):
+    """The mean of the records' values, weighted by a kernel of their distance."""
+
+    def __init__(
+        self,
+        db: SoftDB,
+        kernel: str | type[Kernel] = "gaussian",
+        bandwidth: Bandwidth | None = None,  # h, or (d,)
+        *,
+        per_coordinate: bool = False,
+        learn: bool = True,
+    ) -> None:
+        super().__init__()
+        if not isinstance(db, SoftDB):
+            raise BadInput(f"db is {shown(db)}; expected an open softdb database")
+        self._require_values(db.stats())
+        made = _kernel(kernel)
+        if learn and made is Boxcar:
+            raise BadInput(
+                "the boxcar kernel has no gradient to its bandwidth; pass learn=False, with the bandwidth of "
+                "softdb.scores.leave_one_out, or use epanechnikov"
+            )
+        self._held = Held(db)
+        h = self._bandwidth(bandwidth, per_coordinate)
+        if learn:  # a parameter in the dtype of the tensor given, or of other parameters
+            floating = isinstance(bandwidth, Tensor) and bandwidth.is_floating_point()
+            h = h.to(bandwidth.dtype if isinstance(bandwidth, Tensor) and floating else torch.get_default_dtype())
+        self.kernel = made(h, learnable=learn)
+
+    @property
+    def db(self) -> SoftDB:
+        """The database."""
+        assert self._held.db is not None  # checked
+        return self._held.db
+
+    def extra_repr(self) -> str:
+        """The database."""
+        return repr(self.db)
+
+    def forward(
+        self,
+        queries: Any,  # (q, d) or texts, as `SoftDB.attend` takes them
+        *,
+        k: int | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,  # (q, n) or (n,) bool in row order, True = takes part
+    ) -> Tensor:  # (q, v)
+        """The weighted means, zeros where no record takes part or lies in the kernel's reach.
+
+        Args:
+            queries: where to tell the value.
+            k: of the k nearest records only; None: of all.
+            where: a filter on the payload.
+            mask: which records each query may see.
+
+        Differentiable in the queries and the bandwidth. Raises what `SoftDB.attend` raises.
+        """
+        return self.db.attend(queries, score=self.kernel, k=k, where=where, mask=mask).output
+
+    def leave_one_out(
+        self,
+        places: Tensor | None = None,  # (b,) int64, the records' places in row order; None: all
+    ) -> tuple[Tensor, Tensor]:  # (b, v), (b, v)
+        """What is told for stored records from all others, and what is true of them; a duplicate is another record.
+
+        Differentiable in the bandwidth: their distance is what to train it by. Cost b n (d + v), and a mask of b n
+        bits; the database must not change meanwhile. Raises BadInput for places that it does not have.
+        """
+        snapshot = self.db._store.snapshot  # `scan` would read every payload too
+        chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
+        if not len(chosen):
+            return torch.zeros(0, self._width), torch.zeros(0, self._width)
+        positions = np.flatnonzero(snapshot.live)[chosen.numpy()]
+        others = torch.ones(len(chosen), snapshot.count, dtype=torch.bool)
+        others[torch.arange(len(chosen)), chosen] = False
+        assert self.kernel.log_bandwidth is not None  # every kernel here has one
+        keys = snapshot.keys_at(positions).to(self.kernel.log_bandwidth.device)
+        if self.kernel.learnable:
+            keys = keys.to(torch.promote_types(keys.dtype, self.kernel.log_bandwidth.dtype))
+        told = self(keys, mask=others)
+        return told, self._truth(snapshot.values_at(positions)).to(told)
+
+    def fit(self, *, steps: int = 100, lr: float = 0.1, batch: int = 1024, seed: int = 0) -> list[float]:
+        """Train the bandwidth by the leave-one-out error, mean ‖told - true‖², with Adam; the error of each step.
+
+        The objective of `softdb.scores.leave_one_out`, which searches one bandwidth and needs all distances; this
+        trains one for each coordinate too, on `batch` records a step, drawn by `seed` (on all, where there are no
+        more). It finds a minimum near where it starts. A compact kernel must start wide enough to reach some other
+        record from most of them: where it reaches none, zeros are told and nothing pulls.
+
+        Cost steps · batch n (d + v). Raises BadInput for settings that make no sense, fewer than two records, and a
+        bandwidth that is not learnt; Closed for a closed database.
+        """
+        count, width = check.integer(steps, "steps"), check.integer(batch, "batch")
+        rate = check.positive(lr, "lr")
+        n, draws = len(self.db), torch.Generator().manual_seed(check.integer(seed, "seed", low=0))
+        if not self.kernel.learnable:
+            raise BadInput("fit: the bandwidth is not learnt; make the module with learn=True")
+        if n < 2:
+            raise BadInput(f"fit: {n} records cannot be told from each other; insert at least 2")
+        optimiser = torch.optim.Adam(self.parameters(), lr=rate)
+        errors = []
+        for _ in range(count):
+            places = None if width >= n else torch.randperm(n, generator=draws)[:width]
+            with torch.enable_grad():
+                told, true = self.leave_one_out(places)
+                error = (told - true).square().sum(dim=1).mean()
+            optimiser.zero_grad()
+            error.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            errors.append(error.item())
+        return errors
+
+    def _bandwidth(self, bandwidth: Bandwidth | None, per_coordinate: bool) -> Tensor:  # () or (d,) float64
+        """Silverman's where none is given."""
+        snapshot, dim = self.db._store.snapshot, self.db.stats()["dim"]
+        if bandwidth is None:
+            keys = snapshot.keys_at(np.flatnonzero(snapshot.live)) if snapshot.count else torch.zeros(0, dim)
+            return silverman(keys, per_coordinate)
+        h = Gaussian(bandwidth).bandwidth  # checked
+        if h.ndim and len(h) != dim:
+            raise BadInput(f"bandwidth has {len(h)} numbers but keys are {dim} wide; give one, or one a coordinate")
+        return h.expand(dim) if per_coordinate else h
+
+    @property
+    @abstractmethod
+    def _width(self) -> int:
+        """v."""
+
+    @staticmethod
+    @abstractmethod
+    def _require_values(stats: dict[str, Any]) -> None:
+        """Raises BadInput for a database whose values are of another kind."""
+
+    @abstractmethod
+    def _truth(
+        self,
+        values: Tensor,  # (b, v) or labels (b,)
+    ) -> Tensor:  # (b, v)
+        """Values as the module tells them."""
+
+
+class KernelRegressor(_NadarayaWatson):
+    """The Nadaraya–Watson mean over the records of a database, with a trained bandwidth.
+
+        ŷ(x) = Σ_i K(‖(x - k_i) / h‖) v_i / Σ_j K(‖(x - k_j) / h‖)     (Nadaraya 1964, Watson 1964; D2L, section 11.2)
+
+    The keys are what is known of a record and the values what to tell. h is one number or one for each coordinate; it
+    is the only parameter, `kernel.log_bandwidth`. The records are not changed; whatever is inserted counts at once.
+    Cost q n (d + v), in one pass.
+
+    Args:
+        db: the database, with `value_dim`.
+        kernel: "gaussian", "laplacian", "epanechnikov", "triangular", "boxcar", or a class of `softdb.scores`.
+        bandwidth: h, or one for each coordinate; None: Silverman's rule, for which all keys are read once.
+        per_coordinate: one for each coordinate, from Silverman's rule or all alike at first.
+        learn: whether the bandwidth is a parameter.
+
+    Raises BadInput for a database without such values, an unknown kernel, a bandwidth that does not fit, and where
+    Silverman's rule has none (fewer than two records, or all keys equal).
+
+    >>> import softdb
+    >>> db = softdb.open(None, dim=1, value_dim=1)
+    >>> x = torch.linspace(0, 3, 31).unsqueeze(1)
+    >>> db.insert(range(31), x, x.sin())
+    >>> model = KernelRegressor(db)
+    >>> errors = model.fit(steps=50)
+    >>> errors[-1] < errors[0]
+    True
+    >>> model([[1.5]]).shape
+    torch.Size([1, 1])
+    """
+
+    @property
+    def _width(self) -> int:
+        width: int = self.db.stats()["value_dim"]
+        return width
+
+    @staticmethod
+    def _require_values(stats: dict[str, Any]) -> None:
+        if stats["value_dim"] is None:
+            raise BadInput(
+                "the database has no vectors as values, so there is nothing to tell; open one with value_dim=, or use "
+                "KernelClassifier for labels"
+            )
+
+    def _truth(self, values: Tensor) -> Tensor:
+        return values
+
+
+class KernelClassifier(_NadarayaWatson):
+    """Kernel classification over the records of a database: the Nadaraya–Watson mean of one-hot labels.
+
+        p(c | x) = Σ_i K(‖(x - k_i) / h‖) [y_i = c] / Σ_j K(‖(x - k_j) / h‖)
+
+    The probabilities of Bayes' rule under kernel densities of the classes that share h, with the classes' shares as
+    prior. `fit` trains the bandwidth by the leave-one-out Brier score, Σ_c (p(c | x_i) - [y_i = c])² (Brier 1950).
+    All else as `KernelRegressor`, with `num_classes` in place of `value_dim`.
+
+    >>> import softdb
+    >>> db = softdb.open(None, dim=1, num_classes=2)
+    >>> db.insert([1, 2, 3, 4], [[0.0], [0.1], [1.0], [1.1]], [0, 0, 1, 1])
+    >>> KernelClassifier(db, bandwidth=0.2)([[0.0]]).round(decimals=3).tolist()
+    [[1.0, 0.0]]
+    """
+
+    @property
+    def _width(self) -> int:
+        width: int = self.db.stats()["num_classes"]
+        return width
+
+    @staticmethod
+    def _require_values(stats: dict[str, Any]) -> None:
+        if stats["num_classes"] is None:
+            raise BadInput(
+                "the database has no labels as values, so there are no classes to tell; open one with num_classes=, "
+                "or use KernelRegressor for vectors"
+            )
+
+    def _truth(self, values: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(values, self._width)
+
+
+def _kernel(kernel: object) -> type[Kernel]:
+    """A kernel's class, parsed."""
+    if isinstance(kernel, type) and kernel in KERNELS.values():
+        return kernel
+    if not isinstance(kernel, str) or kernel not in KERNELS:
+        raise BadInput(f"kernel is {shown(kernel)}; expected one of {', '.join(KERNELS)}")
+    return KERNELS[kernel]
+
+
+def _places(places: Tensor, count: int) -> Tensor:
+    """Places in row order, checked."""
+    if not isinstance(places, Tensor) or places.ndim != 1 or places.dtype not in (torch.int32, torch.int64):
+        raise BadInput(f"places are {shown(places)}; expected a tensor of whole numbers (b,) from 0 to {count - 1}")
+    found = places.cpu().long()
+    if len(found) and not bool(((found >= 0) & (found < count)).all()):
+        raise BadInput(
+            f"places reach from {int(found.min())} to {int(found.max())} but there are {count} records; "
+            f"expected 0 to {count - 1}"
+        )
+    return found

@@ -1,0 +1,218 @@
+"""The vectors of records as they were at some step, indexed: where candidates come from while the true ones change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb import check
+from softdb.check import Metric, shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput, Closed
+from softdb.index.choose import KINDS
+from softdb.opening import open
+
+__all__ = ["Shadow", "Version"]
+
+FEWEST = 10_000  # records from which on an index is built: fewer are searched exactly in a millisecond
+
+Rows = NDArray[np.int64]
+Live = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Version:
+    """One complete set of vectors, never changed: what a search began with, it ends with."""
+
+    number: int  # 1 for the first; 0: nothing was indexed yet
+    rows: Rows  # (n,) of the vectors, in their order
+    vectors: SoftDB | None  # None: there are none
+    seconds: float  # what making it took
+    step: int = 0  # the training step that the vectors are of
+
+    @property
+    def border(self) -> int:
+        """The row after the highest; a record from there on is younger than this version."""
+        return int(self.rows.max(initial=-1)) + 1
+
+    @torch.no_grad()
+    def find(
+        self,
+        queries: Tensor,  # (q, d)
+        k: int,
+        exact: bool = False,
+        keep: Live | None = None,  # (n,) which vectors may be found; None: all
+    ) -> Tensor:  # (q, k)
+        """Rows of the k nearest as of this version, best first, -1 = none; `exact` passes the index by."""
+        if self.vectors is None:
+            return torch.full((len(queries), k), -1, device=queries.device)
+        asked = queries.detach().to(torch.promote_types(queries.dtype, torch.float32))
+        # positions count the vectors, which were inserted in order; `search` would take no filter by position
+        places = self.vectors._finder.find(self.vectors._store.snapshot, asked, k, keep, exact)
+        return torch.from_numpy(np.append(self.rows, -1)[places]).to(queries.device)
+
+    def vectors_at(
+        self,
+        places: Rows,  # (m,) counted in `rows`
+    ) -> Tensor:  # (m, d)
+        """Some of the vectors, copied."""
+        assert self.vectors is not None  # else there are no places
+        return self.vectors._store.snapshot.keys_at(places)
+
+    def recall(
+        self,
+        queries: Tensor,  # (q, d)
+        true_rows: Tensor,  # (q, k), -1 = none
+    ) -> float:
+        """The share of the true nearest that `find` returns, for k as given; 1 where there is nothing to find."""
+        found = self.find(queries, true_rows.shape[1])
+        wanted = true_rows.to(found.device)
+        hit = (wanted.unsqueeze(2) == found.unsqueeze(1)).any(2) & (wanted >= 0)
+        many = int((wanted >= 0).sum())
+        return float(hit.sum()) / many if many else 1.0
+
+
+NOTHING = Version(0, np.zeros(0, np.int64), None, 0.0)
+
+
+class Shadow:
+    """The vectors of records as of some version, in memory and indexed; they say which rows may be near.
+
+    While an encoder or the keys themselves are trained, candidates come from here and true scores from the vectors as
+    they are: a shadow that lags behind costs recall, never a wrong score. `replace` makes a new version beside the old
+    one, which answers until the swap of one reference. Safe to use from several threads. Memory: n d numbers, and twice
+    that while the next version is made. A deep copy shares the version, not what comes after; a pickle has none.
+
+        shadow = Shadow("l2")
+        shadow.replace(rows, (encoder(block) for block in blocks))
+        shadow.find(queries, k=10)  # (q, k) rows, -1 = none
+
+    Args:
+        metric: "dot", "cosine" or "l2".
+        recall: the share of the true nearest that the index of a version shall find in it.
+        kind: of index, as `db.build_index` takes it, from 10,000 vectors on; "auto" is chosen once, by measuring how
+            fast searches are; "ivf-sq8" is built several times faster.
+        dtype: how vectors are kept, "float32" or "float16".
+    """
+
+    def __init__(
+        self,
+        metric: str | Metric,
+        recall: float = 0.95,
+        kind: str = "auto",
+        dtype: Literal["float32", "float16"] = "float32",
+    ) -> None:
+        self._metric, self._dtype = Metric.parse(metric), dtype
+        self._target = check.share(recall, "recall")
+        if not self._target:
+            raise BadInput(f"recall is {shown(recall)}; expected a share above 0, such as 0.95")
+        if kind not in ("auto", "flat", *KINDS):
+            raise BadInput(f"kind is {shown(kind)}; choose 'auto', 'flat' or one of {', '.join(map(repr, KINDS))}")
+        self._kind = kind
+        self._now, self._closed = NOTHING, False
+        self._lock = threading.Lock()  # one version is made at a time
+
+    @property
+    def now(self) -> Version:
+        """The version in use. Raises Closed."""
+        if self._closed:
+            raise Closed("this shadow was closed; make another")
+        return self._now
+
+    @property
+    def version(self) -> int:
+        """How many times the vectors were replaced."""
+        return self._now.number
+
+    @property
+    def seconds(self) -> float:
+        """What the last replacement took."""
+        return self._now.seconds
+
+    @property
+    def count(self) -> int:
+        """How many vectors there are."""
+        return len(self._now.rows)
+
+    def find(
+        self,
+        queries: Tensor,  # (q, d)
+        k: int,
+        exact: bool = False,
+    ) -> Tensor:  # (q, k)
+        """As `Version.find`, of the version in use."""
+        return self.now.find(queries, check.integer(k, "k"), exact)
+
+    def recall(
+        self,
+        queries: Tensor,  # (q, d)
+        true_rows: Tensor,  # (q, k), -1 = none
+    ) -> float:
+        """As `Version.recall`, of the version in use."""
+        return self.now.recall(queries, true_rows)
+
+    def replace(
+        self,
+        rows: Rows,  # (n,) distinct
+        blocks: Iterable[Tensor],  # (m, d), n vectors in all, in the order of the rows
+        step: int = 0,  # the training step that they are of
+    ) -> None:
+        """Make the next version and take it into use; a failure on the way leaves the old one.
+
+        Cost: n inserts in memory, and the building of the index; the kind that "auto" chose first is built from then
+        on. Raises BadInput for vectors that do not fit the rows, NaN or infinity, Closed once closed.
+        """
+        with self._lock:
+            start, before = time.perf_counter(), self.now
+            vectors, kind = self._indexed(np.asarray(rows, np.int64), blocks)
+            if self._closed:
+                raise Closed("the shadow was closed while its next version was made; make another")
+            self._kind = kind
+            seconds = time.perf_counter() - start
+            self._now = Version(before.number + 1, np.array(rows, np.int64), vectors, seconds, step)
+
+    def close(self) -> None:
+        """Let go of the vectors; a replacement under way ends with Closed. Safe to call twice."""
+        self._closed, self._now = True, NOTHING
+
+    def _indexed(self, rows: Rows, blocks: Iterable[Tensor]) -> tuple[SoftDB | None, str]:
+        """The vectors as a database in memory, and the kind of its index."""
+        vectors, done = None, 0
+        for block in blocks:
+            if self._closed:
+                raise Closed("the shadow was closed while its next version was made; make another")
+            if not len(block):
+                continue
+            if done + len(block) > len(rows):
+                raise BadInput(
+                    f"there are {len(rows)} rows but at least {done + len(block)} vectors; give one for each"
+                )
+            if vectors is None:
+                vectors = open(None, dim=block.shape[1], metric=self._metric.value, dtype=self._dtype)
+            vectors.insert(rows[done : done + len(block)].tolist(), block.detach())
+            done += len(block)
+        if done < len(rows):
+            raise BadInput(f"there are {len(rows)} rows but only {done} vectors; give one for each")
+        if vectors is None or done < FEWEST or self._kind == "flat":
+            return vectors, self._kind
+        return vectors, str(vectors.build_index(self._kind, recall=self._target)["kind"])
+
+    def anew(self) -> Shadow:
+        """Another of the same kind, without vectors."""
+        return Shadow(self._metric, self._target, self._kind, self._dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shadow:
+        twin = self.anew()
+        twin._now, twin._closed = self._now, self._closed
+        return twin
+
+    def __reduce__(self) -> tuple[type[Shadow], tuple[Any, ...]]:
+        return Shadow, (self._metric, self._target, self._kind, self._dtype)

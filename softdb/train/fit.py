@@ -1,0 +1,250 @@
+"""The training loop: minibatches, Adam on the retrieval log-likelihood, early stopping, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.check import Id
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.nn.losses import retrieval_loss
+from softdb.train import checkpoint as checkpoints
+from softdb.train.held import Ranking, Split, ranking, split
+from softdb.train.pairs import listed, require_known
+from softdb.train.projection import QueryProjection
+
+__all__ = ["Epoch", "Fitted", "fit"]
+
+Progress = Callable[[str, int, int], None]
+
+
+class Epoch(NamedTuple):
+    """One round over the training queries."""
+
+    loss: float  # mean over the queries, each at its step
+    mrr_100: float | None  # of the queries that choose the epoch; None where there are none
+
+
+class Fitted(NamedTuple):
+    """A trained projection and what it is worth on queries that it never saw."""
+
+    projection: QueryProjection  # of the best epoch
+    before: Ranking  # of the held-out queries as they are
+    after: Ranking  # of the same, projected
+    history: list[Epoch]
+    best: int  # how many epochs the projection was trained
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How to train, checked."""
+
+    temperature: float
+    k: int | None
+    rtol: float | None
+    bias: bool
+    batch: int
+    rate: float
+    holdout: float
+    patience: int | None
+    seed: int
+
+    @classmethod
+    def of(cls, **words: Any) -> _Settings:
+        check.tolerance(words["rtol"], 0.0, 0.95, None, words["k"])
+        holdout = check.share(words["holdout"], "holdout")
+        if holdout in (0, 1):
+            raise BadInput(f"holdout is {holdout:g}; expected a share between 0 and 1, such as 0.2")
+        return cls(
+            check.positive(words["temperature"], "temperature"),
+            None if words["k"] is None else check.integer(words["k"], "k"),
+            None if words["rtol"] is None else float(words["rtol"]),
+            words["bias"],
+            check.integer(words["batch"], "batch"),
+            check.positive(words["rate"], "rate"),
+            holdout,
+            None if words["patience"] is None else check.integer(words["patience"], "patience"),
+            check.integer(words["seed"], "seed", 0, 2**63 - 1),
+        )
+
+
+def fit(
+    db: SoftDB,
+    queries: Any,  # (m, d) numbers, or m texts
+    positives: Any,  # m ids, or m lists of ids
+    *,
+    temperature: float = 0.05,
+    k: int | None = None,
+    rtol: float | None = None,
+    bias: bool = False,
+    epochs: int = 10,
+    batch: int = 256,
+    rate: float = 1e-3,
+    holdout: float = 0.2,
+    patience: int | None = 2,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Fitted:
+    """Train a projection of the queries, q' = W q + b, so that queries find their right records.
+
+        loss = mean over queries of  log Σ_all exp(s(q', k_i) / T) - log Σ_right exp(s(q', k_i) / T)
+
+    which is minus the log of the weight that a soft query gives to the right records (Karpukhin et al. 2020, equation
+    2, with every record of the database as a negative), by Adam. The database is only read. The same call gives the
+    same projection, bit for bit, on the same machine with as many threads.
+
+    Args:
+        db: the database, which may be read-only.
+        queries: what asks; texts where the database has an encoder.
+        positives: the ids of each query's right records.
+        temperature: of the softmax; scores that are cosines need a small one.
+        k: normalise over the k nearest and the positives only.
+        rtol: estimate the normaliser to this tolerance, with new random numbers each step; needs an IVF index to be
+            cheaper. Without k and rtol every record takes part, exactly.
+        bias: whether the projection has a b.
+        epochs: rounds over the training queries, at most.
+        batch: queries a step.
+        rate: Adam's.
+        holdout: the share of the queries that is held out. Queries that share a positive, or are equal, stay on one
+            side: no right record of a held-out query was trained on.
+        patience: stop after so many epochs that brought no better MRR@100, and keep the best; half of the held-out
+            queries choose it, and only the other half is reported. None: train all epochs and keep the last.
+        seed: of the split, the order of the queries and the draws of `rtol`.
+        checkpoint: a file that is written after each epoch, whole or not at all.
+        resume: go on from the checkpoint, to the same bits as without the break; epochs may be more than they were.
+        progress: called with what is being done, how many steps are done, and the whole.
+
+    Cost a step: what one soft query of a batch costs, forth and back: batch n d exactly. Each epoch searches the
+    queries that choose it exactly.
+
+    Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that
+    make no sense, a checkpoint of another run; and where the loss stops to be a number.
+    """
+    settings = _Settings.of(
+        temperature=temperature, k=k, rtol=rtol, bias=bias, batch=batch, rate=rate, holdout=holdout,
+        patience=patience, seed=seed,
+    )  # fmt: skip
+    epochs = check.integer(epochs, "epochs")
+    file = None if checkpoint is None else Path(checkpoint)
+    checkpoints.may_write(file, resume)
+    asked = db._queries(queries).detach().float()
+    right = listed(positives, len(asked))
+    require_known(db, right, [f"query {i}" for i in range(len(right))])
+    parts = split(asked, right, settings.holdout, settings.patience is not None, settings.seed)
+    identity = checkpoints.identity(db, asked, right, asdict(settings))
+    run = _Run(db, asked, right, parts, settings)
+    if resume and file is not None:
+        run.restore(checkpoints.read(file, identity))
+    while len(run.history) < epochs and not run.stalled:
+        run.epoch(epochs, progress)
+        if file is not None:
+            checkpoints.write(file, identity, run.state())
+    projection = run.chosen()
+    before, after = (run.ranked(parts.test, one) for one in (None, projection))
+    return Fitted(projection, before, after, run.history, run.best)
+
+
+class _Run:
+    """A run of training between two epochs."""
+
+    def __init__(
+        self,
+        db: SoftDB,
+        queries: Tensor,  # (m, d)
+        positives: list[list[Id]],  # m
+        parts: Split,
+        settings: _Settings,
+    ) -> None:
+        self.db, self.queries, self.positives, self.parts, self.settings = db, queries, positives, parts, settings
+        self.projection = QueryProjection(queries.shape[1], settings.bias).to(queries.device)
+        self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.rate)
+        self.order = torch.Generator().manual_seed(settings.seed)
+        self.draws = torch.Generator().manual_seed(settings.seed)
+        self.history: list[Epoch] = []
+        self.best = 0
+        self.best_mrr = -1.0 if settings.patience is None else self.ranked(parts.choose, None).mrr_100
+        self.best_weights = self.weights()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether patience is at its end."""
+        return self.settings.patience is not None and len(self.history) - self.best >= self.settings.patience
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the projection's parameters."""
+        return {name: one.detach().clone() for name, one in self.projection.state_dict().items()}
+
+    def ranked(self, part: Tensor, projection: QueryProjection | None) -> Ranking:
+        """How soon some of the queries find a right record."""
+        return ranking(self.db, self.queries[part], [self.positives[i] for i in part.tolist()], projection)
+
+    def epoch(self, epochs: int, progress: Progress | None) -> None:
+        """One round over the training queries; the projection is noted if it is the best so far."""
+        train, size = self.parts.train, self.settings.batch
+        mixed = train[torch.randperm(len(train), generator=self.order)]
+        steps, number, total = -(-len(mixed) // size), len(self.history), 0.0
+        for step, part in enumerate(torch.split(mixed, size), 1):
+            loss = self.step(part)
+            if not math.isfinite(loss):
+                raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower the rate, or raise temperature")
+            total += loss * len(part)
+            if progress is not None:
+                progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
+        mrr = None if self.settings.patience is None else self.ranked(self.parts.choose, self.projection).mrr_100
+        self.history.append(Epoch(total / len(mixed), mrr))
+        if mrr is None or mrr > self.best_mrr:
+            self.best, self.best_weights = len(self.history), self.weights()
+            self.best_mrr = self.best_mrr if mrr is None else mrr
+
+    def step(self, part: Tensor) -> float:
+        """One step of Adam on some of the queries; their mean loss before it."""
+        settings = self.settings
+        loss = retrieval_loss(
+            self.db,
+            self.projection(self.queries[part]),
+            [self.positives[i] for i in part.tolist()],
+            temperature=settings.temperature,
+            k=settings.k,
+            rtol=settings.rtol,
+            generator=None if settings.rtol is None else self.draws,
+        )
+        self.adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.adam.step()
+        return float(loss.detach())
+
+    def chosen(self) -> QueryProjection:
+        """The projection of the best epoch."""
+        self.projection.load_state_dict(self.best_weights)
+        return self.projection
+
+    def state(self) -> dict[str, Any]:
+        """All that the run needs to go on."""
+        return {
+            "projection": self.weights(),
+            "adam": self.adam.state_dict(),
+            "order": self.order.get_state(),
+            "draws": self.draws.get_state(),
+            "history": [list(one) for one in self.history],
+            "best": (self.best, self.best_mrr, self.best_weights),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where the run stood."""
+        self.projection.load_state_dict(state["projection"])
+        self.adam.load_state_dict(state["adam"])
+        self.order.set_state(state["order"])
+        self.draws.set_state(state["draws"])
+        self.history = [Epoch(*one) for one in state["history"]]
+        self.best, self.best_mrr, self.best_weights = state["best"]

@@ -1,0 +1,126 @@
+"""Queries that are held out, without leakage, and how soon they find a right record."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.check import Id
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+
+__all__ = ["Ranking", "Split", "ranking", "split"]
+
+DEPTH = 100  # ranks that count
+BATCH = 256  # queries searched at once
+
+
+class Ranking(NamedTuple):
+    """How soon queries find a right record, by exact search."""
+
+    recall_1: float  # share of the queries whose nearest record is a right one
+    recall_10: float  # share with a right one among the ten nearest
+    mrr_100: float  # mean of 1 / rank of the first right one, 0 beyond rank 100
+    queries: int
+
+
+@torch.no_grad()
+def ranking(
+    db: SoftDB,
+    queries: Tensor,  # (m, d)
+    positives: list[list[Id]],  # m
+    projection: torch.nn.Module | None = None,
+) -> Ranking:
+    """How soon queries find one of their right records. Cost m n d: an exact search.
+
+    Recall counts queries, whatever the number of right records each has (as in Karpukhin et al. 2020, section 5).
+    """
+    places: list[np.ndarray] = []
+    for start in range(0, len(queries), BATCH):
+        asked, mine = queries[start : start + BATCH], positives[start : start + BATCH]
+        hits = db.search(asked if projection is None else projection(asked), DEPTH, exact=True)
+        rows = db._store.locate([one for ids in mine for one in ids])[1]
+        right = np.full((len(mine), max(map(len, mine))), -2)  # -1 stands in hits where there are none
+        right[np.arange(right.shape[1]) < np.array([[len(ids)] for ids in mine])] = np.where(rows < 0, -2, rows)
+        places.append(_first(hits.rows.cpu().numpy(), right))
+    ranks = np.concatenate(places)
+    return Ranking(float((ranks <= 1).mean()), float((ranks <= 10).mean()), float((1 / ranks).mean()), len(ranks))
+
+
+def _first(
+    rows: np.ndarray,  # (q, k)
+    right: np.ndarray,  # (q, p), -2 = none
+) -> np.ndarray:  # (q,)
+    """At which rank the first right row of each query stands, from 1 on; infinity where none does."""
+    if not rows.shape[1]:
+        return np.full(len(rows), np.inf)
+    hit = np.zeros(rows.shape, np.bool_)
+    for column in right.T:
+        hit |= rows == column[:, None]
+    return np.where(hit.any(axis=1), hit.argmax(axis=1) + 1.0, np.inf)
+
+
+class Split(NamedTuple):
+    """Positions of the queries to train on, to choose the best epoch by, and to measure with."""
+
+    train: Tensor
+    choose: Tensor  # empty where every epoch counts
+    test: Tensor
+
+
+def split(
+    queries: Tensor,  # (m, d)
+    positives: list[list[Id]],  # m
+    holdout: float,
+    choose: bool,
+    seed: int,
+) -> Split:
+    """Hold a share of the queries out, half of them to choose an epoch by if asked.
+
+    Queries that share a positive, or are equal, hang together, and so do those that hang together with the same one:
+    such a group goes to one side whole, so that no right answer of a held-out query was ever trained on. Groups come
+    in random order, and one that is too large for what is left of a side is passed over.
+
+    Raises BadInput where a side stays empty.
+    """
+    groups = _groups(queries, positives)
+    mixed = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    m = len(positives)
+    held = round(m * holdout)
+    sides: list[list[int]] = [[], [], []]
+    room = [m, held // 2 if choose else 0, held - held // 2 if choose else held]
+    for i in mixed:
+        side = next(side for side in (2, 1, 0) if len(sides[side]) + len(groups[i]) <= room[side])
+        sides[side] += groups[i]
+    if not sides[0] or not sides[2] or (choose and not sides[1]):
+        largest = max(map(len, groups), default=0)
+        raise BadInput(
+            f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {holdout:g} are "
+            "held out: queries that share a positive stay together; give more pairs, another holdout, or no patience"
+        )
+    return Split(*(torch.tensor(sorted(side), dtype=torch.int64) for side in sides))
+
+
+def _groups(
+    queries: Tensor,  # (m, d)
+    positives: list[list[Id]],  # m
+) -> list[list[int]]:
+    """The connected components of queries that share a positive or are equal."""
+    leader = list(range(len(positives)))
+
+    def root(i: int) -> int:
+        while leader[i] != i:
+            leader[i] = i = leader[leader[i]]
+        return i
+
+    first: dict[Id | bytes, int] = {}
+    for i, (query, mine) in enumerate(zip(queries.cpu().numpy(), positives, strict=True)):
+        for name in (query.tobytes(), *mine):
+            leader[root(i)] = root(first.setdefault(name, i))
+    groups: dict[int, list[int]] = {}
+    for i in range(len(leader)):
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())

@@ -1,0 +1,166 @@
+"""Queries and their right records, read from a file and checked against a database."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softdb import check
+from softdb.check import Id
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.formats import Fields, read_rows
+
+__all__ = ["Pairs", "listed", "read_pairs", "require_known"]
+
+NAMED = 3  # unknown ids that a message names
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
+
+
+@dataclass
+class Pairs:
+    """m queries and the ids of their right records."""
+
+    queries: Any  # (m, d) numbers, or m texts
+    positives: list[list[Id]]  # m lists of at least one
+    lines: list[int]  # m, where each stands
+    name: str  # of the file
+    typed: bool  # False: ids came as text whatever they are in the database, as in CSV
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the queries are texts."""
+        return isinstance(self.queries, list) and isinstance(self.queries[0], str)
+
+    def resolve(self, db: SoftDB) -> None:
+        """Make of ids that came as text the whole numbers that the database knows, and check that it knows them all.
+
+        Raises BadInput naming the first unknown ids and their lines.
+        """
+        if not self.typed:
+            texts = sorted({one for mine in self.positives for one in mine if isinstance(one, str)})
+            rows = db._store.locate(list(texts))[1]
+            missing = [one for one, row in zip(texts, rows, strict=True) if row < 0 and _WHOLE.fullmatch(one)]
+            numbers: dict[Id, Id] = {one: int(one) for one in missing if -(2**63) <= int(one) < 2**63}
+            self.positives = [[numbers.get(one, one) for one in mine] for mine in self.positives]
+        require_known(db, self.positives, [f"{self.name} line {line}" for line in self.lines])
+
+
+def require_known(db: SoftDB, positives: list[list[Id]], places: list[str]) -> None:
+    """BadInput naming the first ids that are not in the database, and where they stand."""
+    flat = [one for mine in positives for one in mine]
+    rows = db._store.locate(flat)[1]
+    owners = np.repeat(np.arange(len(positives)), [len(mine) for mine in positives])
+    missing = np.flatnonzero(rows < 0)
+    if len(missing):
+        named = ", ".join(f"{check.shown(flat[i])} ({places[owners[i]]})" for i in missing[:NAMED])
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        raise BadInput(f"these ids are not in the database: {named}{more}; insert them, or leave those pairs out")
+
+
+def listed(positives: Any, count: int) -> list[list[Id]]:
+    """One id, or a list of ids, for each query, as lists. Raises BadInput naming the first query that has none."""
+    if isinstance(positives, str) or not isinstance(positives, Sequence | np.ndarray):
+        raise BadInput(f"positives are {check.shown(positives)}; expected an id, or a list of ids, for each query")
+    if len(positives) != count:
+        raise BadInput(f"{len(positives)} positives for {count} queries; give an id, or a list of ids, for each")
+    found = []
+    for i, mine in enumerate(positives):
+        ids = list(dict.fromkeys(check.identifiers(mine, unique=False)))
+        if not ids:
+            raise BadInput(f"query {i} has no positive; give at least one id, or leave the query out")
+        found.append(ids)
+    return found
+
+
+def read_pairs(
+    path: str | os.PathLike[str],
+    *,
+    query: str = "query",
+    positives: str = "positives",
+    queries: Any = None,
+) -> Pairs:
+    """The training pairs of a file, one query a line: a JSON lines, CSV or TSV file, also with `.gz`.
+
+        {"query": "a cold-blooded vertebrate", "positives": ["noun.01655785", 7]}
+        {"query": "a horse", "positives": "noun.02374451"}
+
+    Args:
+        path: `.jsonl`, `.csv` or `.tsv`. In the latter two a cell with several ids or with numbers is a JSON list, and
+            an id is text: the whole number that it reads as serves where the database has that one only.
+        query: the field with the query: a text, or a list of numbers.
+        positives: the field with the right records: an id, or a list of ids.
+        queries: (m, d) numbers that are the queries, in the order of the lines, which then need no query.
+
+    Give all right records of a query in one line: in another line they would count as wrong ones. Raises BadInput
+    naming file and line.
+    """
+    path = Path(path)
+    typed = not path.name.removesuffix(".gz").endswith((".csv", ".tsv"))
+    found: list[Any] = []
+    ids: list[list[Id]] = []
+    lines: list[int] = []
+    for line in read_rows(path, Fields(id=positives, text=query)):
+        try:
+            ids.append(_ids(line.row, positives, typed))
+            if queries is None:
+                found.append(_query(line.row, query, typed, found[0] if found else None))
+        except BadInput as error:
+            raise BadInput(f"{path.name} line {line.number}: {error}") from None
+        lines.append(line.number)
+    if not lines:
+        raise BadInput(f"{path} holds no pairs; expected lines such as " + '{"query": …, "positives": [ids]}')
+    if queries is not None and len(queries) != len(lines):
+        raise BadInput(f"{len(queries)} queries but {path.name} has {len(lines)} lines; they go one by one")
+    return Pairs(found if queries is None else queries, ids, lines, path.name, typed)
+
+
+def _ids(row: dict[str, Any], name: str, typed: bool) -> list[Id]:
+    value = _field(row, name)
+    if not typed:
+        value = _listed_cell(value)
+    ids = list(dict.fromkeys(check.identifiers(value, unique=False))) if isinstance(value, list | str | int) else []
+    if not ids:
+        raise BadInput(f"field {name!r} is {check.shown(value)}; expected an id, or a list of at least one")
+    return ids
+
+
+def _query(row: dict[str, Any], name: str, typed: bool, first: Any) -> Any:
+    """A query, a text or a list of numbers, of the kind and width of the first one."""
+    value = _field(row, name)
+    if not typed:
+        value = _listed_cell(value)
+    if isinstance(value, list):
+        if not value or not all(type(one) in (int, float) and math.isfinite(one) for one in value):
+            raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
+    elif not isinstance(value, str) or not value.strip():
+        raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
+    if first is not None and isinstance(value, str) != isinstance(first, str):
+        raise BadInput("texts and lists of numbers are mixed; give queries of one kind")
+    if first is not None and not isinstance(value, str) and len(value) != len(first):
+        raise BadInput(f"the query has {len(value)} numbers, {len(first)} in the lines before; mend it")
+    return value
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    if name not in row:
+        raise BadInput(f"no field {name!r}; its fields are {check.shown(list(row))}, name the right one")
+    return row[name]
+
+
+def _listed_cell(cell: str) -> Any:
+    """A cell of CSV: a JSON list where it begins as one, else the text it is."""
+    if not cell.startswith("["):
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        raise BadInput(f"{check.shown(cell)} begins with [ but is not a JSON list; mend it") from None

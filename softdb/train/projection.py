@@ -1,0 +1,114 @@
+"""The projection that is trained, and its file."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.store.files import write_whole
+
+__all__ = ["QueryProjection", "load", "packed", "save", "unpacked"]
+
+FORMAT = "softdb projection 1"
+
+
+class QueryProjection(torch.nn.Linear):
+    """A linear map of the queries in the space of the keys, q' = W q + b, which begins as the identity.
+
+    The records stay what they are and so does their index. Cost d² a query.
+
+    Args:
+        dim: d, the width of queries and keys.
+        bias: whether there is a b.
+
+    >>> QueryProjection(2)(torch.tensor([3.0, 4.0])).tolist()
+    [3.0, 4.0]
+    """
+
+    def __init__(self, dim: int, bias: bool = False) -> None:
+        dim = check.integer(dim, "dim", 1, check.MAX_DIM)
+        if not isinstance(bias, bool):
+            raise BadInput(f"bias is {check.shown(bias)}; expected True or False")
+        super().__init__(dim, dim, bias)
+        self.metadata: dict[str, Any] = {}  # how it was trained, where it came from a file
+
+    def reset_parameters(self) -> None:
+        """Make it the identity again."""
+        torch.nn.init.eye_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def of(self, db: SoftDB, queries: Any) -> Tensor:  # (q, d)
+        """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width."""
+        asked = db._queries(queries)
+        if asked.shape[1] != self.in_features:
+            raise BadInput(
+                f"the projection is of queries {self.in_features} wide but this database is {asked.shape[1]} wide; use "
+                "the one that was trained for it"
+            )
+        return self(asked.float())  # type: ignore[no-any-return]
+
+
+def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: dict[str, Any] | None = None) -> None:
+    """Write a projection to a file, which appears whole or not at all.
+
+    What torch.load(path, weights_only=True) gives is {"format", "state_dict", "metadata"}: the state_dict of the
+    module, or of a torch.nn.Linear, and plain facts about the training.
+    """
+    facts = {**projection.metadata, **(metadata or {})}
+    write_whole(Path(path), packed({"format": FORMAT, "state_dict": projection.state_dict(), "metadata": facts}))
+
+
+def load(path: str | os.PathLike[str]) -> QueryProjection:
+    """The projection of a file that `save` wrote, with its `metadata`. Raises BadInput where it is none.
+
+    projection = softdb.train.load("projection.pt")
+    db.search(projection(queries), k=10)
+    """
+    path = Path(path)
+    found = unpacked(path, "projection")
+    state: Any = found.get("state_dict") if found.get("format") == FORMAT else None
+    weight = state.get("weight") if isinstance(state, dict) else None
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
+        raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file")
+    if not all(isinstance(one, torch.Tensor) and bool(one.isfinite().all()) for one in state.values()):
+        raise BadInput(f"{path} holds NaN or infinity; train the projection anew, with a smaller rate")
+    projection = QueryProjection(len(weight), "bias" in state)
+    try:
+        projection.load_state_dict(state)
+    except RuntimeError:
+        raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file") from None
+    metadata = found.get("metadata")
+    projection.metadata = metadata if isinstance(metadata, dict) else {}
+    return projection
+
+
+def packed(content: dict[str, Any]) -> bytes:
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def unpacked(path: Path, what: str) -> dict[str, Any]:
+    """What torch.load finds in a file, weights and plain numbers only. Raises BadInput for another file."""
+    if not path.is_file():
+        raise BadInput(f"{path} is not there; give the file of a {what}")
+    try:
+        found = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise BadInput(f"{path} cannot be read as a {what} ({check.shown(reason)})") from None
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} is not the file of a {what}; it holds a {type(found).__name__}")
+    return found

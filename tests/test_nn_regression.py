@@ -1,0 +1,367 @@
+"""Kernel regression and classification over a database, against loops, statsmodels and scikit-learn."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import softdb
+import softdb.nn.regression
+from softdb.errors import BadInput, Closed
+from softdb.nn import KernelClassifier, KernelRegressor
+from softdb.scores import Constant, Gaussian, leave_one_out, silverman
+
+N, D, V, CLASSES = 23, 2, 3, 4
+KERNELS = ["gaussian", "laplacian", "epanechnikov", "triangular", "boxcar"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(4)
+
+
+def keys_of(n: int = N, d: int = D) -> Tensor:
+    """Keys with a duplicate and a zero vector."""
+    keys = torch.randn(n, d)
+    keys[1], keys[2] = keys[0], 0
+    return keys
+
+
+def regression(keys: Tensor, values: Tensor, **words: Any) -> softdb.SoftDB:
+    db = softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1], **words)
+    db.insert(list(range(len(keys))), keys, values)
+    return db
+
+
+def classes(keys: Tensor, labels: Tensor) -> softdb.SoftDB:
+    db = softdb.open(None, dim=keys.shape[1], num_classes=CLASSES)
+    db.insert(list(range(len(keys))), keys, labels)
+    return db
+
+
+def wave(n: int = 60) -> tuple[Tensor, Tensor]:
+    """Noisy measurements of a curve, (n, 1) and (n, 1)."""
+    x = torch.rand(n, 1) * 5
+    return x, 2 * x.sin() + x**0.8 + 0.5 * torch.randn(n, 1)
+
+
+def statsmodels_of(keys: Tensor, values: Tensor, bw: Any) -> Any:
+    """The local constant estimator of statsmodels."""
+    from statsmodels.nonparametric.kernel_regression import KernelReg
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about its own random numbers
+        return KernelReg(values.double().numpy(), keys.double().numpy(), "c" * keys.shape[1], reg_type="lc", bw=bw)
+
+
+def kernel_value(name: str, u: float) -> float:
+    """K(u)."""
+    if name == "gaussian":
+        return math.exp(-u * u / 2)
+    if name == "laplacian":
+        return math.exp(-u)
+    if name == "boxcar":
+        return float(u <= 1)
+    return max(0.0, 1 - u * u) if name == "epanechnikov" else max(0.0, 1 - u)
+
+
+def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor, out: int | None = None) -> Tensor:
+    """The mean of Nadaraya and Watson at one place, without one record; zeros where there is none."""
+    total, mean = 0.0, torch.zeros(values.shape[1], dtype=torch.float64)
+    for i in range(len(keys)):
+        if i != out:
+            u = math.sqrt(sum(((float(a) - float(b)) / c) ** 2 for a, b, c in zip(x, keys[i], h, strict=True)))
+            share = kernel_value(name, u)
+            total, mean = total + share, mean + share * values[i].double()
+    return mean / total if total else mean
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("h", [[0.8, 0.8], [0.5, 1.5]])
+def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> None:
+    keys, values = keys_of(), torch.randn(N, V)
+    bandwidth = h[0] if h[0] == h[1] else torch.tensor(h)
+    model = KernelRegressor(regression(keys, values), name, bandwidth, learn=False)
+    queries = torch.cat([torch.randn(6, D), keys[:3], torch.full((1, D), 50.0)])
+    told = model(queries)
+    for x, found in zip(queries, told, strict=True):
+        if name in ("gaussian", "laplacian") and float(x[0]) == 50:
+            continue  # the loops underflow, softdb does not
+        expected = by_loops(name, h, x, keys, values)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    u = (keys.double() - 50).div(torch.tensor(h)).norm(dim=1)
+    logs = {"gaussian": -u.square() / 2, "laplacian": -u}.get(name)
+    far = torch.zeros(V).double() if logs is None else logs.softmax(dim=0) @ values.double()
+    torch.testing.assert_close(told[-1].double(), far, rtol=1e-3, atol=1e-3)
+
+
+def test_statsmodels_tells_the_same() -> None:
+    keys, values = torch.randn(40, 2), torch.randn(40, 1)
+    model = KernelRegressor(regression(keys, values), bandwidth=[0.4, 0.9])
+    queries = torch.randn(15, 2)
+    expected, _ = statsmodels_of(keys, values, [0.4, 0.9]).fit(queries.double().numpy())
+    np.testing.assert_allclose(model(queries)[:, 0].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_probabilities_are_those_of_bayes_rule_under_kernel_densities() -> None:
+    from sklearn.neighbors import KernelDensity
+
+    keys, labels = keys_of(60), torch.randint(CLASSES - 1, (60,))  # the last class has no record
+    told = KernelClassifier(classes(keys, labels), bandwidth=0.6)(queries := torch.randn(9, D))
+    joint = np.zeros((9, CLASSES))
+    for label in range(CLASSES - 1):
+        mine = keys[labels == label].double().numpy()
+        joint[:, label] = len(mine) * np.exp(KernelDensity(bandwidth=0.6).fit(mine).score_samples(queries.numpy()))
+    np.testing.assert_allclose(told.detach().numpy(), joint / joint.sum(1, keepdims=True), rtol=1e-4, atol=1e-6)
+
+
+def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
+    keys, values = keys_of(), torch.randn(N, V)
+    db = regression(keys, values)
+    db.update(list(range(N)), payloads=[{"odd": i % 2 == 1} for i in range(N)])
+    model, queries = KernelRegressor(db, bandwidth=0.7, learn=False), torch.randn(4, D)
+    odd = torch.arange(N) % 2 == 1
+    expected = torch.stack([by_loops("gaussian", [0.7] * D, x, keys[odd], values[odd]) for x in queries]).float()
+    torch.testing.assert_close(model(queries, where={"odd": True}), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(queries, mask=odd), expected, rtol=1e-5, atol=1e-5)
+    one = values[torch.cdist(queries, keys).argmin(dim=1)]
+    torch.testing.assert_close(model(queries, k=1), one)
+    torch.testing.assert_close(model(queries, k=N + 5), model(queries), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_inserted_or_deleted_counts_at_once() -> None:
+    keys, values = keys_of(), torch.randn(N, V)
+    db = regression(keys, values)
+    model, queries = KernelRegressor(db, bandwidth=0.7, learn=False), torch.randn(4, D)
+    before = model(queries)
+    db.insert([100], queries[:1], [[9.0] * V])
+    assert float((model(queries)[0] - before[0]).abs().max()) > 0.1
+    db.delete([100])
+    torch.testing.assert_close(model(queries), before)
+
+
+def test_an_empty_database_tells_zeros() -> None:
+    db = softdb.open(None, dim=D, value_dim=V)
+    model = KernelRegressor(db, bandwidth=1.0)
+    told = model(torch.randn(2, D))
+    assert torch.equal(told, torch.zeros(2, V))
+    assert [tuple(one.shape) for one in model.leave_one_out()] == [(0, V), (0, V)]
+    with pytest.raises(BadInput, match=r"fit: 0 records cannot be told from each other; insert at least 2"):
+        model.fit()
+    with pytest.raises(BadInput, match=r"silverman: 0 keys tell no bandwidth; give at least 2"):
+        KernelRegressor(db)
+
+
+# -- the bandwidth -----------------------------------------------------------------------------------------------------
+
+
+def test_the_bandwidth_starts_as_silverman_says() -> None:
+    keys = keys_of() * torch.tensor([1.0, 10.0])
+    db = regression(torch.cat([keys, torch.full((1, D), 1e6)]), torch.randn(N + 1, V))
+    db.delete([N])  # does not count
+    torch.testing.assert_close(KernelRegressor(db).kernel.bandwidth, silverman(keys).float())
+    each = KernelRegressor(db, per_coordinate=True).kernel.bandwidth
+    torch.testing.assert_close(each, silverman(keys, per_coordinate=True).float())
+    same = KernelRegressor(db, bandwidth=0.3, per_coordinate=True).kernel.bandwidth
+    torch.testing.assert_close(same, torch.full((D,), 0.3))
+
+
+@pytest.mark.parametrize("name", KERNELS[:-1])
+def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
+    keys, labels = keys_of().double(), torch.randint(CLASSES, (N,))
+    queries = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
+    for model in (
+        KernelRegressor(regression(keys, torch.randn(N, V)), name, torch.tensor([1.3, 2.1], dtype=torch.float64)),
+        KernelClassifier(classes(keys, labels), name, torch.tensor(1.7, dtype=torch.float64)),
+    ):
+        parameters = list(model.parameters())
+        assert [one.dtype for one in parameters] == [torch.float64]
+        assert torch.autograd.gradcheck(lambda x, _, model=model: model(x), (queries, *parameters))
+        assert torch.autograd.gradcheck(lambda _, model=model: model.leave_one_out()[0], (*parameters,))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_record_is_told_from_all_others(name: str) -> None:
+    keys, values = keys_of(), torch.randn(N, V)
+    db = regression(keys, values)
+    db.delete([4, 11])  # places are of what is left
+    left = torch.tensor([i for i in range(N) if i not in (4, 11)])
+    keys, values = keys[left], values[left]
+    model = KernelRegressor(db, name, 0.8, learn=False)
+    told, true = model.leave_one_out()
+    assert torch.equal(true, values)
+    for i in range(len(left)):
+        expected = by_loops(name, [0.8] * D, keys[i], keys, values, out=i)
+        torch.testing.assert_close(told[i].double(), expected, rtol=1e-5, atol=1e-5)
+    some = torch.tensor([7, 0, 7])
+    part, its = model.leave_one_out(some)
+    torch.testing.assert_close(part, told[some])
+    assert torch.equal(its, values[some])
+
+
+def test_labels_are_told_from_all_others_too() -> None:
+    keys, labels = keys_of(), torch.randint(CLASSES, (N,))
+    told, true = KernelClassifier(classes(keys, labels), bandwidth=0.8).leave_one_out()
+    one_hot = torch.eye(CLASSES)[labels]
+    assert torch.equal(true, one_hot)
+    for i in range(N):
+        expected = by_loops("gaussian", [0.8] * D, keys[i], keys, one_hot, out=i)
+        torch.testing.assert_close(told[i].detach().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "laplacian"])
+def test_fit_finds_the_bandwidth_that_a_search_finds(kernel: str) -> None:
+    x, y = wave()
+    model = KernelRegressor(regression(x, y), kernel)
+    errors = model.fit()
+    searched = leave_one_out(x, y, type(model.kernel))
+    assert model.kernel.bandwidth.item() == pytest.approx(searched, rel=0.03)
+    assert errors[-1] < 0.8 * errors[0]
+    told, true = model.leave_one_out()
+    assert float((told - true).detach().square().mean()) == pytest.approx(errors[-1], rel=1e-3)
+
+
+def test_statsmodels_finds_the_same_bandwidth() -> None:
+    x, y = wave(40)
+    model = KernelRegressor(regression(x, y))
+    model.fit()
+    assert model.kernel.bandwidth.item() == pytest.approx(float(statsmodels_of(x, y, "cv_ls").bw[0]), rel=0.03)
+
+
+def test_fit_finds_which_coordinate_counts() -> None:
+    x, y = wave(100)
+    keys = torch.cat([x, torch.rand(100, 1) * 5], dim=1)
+    model = KernelRegressor(regression(keys, y), per_coordinate=True)
+    model.fit(batch=64)
+    counts, idle = model.kernel.bandwidth.tolist()
+    assert counts < 0.5
+    assert idle > 10 * counts
+
+
+def test_fit_lowers_the_brier_score_of_a_classifier() -> None:
+    keys = torch.stack([torch.linspace(0, 8, 80).round() + 0.02 * torch.randn(80), torch.rand(80) * 5], dim=1)
+    labels = (keys[:, 0].round() % 2).long()  # stripes, and a coordinate that means nothing
+    model = KernelClassifier(classes(keys, labels), bandwidth=0.6, per_coordinate=True)
+    before = (model.leave_one_out()[0].argmax(1) == labels).float().mean()
+    errors = model.fit()
+    after = (model.leave_one_out()[0].argmax(1) == labels).float().mean()
+    assert errors[-1] < 0.1 * errors[0]
+    assert after > 0.98 > before
+
+
+def test_fit_is_the_same_each_time_by_its_seed() -> None:
+    x, y = wave()
+    found = []
+    for seed in (1, 1, 2):
+        model = KernelRegressor(regression(x, y))
+        found.append(model.fit(steps=5, batch=16, seed=seed))
+    assert found[0] == found[1] != found[2]
+    assert len(found[0]) == 5
+
+
+def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
+    x, y = wave()
+    db = regression(x, y)
+    model, generation = KernelRegressor(db), db.stats()["generation"]
+    before = model.kernel.bandwidth.item()
+    with torch.no_grad():
+        model.fit(steps=3)
+    assert model.kernel.bandwidth.item() != before
+    assert db.stats()["generation"] == generation
+
+
+def test_a_half_precision_database_is_told_in_float32() -> None:
+    keys, values = keys_of(), torch.randn(N, V)
+    model = KernelRegressor(regression(keys, values, dtype="float16"), bandwidth=0.8)
+    told, true = model.leave_one_out()
+    assert (told.dtype, true.dtype) == (torch.float32, torch.float32)
+    expected = by_loops("gaussian", [0.8] * D, keys[5].half(), keys.half(), values.half(), out=5)
+    torch.testing.assert_close(told[5].detach().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
+    db = regression(keys_of(), torch.randn(N, V))
+    model = KernelRegressor(db, bandwidth=0.5)
+    twin = copy.deepcopy(model)
+    assert twin.db is db
+    assert list(model.state_dict()) == ["kernel.log_bandwidth"]
+    other = KernelRegressor(db, bandwidth=3.0)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(torch.ones(1, D)), model(torch.ones(1, D)))
+    assert list(KernelRegressor(db, learn=False).parameters()) == []
+    assert isinstance(KernelRegressor(db, Gaussian).kernel, Gaussian)
+
+
+def test_a_given_tensor_is_copied() -> None:
+    h = torch.tensor([0.5, 0.5])
+    model = KernelRegressor(regression(keys_of(), torch.randn(N, V)), bandwidth=h)
+    h[0] = 7
+    torch.testing.assert_close(model.kernel.bandwidth, torch.tensor([0.5, 0.5]))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    keys = keys_of()
+    numbers, labels = regression(keys, torch.randn(N, V)), classes(keys, torch.zeros(N).long())
+    bare = softdb.open(None, dim=D)
+    for db in (labels, bare):
+        with pytest.raises(BadInput, match=r"the database has no vectors as values.*use KernelClassifier for labels"):
+            KernelRegressor(db)
+    for db in (numbers, bare):
+        with pytest.raises(BadInput, match=r"the database has no labels as values.*use KernelRegressor for vectors"):
+            KernelClassifier(db)
+    with pytest.raises(BadInput, match=r"db is 3; expected an open softdb database"):
+        KernelRegressor(3)  # type: ignore[arg-type]
+    for kernel in ("cosine", Constant, 3):
+        with pytest.raises(BadInput, match=r"kernel is .*; expected one of gaussian, laplacian, epanechnikov"):
+            KernelRegressor(numbers, kernel)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"the boxcar kernel has no gradient to its bandwidth; pass learn=False"):
+        KernelRegressor(numbers, "boxcar")
+    with pytest.raises(BadInput, match=r"bandwidth is -1; expected finite numbers above 0"):
+        KernelRegressor(numbers, bandwidth=-1)
+    with pytest.raises(BadInput, match=r"bandwidth has 3 numbers but keys are 2 wide; give one, or one a coordinate"):
+        KernelRegressor(numbers, bandwidth=[1, 1, 1])
+
+
+def test_places_and_settings_that_make_no_sense_are_refused() -> None:
+    db = regression(keys_of(), torch.randn(N, V))
+    model = KernelRegressor(db)
+    with pytest.raises(BadInput, match=r"places reach from 0 to 23 but there are 23 records; expected 0 to 22"):
+        model.leave_one_out(torch.tensor([0, N]))
+    with pytest.raises(BadInput, match=r"places reach from -1 to -1 but"):
+        model.leave_one_out(torch.tensor([-1]))
+    for bad in (torch.tensor([0.5]), torch.ones(N, dtype=torch.bool), torch.tensor([[1]]), [0, 1], "all"):
+        with pytest.raises(
+            BadInput, match=r"(?s)places are .*; expected a tensor of whole numbers \(b,\) from 0 to 22"
+        ):
+            model.leave_one_out(bad)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"steps is 0; expected a whole number at least 1"):
+        model.fit(steps=0)
+    with pytest.raises(BadInput, match=r"batch is 0; expected a whole number at least 1"):
+        model.fit(batch=0)
+    with pytest.raises(BadInput, match=r"lr is 0; expected a finite number above 0"):
+        model.fit(lr=0)
+    with pytest.raises(BadInput, match=r"fit: the bandwidth is not learnt; make the module with learn=True"):
+        KernelRegressor(db, learn=False).fit()
+    db.close()
+    with pytest.raises(Closed, match=r"closed"):
+        model(torch.ones(1, D))
+    with pytest.raises(Closed, match=r"closed"):
+        model.fit()
+
+
+def test_the_examples_in_docstrings_run() -> None:
+    assert doctest.testmod(softdb.nn.regression).failed == 0
