@@ -185,7 +185,7 @@ def _ladder(keys: Array, queries: Array, temperature: float, candidates: int) ->
     Row i draws a level g, P(g ≥ l) = 2^-l; the k best of each level count, as 2^m for the first level m that has them.
     """
     levels = np.random.default_rng(1).geometric(0.5, len(keys)) - 1
-    k = max(2, round(candidates / (np.log2(len(keys) / candidates) + 4)))
+    k = max(2, round(candidates / (np.log2(len(keys) / candidates) / 2 + 2.5)))
     outputs, counts = [], []
     for query in queries:
         scores = keys @ query

@@ -277,8 +277,8 @@ class SoftDB:
         find = functools.partial(self._finder.find_folded, snapshot)
         exact = functools.partial(find, exact=True)
         if tolerance is not None:
-            drawing = self._drawing(query, snapshot, tolerance, generator)
-            return attend_estimated(*drawing, find=exact, resolve=self._store.read)
+            drawing = *self._drawing(query, snapshot, tolerance, generator), exact, self._store.read
+            return attend_estimated(*drawing)
         if k is None:
             return attend_all(query, snapshot, exact, self._store.read)
         return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)

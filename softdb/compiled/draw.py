@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from softdb.compiled.decorators import compiled, summed
+from softdb.compiled.memory import fetch
 
 __all__ = ["draw", "far", "hashed", "hashes", "log_normal", "thin"]
 
 STEPS = 16  # of the bisection for how many are drawn: to a few thousandths of them
+AHEAD = 8  # lists whose random numbers are on their way from memory while one is drawn from
 WHOLE = 4294967296.0  # 2³²: random numbers are its fractions
 
 _EMPTY = np.int64(-1)
@@ -138,9 +140,15 @@ def _noted(table: Any, row: Any) -> Any:
 
 
 @compiled
+def _guess(start: Any, stop: Any, least: Any) -> Any:
+    """About where they reach so much."""
+    return start + int(np.float64(least) / WHOLE * (stop - start))
+
+
+@compiled
 def _from(chances: Any, start: Any, stop: Any, least: Any) -> Any:
     """The first place from start to stop whose chance is at least so much. They are about equally far apart."""
-    place = start + int(np.float64(least) / WHOLE * (stop - start))
+    place = _guess(start, stop, least)
     while place > start and chances[place - 1] >= least:
         place -= 1
     while place < stop and chances[place] < least:
@@ -152,7 +160,7 @@ def _from(chances: Any, start: Any, stop: Any, least: Any) -> Any:
 def _from_list(frame: Any, which: Any, chance: Any, shift: Any, table: Any, rows: Any, logs: Any, count: Any) -> Any:
     """Draws from one list: those whose random number, seen from the shift, lies below the chance. Returns the count."""
     start, stop = frame.starts[which], frame.starts[which + 1]
-    limit, log = chance * WHOLE, -np.log(chance)
+    limit = chance * WHOLE
     place = _from(frame.chances, start, stop, shift)
     for _ in range(stop - start):
         if place == stop:
@@ -161,7 +169,7 @@ def _from_list(frame: Any, which: Any, chance: Any, shift: Any, table: Any, rows
             break
         if not _noted(table, frame.rows[place]):
             if count < len(rows):
-                rows[count], logs[count] = frame.rows[place], log
+                rows[count], logs[count] = frame.rows[place], -np.log(chance)
             count += 1
         place += 1
     return count
@@ -232,6 +240,9 @@ def draw(
         factor = _factor(shares, sizes, budget)
         count = _from_near(near[i], shares, factor, seeds[i], table, rows[i], logs[i])
         for j in range(lists):
+            if j + AHEAD < lists:
+                start = _guess(frame.starts[j + AHEAD], frame.starts[j + AHEAD + 1], hashed(j + AHEAD, seeds[i]))
+                fetch(frame.chances.ctypes.data + 4 * start, 1)
             if frame.starts[j] < frame.starts[j + 1]:
                 chance = min(1.0, factor * shares[c + j])
                 count = _from_list(frame, j, chance, hashed(j, seeds[i]), table, rows[i], logs[i], count)

@@ -9,12 +9,17 @@ import numpy as np
 from softdb.compiled.decorators import compiled, inlined, summed
 from softdb.compiled.draw import hashed
 from softdb.compiled.memory import address_of, fetch, half, lines_of, whole, wide
+from softdb.compiled.tile import LANES, ROWS, product
 
 __all__ = ["HALF", "LABEL", "NONE", "WIDE", "f_quantile", "pooled", "spread"]
 
 WIDE, HALF, LABEL, NONE = 0, 1, 2, 3  # what a value is: float32, float16, a class, or of no interest
 AHEAD = 6  # candidates whose values are on their way from memory while one is added
+CHUNK = 256  # candidates added at once, whose values stay in cache
+TILE = 2 * LANES  # columns added at once
 SIGNS = 16  # random sums that the shape of an error is taken from
+
+_tile = product(ROWS, 2)
 
 
 @inlined
@@ -28,7 +33,7 @@ def _product(a: Any, b: Any) -> Any:
     """a·b."""
     total = 0.0
     for t in range(len(a)):
-        total += a[t] * b[t]
+        total += np.float64(a[t]) * np.float64(b[t])
     return total
 
 
@@ -102,11 +107,12 @@ def spread(
 ) -> None:
     """The error of an answer that was drawn. Cost q k v SIGNS operations; the values are read from cache."""
     (q, k), v = logits.shape, output.shape[1]
-    size = _bytes(kind, v)
-    signed, centred = np.empty((SIGNS, v)), np.empty(v)
+    size, wide_v = _bytes(kind, v), (v + TILE - 1) // TILE * TILE
+    signs, parts = np.empty((SIGNS, CHUNK), np.float32), np.zeros((CHUNK, wide_v), np.float32)
+    signed, some, centred = np.empty((SIGNS, wide_v), np.float32), np.empty((SIGNS, wide_v), np.float32), np.empty(v)
     for i in range(q):
         signed[:] = 0
-        variance, noise, noises = 0.0, 0.0, 0.0
+        variance, noise, noises, held = 0.0, 0.0, 0.0, 0
         for j in range(k):
             weight = np.exp(np.float64(logits[i, j] - lse[i])) if logits[i, j] > -np.inf else 0.0
             weights[i, j] = weight
@@ -123,15 +129,33 @@ def spread(
             variance += square * _product(centred, centred)
             bits, root = hashed(j, 0), np.sqrt(square)
             for sign in range(SIGNS):
-                factor = root if (bits >> np.uint32(sign)) & np.uint32(1) else -root
-                for t in range(v):
-                    signed[sign, t] += factor * centred[t]
+                signs[sign, held] = np.float32(1) if (bits >> np.uint32(sign)) & np.uint32(1) else np.float32(-1)
+            for t in range(v):
+                parts[held, t] = root * centred[t]
+            held += 1
+            if held == CHUNK:
+                _add_signed(signs, parts, held, some, signed)
+                held = 0
+        if held:
+            _add_signed(signs, parts, held, some, signed)
         draws = max(skewed * noise * noise / noises, 2.0) if noises > 0 else 2.0
         directions = _directions(signed, variance, min(v, k))
         found[0, i] = np.sqrt(variance * f_quantile(confidence, directions, draws))
         found[1, i] = np.sqrt(variance)
         found[2, i] = np.sqrt(noise * f_quantile(confidence, 1.0, draws))
         found[3, i] = np.sqrt(noise)
+
+
+@compiled
+def _add_signed(signs: Any, parts: Any, held: Any, some: Any, sums: Any) -> None:
+    """Adds Σ_j signs[·, j] parts[j] over the first so many to sums (SIGNS, v)."""
+    v = parts.shape[1]
+    for r in range(0, SIGNS, ROWS):
+        for x in range(0, v, TILE):
+            _tile((0,), signs, r * CHUNK, CHUNK, 1, parts, x, v, some, r * v + x, v, held)
+    for r in range(SIGNS):
+        for x in range(v):
+            sums[r, x] += some[r, x]
 
 
 @compiled
