@@ -6,10 +6,12 @@ import copy
 import doctest
 import hashlib
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -514,6 +516,59 @@ def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -
         torch.testing.assert_close(mine(query)[0], expected(query, keys, values)[0], atol=1e-5, rtol=1e-5)
 
 
+def indexed(path: Path | None = None) -> softdb.SoftDB:
+    """More records than are compared one by one, in clusters, with an index."""
+    random = np.random.default_rng(0)
+    db = softdb.open(path, dim=16, value_dim=V)
+    centres = random.standard_normal((50, 16))
+    keys = centres[random.integers(0, 50, 20_000)] + 0.4 * random.standard_normal((20_000, 16))
+    db.insert(range(20_000), keys, 1 + keys[:, :V])
+    db.build_index("ivf", recall=0.95)
+    return db
+
+
+def test_an_index_stays_right_however_long_the_projections_are_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with indexed(tmp_path / "db") as db:
+        mine = Attention(db, E, HEADS)
+        query, wanted, unseen = torch.randn(L, E), torch.randn(L, E), torch.randn(300, E)
+
+        def recall() -> float:
+            asked = mine.fold(unseen.unsqueeze(1)).queries.detach()
+            found, true = db.search(asked, k=10).rows, db.search(asked, k=10, exact=True).rows
+            return float((found.unsqueeze(2) == true.unsqueeze(1)).any(2).float().mean())
+
+        before, optimizer = digest(tmp_path), torch.optim.Adam(mine.parameters(), lr=0.003)
+        for _ in range(1000):
+            optimizer.zero_grad()
+            (mine(query, k=8)[0] - wanted).square().mean().backward()
+            optimizer.step()
+        assert digest(tmp_path) == before
+        db.tune(0.95, queries=mine.fold(unseen.unsqueeze(1)).queries.detach())
+        assert recall() >= 0.94
+
+
+def test_heads_estimated_to_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.soft.estimate._Plan._exact_seconds", lambda *_: math.inf)  # never cheaper, here
+    torch.manual_seed(0)
+    with indexed() as db:
+        mine, query = Attention(db, E, HEADS), 3 * torch.randn(L, E)
+        exact = mine(query)[0]
+        draws = [mine(query, rtol=0.05, generator=torch.Generator().manual_seed(seed))[0] for seed in range(2)]
+        assert not torch.equal(*draws)
+        assert torch.equal(mine(query, rtol=0.05)[0], mine(query, rtol=0.05)[0])
+        for one in draws:
+            assert ((one - exact).norm() / exact.norm()) < 0.05
+        gradients = []
+        for rtol in (None, 0.05):
+            mine.zero_grad()
+            mine(query, rtol=rtol)[0].square().sum().backward()
+            gradients.append(torch.cat([one.grad.flatten() for one in mine.parameters() if one.grad is not None]))
+        assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.97
+        with pytest.raises(BadInput, match="rtol, generator or temperature are given without a database"):
+            Attention(None, E, HEADS)(query, query, query, rtol=0.1)
+
+
 def test_records_inserted_later_are_seen() -> None:
     db = filled(n=5)
     mine, other = pair(db, torch.float64)
@@ -620,9 +675,9 @@ def test_dropout_over_every_record_is_refused_in_training_only() -> None:
         ({"value": torch.zeros(RECORDS + 1, N, V)}, r"\(4, 3, 12\), \(29, 3, 5\) and \(30, 3, 7\); expected one batch"),
         ({"query": torch.zeros(L, N + 1, E)}, "expected one batch size"),
         ({"query": torch.zeros(L, E)}, "expected one batch size"),
-        ({"k": 3}, "where, k and temperature are given without a database"),
-        ({"where": {}}, "where, k and temperature are given without a database"),
-        ({"temperature": 2.0}, "where, k and temperature are given without a database"),
+        ({"k": 3}, "temperature are given without a database"),
+        ({"where": {}}, "temperature are given without a database"),
+        ({"temperature": 2.0}, "temperature are given without a database"),
         ({"is_causal": True}, "is_causal is a hint about attn_mask"),
         ({"key_padding_mask": BLOCKED}, r"key_padding_mask has shape \(29,\); expected \(3, 29\)"),
         ({"attn_mask": BLOCKED}, r"attn_mask has shape \(29,\); expected \(4, 29\) or \(9, 4, 29\)"),

@@ -69,6 +69,7 @@ def attend(
     query: Query,
     temperature: Annotated[float, typer.Option(help="Near 0 the nearest record, far above the mean of all.")] = 1.0,
     k: Annotated[int | None, typer.Option("-k", min=1, help="Weigh the k nearest; without it all records.")] = None,
+    rtol: Annotated[float | None, typer.Option(help="Estimate to this relative error, in place of -k.")] = None,
     where: Where = None,
     encoder: EncoderName = None,
     projection: ProjectionFile = None,
@@ -77,9 +78,9 @@ def attend(
     """Ask softly: the mean of all values, each weighted by softmax(score / temperature)."""
     with opened(path, query, encoder) as db:
         asked, filter_ = projected(db, query, projection), filter_of(where)
-        pooled = db.attend(asked, temperature=temperature, k=k, where=filter_)
+        pooled = db.attend(asked, temperature=temperature, k=k, rtol=rtol, where=filter_)
         # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
-        half = db.attend(asked, temperature=temperature / 2, k=k, where=filter_)
+        half = db.attend(asked, temperature=temperature / 2, k=k, rtol=rtol, where=filter_)
         spread = (2 * pooled.lse - half.lse).exp().tolist()
         hits = db.search(asked, min(k or 10, 10), where=filter_)
         weights = (hits.scores.double() / temperature - pooled.lse[:, None].double()).exp().tolist()

@@ -33,12 +33,15 @@ SHOWN = 8  # numbers of a soft query's output that are shown
 
 def attended(pooled: Pooled, i: int, spread: float, hits: list[Any]) -> dict[str, Any]:
     """The answer to one query of a batch, as JSON."""
+    bar = pooled.bar[i].item()
     return {
         "output": pooled.output[i].tolist(),
         "lse": pooled.lse[i].item() if pooled.candidates[i] else None,  # JSON has no word for -inf
         "candidates": int(pooled.candidates[i]),
         "exact": bool(pooled.exact[i]),
         "missed_mass": pooled.missed_mass[i].item(),
+        "bar": bar if math.isfinite(bar) else None,  # unknown where truncated
+        "met": bool(pooled.met[i]),
         "effective_records": spread if math.isfinite(spread) else 0.0,
         "hits": [dict(zip(("id", "weight", "payload"), hit, strict=True)) for hit in hits],
     }
@@ -51,6 +54,8 @@ def show_attended(answer: dict[str, Any], hits: list[Any], temperature: float, i
         console.print("no record takes part, so the answer is all zeros")
         return
     missed = "" if answer["exact"] else f", {answer['missed_mass']:.1%} of all weight missed"
+    if answer["bar"]:
+        missed = f", drawn for all: the answer is off by at most {answer['bar']:.3g} in 95 of 100 cases"
     console.print(
         f"{answer['candidates']:,} records weighed at temperature {temperature:g}{missed}; "
         f"the answer is a mean of about {answer['effective_records']:,.1f} of them"

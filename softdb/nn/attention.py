@@ -126,6 +126,8 @@ class Attention(torch.nn.MultiheadAttention):
         *,
         where: dict[str, Any] | None = None,
         k: int | None = None,
+        rtol: float | None = None,
+        generator: torch.Generator | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:  # as query; weights or None
         """Attend, and return the output and the weights, None unless asked for.
@@ -150,13 +152,17 @@ class Attention(torch.nn.MultiheadAttention):
             is_causal: a hint that attn_mask is causal, as in torch; nothing is gained by it here.
             where: a filter on the payload.
             k: attend to the k nearest of each head only.
+            rtol: estimate what each head attends to, to that relative error of its Σ w v; see `db.attend`.
+            generator: draws anew with each call, with rtol; training wants one.
             temperature: divides the scores, after √d.
 
         Raises BadInput for shapes that do not fit, or what only the other use has; Closed for a closed database.
         """
         if self.db is None:
-            if where is not None or k is not None or temperature != 1:
-                raise BadInput("where, k and temperature are given without a database; pass them with a database only")
+            if where is not None or k is not None or rtol is not None or generator is not None or temperature != 1:
+                raise BadInput(
+                    "where, k, rtol, generator or temperature are given without a database; pass them with one only"
+                )
             if key is None or value is None:
                 raise BadInput("key or value is missing; without a database give both, or make the module with one")
             if is_causal and attn_mask is None:
@@ -180,7 +186,8 @@ class Attention(torch.nn.MultiheadAttention):
             temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
             blocked = self._records_blocked(x, len(self.db), key_padding_mask, attn_mask)
-            words = {"where": where, "k": k, "mask": None if blocked is None else ~blocked}
+            words = {"where": where, "k": k, "rtol": rtol, "generator": generator}
+            words["mask"] = None if blocked is None else ~blocked
             heads, weights = self._over_records(self.db, x, temperature, need_weights, words)
         output = self.out_proj(heads.to(query.dtype))  # (N, L, E)
         if query.ndim == 2:
