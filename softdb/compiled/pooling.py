@@ -11,7 +11,7 @@ from softdb.compiled.draw import hashed
 from softdb.compiled.memory import address_of, fetch, half, lines_of, whole, wide
 from softdb.compiled.tile import LANES, ROWS, product
 
-__all__ = ["HALF", "LABEL", "NONE", "WIDE", "f_quantile", "pooled", "spread"]
+__all__ = ["HALF", "LABEL", "NONE", "WIDE", "f_quantile", "pooled", "spread", "sums"]
 
 WIDE, HALF, LABEL, NONE = 0, 1, 2, 3  # what a value is: float32, float16, a class, or of no interest
 AHEAD = 6  # candidates whose values are on their way from memory while one is added
@@ -88,6 +88,29 @@ def pooled(
         for t in range(v):
             output[i, t] = total[t]
         lse[i] = top + np.log(mass)
+
+
+@compiled
+def sums(
+    weights: Any,  # (q, k) float32
+    positions: Any,  # (q, k) int64, -1 = none
+    addresses: Any,  # (s,) int64 where the values of each segment begin
+    starts: Any,  # (s + 1,) int64 position of each segment's first record
+    kind: Any,  # WIDE or HALF
+    output: Any,  # (q, v), written to
+) -> None:
+    """Values weighed and summed. Bytes moved: q k v numbers; operations: 2 q k v."""
+    (q, k), v = weights.shape, output.shape[1]
+    size, total = _bytes(kind, v), np.empty(v)
+    for i in range(q):
+        total[:] = 0
+        for j in range(-AHEAD, k):
+            _ask(positions[i], j + AHEAD, addresses, starts, size)
+            if j >= 0 and positions[i, j] >= 0 and weights[i, j] != 0:
+                place = address_of(positions[i, j], addresses, starts, size)
+                _add(np.float64(weights[i, j]), place, kind, v, total)
+        for t in range(v):
+            output[i, t] = total[t]
 
 
 @compiled

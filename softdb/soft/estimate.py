@@ -16,10 +16,10 @@ from softdb.errors import BadInput
 from softdb.index.contract import Floats, prepared
 from softdb.index.rerank import scores_at
 from softdb.index.tail import FEWEST, Tail, kept, seeds_of
-from softdb.pool import State, merge, pool
+from softdb.pool import State, merge
 from softdb.scores import fold
 from softdb.soft.explain import explained
-from softdb.soft.query import Finder, Live, Positions, SoftQuery, metric_in_place, score_rows
+from softdb.soft.query import Finder, Live, Positions, SoftQuery, metric_in_place, pool_rows, score_rows
 from softdb.soft.spread import Spread, pooled_at, spread_at
 from softdb.soft.whole import attend_all, log_all
 from softdb.store import Snapshot
@@ -196,7 +196,7 @@ class _Plan(NamedTuple):
         weights, lse = softmax(scores + log_weights * temperature, temperature, live)
         if not width:
             return State(lse.new_zeros(len(lse), 0), lse)
-        return State(pool(weights, self.snapshot.values_at(drawn.positions), query.num_classes), lse)
+        return State(pool_rows(weights, self.snapshot, drawn.positions, query.num_classes), lse)
 
     def _drawn(self, which: Positions, budget: int) -> _Drawn:
         """Which records to pool."""

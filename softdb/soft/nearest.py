@@ -10,10 +10,20 @@ from torch import Tensor
 
 from softdb.answers import Hits, Pooled, Resolve
 from softdb.index.rerank import ordered
-from softdb.pool import missed_mass, pool
+from softdb.pool import missed_mass
 from softdb.scores import Score, ScoreFunction
 from softdb.soft.explain import explained
-from softdb.soft.query import Candidates, Finder, Live, Positions, SoftQuery, candidates, metric_in_place, score_rows
+from softdb.soft.query import (
+    Candidates,
+    Finder,
+    Live,
+    Positions,
+    SoftQuery,
+    candidates,
+    metric_in_place,
+    pool_rows,
+    score_rows,
+)
 from softdb.store import Snapshot
 from softdb.weights import Softmax, Uniform
 
@@ -55,7 +65,9 @@ def weighed(query: SoftQuery, snapshot: Snapshot, found: Candidates, find: Finde
     live = torch.from_numpy(positions >= 0).to(device)
     scores = score_rows(query.score, queries, snapshot, positions)
     weights, lse, threshold = query.weighting.weigh(scores, query.temperature, live)
-    values = snapshot.values_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, query.pooled_dim)
+    output = weights.new_zeros(len(queries), query.pooled_dim)
+    if snapshot.size:
+        output = pool_rows(weights, snapshot, positions, query.num_classes)
     others = query.taking_part(snapshot).to(device) - live.sum(1)
     exact = others == 0
     if found.certain and positions.shape[1]:
@@ -63,7 +75,7 @@ def weighed(query: SoftQuery, snapshot: Snapshot, found: Candidates, find: Finde
         exact = exact | (worst <= threshold)
     unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
     pooled = Pooled(
-        pool(weights, values, query.num_classes),
+        output,
         lse,
         exact=exact,
         missed_mass=_missed(query, snapshot, positions, others, exact, lse.detach()),

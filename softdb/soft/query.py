@@ -15,7 +15,9 @@ from softdb.check import Metric, shown
 from softdb.compiled.threads import available
 from softdb.errors import BadInput
 from softdb.index.rerank import scores_at
-from softdb.scores import Fold, Gaussian, Kernel, Score, ScoreFunction, fold, score_of
+from softdb.pool import pool
+from softdb.scores import Dot, Fold, Gaussian, Kernel, Score, ScoreFunction, fold, score_of
+from softdb.soft.inplace import Column, scores_in_place, sums
 from softdb.store import Snapshot
 from softdb.stream import scan
 from softdb.weights import Normalised, Softmax, Weighting
@@ -28,6 +30,7 @@ __all__ = [
     "candidates",
     "indifferent",
     "metric_in_place",
+    "pool_rows",
     "score_rows",
     "soft_query",
 ]
@@ -186,25 +189,49 @@ def score_rows(
     positions: Positions,  # (q, k), -1 = none
 ) -> Tensor:  # (q, k), -inf for none
     """Exact scores of candidates, from the stored keys, with gradient to the queries. Cost q k d."""
+    live = torch.from_numpy(positions >= 0).to(queries.device)
     metric = metric_in_place(score, queries, snapshot)
     if metric is not None:
         found = scores_at(snapshot, queries.detach().numpy(), positions, metric)
         if not np.isnan(found).any():  # too large for float32: torch says so
             return torch.from_numpy(found)
-    live = torch.from_numpy(positions >= 0).to(queries.device)
+    metric = metric_in_place(score, queries, snapshot, gradient=True)
+    if metric in (Metric.DOT, Metric.L2):
+        scores = scores_in_place(queries, snapshot, positions, metric)
+        if bool(scores.detach().isfinite().all()):
+            return scores.masked_fill(~live, -torch.inf)
     keys = snapshot.keys_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, queries.shape[1])
     with torch.autocast(queries.device.type, enabled=False):
         scores = own_scores(score, queries, keys.to(queries.device))
     return scores.masked_fill(~live, -torch.inf)
 
 
-def metric_in_place(score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot) -> Metric | None:
+def in_place(tensor: Tensor, snapshot: Snapshot) -> bool:
+    """Whether compiled loops read stored columns where they lie for it; else torch has to, from copies."""
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.size > 0 and available()
+
+
+def metric_in_place(
+    score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot, gradient: bool = False
+) -> Metric | None:
     """The metric by which compiled loops score candidates where the keys lie; None where torch has to."""
-    if queries.dtype is not torch.float32 or queries.device.type != "cpu" or not snapshot.size or not available():
+    if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
         return None
-    if queries.requires_grad and torch.is_grad_enabled():
-        return None
+    if type(score) is Dot:
+        return Metric.DOT
     return next((metric for metric in Metric if score is score_of(metric)), None)
+
+
+def pool_rows(
+    weights: Tensor,  # (q, k)
+    snapshot: Snapshot,
+    positions: Positions,  # (q, k), -1 = none
+    num_classes: int | None,
+) -> Tensor:  # (q, v), or (q, num_classes)
+    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`, without a copy where there need be none."""
+    if num_classes is None and in_place(weights, snapshot):
+        return sums(weights, Column(snapshot, positions, True))
+    return pool(weights, snapshot.values_at(positions), num_classes)
 
 
 def own_scores(
