@@ -125,6 +125,23 @@ def test_attend_may_be_cut_to_the_nearest(plane: Path) -> None:
     assert "of all weight missed" in run("attend", plane, "[1, 0]", "-k", 1).stdout
 
 
+def test_attend_may_be_estimated(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    keys = random.standard_normal((30_000, 8)).astype(np.float32)
+    with softdb.open(tmp_path / "db", dim=8) as db:
+        db.insert(range(30_000), keys)
+        db.build_index("ivf")
+    asked = [1.0] * 8
+    (found,) = answer("attend", tmp_path / "db", json.dumps(asked), "--temperature", 1, "--rtol", 0.2)
+    (exact,) = answer("attend", tmp_path / "db", json.dumps(asked), "--temperature", 1)
+    error = np.linalg.norm(np.subtract(found["output"], exact["output"]))
+    assert found["met"]
+    assert error <= 0.2 * np.linalg.norm(exact["output"])
+    assert exact["bar"] == 0
+    shown = run("attend", tmp_path / "db", json.dumps(asked), "--rtol", 0.2).stdout
+    assert "records weighed" in shown
+
+
 def test_attend_over_nothing_says_so(plane: Path) -> None:
     (found,) = answer("attend", plane, "[1, 0]", "--where", '{"no": 1}')
     assert (found["output"], found["lse"], found["effective_records"], found["hits"]) == ([0, 0], None, 0, [])

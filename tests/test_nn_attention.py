@@ -564,7 +564,7 @@ def test_heads_estimated_to_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None
             mine.zero_grad()
             mine(query, rtol=rtol)[0].square().sum().backward()
             gradients.append(torch.cat([one.grad.flatten() for one in mine.parameters() if one.grad is not None]))
-        assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.97
+        assert torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.97
         with pytest.raises(BadInput, match="rtol, generator or temperature are given without a database"):
             Attention(None, E, HEADS)(query, query, query, rtol=0.1)
 

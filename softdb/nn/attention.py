@@ -186,7 +186,7 @@ class Attention(torch.nn.MultiheadAttention):
             temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
             blocked = self._records_blocked(x, len(self.db), key_padding_mask, attn_mask)
-            words = {"where": where, "k": k, "rtol": rtol, "generator": generator}
+            words: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
             words["mask"] = None if blocked is None else ~blocked
             heads, weights = self._over_records(self.db, x, temperature, need_weights, words)
         output = self.out_proj(heads.to(query.dtype))  # (N, L, E)

@@ -1,7 +1,7 @@
 """Stored columns as linear maps, applied where they lie: scores and pooling with gradients, and no copy of the records.
 
-For the rows A_q (k, w) of a column that a query's candidates are, `dots` is x -> A_q x and `sums` its transpose, so each
-is the other's gradient, to any order.
+For the rows A_q (k, w) of a column that a query's candidates are, `dots` is x -> A_q x and `sums` its transpose, so
+each is the other's gradient, to any order.
 """
 
 from __future__ import annotations

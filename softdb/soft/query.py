@@ -228,7 +228,7 @@ def pool_rows(
     positions: Positions,  # (q, k), -1 = none
     num_classes: int | None,
 ) -> Tensor:  # (q, v), or (q, num_classes)
-    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`, without a copy where there need be none."""
+    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`, without a copy where none is needed."""
     if num_classes is None and in_place(weights, snapshot):
         return sums(weights, Column(snapshot, positions, True))
     return pool(weights, snapshot.values_at(positions), num_classes)
