@@ -134,7 +134,7 @@ def trained(
 
     curve, spent, step = [{"seconds": 0.0, "step": 0, **measured()}], 0.0, 0
     for _ in range(given.epochs):
-        for batch in train[torch.randperm(len(train), generator=random)].split(given.batch)[: given.steps]:
+        for batch in train[torch.randperm(len(train), generator=random)].split(given.batch)[: given.steps]:  # type: ignore[no-untyped-call]
             start = time.perf_counter()
             optimizer.zero_grad()
             loss(model(world.queries[batch]), [world.right[i] for i in batch.tolist()]).backward()  # type: ignore[no-untyped-call]
@@ -189,7 +189,8 @@ def further(world: World, given: argparse.Namespace) -> dict[str, Any]:
         scores = queries @ own.T / TEMPERATURE
         beyond = view.attend(queries, k=100, temperature=TEMPERATURE).lse
         others = torch.logaddexp(beyond, scores.logsumexp(1))
-        return (others - scores.diagonal()).mean()
+        loss: Tensor = (others - scores.diagonal()).mean()
+        return loss
 
     name = "query: matrix; keys: residual layer through a view"
     found[name] = trained(world, identity(dim), through_view, 0, given, view)

@@ -62,6 +62,7 @@ __all__ = [
     "nn",
     "open",
     "scores",
+    "train",
 ]
 
 _LAZY = {
@@ -81,7 +82,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
-    if name in ("nn", "scores"):
+    if name in ("nn", "scores", "train"):
         return importlib.import_module(f"softdb.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'softdb' has no attribute {name!r}")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Id, integer, shown
+from softdb.check import Id, integer, precise, shown
 from softdb.errors import StaleRead
 
 __all__ = ["Estimate", "Explanation", "Hits", "Pooled", "Record", "Records", "Samples", "parsed"]
@@ -150,7 +150,7 @@ class Pooled:
     candidates: Tensor  # (q,) int64: how many records were weighed
     hits: Hits | None  # the records that were weighed, best first; None when all took part in one stream
     weights: Tensor | None  # (q, k) of those hits, differentiable
-    finder: str  # what found the candidates: "all", "flat" (exact), "scan" (by the score itself), "ivf" or "hnsw"
+    finder: str  # what found the candidates: "all", "flat" (exact), "scan" (by score), "shadow" (a view's), or an index
     explanation: Callable[[int], list[Explanation]] = field(repr=False)
     bar: Tensor  # (q,) the error ‖ô - o‖ that `confidence` of all answers stay below; 0 where exact, NaN for `k=`
     stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)
@@ -163,4 +163,5 @@ class Pooled:
         Costs a search and one pass over the records where they were all weighed in a stream. Raises StaleRead when one
         of them was deleted since.
         """
-        return self.explanation(integer(k, "k"))
+        with precise():
+            return self.explanation(integer(k, "k"))

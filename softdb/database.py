@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -57,7 +56,7 @@ def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[S
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self._store.require_open()
-            with _precise():
+            with check.precise():
                 return method(self, *args, **kwargs)
         except SoftDBError as error:
             if not hasattr(error, "verb"):
@@ -66,17 +65,6 @@ def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[S
             raise
 
     return call
-
-
-def _precise() -> contextlib.AbstractContextManager[Any]:
-    """Answers are as precise as their queries, whatever a model around them is cast to."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for kind in kinds:
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
 
 
 class SoftDB:

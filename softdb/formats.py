@@ -23,9 +23,10 @@ from softdb.check import Array, Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput, SoftDBError
 
-__all__ = ["Fields", "Line", "Rows", "export_records", "import_records", "read_records", "read_rows"]
+__all__ = ["Fields", "Line", "Rows", "export_records", "import_records", "is_vector", "read_records", "read_rows"]
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON writes them: 007 stays text
+_CELL = 1 << 27  # characters of a CSV cell: a key as text, wide as it may be
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
 Row = dict[str, Any]
 
@@ -62,6 +63,7 @@ class Line(NamedTuple):
     number: int
     share: float  # of the file, read so far
     row: Row
+    empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
 
 
 def read_records(
@@ -140,6 +142,16 @@ def import_records(
     return done
 
 
+def is_vector(value: object) -> bool:
+    """Whether something is a list of one or more finite numbers, none of them beyond what a float can hold."""
+    if not isinstance(value, list) or not value:
+        return False
+    try:
+        return all(type(one) in (int, float) and math.isfinite(one) for one in value)
+    except OverflowError:  # an int of more than 308 digits
+        return False
+
+
 def export_records(
     db: SoftDB, path: str | os.PathLike[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000
 ) -> int:
@@ -213,6 +225,7 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
         for _, share, line in _text_lines(path):  # noqa: B007 - the share is read outside
             yield line
 
+    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
     reader = csv.reader(texts(), strict=True, delimiter=delimiter)
     header: list[str] | None = None
     try:
@@ -227,7 +240,7 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
                     f"{path.name} line {reader.line_num}: {len(cells)} cells, {len(header)} in the header; mend it"
                 )
             row = {name: _cell(cell, name, fields) for name, cell in zip(header, cells, strict=True) if cell}
-            yield Line(reader.line_num, share, row)
+            yield Line(reader.line_num, share, row, tuple(name for name in header if name not in row))
     except csv.Error as error:
         raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None
 
@@ -301,10 +314,9 @@ def _taken(row: Row, name: str, what: str) -> Any:
 
 
 def _vector(value: object, name: str) -> list[float]:
-    numbers = value if isinstance(value, list) else []
-    if not numbers or not all(type(one) in (int, float) and math.isfinite(one) for one in numbers):
+    if not is_vector(value):
         raise BadInput(f"field {name!r} is {check.shown(value)}; expected a list of numbers")
-    return numbers
+    return cast("list[float]", value)
 
 
 def _batches(path: Path, parser: _Parser, size: int, lines: Iterator[Line]) -> Iterator[Rows]:

@@ -65,6 +65,25 @@ def test_attention_over_everything(
     assert pooled.candidates.tolist() == [300] * 5
 
 
+def test_a_score_that_bears_no_zeros_is_asked_of_live_keys_only() -> None:
+    with softdb.open(None, dim=3) as few:
+        few.insert(range(3), [[1, 0, 0], [0, 2, 0], [1, 1, 1]])
+        found = few.attend(torch.ones(1, 3), k=5, score=lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT)
+        assert found.candidates.item() == 3
+        assert found.lse.isfinite().all()
+
+
+def test_autocast_around_changes_no_answer(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    keys, values, queries = world
+    with softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1]) as db:
+        db.insert(range(len(keys)), keys, values)
+        plain, effective = db.attend(queries), db.attend(queries).explain(2)[0].effective
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = db.attend(queries)
+            assert torch.equal(cast.output, plain.output)
+            assert cast.explain(2)[0].effective == effective
+
+
 def test_the_key_serves_where_there_is_no_value(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, _, queries = world
     db = filled(keys, None)

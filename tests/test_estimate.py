@@ -377,6 +377,15 @@ def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries:
     assert bias.mean().abs() < 0.3 * spread.mean()
 
 
+def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
+    with softdb.open(None, dim=D, metric="l2") as world:
+        world.insert(range(N), clusters(), payloads=[{"part": i % 3} for i in range(N)])
+        world.build_index("ivf")
+        found = world.count_within(queries, 100.0, where={"part": 1}, max_candidates=5)  # all are that near
+        assert (found.bar >= (found.value - N // 3).abs()).all()
+        assert not found.met.any()
+
+
 def test_counts_end_within_their_tolerance_or_exactly(
     db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
 ) -> None:

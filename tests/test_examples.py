@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}  # so that the examples run where softdb is not installed
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -22,9 +20,19 @@ def run(example: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(example: Path, tmp_path: Path) -> None:
-    assert run(example, tmp_path).strip()
+def test_every_example_is_run() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert len(EXAMPLES) >= 5
+    assert all(f'"{example.name}"' in tests for example in EXAMPLES)
+
+
+def test_the_loop_to_copy_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    lines = run(ROOT / "examples" / "train_projection.py", tmp_path, "here").splitlines()
+    before, after = ([float(one) for one in line.split()[2::2]] for line in lines[-2:])
+    assert lines[-2].startswith("before")
+    assert all(b > a + 0.02 for a, b in zip(before, after, strict=True))
+    again = run(ROOT / "examples" / "train_projection.py", tmp_path, "here").splitlines()
+    assert again == lines[-2:]  # nothing is left to train
 
 
 def test_the_phone_book_answers_in_three_ways(tmp_path: Path) -> None:

@@ -57,6 +57,20 @@ def test_scores_and_pooled_values_with_their_gradients(dtype: str, metric: str) 
     torch.testing.assert_close(twice.double(), truth, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("offset", [0, 100, 10_000])
+def test_gradients_of_distances_far_from_the_origin(offset: float) -> None:
+    random = np.random.default_rng(0)
+    records = snapshot(offset + 0.1 * random.standard_normal((30, 8)))
+    positions = np.stack([random.permutation(30)[:10] for _ in range(4)])
+    asked = torch.from_numpy((offset + 0.1 * random.standard_normal((4, 8))).astype(np.float32)).requires_grad_()
+    truly = asked.detach().double().requires_grad_()
+    weights = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
+    (found,) = torch.autograd.grad((score_rows(score_of(Metric.L2), asked, records, positions) * weights).sum(), asked)
+    apart = truly.unsqueeze(1) - records.keys_at(positions).double()
+    (true,) = torch.autograd.grad(-(apart.square().sum(2) * weights).sum(), truly)
+    torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
+
+
 def test_each_is_the_transpose_of_the_other() -> None:
     records, positions = world("float32")
     for values, width in ((False, 7), (True, 3)):

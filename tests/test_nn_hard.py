@@ -316,7 +316,7 @@ def test_a_projection_learns_to_draw_the_record_that_is_rewarded(loss: Any) -> N
         (lambda *_: reinforce([1.0], torch.ones(1, 1)), r"reward is \[1.0\]; expected a tensor"),  # type: ignore[arg-type]
         (
             lambda *_: reinforce(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)),
-            r"baseline has shape \(2,\); expected one that broadcasts to \(2, 3\)",
+            r"baseline has shape \(2,\) and reward \(2, 3\); give one number",
         ),
         (lambda *_: reinforce(torch.ones(1, 3), torch.ones(1, 3), torch.ones(2, 3)), r"baseline has shape \(2, 3\)"),
         (lambda *_: leave_one_out(torch.ones(2, 1)), r"shape \(2, 1\); expected \(q, n\) with n of 2 or more"),
@@ -342,3 +342,19 @@ def test_the_example_runs() -> None:
     finished = doctest.testmod(softdb.nn.hard, extraglobs={"torch": torch})
     assert finished.attempted > 0
     assert not finished.failed
+
+
+def test_a_baseline_of_each_query_stands_in_a_column() -> None:
+    reward, log_prob = torch.arange(9.0).reshape(3, 3), torch.full((3, 3), -1.0, dtype=torch.float64)
+    column = torch.tensor([[1.0], [2.0], [4.0]])
+    expected = float((reward - column).mean())
+    assert float(reinforce(reward, log_prob, column)) == pytest.approx(expected)
+    assert float(reinforce(reward, log_prob, column.expand(3, 3))) == pytest.approx(expected)
+    with pytest.raises(BadInput, match=r"baseline has shape \(3,\) and reward \(3, 3\); .*each query \(3, 1\)"):
+        reinforce(reward, log_prob, column[:, 0])
+
+
+@pytest.mark.parametrize("reward", [[1.0], torch.ones(2, 2, dtype=torch.int64), None])
+def test_a_moving_baseline_wants_a_floating_tensor(reward: Any) -> None:
+    with pytest.raises(BadInput, match=r"reward is .*; expected a floating tensor \(q, n\)"):
+        MovingBaseline()(reward)

@@ -552,3 +552,19 @@ def test_the_example_runs() -> None:
     finished = doctest.testmod(softdb.nn.losses, extraglobs={"torch": torch})
     assert finished.attempted > 0
     assert not finished.failed
+
+
+def test_info_nce_is_cold_for_cosines_and_not_for_kernels() -> None:
+    db, _ = filled("cosine")
+    queries, kernel = asking(), Gaussian(2.0)
+    for score, temperature in ((None, 0.07), (kernel, 1.0)):
+        plain = info_nce(db, queries, POSITIVES, score=score)
+        assert torch.equal(plain, info_nce(db, queries, POSITIVES, score=score, temperature=temperature))
+    assert not torch.equal(info_nce(db, queries, POSITIVES), info_nce(db, queries, POSITIVES, temperature=0.5))
+
+
+@pytest.mark.parametrize("labels", [["a"], [None], [[0], [1, 2]], torch.ones(1, dtype=torch.complex64)])
+def test_labels_that_are_no_numbers(labels: Any) -> None:
+    db, _ = filled(num_classes=CLASSES)
+    with pytest.raises(BadInput, match=r"labels (are|have dtype) .*; expected \(q,\) whole numbers, 0 to 2"):
+        label_loss(db, asking(q=1), labels)

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 
 import softdb
 import softdb.nn.memory
-from softdb.errors import BadInput, Closed, ReadOnly, StaleRead
+from softdb.errors import BadInput, Cancelled, Closed, ReadOnly, StaleRead
+from softdb.index.background import Build
 from softdb.nn import Memory
 from softdb.nn.refresh import EverySteps, InBackground, OnRecall
 
@@ -652,6 +654,61 @@ def test_a_trained_record_that_is_gone_stops_a_commit_until_a_reload() -> None:
     assert memory.commit() > 0
 
 
+def test_what_another_thread_writes_is_not_lost_between_the_two_halves_of_a_commit() -> None:
+    db = filled()
+    memory = Memory(db, k=4)
+    moved(memory, torch.tensor([4]), torch.ones(1, D))
+    read, threads = db._store.read, []
+
+    def meanwhile(rows: Any) -> Any:
+        known = read(rows)
+        threads.append(threading.Thread(target=db.update, args=([4],), kwargs={"keys": torch.full((1, D), 9.0)}))
+        threads[-1].start()
+        threads[-1].join(0.2)
+        return known
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(db._store, "read", meanwhile)
+        memory.commit()
+    for one in threads:
+        one.join()
+    assert len(threads) == 1
+    assert db.get([4]).keys.tolist() == [[9.0] * D]  # it came after the commit, not under it
+
+
+def test_a_reload_sees_one_generation() -> None:
+    db = filled()
+    memory = Memory(db, k=N)
+    newest, write = memory._at_newest, iter([True])
+
+    def meanwhile() -> Any:
+        origin = newest()
+        if next(write, False):
+            db.insert(["late"], torch.ones(1, D), torch.ones(1, V))
+        return origin
+
+    db.insert(["new"], torch.ones(1, D), torch.ones(1, V))
+    memory._at_newest = meanwhile  # type: ignore[method-assign]
+    assert memory.reload() == N + 1
+    assert memory._followed.origin.present.all()  # none of a later generation, whose columns it could not read
+    assert memory.reload() == N + 2
+
+
+def test_a_reload_that_cannot_copy_the_keys_changes_nothing() -> None:
+    db = large(10_500, dtype="float16")
+    memory = Memory(db, k=2)
+    memory.refresh()
+    keys = memory.keys
+    for wrong in (torch.nan, 1e6):
+        moved(memory, torch.tensor([4]), torch.full((1, 16), wrong))
+        db.upsert(["new"], torch.ones(1, 16), torch.ones(1, V))
+        with pytest.raises(BadInput, match="keys are NaN, infinite or too large"):
+            memory.reload()
+        assert memory.keys is keys
+        assert len(memory) == 10_500
+        assert memory(torch.ones(1, 16)).finder == "shadow"
+
+
 def test_a_reload_where_nothing_changed_leaves_the_parameters_alone() -> None:
     db = filled()
     memory = Memory(db, k=4)
@@ -747,10 +804,96 @@ def test_a_commit_gives_the_copy_back_where_the_database_has_an_index() -> None:
     assert memory(torch.randn(1, 16)).finder == "ivf"
 
 
+def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    db = large()
+    db.build_index("ivf")
+    memory = Memory(db, k=2)
+    memory.refresh()
+    moved(memory, torch.arange(10), torch.randn(10, 16))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BadInput("no index reaches that recall")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(softdb.SoftDB, "build_index", refuse)
+        with pytest.raises(BadInput, match="no index reaches that recall"):
+            memory.commit(reindex=True)
+    assert memory.report()["uncommitted"] == memory.commit() == memory.age == 0
+    assert memory(torch.randn(1, 16)).finder == "ivf"  # which knows what was written; no copy of before is asked
+    waits, goes = threading.Event(), threading.Event()
+
+    def long(_: Any) -> dict[str, Any]:
+        waits.set()
+        goes.wait(30)
+        return {}
+
+    build = db._finder.begin(long)
+    build.start()
+    waits.wait(30)
+    try:
+        moved(memory, torch.arange(7000), torch.randn(7000, 16))
+        generation = db.stats()["generation"]
+        with pytest.raises(BadInput, match="reindex=True while an index is being built"):
+            memory.commit(reindex=True)
+        assert db.stats()["generation"] == generation
+        assert memory.commit() == 7000  # the build that is due waits for the next commit
+        assert db.stats()["index"]["young"] >= 7000
+    finally:
+        goes.set()
+        build.result(30)
+
+
+def test_a_commit_takes_true_and_false() -> None:
+    memory = Memory(filled(), k=4)
+    for words in ({"everything": 1}, {"reindex": "yes"}, {"everything": None}):
+        with pytest.raises(BadInput, match="expected True or False"):
+            memory.commit(**words)
+
+
+def test_the_age_after_a_commit_without_an_index_is_that_of_the_keys_committed() -> None:
+    db = large(10_500)
+    memory = Memory(db, k=2)
+    memory.step()
+    moved(memory, torch.arange(3), torch.randn(3, 16))
+    memory.commit()
+    memory.step()
+    db.build_index("ivf")
+    assert memory.age == 1
+
+
+def test_a_step_counts_whatever_became_of_the_refresh() -> None:
+    memory = Memory(large(10_500), k=2, refresh=InBackground(1))
+    with torch.no_grad():
+        assert memory.keys is not None
+        memory.keys[5] = torch.nan
+    build = memory.refresh(background=True)
+    assert build is not None
+    with pytest.raises(BadInput, match="NaN"):
+        build.result(30)
+    with pytest.raises(BadInput, match="NaN"):
+        memory.step()
+    assert memory.steps == 1
+    with torch.no_grad():
+        memory.keys[5] = 0
+
+    def copied(say: Any) -> dict[str, Any]:
+        cancelled.cancel()
+        say("copying", 0, 1)
+        return {}
+
+    memory._build = cancelled = Build(copied)
+    cancelled.start()
+    with pytest.raises(Cancelled):
+        cancelled.result(30)
+    assert memory.step() == "kept"  # nothing lags yet
+    assert memory.steps == 2
+    assert memory.report()["refreshes"] == 0
+
+
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_state_is_the_parameters_alone() -> None:
+def test_the_state_is_the_parameters_and_whose_they_are() -> None:
     db = filled()
     memory = Memory(db, k=4)
     queries = torch.randn(3, D)
@@ -759,7 +902,7 @@ def test_the_state_is_the_parameters_alone() -> None:
     torch.save(memory.state_dict(), held)
     held.seek(0)
     state = torch.load(held)
-    assert list(state) == ["keys", "values"]
+    assert list(state) == ["keys", "values", "records"]
     other = Memory(db, k=4)
     other.load_state_dict(state)
     assert torch.equal(other(queries).output, memory(queries).output)
@@ -767,6 +910,94 @@ def test_the_state_is_the_parameters_alone() -> None:
     replaced.load_state_dict(state, assign=True)
     trained(replaced, queries)
     assert replaced.commit() > 0
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_finds_its_records_whatever_their_order(assign: bool) -> None:
+    db = filled()
+    memory = Memory(db, k=4)
+    trained(memory, torch.randn(3, D))
+    memory.commit()  # whose records have other rows now, and stand elsewhere in a memory made from here on
+    trained(memory, torch.randn(3, D))
+    twin = Memory(db, k=4)
+    other = torch.nn.ModuleDict({"inner": twin})
+    other.load_state_dict({f"inner.{name}": one for name, one in memory.state_dict().items()}, assign=assign)
+    queries = torch.randn(5, D)
+    expected = memory(queries).output
+    assert torch.equal(twin(queries).output, expected)
+    assert twin.commit() < N
+    torch.testing.assert_close(db.attend(queries, k=4).output, expected, atol=1e-5, rtol=1e-5)
+    keys, values = stored(db)
+    assert memory.keys is not None
+    assert memory.values is not None
+    assert torch.equal(keys, memory.keys.detach())  # by id, which are in the memory's order
+    assert torch.equal(values, memory.values.detach())
+
+
+def test_a_state_of_other_records_is_refused_before_anything_changes() -> None:
+    memory = Memory(filled(), k=4)
+    keys = memory.keys.detach().clone()  # type: ignore[union-attr]
+    others = softdb.open(None, dim=D, value_dim=V)
+    others.insert([*range(N - 1), "3"], torch.randn(N, D), torch.randn(N, V))
+    with pytest.raises(BadInput, match=f"the state lacks 1 of this memory's {N} records and holds 1 others"):
+        memory.load_state_dict(Memory(others).state_dict())
+    with pytest.raises(BadInput, match=f"the state lacks 0 of this memory's {N} records and holds 2 others"):
+        memory.load_state_dict(Memory(filled(N + 2)).state_dict())
+    state = memory.state_dict()
+    with pytest.raises(BadInput, match="the state's 'records' are None"):
+        memory.load_state_dict({"keys": torch.ones(N, D), "values": state["values"]}, strict=False)
+    with pytest.raises(BadInput, match=rf"the state has {N} records and columns of \[{N - 1}, {N}\] rows"):
+        memory.load_state_dict({**state, "keys": torch.ones(N - 1, D)})
+    assert torch.equal(memory.keys, keys)  # type: ignore[arg-type]
+    assert memory.report()["uncommitted"] == 0
+
+
+def test_a_state_of_before_or_after_a_deletion_is_loaded_without_what_is_gone() -> None:
+    db = filled()
+    memory = Memory(db, k=4)
+    trained(memory, torch.randn(3, D))
+    before = {name: one.clone() for name, one in memory.state_dict().items()}
+    db.delete([0, 7])
+    after = memory.state_dict()
+    with torch.no_grad():
+        assert memory.keys is not None
+        memory.keys.zero_()
+    memory.load_state_dict(before)
+    assert torch.equal(memory.keys, before["keys"])
+    fresh = Memory(db, k=4)
+    fresh.load_state_dict(after)
+    queries = torch.randn(3, D)
+    assert torch.equal(fresh(queries).output, memory(queries).output)
+    db.close()
+    assert torch.equal(memory.state_dict()["records"], after["records"])  # and asks the database for nothing
+
+
+def test_columns_that_are_not_contiguous_are_read_as_they_are() -> None:
+    db, queries = large(), torch.randn(3, 16)
+    db.build_index("ivf")
+    memory, other = Memory(db, k=4), Memory(db, k=4)
+    trained(memory, queries)
+    assert memory(queries).finder == "ivf"
+    state = memory.state_dict()
+    state["keys"] = state["keys"].t().contiguous().t()
+    other.load_state_dict(state, assign=True)
+    assert torch.equal(other(queries).output, memory(queries).output)
+
+
+def test_however_often_a_state_is_loaded_a_gradient_is_noted_once() -> None:
+    memory = Memory(filled(), k=4)
+    mark, noted = Memory._mark, []
+
+    def noting(self: Memory, one: Tensor) -> None:
+        noted.append(one)
+        mark(self, one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Memory, "_mark", noting)
+        memory.load_state_dict(memory.state_dict())
+        memory.load_state_dict(memory.state_dict())
+        memory(torch.randn(2, D)).output.sum().backward()
+    assert len(noted) == 2
 
 
 def test_copies_share_the_handle_and_nothing_else() -> None:

@@ -225,6 +225,16 @@ def test_inputs_that_do_not_fit() -> None:
         made(query_norm=True)(torch.zeros(1, 6).double())
 
 
+def test_inputs_of_another_dtype() -> None:
+    memory = ProductKeys(6, num_keys=5, value_dim=3, heads=2, k=4)
+    with pytest.raises(BadInput, match=r"inputs are torch.float64 but this memory is torch.float32"):
+        memory(torch.zeros(2, 6, dtype=torch.float64))
+    with torch.autocast("cpu"):
+        assert memory(torch.zeros(2, 6)).shape == memory(torch.zeros(2, 6, dtype=torch.bfloat16)).shape == (2, 3)
+        with pytest.raises(BadInput, match=r"inputs are torch.float64"):
+            memory(torch.zeros(2, 6, dtype=torch.float64))
+
+
 def test_what_inference_mode_kept_serves_training() -> None:
     memory = made(k=13)
     inputs = torch.randn(4, 6, dtype=torch.float64)

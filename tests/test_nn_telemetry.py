@@ -247,3 +247,8 @@ def test_the_example_runs() -> None:
     finished = doctest.testmod(softdb.nn.telemetry, extraglobs={"torch": torch})
     assert finished.attempted > 0
     assert not finished.failed
+
+
+def test_a_seed_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(BadInput, match="seed is 1180591620717411303424; expected a whole number from 0"):
+        Telemetry(seed=2**70)

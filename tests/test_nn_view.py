@@ -845,6 +845,166 @@ def test_the_example_runs() -> None:
     assert (failed, tried > 3) == (0, True)
 
 
+# -- precision, threads and what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [None, 6, N])
+@pytest.mark.parametrize("words", KINDS)
+def test_autocast_reaches_the_encoder_alone(k: int | None, words: dict[str, Any]) -> None:
+    """Scores and pooling are as of the encoded keys of the user's autocast, in the precision of the queries."""
+    encoder = mlp(dtype=torch.float32)
+    view = View(filled(**words), encoder, metric="l2", batch_size=7)
+    view.refresh()
+    queries = torch.randn(3, WIDE, requires_grad=True)
+    given = (queries, *encoder.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        pooled, hits = view.attend(queries, k=k), view.search(queries, 6)
+        grads = torch.autograd.grad(pooled.output.sin().sum(), given)
+        view.measure(2)
+        assert view._encoding().found(torch.zeros(1, D), lambda i: i).dtype is torch.float32
+    cast = view.db.get(list(range(N)))
+    with torch.autocast("cpu", torch.bfloat16):
+        encoded = encoder(cast.keys)
+    assert encoded.dtype is torch.bfloat16
+    if k != 6:
+        expected, lse = dense(view.db, lambda keys: encoded.float(), "l2", queries, 1.0)
+        assert torch.allclose(pooled.output, expected, atol=1e-5)
+        assert torch.allclose(pooled.lse, lse, atol=1e-5)
+        others = torch.autograd.grad(expected.sin().sum(), given)
+        assert all(torch.allclose(one, two, atol=0.02) for one, two in zip(grads, others, strict=True))
+    true = loops("l2", queries, encoded.float()).sort(dim=1, descending=True, stable=True).values
+    assert torch.allclose(hits.scores, true[:, :6], atol=1e-5)
+    assert (pooled.output.dtype, hits.scores.dtype) == (torch.float32, torch.float32)
+    told = pooled.explain(N)  # by the same cast
+    assert [one.mass for one in told] == pytest.approx([1.0] * 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_a_plain_callable_score_meets_keys_in_the_queries_dtype(k: int | None) -> None:
+    view = View(filled(value_dim=V), mlp(dtype=torch.float64), metric="dot")
+    queries = torch.randn(3, WIDE)
+    pooled = view.attend(queries, k=k, score=lambda q, keys: q @ keys.mT)
+    expected = view.attend(queries, k=k, score=Dot())
+    assert torch.allclose(pooled.output, expected.output, atol=1e-5)
+    for mine, other in zip(pooled.explain(3), expected.explain(3), strict=True):
+        assert mine.weights == pytest.approx(other.weights, abs=1e-5)
+
+
+def test_explaining_after_a_step_is_refused_where_weights_would_be_of_another_encoder() -> None:
+    encoder = mlp()
+    view = View(filled(value_dim=V), encoder, metric="l2")
+    queries = torch.randn(2, WIDE, dtype=torch.float64)
+    whole, some = view.attend(queries), view.attend(queries, k=4)
+    known = some.explain(2)
+    optimizer = torch.optim.Adam(encoder.parameters(), 0.5)
+    torch.autograd.backward(whole.lse.sum())
+    assert whole.explain(N)[0].mass == pytest.approx(1.0)  # nothing was changed yet
+    optimizer.step()
+    with pytest.raises(StaleRead, match="the encoder was changed since this answer"):
+        whole.explain(2)
+    assert [one.weights for one in some.explain(2)] == [one.weights for one in known]  # these were kept
+
+
+def test_more_explained_than_there_are_does_not_encode_what_is_not_there() -> None:
+    db = softdb.open(None, dim=D, value_dim=V)
+    view = View(db, _Unit(), metric="dot")
+    assert view.attend(torch.randn(2, D)).explain(3)[1].ids == []
+    db.insert([7, 8], torch.randn(2, D), torch.randn(2, V), [{"odd": True}, {"odd": False}])
+    queries = torch.randn(2, D)
+    assert {*view.attend(queries).explain(5)[0].ids} == {7, 8}
+    assert view.attend(queries, where={"odd": True}).explain(5)[0].ids == [7]
+    assert view.attend(queries[:0]).explain(5) == []
+
+
+class _Unit(torch.nn.Module):
+    def forward(self, keys: Tensor) -> Tensor:
+        return _nan_for_the_zero_key(keys) if bool(keys.any()) else keys
+
+
+def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
+    """Scores with gradient are of training mode, also while another thread finds, in eval mode."""
+    entered, leave = threading.Event(), threading.Event()
+
+    modes: list[tuple[bool, bool]] = []
+
+    class Slow(torch.nn.Module):
+        def forward(self, keys: Tensor) -> Tensor:
+            modes.append((torch.is_grad_enabled(), self.training))
+            if threading.current_thread() is not threading.main_thread() and not entered.is_set():
+                entered.set()
+                leave.wait(0.5)
+            return keys * 1.0
+
+    view = View(filled(value_dim=V), Slow(), metric="l2")
+    modes.clear()
+    other = threading.Thread(target=view.refresh)
+    other.start()
+    assert entered.wait(10)
+    queries = torch.randn(2, D, requires_grad=True)
+    view.attend(queries)
+    leave.set()
+    other.join()
+    assert sorted(modes) == [(False, False), (True, True)]
+
+
+def test_a_score_that_no_shadow_serves_makes_none() -> None:
+    view = View(filled(value_dim=V), mlp(), metric="dot", max_age=0)
+    queries = torch.randn(2, WIDE, dtype=torch.float64)
+    assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"
+    assert view.report()["version"] == 0
+    view.refresh()
+    view.step()
+    assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"  # no age of a shadow matters to it
+    with pytest.raises(StaleRead, match="1 training steps old"):
+        view.attend(queries, k=3)
+
+
+def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
+    gate = threading.Event()
+    view = View(filled(), Gated(gate), metric="l2")
+    view.refresh()
+    view.encoder.held.broken = True
+    build = view.refresh(background=True)
+    gate.set()
+    assert build is not None
+    with pytest.raises(RuntimeError, match="out of memory"):
+        build.result(30)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        view.step()
+    assert (view.steps, view.age) == (1, 1)
+
+
+def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
+    db = filled()
+    with pytest.raises(BadInput, match=r"the encoder failed on two keys of zeros, 5 wide .* takes \(m, 5\)"):
+        View(db, torch.nn.Linear(4, 4))
+    with pytest.raises(BadInput, match="of which no copy can be frozen while training goes on"):
+        View(db, lambda keys: keys, refresh=InBackground(3))
+
+    class Holding(torch.nn.Linear):
+        lock: Any
+
+    encoder = Holding(D, WIDE)
+    encoder.lock = threading.Lock()
+    with pytest.raises(BadInput, match=r"the encoder cannot be copied, .* refresh at once"):
+        View(db, encoder).refresh(background=True)
+
+
+def test_what_is_alive_of_a_version_is_remembered_and_follows_the_database() -> None:
+    view = View(filled(40), mlp(), metric="l2")
+    view.refresh()
+    version, store = view._shadow.now, view.db._store
+    view.db.delete([3])
+    first = version.alive(store.snapshot)
+    assert version.alive(store.snapshot) is first
+    assert np.flatnonzero(~first).tolist() == [3]
+    odd = store.snapshot.rows(np.arange(store.snapshot.size)) % 2 == 1
+    assert version.alive(store.snapshot, odd) is version.alive(store.snapshot, odd)
+    assert np.flatnonzero(version.alive(store.snapshot, odd)).tolist() == [i for i in range(1, 40, 2) if i != 3]
+    view.db.delete([4])
+    assert np.flatnonzero(~version.alive(store.snapshot)).tolist() == [3, 4]
+
+
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from softdb.cli import app
 from softdb.errors import BadInput
 from softdb.text import HashedNGrams
 from softdb.train import Fitted, Pairs, QueryProjection, fit, load, ranking, read_pairs, save
-from softdb.train.held import split
+from softdb.train.held import ranked, split
 
 N, D, M = 120, 8, 240
 SMALL: dict[str, Any] = {"rate": 0.02, "batch": 64, "epochs": 6, "patience": None}
@@ -264,7 +264,7 @@ def test_ranking_is_what_a_loop_says(n: int) -> None:
         scores = keys @ query
         nearest = np.argsort(-scores.numpy(), kind="stable")[:100]  # equal keys: the first inserted comes first
         ranks.append(next((i for i, row in enumerate(nearest, 1) if names[row] in mine), math.inf))
-    found = ranking(db, queries, positives)
+    found = ranked(db, queries, positives, None)
     assert found.recall_1 == np.mean([rank <= 1 for rank in ranks])
     assert found.recall_10 == np.mean([rank <= 10 for rank in ranks])
     assert found.mrr_100 == pytest.approx(np.mean([1 / rank for rank in ranks]))
@@ -272,12 +272,42 @@ def test_ranking_is_what_a_loop_says(n: int) -> None:
     assert ranks[0] == math.inf
     flipped = torch.nn.Linear(D, D, bias=False)
     torch.nn.init.eye_(flipped.weight)
-    assert ranking(db, -queries, positives, flipped) == ranking(db, -queries, positives)
+    assert ranking(db, -queries[1:], positives[1:], flipped) == ranked(db, -queries[1:], positives[1:], None)
 
 
 def test_in_an_empty_database_nothing_is_found() -> None:
     with softdb.open(None, dim=2) as db:
-        assert ranking(db, torch.ones(3, 2), [["a"]] * 3) == (0, 0, 0, 3)
+        assert ranked(db, torch.ones(3, 2), [["a"]] * 3, None) == (0, 0, 0, 3)
+
+
+def test_a_ranking_takes_an_id_each_and_names_what_is_wrong() -> None:
+    db, queries, positives = world()
+    with softdb.open(None, dim=D) as one:
+        one.insert(range(N), keys_of())
+        firsts = np.arange(N)
+        assert ranking(one, keys_of(), firsts).recall_10 == ranking(one, keys_of(), [[i] for i in range(N)]).recall_10
+    assert ranking(db, queries, [mine[0] for mine in positives]).queries == M
+    with pytest.raises(BadInput, match=r"not in the database: 'gone' \(query 1\)"):
+        ranking(db, queries[:2], ["r0", "gone"])
+    with pytest.raises(BadInput, match=r"queries are of shape \(0, 8\); expected one or more, \(m, d\)"):
+        ranking(db, queries[:0], [])
+    with pytest.raises(BadInput, match="1 positives for 2 queries"):
+        ranking(db, queries[:2], ["r0"])
+
+
+def test_zeros_of_either_sign_are_one_query() -> None:
+    queries = torch.tensor([[0.0, 1], [-0.0, 1], [1, 0], [2, 0], [3, 0]])
+    for seed in range(20):
+        parts = [set(part.tolist()) for part in split(queries, [["a"], ["b"], ["c"], ["d"], ["e"]], 0.5, False, seed)]
+        assert sum(bool({0, 1} & part) for part in parts) == 1
+
+
+def test_too_few_pairs_are_told_how_many_would_do() -> None:
+    with pytest.raises(BadInput, match=r"such as 8 that share none, .* \(--patience 0 on the command line\)"):
+        split(torch.ones(1, 2), [["a"]], 0.2, True, 0)
+    queries = torch.arange(8.0)[:, None]
+    positives: list[list[Id]] = [[name] for name in "abcdefgh"]
+    assert [len(part) for part in split(queries, positives, 0.2, True, 0)] == [6, 1, 1]
 
 
 # -- a break costs nothing ---------------------------------------------------------------------------------------------
@@ -354,6 +384,56 @@ def test_a_checkpoint_of_other_pairs_or_records_is_refused(tmp_path: Path) -> No
     db.insert(["new"], torch.ones(1, D))
     with pytest.raises(BadInput, match="another run: generation 1 there, 2 here"):
         fit(db, queries, positives, **words, resume=True)
+    names = [f"r{i}" if i % 3 == 0 else i for i in range(N)]
+    for ids, keys in ((names, keys_of() * 2), ([names[-1], *names[:-1]], keys_of())):
+        with softdb.open(None, dim=D) as other:
+            other.insert(ids, keys)
+            with pytest.raises(BadInput, match="another run: keys others there, these here"):
+                fit(other, queries, positives, **words, resume=True)
+
+
+def test_a_checkpoint_is_of_the_index_where_candidates_count(tmp_path: Path) -> None:
+    pytest.importorskip("faiss", reason="an index is built")
+    db, queries, positives = world(M, 2000)
+    words = {**SMALL, "epochs": 1}
+    fit(db, queries, positives, **words, k=20, checkpoint=tmp_path / "k.pt")
+    fit(db, queries, positives, **words, checkpoint=tmp_path / "exact.pt")
+    db.build_index("ivf")
+    with pytest.raises(BadInput, match="another run: index another there, this one here"):
+        fit(db, queries, positives, **words, k=20, checkpoint=tmp_path / "k.pt", resume=True)
+    fit(db, queries, positives, **words, checkpoint=tmp_path / "exact.pt", resume=True)  # every record, as before
+    more = {**SMALL, "epochs": 2, "k": 20}
+    fit(db, queries, positives, **words, k=20, checkpoint=tmp_path / "i.pt")
+    db.search(queries, 5)
+    fit(db, queries, positives, **more, checkpoint=tmp_path / "i.pt", resume=True)
+
+
+def test_a_checkpoint_without_its_parts_is_named(tmp_path: Path) -> None:
+    db, queries, positives = world()
+    words = {**SMALL, "epochs": 1, "checkpoint": tmp_path / "run.pt"}
+    fit(db, queries, positives, **words)
+    content = torch.load(tmp_path / "run.pt", weights_only=True)
+    for broken, message in (
+        ({"format": content["format"]}, "is not a checkpoint that softdb train wrote"),
+        ({**content, "run": [1]}, "is not a checkpoint that softdb train wrote"),
+        ({**content, "state": {}}, r"run\.pt is a checkpoint whose parts are missing or broken"),
+        ({**content, "state": {**content["state"], "best": 3}}, "parts are missing or broken"),
+    ):
+        torch.save(broken, tmp_path / "run.pt")
+        with pytest.raises(BadInput, match=message):
+            fit(db, queries, positives, **words, resume=True)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    _, queries, positives = world()
+    (tmp_path / "run.pt.tmp").mkdir()
+    said: list[object] = []
+    with softdb.open(tmp_path / "db", dim=D) as db:
+        db.insert([f"r{i}" if i % 3 == 0 else i for i in range(N)], keys_of())
+        for name, message in (("run.pt", "cannot be written"), ("db/run.pt", "is inside the database")):
+            with pytest.raises(BadInput, match=message):
+                fit(db, queries, positives, checkpoint=tmp_path / name, progress=lambda *one: said.append(one))
+    assert not said
 
 
 def test_a_checkpoint_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,13 +483,14 @@ def test_checkpoints_that_are_none(tmp_path: Path) -> None:
         ({"holdout": 0}, "holdout is 0; expected a share between 0 and 1"),
         ({"holdout": 1.0}, "holdout is 1; expected"),
         ({"holdout": -0.1}, r"holdout is -0\.1"),
-        ({"k": 3, "rtol": 0.1}, "k and a tolerance are both given"),
+        ({"k": 3, "rtol": 0.1}, r"k and rtol are both given \(3, 0\.1\)"),
         ({"k": 0}, "k is 0"),
         ({"rtol": -1}, "rtol is -1"),
         ({"temperature": 0}, "temperature is 0"),
         ({"epochs": 0}, "epochs is 0"),
         ({"batch": 1.5}, r"batch is 1\.5"),
         ({"rate": math.inf}, "rate is inf"),
+        ({"rate": 1e300}, r"rate is 1e\+300; expected at most 1000"),
         ({"patience": 0}, "patience is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"bias": "yes"}, "bias is 'yes'; expected True or False"),
@@ -443,6 +524,56 @@ def test_pairs_that_make_no_sense() -> None:
     db.delete(["r0"])
     with pytest.raises(BadInput, match=r"not in the database: 'r0'"):
         fit(db, queries, ["r0", *positives[1:]])
+
+
+def test_ids_of_arrays_and_a_checkpoint_that_is_no_path() -> None:
+    with softdb.open(None, dim=D) as db:
+        db.insert(range(N), keys_of())
+        one = fit(db, keys_of(), list(range(N)), epochs=1)
+        same(one, fit(db, keys_of(), np.arange(N), epochs=1))
+        same(one, fit(db, keys_of(), torch.arange(N), epochs=1))
+        same(one, fit(db, keys_of(), list(np.arange(N)), epochs=1))
+        with pytest.raises(BadInput, match="positives are 5; expected an id, or a list of ids"):
+            fit(db, keys_of(), np.array(5))
+        wrong: Any = 5
+        with pytest.raises(BadInput, match="checkpoint is 5; expected the path of a file"):
+            fit(db, keys_of(), np.arange(N), checkpoint=wrong)
+
+
+def test_a_query_beyond_float32_is_named_before_training() -> None:
+    db, queries, positives = world()
+    large = queries.double()
+    large[3, 0] = 1e300
+    with pytest.raises(BadInput, match="query 3 is NaN or infinite in float32"):
+        fit(db, large, positives)
+
+
+def test_the_grad_mode_and_default_dtype_around_it_do_not_count() -> None:
+    db, queries, positives = world()
+    one = fit(db, queries, positives, **SMALL)
+    with torch.no_grad():
+        same(one, fit(db, queries, positives, **SMALL))
+    with torch.inference_mode():
+        same(one, fit(db, queries.clone(), positives, **SMALL))
+    torch.set_default_dtype(torch.float64)
+    try:
+        same(one, fit(db, queries, positives, **SMALL))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_projection_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    db, queries, positives = world()
+    after = torch.optim.Adam.step
+
+    def diverge(self: Any, *words: Any) -> None:
+        after(self, *words)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0][0, 0] = torch.inf
+
+    monkeypatch.setattr(torch.optim.Adam, "step", diverge)
+    with pytest.raises(BadInput, match="the projection became NaN or infinity; lower the rate"):
+        fit(db, queries, positives, **{**SMALL, "batch": M, "epochs": 1})
 
 
 def test_a_loss_that_is_no_number_is_named() -> None:
@@ -488,9 +619,17 @@ def test_numbers_in_tables_and_queries_from_elsewhere(tmp_path: Path) -> None:
     path = write(tmp_path / "p.csv", "query,positives", '"[1, 2]",a', '"[3, 4]",b')
     assert read_pairs(path).queries == [[1, 2], [3, 4]]
     array = np.ones((2, 5))
-    assert read_pairs(path, queries=array).queries is array
     only = write(tmp_path / "p.jsonl", {"positives": 1}, {"positives": [2]})
+    assert read_pairs(only, queries=array).queries is array
     assert read_pairs(only, queries=array).positives == [[1], [2]]
+    with pytest.raises(BadInput, match=r"p\.csv line 2: field 'query' is a query, but queries are given, too"):
+        read_pairs(path, queries=array)
+    for bad in (np.ones(()), np.ones(2), np.ones((2, 1, 1))):
+        with pytest.raises(BadInput, match=r"queries have shape \(.*\); expected \(m, d\) numbers"):
+            read_pairs(only, queries=bad)
+    wide = write(tmp_path / "wide.csv", "query,positives", f'"{[1.25] * 40_000}"," [""r1""]"')
+    found = read_pairs(wide)
+    assert (len(found.queries[0]), found.positives) == (40_000, [["r1"]])
     with pytest.raises(BadInput, match=r"5 queries but p\.jsonl has 2 lines"):
         read_pairs(only, queries=np.ones((5, 2)))
 
@@ -508,6 +647,12 @@ def test_an_id_of_a_table_is_what_the_database_knows(tmp_path: Path) -> None:
         assert pairs.positives == [[7], [8]]
         pairs = read_pairs(write(tmp_path / "p.jsonl", {"query": "x", "positives": "7"}))
         with pytest.raises(BadInput, match=r"'7' \(p\.jsonl line 1\)"):  # typed: 7 and "7" differ
+            pairs.resolve(db)
+        pairs = read_pairs(write(path, "query\tpositives".replace("\t", ","), 'x,"r1, r2"'))
+        with pytest.raises(BadInput, match=r"'r1, r2' \(p\.csv line 2\); insert .*; several ids are a JSON list"):
+            pairs.resolve(db)
+        pairs = read_pairs(write(tmp_path / "p.jsonl", "", {"query": [1, 2], "positives": 8}))
+        with pytest.raises(BadInput, match=r"p\.jsonl line 2: the query has 2 numbers but this database is 1 wide"):
             pairs.resolve(db)
         huge = Pairs(["x"], [["9" * 19]], [5], "p.csv", False)
         with pytest.raises(BadInput, match=r"'9999999999999999999' \(p\.csv line 5\)"):
@@ -527,13 +672,14 @@ def test_an_id_of_a_table_is_what_the_database_knows(tmp_path: Path) -> None:
         ("p.jsonl", ['{"query": " ", "positives": 1}'], "line 1: field 'query' is ' '; expected a text or a list"),
         ("p.jsonl", ['{"query": [], "positives": 1}'], "line 1: field 'query'"),
         ("p.jsonl", ['{"query": [1, "a"], "positives": 1}'], "line 1: field 'query'"),
+        ("p.jsonl", ['{"query": [1' + "0" * 400 + '], "positives": 1}'], "line 1: field 'query'"),
         ("p.jsonl", ['{"query": [1], "positives": 1}', '{"query": "a", "positives": 1}'], "line 2: texts and lists"),
         ("p.jsonl", ['{"query": [1], "positives": 1}', '{"query": [1, 2], "positives": 1}'], "2: .* has 2 numbers, 1"),
         ("p.jsonl", [], "holds no pairs"),
         ("p.csv", ["query,positives"], "holds no pairs"),
         ("p.csv", ["query,positives", "a,[1"], r"line 2: '\[1' begins with \[ but is not a JSON list"),
         ("p.csv", ["query,positives", "a,b,c"], "line 2: 3 cells, 2 in the header"),
-        ("p.csv", ["query,positives", "a,"], "line 2: no field 'positives'"),
+        ("p.csv", ["query,positives", "a,"], "line 2: field 'positives': the cell is empty"),
         ("p.txt", ["x"], "has a name of no known kind"),
         ("none.jsonl", None, "none.jsonl is not a file"),
     ],
@@ -578,6 +724,18 @@ def test_files_that_hold_no_projection(tmp_path: Path) -> None:
         torch.save({"format": "softdb projection 1", "state_dict": state}, tmp_path / f"{name}.pt")
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "linear.pt")
     (tmp_path / "empty.pt").write_bytes(b"")
+    parts: list[dict[str, Any]] = [
+        {"weight": torch.eye(2, dtype=torch.int64)}, {"weight": torch.zeros(0, 0)}, {"weight": torch.eye(2), "bias": 1},
+        {"weight": torch.eye(2), "bias": torch.ones(3)}, {"weight": torch.ones(2)}, {},
+    ]  # fmt: skip
+    for part in parts:
+        torch.save({"format": "softdb projection 1", "state_dict": part}, tmp_path / "part.pt")
+        with pytest.raises(BadInput, match=r"part\.pt is not a projection that softdb train wrote"):
+            load(tmp_path / "part.pt")
+    for facts in ({"path": tmp_path}, {"loss": math.nan}):
+        with pytest.raises(BadInput, match="metadata holds"):
+            save(tmp_path / "meta.pt", QueryProjection(2), facts)
+    assert not (tmp_path / "meta.pt").exists()
     for name, message in {
         "none": "is not there", "flat": "is not a projection", "nan": "holds NaN or infinity",
         "x": "is not a projection", "linear": "is not a projection", "empty": "cannot be read as a projection",
@@ -690,11 +848,46 @@ def test_what_the_command_refuses(stored: tuple[Path, Path], tmp_path: Path) -> 
     )
     assert "not in the database: '?' (bad.jsonl line 2)" in fails("train", path, bad, *out)
     narrow = write(tmp_path / "narrow.jsonl", *({"query": [i], "positives": i} for i in (1, 2, 4, 5)))
-    assert "queries are 1 wide but this database" in fails("train", path, narrow, *out)
-    assert "k and a tolerance are both given" in fails("train", path, pairs, *out, "-k", 3, "--rtol", 0.1)
+    assert "narrow.jsonl line 1: the query has 1 numbers but this database is 8 wide" in fails(
+        "train", path, narrow, *out
+    )
+    assert "k and rtol are both given (3, 0.1)" in fails("train", path, pairs, *out, "-k", 3, "--rtol", 0.1)
     assert "holdout is 1;" in fails("train", path, pairs, *out, "--holdout", 1)
     assert "give a file in a folder that is there" in fails("train", path, pairs, "--out", tmp_path / "no" / "p.pt")
     texts = write(tmp_path / "texts.jsonl", {"query": "a", "positives": "r0"})
     assert "does not say what made its keys; add --encoder" in fails("train", path, texts, *out)
     assert "none.pt is not there" in fails("search", path, json.dumps([1] * D), "--projection", tmp_path / "none.pt")
+    assert "give its file with --checkpoint" in fails("train", path, pairs, *out, "--resume")
+    np.save(tmp_path / "one.npy", np.float32(1))
+    assert "queries have shape ()" in fails("train", path, pairs, *out, "--queries", tmp_path / "one.npy")
     assert not (tmp_path / "p.pt").exists()
+
+
+def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tmp_path: Path) -> None:
+    path, pairs = stored
+    array, file, out = tmp_path / "q.npy", tmp_path / "run.ckpt", tmp_path / "p.pt"
+    np.save(array, np.ones((M, D), np.float32))
+    (tmp_path / "q.pt.tmp").mkdir()
+    before = digests(tmp_path)
+    catalogue = next(one for one in path.iterdir() if one.is_file())
+    ours = "would overwrite a file of this training"
+    for words, message in (
+        (("--out", pairs), f"--out {pairs} {ours}"),
+        (("--out", tmp_path / "db" / ".." / "pairs.jsonl"), ours),
+        (("--out", array, "--queries", array), f"--out {array} {ours}"),
+        (("--out", file, "--checkpoint", file), f"--out {file} {ours}"),
+        (("--out", catalogue), "is inside the database"),
+        (("--out", out, "--checkpoint", path / "run.ckpt"), "--checkpoint"),
+        (("--out", out, "--checkpoint", pairs, "--resume"), f"--checkpoint {pairs} {ours}"),
+        (("--out", tmp_path / "q.pt"), "q.pt cannot be written"),
+    ):
+        assert message in fails("train", path, pairs, "--epochs", 1, *words)
+    assert digests(tmp_path) == before
+
+
+def test_a_training_without_gain_says_so(stored: tuple[Path, Path], tmp_path: Path) -> None:
+    path, _ = stored
+    rows = [{"query": key.tolist(), "positives": f"r{i}" if i % 3 == 0 else i} for i, key in enumerate(keys_of())]
+    found = write(tmp_path / "found.jsonl", *rows[3:])
+    shown = run("train", path, found, "--out", tmp_path / "p.pt", "--lr", 5.0, "--epochs", 2).stdout
+    assert "this projection changes nothing" in " ".join(shown.split())

@@ -5,6 +5,7 @@ from softdb.check.asking import Asked, Tolerance, asked, excluded, share, tolera
 from softdb.check.ids import Id, identifiers
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
 from softdb.check.plain import filled, integer, positive, shown
+from softdb.check.precision import precise
 from softdb.check.schemas import MAX_DIM, Metric, Schema, schema
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "matrix",
     "payloads",
     "positive",
+    "precise",
     "queries",
     "schema",
     "share",

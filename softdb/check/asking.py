@@ -136,7 +136,7 @@ def _number(value: object, name: str, expected: str) -> float:
         raise BadInput(f"{name} is a tensor that wants a gradient, but it only selects records; pass a plain number")
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise BadInput(f"{name} is {shown(value)}; expected {expected}") from None
     if isinstance(value, bool | str) or not math.isfinite(number):
         raise BadInput(f"{name} is {shown(value)}; expected {expected}")

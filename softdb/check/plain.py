@@ -44,7 +44,7 @@ def positive(value: object, name: str) -> float:
         )
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise BadInput(f"{name} is {shown(value)}; expected a number above 0") from None
     if isinstance(value, bool | str) or not (number > 0 and math.isfinite(number)):
         raise BadInput(f"{name} is {shown(value)}; expected a finite number above 0")

@@ -48,9 +48,14 @@ def train(
     """Train a projection of the queries, so that they find their right records; the database is only read."""
     from softdb.demo import progress
     from softdb.train import fit, read_pairs, save
+    from softdb.train.checkpoint import require_writable
 
     if not out.absolute().parent.is_dir() or out.is_dir():
         raise BadInput(f"{out} cannot be written; give a file in a folder that is there")
+    if resume and checkpoint is None:
+        raise BadInput("--resume goes on from a checkpoint, but none is named; give its file with --checkpoint")
+    _require_apart(path, [one for one in (pairs, queries) if one is not None], checkpoint, out)
+    require_writable(out)
     read = read_pairs(pairs, query=query, positives=positives, queries=None if queries is None else array_of(queries))
     with opened(path, "text" if read.is_text else None, encoder) as db:
         read.resolve(db)
@@ -87,6 +92,20 @@ def train(
     _show(fitted, len(read.lines), out)
 
 
+def _require_apart(database: Path, read: list[Path], checkpoint: Path | None, out: Path) -> None:
+    """BadInput where a file that is written is one that is read, or part of the database."""
+    taken = {one.resolve() for one in read}
+    for name, file in (("--checkpoint", checkpoint), ("--out", out)):
+        if file is None:
+            continue
+        mine = file.resolve()
+        if {mine, mine.with_name(mine.name + ".tmp")} & taken:  # the second is what it is written as at first
+            raise BadInput(f"{name} {file} would overwrite a file of this training; give another")
+        if database.resolve() in mine.parents:
+            raise BadInput(f"{name} {file} is inside the database {database}; give a file elsewhere")
+        taken.add(mine)
+
+
 def _show(fitted: Fitted, pairs: int, out: Path) -> None:
     """What the held-out queries find, before and after."""
     console, (before, after) = terminal(), (fitted.before, fitted.after)
@@ -102,4 +121,6 @@ def _show(fitted: Fitted, pairs: int, out: Path) -> None:
     table.add_row("recall@10", f"{before.recall_10:.1%}", f"{after.recall_10:.1%}")
     table.add_row("MRR@100", f"{before.mrr_100:.3f}", f"{after.mrr_100:.3f}")
     print_table(table)
+    if not fitted.best:
+        console.print("no epoch was better than the queries as they are: this projection changes nothing")
     console.print(f"written to {escape(str(out))}; ask with it: softdb search … --projection {escape(str(out))}")

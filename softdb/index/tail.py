@@ -106,7 +106,8 @@ class Tail:
         asked = np.ascontiguousarray(keys[:: max(1, len(keys) // CALIBRATED)][:CALIBRATED])
         rows, codes = self.index.find_scored(asked, 128, None, None)
         true = scores_at(snapshot, asked, snapshot.positions(rows), self.index.metric)
-        error = (true - codes)[(rows >= 0) & np.isfinite(true)]
+        there = (rows >= 0) & np.isfinite(true)
+        error = true[there] - codes[there]
         lengths = float(np.linalg.norm(asked, axis=1).mean()) if self.index.metric is Metric.DOT else 1.0
         self.bias, self.error = (float(error.mean()), float(error.std())) if len(error) else (0.0, 0.0)
         self.bias, self.error = self.bias / max(lengths, 1e-12), self.error / max(lengths, 1e-12)

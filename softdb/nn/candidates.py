@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.database import SoftDB
-from softdb.errors import BadInput
+from softdb.errors import BadInput, Cancelled
 from softdb.index.background import Build
 from softdb.index.choose import Progress
 from softdb.index.flat import nearest
@@ -80,13 +81,13 @@ def _as_snapshot(
     keys: Tensor,  # (n, d)
     origin: Origin,
 ) -> Snapshot:
-    """Parameters as finding reads records: no copy."""
+    """Parameters as finding reads records: no copy, unless their rows are not contiguous."""
     if keys.device.type != "cpu" or keys.dtype not in (torch.float32, torch.float64):
         raise BadInput(
             f"the keys are {keys.dtype} on {keys.device}; a memory lives in the RAM, in float32: move the rest of the "
             "model, its queries may come from a GPU"
         )
-    return Snapshot.of(0, (Segment(0, 0, None, keys.detach().numpy(), None),), origin.present)
+    return Snapshot.of(0, (Segment(0, 0, None, keys.detach().contiguous().numpy(), None),), origin.present)
 
 
 class Renewed(torch.nn.Module):
@@ -97,7 +98,7 @@ class Renewed(torch.nn.Module):
     def _begin(self, origin: Origin, k: object, overfetch: object, refresh: object) -> None:
         self.k, self.overfetch = check.integer(k, "k"), check.integer(overfetch, "overfetch")
         self.policy: Policy = policy_of(refresh)
-        self._followed = Followed(origin)
+        self._followed = Followed.of(origin)
         self.steps = self._since = 0  # training steps, and at which of them candidates were renewed
         self._asked: Tensor | None = None  # (ASKED, d) the last queries
         self._recall: float | None = None
@@ -127,11 +128,11 @@ class Renewed(torch.nn.Module):
     def step(self) -> str:
         """Count a training step, after the optimiser's, and do what the policy finds due.
 
-        Returns what that was: "kept", "measured", "refreshed" or "started". Raises what a refresh failed with; the old
-        candidates serve on.
+        Returns what that was: "kept", "measured", "refreshed" or "started". Raises what a refresh failed with, the step
+        being counted; the old candidates serve on, as after a refresh that was cancelled.
         """
-        self._finished()
         self.steps += 1
+        self._finished()
         return self.policy.after_step(self)
 
     def refresh(self, *, background: bool = False) -> Build | None:
@@ -195,8 +196,9 @@ class Renewed(torch.nn.Module):
         """Take note of a refresh that has ended in the background. Raises what it failed with."""
         if self._build is not None and self._build.done:
             build, self._build = self._build, None
-            build.result()
-            self._renewed()
+            with contextlib.suppress(Cancelled):  # who cancelled it knows
+                build.result()
+                self._renewed()
 
     def _renewed(self) -> None:
         version = self._shadow.now
@@ -247,8 +249,9 @@ class Renewed(torch.nn.Module):
 
     def _forget(self) -> None:
         """Let go of the copy of the keys, and of one that is being made."""
-        self._shadow.close()
-        self._shadow, self._build = self._new_shadow(), None
+        old, self._build = self._shadow, None
+        self._shadow = self._new_shadow()
+        old.close()  # last: another thread that asks meets an open one
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_build": None}  # goes on for this one alone

@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone."""
+"""What torch.compile and autocast leave alone, as they do the verbs of a database."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+
+from softdb.check import precise
 
 __all__ = ["eager"]
 
@@ -24,6 +26,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-        return function(*args, **kwargs)
+        with precise():
+            return function(*args, **kwargs)
 
     return call

@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from softdb.answers import Explanation, Hits, Pooled, Resolve
 from softdb.check import Metric
+from softdb.errors import StaleRead
 from softdb.nn.encoding import EncodedScore, Encoding
 from softdb.nn.shadow import Version
 from softdb.pool import State, merge, pool
 from softdb.scores import Fold, fold
+from softdb.scores.contract import alike
 from softdb.soft.explain import explained
 from softdb.soft.query import Live, Positions, SoftQuery, own_scores
 from softdb.store import Snapshot
@@ -24,22 +26,9 @@ from softdb.store.snapshot import Block
 from softdb.stream import Task, scan
 from softdb.stream.blocks import Tile, pool_into
 
-__all__ = ["alive", "attend_all", "attend_nearest", "candidates", "scored", "young"]
+__all__ = ["attend_all", "attend_nearest", "candidates", "scored", "served", "young"]
 
 GATHERED = 1 << 24  # numbers of encoded candidates gathered at once: 64 MB
-
-
-def alive(
-    snapshot: Snapshot,
-    version: Version,
-    allowed: Live | None = None,  # (size,) over positions
-) -> NDArray[np.bool_]:  # (n,)
-    """Which of a version's records are still there, and allowed."""
-    if not snapshot.size:
-        return np.zeros(len(version.rows), np.bool_)
-    keep = snapshot.live if allowed is None else snapshot.live & allowed
-    positions = snapshot.positions(version.rows)
-    return (positions >= 0) & keep[positions]
 
 
 def young(
@@ -56,6 +45,16 @@ def young(
     return keep
 
 
+def served(
+    query: SoftQuery,
+    metric: Metric,  # of a shadow
+) -> Fold | None:
+    """The score of a query as one that the shadow finds by; None where it ranks otherwise."""
+    with torch.no_grad():
+        folded = fold(query.score, query.queries.detach())
+    return folded if folded is not None and folded.metric is metric else None
+
+
 def candidates(
     query: SoftQuery,
     snapshot: Snapshot,
@@ -68,14 +67,14 @@ def candidates(
     """Positions of the k best as the encoder is, -1 = none, and what found them: "shadow" or "scan"."""
     queries = query.queries.detach()
     with torch.no_grad():
-        folded = fold(query.score, queries)
-        if version is None or folded is None or folded.metric is not metric:
+        folded = None if version is None else served(query, metric)
+        if version is None or folded is None:
             every = EncodedScore(query.score, encoding, snapshot)
             return scan(queries, snapshot, every, k, allowed=query.allowed), "scan"
         recent = young(snapshot, version, query.allowed)
         fresh = int(np.count_nonzero(recent))
         all_held = query.allowed is None and snapshot.count - fresh == len(version.rows)
-        held = None if all_held else alive(snapshot, version, query.allowed)
+        held = None if all_held else version.alive(snapshot, query.allowed)
         positions = snapshot.positions(version.find(folded.queries, count, keep=held).cpu().numpy())
         if fresh:
             every = EncodedScore(query.score, encoding, snapshot)
@@ -94,8 +93,8 @@ def _best(
     """The k best of some candidates by the encoder as it is, ties by row. Each record is encoded once."""
     known, places = np.unique(positions, return_inverse=True)
     places = np.sort(places.reshape(positions.shape), axis=1)  # of unlike engines alike: ties by row, -1 first
-    encoded = _table(snapshot, known, encoding.found, encoding.dim)
     queries = query.queries.detach()
+    encoded = alike(_table(snapshot, known, encoding.found, encoding.dim), queries)
     best = np.empty((len(places), min(k, places.shape[1])), np.int64)
     chunk = max(1, GATHERED // max(1, places.shape[1] * encoding.dim))
     for low in range(0, len(places), chunk):
@@ -118,7 +117,7 @@ def scored(
     With gradient to the queries, the score's parameters and the encoder's. Each record is encoded once.
     """
     known, places = np.unique(positions, return_inverse=True)
-    encoded = _table(snapshot, known, encoding.of, encoding.dim)
+    encoded = alike(_table(snapshot, known, encoding.of, encoding.dim), query.queries)
     own = encoded[torch.from_numpy(places.reshape(positions.shape))]
     none = torch.from_numpy(positions < 0).to(query.queries.device)
     scores = own_scores(query.score, query.queries, own).masked_fill(none, -torch.inf)
@@ -165,7 +164,7 @@ def attend_nearest(
 
 def attend_all(query: SoftQuery, snapshot: Snapshot, encoding: Encoding, has_values: bool, resolve: Resolve) -> Pooled:
     """The exact soft query: every record encoded, a block at a time; what backward needs of it is computed again."""
-    queries = query.queries
+    queries, stamp = query.queries, encoding.stamp
     nothing = queries[:, :1] * 0
     whole = [State(nothing.expand(-1, query.pooled_dim), nothing[:, 0] - torch.inf)]
     for block in snapshot.blocks(encoding.size, query.allowed):
@@ -184,7 +183,7 @@ def attend_all(query: SoftQuery, snapshot: Snapshot, encoding: Encoding, has_val
         hits=None,
         weights=None,
         finder="all",
-        explanation=lambda count: _explained(query, snapshot, encoding, pooled, count, resolve),
+        explanation=lambda count: _explained(query, snapshot, encoding, pooled, count, resolve, stamp),
         bar=certain.clone(),
         stderr=certain.clone(),
         lse_stderr=certain.clone(),
@@ -197,7 +196,7 @@ def _part(
     query: SoftQuery, snapshot: Snapshot, encoding: Encoding, block: Block, has_values: bool, queries: Tensor
 ) -> State:
     """The soft query over a block. The queries come by themselves, too: a checkpoint finds tensors among arguments."""
-    encoded = encoding.of(block.keys, _row(snapshot, block.positions.numpy()))
+    encoded = alike(encoding.of(block.keys, _row(snapshot, block.positions.numpy())), queries)
     task = Task(snapshot, query.score, query.temperature, None, None, query.num_classes, query.pooled_dim)
     scores = task.scores(queries, Tile(slice(None), block.positions, encoded, encoded, None))
     weights, lse, _ = query.weighting.weigh(scores, query.temperature, scores > -torch.inf)
@@ -208,9 +207,24 @@ def _part(
 
 
 def _explained(
-    query: SoftQuery, snapshot: Snapshot, encoding: Encoding, pooled: Pooled, count: int, resolve: Resolve
+    query: SoftQuery,
+    snapshot: Snapshot,
+    encoding: Encoding,
+    pooled: Pooled,
+    count: int,
+    resolve: Resolve,
+    stamp: tuple[tuple[int, int], ...] | None = None,  # of the encoder that answered; None: it is not asked again
 ) -> list[Explanation]:
     """What carries an answer, with the scores as the user's own score gives them."""
+    if stamp is not None and stamp != encoding.stamp:
+        raise StaleRead(
+            "the encoder was changed since this answer, whose weights are told by encoding the records again; explain "
+            "before the step, or ask again"
+        )
+    # a place that no record fills would be encoded as zeros, which not every encoder takes
+    count = min(count, int(query.taking_part(snapshot)[0])) if len(query.queries) else 0  # for all alike: no mask
+    if not count:
+        return [Explanation([], [], [], [], mass=0.0, effective=0.0) for _ in query.queries]
     asked = replace(query, score=EncodedScore(query.score, encoding, snapshot))
     found = explained(asked, snapshot, pooled, count, _nowhere, resolve)
     if pooled.hits is not None:

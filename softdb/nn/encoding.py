@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from softdb.answers import Resolve
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scores import Score, ScoreFunction
+from softdb.scores.contract import alike
 from softdb.soft.query import own_scores
 from softdb.store import Snapshot
 
@@ -28,7 +31,13 @@ def probed(encoder: Encode, dim: int) -> int:
     if not callable(encoder):
         raise BadInput(f"encoder is {shown(encoder)}; expected an nn.Module or a callable, (m, d) -> (m, d')")
     with torch.no_grad(), evaluating(encoder):
-        found = encoder(_as_input(encoder, torch.zeros(2, dim)))
+        try:
+            found = encoder(_as_input(encoder, torch.zeros(2, dim)))
+        except RuntimeError as error:  # so torch says that shapes do not fit
+            raise BadInput(
+                f"the encoder failed on two keys of zeros, {dim} wide as those of this database: {error}; give one "
+                f"that takes (m, {dim})"
+            ) from error
     return _shaped(found, 2, None)
 
 
@@ -46,14 +55,32 @@ def evaluating(encoder: Encode) -> Iterator[None]:
             part.training = True
 
 
+def _casts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocast that the calling thread is under."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 @dataclass(frozen=True)
 class Encoding:
-    """An encoder of stored keys, whose output is checked."""
+    """An encoder of stored keys, whose output is checked.
+
+    It runs under the autocast that it was made under, the only part of a soft query that does: its output is at least
+    float32, and what becomes of that is as precise as the queries.
+    """
 
     encoder: Encode
     dim: int  # d'
     size: int  # records encoded at once
     read: Resolve  # rows -> ids, for messages
+    lock: Any = field(default_factory=threading.RLock)  # held while it runs: its mode is that of one thread
+    casts: tuple[tuple[str, torch.dtype], ...] = field(default_factory=_casts)
+
+    @property
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Changes when a parameter of the encoder is changed in place, or replaced."""
+        parameters = self.encoder.parameters() if isinstance(self.encoder, torch.nn.Module) else ()
+        return tuple((id(one), 0 if one.is_inference() else one._version) for one in parameters)
 
     def of(
         self,
@@ -62,9 +89,13 @@ class Encoding:
     ) -> Tensor:  # (m, d')
         """Encoded keys, in the mode that the encoder is in, with gradient. Raises BadInput for what cannot be one."""
         if not len(keys):
-            return _as_input(self.encoder, torch.zeros(0, self.dim))
-        encoded = self.encoder(_as_input(self.encoder, keys))
+            return _precise(_as_input(self.encoder, torch.zeros(0, self.dim)))
+        with self.lock, contextlib.ExitStack() as stack:
+            for kind, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            encoded = self.encoder(_as_input(self.encoder, keys))
         _shaped(encoded, len(keys), self.dim)
+        encoded = _precise(encoded)
         plain = encoded.detach()
         # a sum is finite only where every number is, or where it is too large: then each is looked at
         if not math.isfinite(float(plain.sum())) and not bool(plain.isfinite().all()):
@@ -84,7 +115,7 @@ class Encoding:
         row: Callable[[int], int],
     ) -> Tensor:  # (m, d')
         """As `of`, for finding: `size` at a time, in eval mode and without gradient."""
-        with evaluating(self.encoder):
+        with self.lock, evaluating(self.encoder):
             starts = range(0, max(1, len(keys)), self.size)
             parts = [self.of(keys[low : low + self.size], lambda i, low=low: row(low + i)) for low in starts]  # type: ignore[misc]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -108,9 +139,10 @@ class EncodedScore(torch.nn.Module):
     ) -> Tensor:  # (q, n) or (q, k)
         """Scores of the encoded keys."""
         if keys.ndim == 3:
-            return own_scores(self._score, queries, self._encoded(keys.flatten(0, 1)).view(*keys.shape[:2], -1))
+            own = self._encoded(keys.flatten(0, 1)).view(*keys.shape[:2], -1)
+            return own_scores(self._score, queries, alike(own, queries))
         if self._last is None or self._last[0] is not keys:  # chunks of the queries meet the same block in turn
-            self._last = keys, self._encoded(keys)
+            self._last = keys, alike(self._encoded(keys), queries)
         return self._score(queries, self._last[1])
 
     def _encoded(self, keys: Tensor) -> Tensor:
@@ -130,6 +162,11 @@ def _as_input(encoder: Encode, keys: Tensor) -> Tensor:
     parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
     like = next((one for one in parameters if one.is_floating_point()), None)
     return keys.float() if like is None else keys.to(like.device).to(like.dtype)
+
+
+def _precise(encoded: Tensor) -> Tensor:
+    """At least float32, as queries are."""
+    return encoded.to(torch.promote_types(encoded.dtype, torch.float32))
 
 
 def _shaped(encoded: object, count: int, dim: int | None) -> int:

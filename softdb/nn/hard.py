@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -91,13 +90,14 @@ def hard_attention(
 def reinforce(
     reward: Tensor,  # (q, n)
     log_prob: Tensor,  # (q, n)
-    baseline: Tensor | float | None = None,  # broadcasts to (q, n)
+    baseline: Tensor | float | None = None,  # one number, (q, 1) or (q, n)
 ) -> Tensor:  # ()
     """A loss whose gradient is, on average, that of the expected reward, with its sign turned: -mean (r - b) log p.
 
     Williams 1992, section 4. Unbiased for every baseline b that does not depend on the draw it is subtracted from; a
     good one lowers the variance. Neither reward nor baseline gets a gradient. Draws of nothing (log p = -inf) count as
-    0. The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit.
+    0. The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit, and for a
+    baseline (q,), which would broadcast along the draws where q = n.
     """
     for tensor, name in ((reward, "reward"), (log_prob, "log_prob")):
         if not isinstance(tensor, Tensor):
@@ -108,12 +108,11 @@ def reinforce(
             "draw"
         )
     less = torch.as_tensor(0.0 if baseline is None else baseline).detach().to(log_prob)
-    try:
-        fits = np.broadcast_shapes(less.shape, reward.shape) == tuple(reward.shape)
-    except ValueError:
-        fits = False
-    if not fits:
-        raise BadInput(f"baseline has shape {tuple(less.shape)}; expected one that broadcasts to {tuple(reward.shape)}")
+    if less.ndim and tuple(less.shape) not in (tuple(reward.shape), (*reward.shape[:-1], 1)):
+        raise BadInput(
+            f"baseline has shape {tuple(less.shape)} and reward {tuple(reward.shape)}; give one number, one for each "
+            f"query {(*reward.shape[:-1], 1)}, or one for each draw"
+        )
     nothing = log_prob == -torch.inf
     advantage = (reward.detach().to(log_prob) - less).masked_fill(nothing, 0)
     return -(advantage * log_prob.masked_fill(nothing, 0)).mean()
@@ -165,6 +164,9 @@ class MovingBaseline(torch.nn.Module):
         reward: Tensor,  # (q, n)
     ) -> Tensor:  # ()
         """The baseline before this reward, which is then taken in. Raises BadInput for a reward that is not finite."""
+        if not isinstance(reward, Tensor) or not reward.is_floating_point():
+            came = f"of dtype {reward.dtype}" if isinstance(reward, Tensor) else shown(reward)
+            raise BadInput(f"reward is {came}; expected a floating tensor (q, n)")
         if not bool(torch.isfinite(reward).all()):
             raise BadInput("reward holds NaN or infinity, which would stay in the mean for ever; repair it")
         known = 1 - self.momentum ** int(self.steps)

@@ -18,7 +18,7 @@ from softdb.nn.eager import eager
 from softdb.nn.negatives import mined, shared_scores, without
 from softdb.nn.positives import Positives, asked, handle, live
 from softdb.nn.targets import class_labels, require_shape
-from softdb.scores import Score, ScoreFunction
+from softdb.scores import Kernel, Score, ScoreFunction
 from softdb.soft import log_all, log_partition, score_rows
 from softdb.soft.query import candidates
 from softdb.weights import softmax
@@ -28,6 +28,7 @@ __all__ = ["Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"mean": Tensor.mean, "sum": Tensor.sum, "none": Tensor.clone}
 
+SHARP = 0.07  # info_nce's temperature for scores that are cosines (Wu et al. 2018, section 3.1)
 IMPOSSIBLE = 100.0  # what a label without any weight costs, as in torch.nn.BCELoss
 
 
@@ -112,7 +113,7 @@ def info_nce(
     in_batch: bool = True,
     skip: int = 0,
     among: int | None = None,
-    temperature: float = 0.07,
+    temperature: float | None = None,
     score: Score | ScoreFunction | None = None,
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
@@ -135,7 +136,7 @@ def info_nce(
         in_batch: whether the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: pass over so many of the nearest, which may be positives that nobody has labelled.
         among: draw the negatives at random among so many of the nearest, rather than take the very nearest.
-        temperature: divides the scores.
+        temperature: divides the scores; None: 0.07, or 1 for a kernel, whose bandwidth does its work.
         score: as in `attend`; None: the database's metric.
         where: a filter on the payload, for positives and negatives.
         generator: of that draw; None: torch's own random numbers.
@@ -150,6 +151,8 @@ def info_nce(
     pool = count if among is None else check.integer(among, "among")
     if pool < count:
         raise BadInput(f"among is {pool} but negatives {count}; draw them among at least as many")
+    if temperature is None:
+        temperature = 1.0 if isinstance(score, Kernel) else SHARP
     ask = asked(db, queries, positives, temperature, score, where)
     query, snapshot, positions = ask
     hard = mined(db, ask, count, skip, pool, generator)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from softdb import check
 from softdb.answers import Hits, Pooled
@@ -19,7 +20,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.nn.candidates import Renewed
-from softdb.nn.origin import Followed, Origin
+from softdb.nn.origin import DIGEST, Followed, Origin
 from softdb.nn.refresh import Policy
 from softdb.pool import pool
 from softdb.scores import score_of
@@ -31,6 +32,7 @@ __all__ = ["Memory"]
 
 Column = Callable[[NDArray[np.int64]], Tensor]  # parameters -> what is stored of them
 OUTDATED = 0.5  # share of the records that were written since the index was built, from which on it is built anew
+TOLD = "records"  # in the state_dict: whose parameters these are
 SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
@@ -52,8 +54,10 @@ class Memory(Renewed):
 
     The memory holds the records that were there when it was made. One that is deleted or replaced since, by others, is
     not found any more; one that was inserted is not yet: `reload` takes both in. Copies share the handle and follow
-    each other's commits, of which the last stands. A database that is open for reading only may be trained, too, but
-    not committed. `state_dict` holds the parameters alone; after loading one, `refresh()`.
+    each other's commits, of which the last stands, until one of them reloads: from then on each is one of the others.
+    A database that is open for reading only may be trained, too, but not committed. `state_dict` holds the parameters
+    and, as "records", digests of the ids they belong to: it is loaded by id, whatever the order, and BadInput is raised
+    before anything of this memory changes where its records are not the same. After loading one, `refresh()`.
 
     Parameters live in the RAM, in float32 (or float64, for checks: then every key is compared); queries may come from a
     GPU. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records, then q k (d + v).
@@ -107,6 +111,7 @@ class Memory(Renewed):
             self.register_parameter(name, torch.nn.Parameter(column(every).float()) if train else None)
         self._touched = np.zeros(len(self._origin.rows), np.bool_)  # had a gradient since the last commit
         self._moved = 0  # records written since the database's index was built
+        self._listening: list[RemovableHandle] = []
         self._watch()
 
     def extra_repr(self) -> str:
@@ -126,7 +131,8 @@ class Memory(Renewed):
         records, whose ids and payloads are the database's; `finder` says where candidates came from: "flat" (every key
         was compared), "shadow" (the last refresh), or the name of the database's index.
 
-        Raises BadInput for queries that do not fit and for keys that training has made NaN or infinite, and Closed.
+        Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A key that
+        training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
         """
         schema = self._store.schema
         asked = check.queries(queries, schema.dim)
@@ -237,16 +243,19 @@ class Memory(Renewed):
         Args:
             everything: compare every record, also those that were changed otherwise than through a gradient, such as
                 by hand or by momentum.
-            reindex: True: build the index anew, whatever was written; False: don't.
+            reindex: True: build the index anew, whatever was written; False: don't; None: once it is due, and no other
+                build is under way.
 
         Raises:
             StaleRead: others have deleted or replaced a record that was trained; nothing was written. `reload` lets it
                 go, and keeps what else was learnt.
             ReadOnly: the database is open for reading; open it with mode="rw", make a memory and load the state_dict.
-            BadInput: training has made a parameter NaN, infinite, or too large for float16; nothing was written.
+            BadInput: training has made a parameter NaN, infinite, or too large for float16, or with reindex=True
+                another build is under way; nothing was written.
             Closed, WriteFailed: as with `db.update`.
+            What `db.build_index` raises: everything was written, and the old index serves on.
         """
-        self._store.require_writable()
+        self._may_commit(everything, reindex)
         origin = self._at_newest()
         lost = int(np.count_nonzero(self._touched & ~origin.present))
         if lost:
@@ -267,20 +276,35 @@ class Memory(Renewed):
             self._reindex(reindex)
         return len(changed)
 
+    def _may_commit(self, everything: object, reindex: object) -> None:
+        if not isinstance(everything, bool) or not (reindex is None or isinstance(reindex, bool)):
+            raise BadInput(f"everything is {shown(everything)} and reindex {shown(reindex)}; expected True or False")
+        self._store.require_writable()
+        if reindex and self._building:
+            raise BadInput("reindex=True while an index is being built; wait for that build, then commit")
+
+    @property
+    def _building(self) -> bool:
+        """Whether the database's index is being built."""
+        build = self.db._finder._build
+        return build is not None and not build.done
+
     def reload(self) -> int:
         """Take in what others have inserted, deleted and replaced, and return how many records there are now.
 
         What was learnt of the other records stays, committed or not, and they keep their order; new ones stand at the
         end. Where anything changed `keys` and `values` are new parameters: make the optimiser anew. Candidates are
-        refreshed where they had been.
+        refreshed where they had been: then BadInput is raised, before anything changes, for keys that are NaN, infinite
+        or too large for that.
         """
         self.db.refresh()
         origin = self._at_newest()
-        kept, rows = np.flatnonzero(origin.present), Origin.newest(self.db).rows
-        fresh = np.setdiff1d(rows, origin.rows)
+        kept = np.flatnonzero(origin.present)
+        fresh = np.setdiff1d(origin.snapshot.rows(np.flatnonzero(origin.snapshot.live)), origin.rows)
         if len(kept) == len(self) and not len(fresh):
             return len(self)
-        self._followed = Followed(origin.of(np.concatenate([origin.rows[kept], fresh])))
+        self._require_kept(kept)
+        self._followed = Followed.of(origin.of(np.concatenate([origin.rows[kept], fresh])))
         new = np.arange(len(kept), len(self))
         for name, column in self._columns(self._origin):
             old: torch.nn.Parameter | None = getattr(self, name)
@@ -295,16 +319,30 @@ class Memory(Renewed):
             self.refresh()
         return len(self)
 
+    def _require_kept(self, kept: NDArray[np.int64]) -> None:
+        """Raises BadInput for keys that a copy of them cannot hold, if there is a copy."""
+        if self.keys is None or not self._shadow.version:
+            return
+        largest = torch.finfo(torch.float16 if self._store.schema.dtype == np.float16 else torch.float32).max
+        if not bool((self.keys.detach()[kept].abs() <= largest).all()):
+            raise BadInput(
+                "keys are NaN, infinite or too large: training has moved them too far; begin again from the last "
+                "commit with smaller steps"
+            )
+
     def _reindex(self, asked: bool | None) -> None:
+        """Take note that what is stored is what is trained, and build the index anew where that is due."""
         report = self.db._finder.report()
         if report is None or report["kind"] == "flat":
             self._moved = 0
+            if not self._shadow.version:  # an index that is built now knows these keys
+                self._since = self.steps
             return
-        if asked or (asked is None and self._moved >= OUTDATED * len(self)):
-            self.db.build_index(report["kind"], recall=report["target"], k=report["k"])
-            self._moved = 0
         self._forget()
         self._since = self.steps
+        if asked or (asked is None and self._moved >= OUTDATED * len(self) and not self._building):
+            self.db.build_index(report["kind"], recall=report["target"], k=report["k"])
+            self._moved = 0
 
     # -- its parts -----------------------------------------------------------------------------------------------------
 
@@ -328,9 +366,12 @@ class Memory(Renewed):
 
     def _watch(self) -> None:
         """Note which rows get a gradient."""
+        for handle in self._listening:
+            handle.remove()
+        self._listening = []
         for parameter in self.parameters():
             wants, parameter.requires_grad = parameter.requires_grad, True
-            parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+            self._listening.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]
             parameter.requires_grad = wants
 
     def _mark(self, parameter: Tensor) -> None:
@@ -341,11 +382,53 @@ class Memory(Renewed):
         else:  # a loss that looks at the parameter itself
             self._touched[:] = True
 
-    def _load_from_state_dict(self, *args: Any, **words: Any) -> None:
-        super()._load_from_state_dict(*args, **words)
-        self._touched[:] = True
-        self._watch()  # it may have put other tensors in place
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._store.closed:
+            self._at_newest()
+        destination[prefix + TOLD] = self._followed.told()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = {name: one for name, one in state_dict.items() if name != prefix + TOLD}
+        mine = {prefix + name: one for name, one in self.named_parameters() if prefix + name in given}
+        if mine:
+            told = state_dict.get(prefix + TOLD)
+            places = self._places(told, [given[name] for name in mine])
+            given.update({name: _in_order(given[name], places, one.detach()) for name, one in mine.items()})
+        super()._load_from_state_dict(given, prefix, *args)
+        if mine:
+            self._touched[:] = True
+            self._watch()  # it may have put other tensors in place
+
+    def _places(self, told: object, columns: list[Tensor]) -> NDArray[np.int64]:
+        """Where the state has each record. Raises BadInput for a state that does not tell, or of other records."""
+        if not isinstance(told, Tensor) or told.ndim != 2 or told.shape[1] != DIGEST:
+            raise BadInput(
+                f"the state's {TOLD!r} are {shown(told)}; expected what a memory's state_dict() says of whose "
+                "parameters these are"
+            )
+        if any(len(one) != len(told) for one in columns):
+            raise BadInput(f"the state has {len(told)} records and columns of {[len(one) for one in columns]} rows")
+        if not self._store.closed:
+            self._at_newest()
+        return self._followed.places(told)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_listening": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._watch()  # copies of a parameter have no hooks
+
+
+def _in_order(
+    column: Tensor,  # (m, …) of a state
+    places: NDArray[np.int64],  # (n,) of this memory's records in it, -1 = not there
+    now: Tensor,  # (n, …)
+) -> Tensor:  # (n, …)
+    """The column as this memory orders it; what the state does not have stays as it is."""
+    if np.array_equal(places, np.arange(len(column))):
+        return column
+    taken = column.detach()[places] if len(column) else now.to(column).clone()
+    taken[places < 0] = now.to(taken)[places < 0]
+    return taken

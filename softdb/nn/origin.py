@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Metric
+from softdb.check import Id, Metric
 from softdb.database import SoftDB
-from softdb.errors import StaleRead
+from softdb.errors import BadInput, StaleRead
 from softdb.scores import Fold
 from softdb.store import Snapshot
 
@@ -22,6 +23,9 @@ __all__ = ["Followed", "Origin"]
 BLOCK = 1 << 14  # records compared with what is stored at once
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
+Names = NDArray[np.bytes_]  # digests of ids, DIGEST bytes each
+DIGEST = 16  # bytes; two of 10⁹ ids are alike with probability 10⁻²¹
+UNKNOWN = b""  # the digest where no id is known
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,25 @@ class Origin:
         values: Tensor | None,  # (m, v)
     ) -> Origin:
         """Write what records have become into the database, one transaction, and follow them to their new rows."""
-        known = self.db._store.read(self.rows[which])
-        if len(known) < len(which):
-            raise StaleRead(f"{len(which) - len(known)} of {len(which)} records were deleted meanwhile; reload()")
-        names = [known[row][0] for row in self.rows[which].tolist()]
-        self.db.update(names, keys=keys, values=values)
-        rows = self.rows.copy()
-        snapshot, rows[which], _ = self.db._store.locate(names)
-        return Origin(self.db, rows, snapshot)
+        with self.db._store._lock:  # what another thread writes comes before all of this or after it
+            known = self.db._store.read(self.rows[which])
+            if len(known) < len(which):
+                lost = len(which) - len(known)
+                raise StaleRead(f"{lost} of {len(which)} records were deleted or replaced meanwhile; reload()")
+            names = [known[row][0] for row in self.rows[which].tolist()]
+            self.db.update(names, keys=keys, values=values)
+            rows = self.rows.copy()
+            snapshot, rows[which], _ = self.db._store.locate(names)
+            return Origin(self.db, rows, snapshot)
+
+    def names(self) -> Names:
+        """The digest of each record's id (n,), UNKNOWN where it is gone: the same in every generation and order."""
+        names = np.zeros(len(self.rows), f"S{DIGEST}")
+        for low in range(0, len(names), BLOCK):
+            part = self.rows[low : low + BLOCK]
+            known = self.db._store.read(part)
+            names[low : low + BLOCK] = [_digest(known[row][0]) if row in known else UNKNOWN for row in part.tolist()]
+        return names
 
     @cached_property
     def positions(self) -> Rows:
@@ -170,9 +185,47 @@ class Followed:
     """The origin of a memory and of its copies: what one of them writes, the others follow to its new rows."""
 
     origin: Origin
+    names: Names  # (n,) as `Origin.names`, of when the memory was made
+
+    @classmethod
+    def of(cls, origin: Origin) -> Followed:
+        """These records, from now on. Cost: n ids are read."""
+        return cls(origin, origin.names())
+
+    def told(self) -> Tensor:  # (n, DIGEST) bytes
+        """Which records the parameters stand for, as a state_dict holds it; zeros where the record is gone."""
+        names = np.where(self.origin.present, self.names, UNKNOWN).astype(self.names.dtype)
+        return torch.from_numpy(names.view(np.uint8).reshape(-1, DIGEST))
+
+    def places(
+        self,
+        told: Tensor,  # (m, DIGEST) bytes, of another memory
+    ) -> Rows:  # (n,), -1 = not there
+        """Where each parameter's record stands in the other memory.
+
+        Raises BadInput unless both hold the same records; those that are gone from one of them do not count.
+        """
+        theirs = np.ascontiguousarray(told.cpu().to(torch.uint8).numpy()).view(self.names.dtype).reshape(-1)
+        places = np.full(len(self.names), -1, np.int64)
+        if len(theirs):
+            order = np.argsort(theirs)
+            near = order[np.searchsorted(theirs, self.names, sorter=order).clip(max=len(theirs) - 1)]
+            places = np.where((theirs[near] == self.names) & (self.names != UNKNOWN), near, -1)
+        missing = int(np.count_nonzero((places < 0) & (self.names != UNKNOWN) & self.origin.present))
+        others = int(np.count_nonzero((theirs != UNKNOWN) & ~np.isin(theirs, self.names)))
+        if missing or others:
+            raise BadInput(
+                f"the state lacks {missing} of this memory's {len(self.names)} records and holds {others} others; "
+                "load it into a memory of the same records"
+            )
+        return places
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Followed:
         return self
+
+
+def _digest(name: Id) -> bytes:
+    return hashlib.blake2b(f"{type(name).__name__} {name}".encode(), digest_size=DIGEST).digest()
 
 
 def _reopened(db: SoftDB, rows: Rows) -> Origin:

@@ -20,8 +20,9 @@ class SinusoidalPositions(torch.nn.Module):
 
         y_p = x_p + P_p,  P_(p, 2i) = sin(p / 10000^(2i / d)),  P_(p, 2i + 1) = cos(p / 10000^(2i / d))
 
-    An odd width ends with a sine. P_(p + k) is a rotation of P_p that depends on k alone. Made in float64 at each call,
-    for any length, and in the dtype of x added. Cost n d a call, whatever the batch.
+    For an even width P_(p + k) is a rotation of P_p that depends on k alone; an odd width ends with a sine that has no
+    cosine. Made in float64 at each call, for any length, and in the dtype of x added. Cost n d a call, whatever the
+    batch.
 
     Args:
         dim: d.

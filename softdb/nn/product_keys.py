@@ -139,6 +139,7 @@ class ProductKeys(torch.nn.Module):
             raise BadInput(
                 f"inputs have shape {tuple(inputs.shape)} but this memory takes (…, {self.dim}); encode them alike"
             )
+        self._require_dtype(inputs)
         flat = inputs.reshape(-1, self.dim)
         queries: Tensor = self.query(flat)
         if self.norm is not None:
@@ -151,6 +152,12 @@ class ProductKeys(torch.nn.Module):
         if not bool(queries.detach().isfinite().all()):
             raise BadInput("queries hold NaN or infinity; repair the inputs, or begin training anew with smaller steps")
         return queries.view(len(flat), self.heads, 2, self.key_dim // 2)
+
+    def _require_dtype(self, inputs: Tensor) -> None:
+        mine, double = self.query.weight.dtype, torch.float64 in (inputs.dtype, self.query.weight.dtype)
+        cast = torch.is_autocast_enabled(inputs.device.type) and not double  # which leaves float64 as it is
+        if inputs.dtype is not mine and not cast:
+            raise BadInput(f"inputs are {inputs.dtype} but this memory is {mine}; convert one with .to()")
 
 
 @functools.lru_cache(maxsize=16)

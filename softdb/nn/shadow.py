@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +21,11 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, Closed
 from softdb.index.choose import KINDS
 from softdb.opening import open
+from softdb.store import Snapshot
 
 __all__ = ["Shadow", "Version"]
 
+FILTERS = 4  # of which a version remembers the vectors, n bytes each
 FEWEST = 10_000  # records from which on an index is built: fewer are searched exactly in a millisecond
 
 Rows = NDArray[np.int64]
@@ -38,10 +42,38 @@ class Version:
     seconds: float  # what making it took
     step: int = 0  # the training step that the vectors are of
 
-    @property
+    _alive: list[tuple[weakref.ref[Snapshot], weakref.ref[Live], Live]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    @cached_property
     def border(self) -> int:
         """The row after the highest; a record from there on is younger than this version."""
         return int(self.rows.max(initial=-1)) + 1
+
+    @cached_property
+    def _row_of(self) -> Rows:  # (n + 1,)
+        """Rows of places, and of none, -1, which numpy takes for the last."""
+        return np.append(self.rows, -1)
+
+    def alive(
+        self,
+        snapshot: Snapshot,
+        allowed: Live | None = None,  # (size,) over positions
+    ) -> Live:  # (n,)
+        """Which of the records are still there, and allowed; the last are remembered: an index knows them again."""
+        named = snapshot.live if allowed is None else allowed
+        remembered = self._alive[:]  # another thread may add to it
+        for known, of, kept in remembered:
+            if known() is snapshot and of() is named:
+                return kept
+        if snapshot.size:
+            positions = snapshot.positions(self.rows)
+            kept = (positions >= 0) & (snapshot.live & named)[positions]
+        else:
+            kept = np.zeros(len(self.rows), np.bool_)
+        self._alive[:] = [*remembered[1 - FILTERS :], (weakref.ref(snapshot), weakref.ref(named), kept)]
+        return kept
 
     @torch.no_grad()
     def find(
@@ -57,7 +89,7 @@ class Version:
         asked = queries.detach().to(torch.promote_types(queries.dtype, torch.float32))
         # positions count the vectors, which were inserted in order; `search` would take no filter by position
         places = self.vectors._finder.find(self.vectors._store.snapshot, asked, k, keep, exact)
-        return torch.from_numpy(np.append(self.rows, -1)[places]).to(queries.device)
+        return torch.from_numpy(self._row_of[places]).to(queries.device)
 
     def vectors_at(
         self,
@@ -99,7 +131,7 @@ class Shadow:
         metric: "dot", "cosine" or "l2".
         recall: the share of the true nearest that the index of a version shall find in it.
         kind: of index, as `db.build_index` takes it, from 10,000 vectors on; "auto" is chosen once, by measuring how
-            fast searches are; "ivf-sq8" is built several times faster.
+            fast searches are; "ivf-sq8" is built faster.
         dtype: how vectors are kept, "float32" or "float16".
     """
 

@@ -15,8 +15,11 @@ __all__ = ["class_labels", "require_shape"]
 
 def class_labels(value: Any, classes: int) -> Tensor:  # (q,)
     """Labels (q,), 0 to classes - 1. Raises BadInput for others."""
-    labels = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    if labels.is_floating_point() or labels.dtype is torch.bool or labels.ndim != 1:
+    try:
+        labels = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise BadInput(f"labels are {shown(value)}; expected (q,) whole numbers, 0 to {classes - 1}") from None
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or labels.ndim != 1:
         raise BadInput(
             f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; expected (q,) whole numbers, 0 to "
             f"{classes - 1}"

@@ -127,7 +127,7 @@ class Telemetry:
         self.sample = check.integer(sample, "sample")
         self.steps = 0
         self.history = []
-        self._generator = torch.Generator().manual_seed(check.integer(seed, "seed", 0))
+        self._generator = torch.Generator().manual_seed(check.integer(seed, "seed", 0, 2**63 - 1))
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,10 +21,10 @@ from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, Cancelled, StaleRead
 from softdb.index.background import Build
-from softdb.nn.encoded import alive, attend_all, attend_nearest, candidates, scored, young
+from softdb.nn.encoded import attend_all, attend_nearest, candidates, scored, served, young
 from softdb.nn.encoding import Encode, Encoding, probed
 from softdb.nn.held import Held
-from softdb.nn.refresh import Policy, policy_of
+from softdb.nn.refresh import InBackground, Policy, policy_of
 from softdb.nn.shadow import NOTHING, Shadow, Version
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.soft.query import SoftQuery, soft_query
@@ -53,7 +54,9 @@ class View(torch.nn.Module):
     simplest one: nn.View(db, torch.nn.Linear(d, d), metric="cosine").
 
     The values pooled are the stored ones or the labels; where the key serves as the value, f(k). Candidates are chosen
-    with the encoder in eval mode; scores that carry the gradient are of its current mode. The encoder is a submodule.
+    with the encoder in eval mode; scores that carry the gradient are of its current mode. From several threads a view
+    runs its encoder in one at a time; who calls it directly meanwhile may meet it in eval mode. Autocast reaches the
+    encoder alone: scores and pooling are in the queries' precision. The encoder is a submodule.
     The handle and the shadow are not in the state_dict; copies share the handle; loading a state_dict makes the shadow
     anew when it is next needed, as does a pickle. Nothing is written: the database may be open for reading only.
 
@@ -71,7 +74,7 @@ class View(torch.nn.Module):
         recall: the share of the true nearest that the index of the shadow shall find in it.
         batch_size: records encoded at once.
         max_age: training steps after which `attend(k=)` and `search` refuse an older shadow with StaleRead.
-        index: of what kind, see `SoftDB.build_index`; "ivf-sq8" is built several times faster than what "auto" takes.
+        index: of what kind, see `SoftDB.build_index`; "ivf-sq8" is built faster than "auto".
 
     Raises BadInput for what does not fit.
 
@@ -111,6 +114,8 @@ class View(torch.nn.Module):
         self.metric = Metric.parse(stats["metric"] if metric is None else metric)
         self._shadow = Shadow(self.metric, recall, index)
         self.dim = probed(encoder, stats["dim"])
+        if isinstance(self.policy, InBackground):
+            _copyable(encoder)
         if dim is not None and check.integer(dim, "dim") != self.dim:
             raise BadInput(
                 f"dim is {dim} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
@@ -164,32 +169,17 @@ class View(torch.nn.Module):
 
         Raises:
             BadInput: arguments, or what the encoder returned, cannot be used; the message names the record.
-            StaleRead: the shadow is older than `max_age`.
+            StaleRead: the shadow is older than `max_age`; or, by `explain()` of an answer over every record, the
+                parameters were changed since it was given.
             Closed: the database was closed.
         """
         self.db._store.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
-        asked = self._queries(queries, query_width(score, self.dim))
-        temperature, count = check.positive(temperature, "temperature"), None if k is None else check.integer(k, "k")
-        version = NOTHING if count is None else self._current()
-        snapshot, allowed = self.db._view(where)  # after the version: no row of that is younger
-        schema = self.db._store.schema
-        query = soft_query(
-            asked,
-            score,
-            weighting("normalised" if isinstance(score, Kernel) else "softmax"),
-            temperature,
-            allowed,
-            None,
-            schema.num_classes,
-            schema.pooled_dim if schema.has_values else self.dim,
-        )
-        rest = schema.has_values, self.db._store.read
-        if count is None:
-            return attend_all(query, snapshot, self._encoding(), *rest)
-        return attend_nearest(query, snapshot, self._encoding(), self._find(query, snapshot, count, version), *rest)
+        encoding = self._encoding()
+        with check.precise():
+            return self._attend(queries, temperature, k, score, where, encoding)
 
     def search(
         self,
@@ -204,14 +194,46 @@ class View(torch.nn.Module):
         Scores carry the gradient to queries and encoder. Raises as `attend`.
         """
         self.db._store.require_open()
-        asked, count = self._queries(queries, self.dim), check.integer(k, "k")
-        version = NOTHING if exact else self._current()
-        snapshot, allowed = self.db._view(where)
-        score = score_of(self.metric)
-        query = soft_query(asked, score, weighting("softmax"), 1.0, allowed, None, None, self.dim)
-        found, _ = self._find(query, snapshot, count, None if exact else version)
-        positions, scores, _ = scored(query, snapshot, self._encoding(), found)
+        asked, count, encoding = self._queries(queries, self.dim), check.integer(k, "k"), self._encoding()
+        with check.precise():
+            version = None if exact else self._current(encoding)
+            snapshot, allowed = self.db._view(where)
+            score = score_of(self.metric)
+            query = soft_query(asked, score, weighting("softmax"), 1.0, allowed, None, None, self.dim)
+            found, _ = self._find(query, snapshot, count, version, encoding)
+            positions, scores, _ = scored(query, snapshot, encoding, found)
         return Hits(torch.from_numpy(snapshot.rows(positions)).to(scores.device), scores, self.db._store.read)
+
+    def _attend(
+        self,
+        queries: Any,  # (q, d')
+        temperature: float,
+        k: int | None,
+        score: Score | ScoreFunction,
+        where: dict[str, Any] | None,
+        encoding: Encoding,
+    ) -> Pooled:
+        """The soft query, `attend`, in the queries' own precision."""
+        asked = self._queries(queries, query_width(score, self.dim))
+        temperature, count = check.positive(temperature, "temperature"), None if k is None else check.integer(k, "k")
+        schema = self.db._store.schema
+        query = soft_query(
+            asked,
+            score,
+            weighting("normalised" if isinstance(score, Kernel) else "softmax"),
+            temperature,
+            None,
+            None,
+            schema.num_classes,
+            schema.pooled_dim if schema.has_values else self.dim,
+        )
+        shadowed = count is not None and served(query, self.metric) is not None
+        version = self._current(encoding) if shadowed else None
+        snapshot, allowed = self.db._view(where)  # after the version: no row of that is younger
+        query, rest = replace(query, allowed=allowed), (schema.has_values, self.db._store.read)
+        if count is None:
+            return attend_all(query, snapshot, encoding, *rest)
+        return attend_nearest(query, snapshot, encoding, self._find(query, snapshot, count, version, encoding), *rest)
 
     # -- staleness -----------------------------------------------------------------------------------------------------
 
@@ -221,8 +243,8 @@ class View(torch.nn.Module):
         Returns what that was: "kept", "measured", "refreshed" or "started". Raises what a refresh in the background,
         or this one, failed with; the old shadow serves on.
         """
+        self.steps += 1  # the optimiser's was made, whatever failed in the background
         self._finished()
-        self.steps += 1
         return self.policy.after_step(self)
 
     def refresh(self, *, background: bool = False) -> Build | None:
@@ -235,13 +257,15 @@ class View(torch.nn.Module):
         self.db._store.require_open()
         if not background:
             self._stop("refresh() was called")  # it would put an older encoder's vectors in the place of these
-            self._make(self._shadow, self.encoder, self.steps)
+            self._make(self._shadow, self._encoding(), self.steps)
             return None
         if self.refreshing:
             raise BadInput("a refresh is under way in the background; wait for it, or refresh at once")
         frozen = _frozen(self.encoder)
         self._finished()
-        self._build = Build(functools.partial(self._make, self._shadow, frozen, self.steps))
+        # its lock is its own: training need not wait for a copy
+        encoding = replace(self._encoding(), encoder=frozen, lock=threading.RLock())
+        self._build = Build(functools.partial(self._make, self._shadow, encoding, self.steps))
         self._build.start()
         return self._build
 
@@ -253,9 +277,10 @@ class View(torch.nn.Module):
         larger share is found, so take a small k. Cost: `sample` encodings. What the index misses, see `recall`, is not
         in it.
         """
-        version, store = self._current(stale=True), self.db._store
+        encoding, store = self._encoding(), self.db._store
+        version = self._current(encoding, stale=True)
         k, sample, snapshot = check.integer(k, "k"), check.integer(sample, "sample"), store.snapshot
-        places = np.flatnonzero(alive(snapshot, version))
+        places = np.flatnonzero(version.alive(snapshot))
         if sample < len(places) and sample < 2 * self.overfetch * k:
             raise BadInput(
                 f"sample is {sample} but overfetch · k is {self.overfetch * k}, most of that; sample at least "
@@ -266,9 +291,9 @@ class View(torch.nn.Module):
         if len(places) == 0:
             return 1.0
         rows, score = version.rows[places], score_of(self.metric)
-        fresh = self._encoding().found(snapshot.keys_at(snapshot.positions(rows)), lambda i: int(rows[i]))
+        fresh = encoding.found(snapshot.keys_at(snapshot.positions(rows)), lambda i: int(rows[i]))
         asked = fresh[:ASKED] if self._asked is None else self._asked
-        with torch.no_grad():
+        with torch.no_grad(), check.precise():
             now = score(asked, fresh).topk(min(k, len(places))).indices
             then = score(asked, version.vectors_at(places)).topk(min(self.overfetch * k, len(places))).indices
         found = (now.unsqueeze(2) == then.unsqueeze(1)).any(2)
@@ -296,10 +321,10 @@ class View(torch.nn.Module):
     # -- the shadow ----------------------------------------------------------------------------------------------------
 
     def _make(
-        self, shadow: Shadow, encoder: Encode, step: int, say: Callable[[str, int, int], None] | None = None
+        self, shadow: Shadow, encoding: Encoding, step: int, say: Callable[[str, int, int], None] | None = None
     ) -> dict[str, Any]:
         """The next version of the shadow, of an encoder as it was at some step."""
-        snapshot, encoding = self.db._store.snapshot, self._encoding(encoder)
+        snapshot = self.db._store.snapshot
         positions = np.flatnonzero(snapshot.live)
         rows = snapshot.rows(positions)
 
@@ -316,12 +341,12 @@ class View(torch.nn.Module):
             self._totals["total_seconds"] += shadow.seconds
         return {"version": shadow.version, "records": len(rows), "step": step, "seconds": shadow.seconds}
 
-    def _current(self, stale: bool = False) -> Version:
+    def _current(self, encoding: Encoding, stale: bool = False) -> Version:
         """The version in use, made if there is none; StaleRead where it is too old, unless stale ones will do."""
         if self._shadow.now is NOTHING:
             with self._first:
                 if self._shadow.now is NOTHING:
-                    self._make(self._shadow, self.encoder, self.steps)
+                    self._make(self._shadow, encoding, self.steps)
         version = self._shadow.now
         age = self.steps - version.step
         if not stale and self.max_age is not None and age > self.max_age:
@@ -331,15 +356,17 @@ class View(torch.nn.Module):
             )
         return version
 
-    def _find(self, query: SoftQuery, snapshot: Snapshot, k: int, version: Version | None) -> tuple[Rows, str]:
+    def _find(
+        self, query: SoftQuery, snapshot: Snapshot, k: int, version: Version | None, encoding: Encoding
+    ) -> tuple[Rows, str]:
         """Positions of the k best (q, k), and what found them."""
         count = min(self.overfetch * k, max(k, snapshot.count))
         if version is not None and query.score is score_of(self.metric):
             self._asked = query.queries.detach()[:ASKED].clone()
-        return candidates(query, snapshot, self._encoding(), self.metric, k, count, version)
+        return candidates(query, snapshot, encoding, self.metric, k, count, version)
 
-    def _encoding(self, encoder: Encode | None = None) -> Encoding:
-        return Encoding(self.encoder if encoder is None else encoder, self.dim, self.batch_size, self.db._store.read)
+    def _encoding(self) -> Encoding:
+        return Encoding(self.encoder, self.dim, self.batch_size, self.db._store.read, self._running)
 
     def _queries(self, queries: Any, width: int) -> Tensor:
         return check.queries(queries, width, None, "the encoded keys of this view are compared with queries")
@@ -370,25 +397,38 @@ class View(torch.nn.Module):
 
     def _start(self) -> None:
         """What no copy takes along."""
-        self._lock, self._first = threading.Lock(), threading.Lock()
+        self._lock, self._first, self._running = threading.Lock(), threading.Lock(), threading.RLock()
         self._build, self._asked = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: one for name, one in self.__dict__.items() if name not in ("_lock", "_first", "_build", "_asked")}
+        mine = ("_lock", "_first", "_running", "_build", "_asked")
+        return {name: one for name, one in self.__dict__.items() if name not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start()
 
 
-def _frozen(encoder: Encode) -> Encode:
-    """A copy that training does not reach, in eval mode."""
+def _copyable(encoder: Encode) -> torch.nn.Module:
+    """The encoder, if it is one to copy. Raises BadInput."""
     if not isinstance(encoder, torch.nn.Module):
         raise BadInput(
             f"encoder is {shown(encoder)}, of which no copy can be frozen while training goes on; make it an nn.Module "
             "to refresh in the background, or refresh at once"
         )
-    return copy.deepcopy(encoder).eval()
+    return encoder
+
+
+def _frozen(encoder: Encode) -> Encode:
+    """A copy that training does not reach, in eval mode."""
+    module = _copyable(encoder)
+    try:
+        return copy.deepcopy(module).eval()
+    except (RuntimeError, TypeError) as error:
+        raise BadInput(
+            f"the encoder cannot be copied, which a refresh in the background needs: {error}; refresh at once, or let "
+            "it hold parameters alone (torch.nn.utils.parametrizations.weight_norm in the place of weight_norm)"
+        ) from error
 
 
 def _outdated(view: View, keys: Any) -> None:

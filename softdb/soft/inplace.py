@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
 
 def dots(
-    x: Tensor,  # (q, w) float32
+    x: Tensor,  # (q, w); as float32
     column: Column,
 ) -> Tensor:  # (q, k), 0 for none
     """x · a for each candidate's record a. Cost q k w."""
@@ -52,9 +52,9 @@ def dots(
 
 
 def sums(
-    weights: Tensor,  # (q, k) float32
+    weights: Tensor,  # (q, k) float32 or float64
     column: Column,
-) -> Tensor:  # (q, w)
+) -> Tensor:  # (q, w) as the weights
     """Σ w a over each query's candidates. Cost q k w."""
     return _Sums.apply(weights, column)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -108,8 +108,9 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (queries,) = ctx.saved_tensors
-        weights = gradients[0].masked_fill(torch.from_numpy(ctx.column.positions < 0), 0)
-        return 2 * (sums(weights, ctx.column) - queries * weights.sum(1, keepdim=True)), None
+        weights = gradients[0].masked_fill(torch.from_numpy(ctx.column.positions < 0), 0).double()
+        found = sums(weights, ctx.column) - queries.double() * weights.sum(1, keepdim=True)  # of close numbers
+        return (2 * found).to(queries.dtype), None
 
 
 def _dots(x: Tensor, column: Column) -> Tensor:
@@ -125,7 +126,7 @@ def _dots(x: Tensor, column: Column) -> Tensor:
 
     _shared(work, positions, asked.shape[1])
     found[positions < 0] = 0
-    return torch.from_numpy(found)
+    return torch.from_numpy(found).to(x.dtype)
 
 
 def _sums(weights: Tensor, column: Column) -> Tensor:
@@ -136,7 +137,7 @@ def _sums(weights: Tensor, column: Column) -> Tensor:
         np.ascontiguousarray(weights.detach().numpy()),
         pooling.HALF if dtype == np.float16 else pooling.WIDE,
     )
-    found, positions = np.empty((len(factors), column.width), np.float32), column.positions
+    found, positions = np.empty((len(factors), column.width), factors.dtype), column.positions
     _shared(
         lambda part: pooling.sums(factors[part], positions[part], addresses, starts, kind, found[part]),
         positions,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softdb.answers import Hits, Pooled, Resolve
 from softdb.index.rerank import ordered
-from softdb.pool import missed_mass
+from softdb.pool import missed_mass, pool
 from softdb.scores import Score, ScoreFunction
 from softdb.soft.explain import explained
 from softdb.soft.query import (
@@ -65,9 +65,10 @@ def weighed(query: SoftQuery, snapshot: Snapshot, found: Candidates, find: Finde
     live = torch.from_numpy(positions >= 0).to(device)
     scores = score_rows(query.score, queries, snapshot, positions)
     weights, lse, threshold = query.weighting.weigh(scores, query.temperature, live)
-    output = weights.new_zeros(len(queries), query.pooled_dim)
     if snapshot.size:
         output = pool_rows(weights, snapshot, positions, query.num_classes)
+    else:
+        output = pool(weights, weights.new_zeros(*positions.shape, query.pooled_dim))
     others = query.taking_part(snapshot).to(device) - live.sum(1)
     exact = others == 0
     if found.certain and positions.shape[1]:

@@ -200,7 +200,10 @@ def score_rows(
         scores = scores_in_place(queries, snapshot, positions, metric)
         if bool(scores.detach().isfinite().all()):
             return scores.masked_fill(~live, -torch.inf)
-    keys = snapshot.keys_at(positions) if snapshot.size else queries.new_zeros(*positions.shape, queries.shape[1])
+    keys = queries.new_zeros(*positions.shape, queries.shape[1])
+    if snapshot.size:  # a live key stands where there is none: a score may not bear a key of zeros
+        first = np.argmax(snapshot.live)
+        keys = snapshot.keys_at(np.where(positions < 0, first, positions))
     with torch.autocast(queries.device.type, enabled=False):
         scores = own_scores(score, queries, keys.to(queries.device))
     return scores.masked_fill(~live, -torch.inf)

@@ -24,6 +24,7 @@ __all__ = ["count_within"]
 FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
 NEAR = 1.3  # times as many codes are looked at one by one
 SLOWER = 30  # times as long as in a pass over all it takes to draw and score a record
+LEAST = 50  # records that must be drawn, or nothing is known of those that are not
 BOUNDARY = 50  # records drawn just outside, which stand for those missed just inside
 
 Numbers = NDArray[np.float64]
@@ -88,10 +89,12 @@ def _estimated(
     nearest = np.argsort(outside, axis=1, kind="stable")[:, :BOUNDARY]
     there = np.isfinite(np.take_along_axis(outside, nearest, 1))
     just = np.take_along_axis(weights * weights - weights, nearest, 1) * there
-    one_more = just.sum(1) / np.maximum(there.sum(1), 1)
+    widest = (weights * weights - weights).max(1, initial=0.0)  # of all drawn, where none of them takes part
+    one_more = np.where(there.any(1), just.sum(1) / np.maximum(there.sum(1), 1), widest)
     variance, squares = noise.sum(1) + one_more, np.square(noise).sum(1) + one_more**2
     draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
     bar = np.sqrt(variance * [f_quantile(confidence, 1.0, one) for one in draws])
+    bar[(positions >= 0).sum(1) < LEAST] = np.inf  # so few tell nothing of the others
     if ball.border < snapshot.size:
         young = ball.keep.copy()
         young[: ball.border] = False

@@ -68,7 +68,7 @@ class Task:
     def tiles(self, queries: Tensor) -> Iterator[Tile]:
         """Every meeting of a chunk of the queries with a block of the records."""
         bytes_a_record = queries.element_size() * (queries.shape[1] + self.width)
-        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record))
+        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(self.source.live)))
         chunk_size = max(1, TILE // rows)
         places = _Places(self.source.live)
         for block in self.source.blocks(rows, self.allowed):

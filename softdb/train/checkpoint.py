@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from softdb import check
@@ -16,9 +17,18 @@ from softdb.errors import BadInput
 from softdb.store.files import write_whole
 from softdb.train.projection import packed, unpacked
 
-__all__ = ["identity", "may_write", "read", "write"]
+__all__ = ["identity", "may_write", "read", "require_writable", "write"]
 
 FORMAT = "softdb checkpoint 1"
+SAMPLE = 1024  # stored keys that tell one database from another
+COUNTERS = (
+    "young",
+    "live_recall",
+    "live_checked",
+    "building",
+    "device",
+)  # of an index: they change while it stays the same
+UNNAMED = {"pairs": ("others", "these"), "keys": ("others", "these"), "index": ("another", "this one")}
 
 
 def identity(
@@ -27,15 +37,50 @@ def identity(
     positives: list[list[Id]],  # m
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that decides how a run goes on: its settings, the database's state, a digest of the pairs."""
+    """All that decides how a run goes on: its settings, the pairs, the database's state, with k or rtol its index.
+
+    Stored keys are told by a digest of up to 1,024 of them, spread evenly, and by where the right records stand: a
+    database that differs in other keys alone, at the same generation, is not told apart.
+    """
     digest = hashlib.sha256(queries.detach().cpu().contiguous().numpy().tobytes())
     digest.update(json.dumps(positives).encode())
     stats = db.stats()
-    return {**settings, **{name: stats[name] for name in ("metric", "generation")}, "pairs": digest.hexdigest()}
+    facts = {name: stats[name] for name in ("dim", "dtype", "metric", "generation", "records")}
+    found = {**settings, **facts, "pairs": digest.hexdigest(), "keys": _keys(db, positives)}
+    if settings.get("k") is not None or settings.get("rtol") is not None:  # else every record takes part, exactly
+        index = {name: fact for name, fact in (stats["index"] or {}).items() if name not in COUNTERS}
+        found["index"] = json.dumps(index, sort_keys=True, default=str)
+    return found
 
 
-def may_write(path: Path | None, resume: bool) -> None:
-    """BadInput where a checkpoint would be lost, or there is none to go on from."""
+def _keys(db: SoftDB, positives: list[list[Id]]) -> str:
+    """A digest of some of the stored keys, and of the rows of the right records."""
+    snapshot = db._store.snapshot
+    live = np.flatnonzero(snapshot.live)
+    digest = hashlib.blake2b(digest_size=16)
+    if len(live):
+        some = live[np.linspace(0, len(live) - 1, min(SAMPLE, len(live))).astype(np.int64)]
+        digest.update(snapshot.keys_at(some).cpu().numpy().tobytes())
+    digest.update(db._store.locate([one for mine in positives for one in mine])[1].tobytes())
+    return digest.hexdigest()
+
+
+def require_writable(path: Path) -> None:
+    """BadInput where `write_whole` could not write a file: found out before what is written takes long to make."""
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder; give a file")
+    trial = path.with_name(path.name + ".tmp")
+    try:
+        there = trial.exists()
+        trial.open("ab").close()
+        if not there:
+            trial.unlink()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be written ({error}); give a file in a folder that can") from None
+
+
+def may_write(path: Path | None, resume: bool, database: Path | None) -> None:
+    """BadInput where a checkpoint would be lost or cannot be written, or there is none to go on from."""
     if path is None:
         if resume:
             raise BadInput("resume goes on from a checkpoint, but no checkpoint is named; give its file")
@@ -46,6 +91,9 @@ def may_write(path: Path | None, resume: bool) -> None:
         raise BadInput(f"there is no checkpoint {path} to resume; leave resume out to begin")
     if not resume and path.exists():
         raise BadInput(f"{path} is there already; go on from it with resume, or remove it")
+    if database is not None and database.resolve() in path.resolve().parents:
+        raise BadInput(f"checkpoint {path} is inside the database {database}; give a file elsewhere")
+    require_writable(path)
 
 
 def write(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
@@ -56,12 +104,12 @@ def write(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
 def read(path: Path, run: dict[str, Any]) -> dict[str, Any]:
     """The state of a run. Raises BadInput where the file is of another run, naming what differs."""
     found = unpacked(path, "checkpoint")
-    if found.get("format") != FORMAT:
+    theirs, state = found.get("run"), found.get("state")
+    if found.get("format") != FORMAT or not isinstance(theirs, dict) or not isinstance(state, dict):
         raise BadInput(f"{path} is not a checkpoint that softdb train wrote; give such a file")
-    theirs, state = found["run"], found["state"]
     for name, mine in run.items():
         if theirs.get(name) != mine:
-            there, here = ("others", "these") if name == "pairs" else (check.shown(theirs.get(name)), check.shown(mine))
+            there, here = UNNAMED.get(name, (check.shown(theirs.get(name)), check.shown(mine)))
             raise BadInput(
                 f"{path} is the checkpoint of another run: {name} {there} there, {here} here; give what it was begun "
                 "with, or begin anew with another checkpoint"

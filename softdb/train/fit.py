@@ -18,11 +18,13 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.losses import retrieval_loss
 from softdb.train import checkpoint as checkpoints
-from softdb.train.held import Ranking, Split, ranking, split
+from softdb.train.held import Ranking, Split, ranked, split
 from softdb.train.pairs import listed, require_known
-from softdb.train.projection import QueryProjection
+from softdb.train.projection import BROKEN, QueryProjection
 
 __all__ = ["Epoch", "Fitted", "fit"]
+
+MAX_RATE = 1000.0  # Adam moves each number by about the rate a step
 
 Progress = Callable[[str, int, int], None]
 
@@ -60,17 +62,26 @@ class _Settings:
 
     @classmethod
     def of(cls, **words: Any) -> _Settings:
-        check.tolerance(words["rtol"], 0.0, 0.95, None, words["k"])
+        k, rtol = words["k"], words["rtol"]
+        if k is not None and rtol is not None:
+            raise BadInput(
+                f"k and rtol are both given ({check.shown(k)}, {check.shown(rtol)}); k truncates, rtol estimates what "
+                "truncation would miss: give one of them"
+            )
+        rate = check.positive(words["rate"], "rate")
+        if rate > MAX_RATE:
+            raise BadInput(f"rate is {rate:g}; expected at most {MAX_RATE:g}, such as 0.001")
+        check.tolerance(rtol, 0.0, 0.95, None, k)
         holdout = check.share(words["holdout"], "holdout")
         if holdout in (0, 1):
             raise BadInput(f"holdout is {holdout:g}; expected a share between 0 and 1, such as 0.2")
         return cls(
             check.positive(words["temperature"], "temperature"),
-            None if words["k"] is None else check.integer(words["k"], "k"),
-            None if words["rtol"] is None else float(words["rtol"]),
+            None if k is None else check.integer(k, "k"),
+            None if rtol is None else float(rtol),
             words["bias"],
             check.integer(words["batch"], "batch"),
-            check.positive(words["rate"], "rate"),
+            rate,
             holdout,
             None if words["patience"] is None else check.integer(words["patience"], "patience"),
             check.integer(words["seed"], "seed", 0, 2**63 - 1),
@@ -123,36 +134,53 @@ def fit(
         seed: of the split, the order of the queries and the draws of `rtol`.
         checkpoint: a file that is written after each epoch, whole or not at all.
         resume: go on from the checkpoint, to the same bits as without the break; epochs may be more than they were.
+            Settings, pairs, database and, with k or rtol, its index must be what they were; of the stored keys up to
+            1,024 are compared.
         progress: called with what is being done, how many steps are done, and the whole.
 
     Cost a step: what one soft query of a batch costs, forth and back: batch n d exactly. Each epoch searches the
     queries that choose it exactly.
 
     Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that
-    make no sense, a checkpoint of another run; and where the loss stops to be a number.
+    make no sense, a checkpoint of another run or one that cannot be written; and where the loss or the projection
+    stops to be a number.
     """
     settings = _Settings.of(
         temperature=temperature, k=k, rtol=rtol, bias=bias, batch=batch, rate=rate, holdout=holdout,
         patience=patience, seed=seed,
     )  # fmt: skip
     epochs = check.integer(epochs, "epochs")
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise BadInput(f"checkpoint is {check.shown(checkpoint)}; expected the path of a file")
     file = None if checkpoint is None else Path(checkpoint)
-    checkpoints.may_write(file, resume)
-    asked = db._queries(queries).detach().float()
-    right = listed(positives, len(asked))
-    require_known(db, right, [f"query {i}" for i in range(len(right))])
-    parts = split(asked, right, settings.holdout, settings.patience is not None, settings.seed)
-    identity = checkpoints.identity(db, asked, right, asdict(settings))
-    run = _Run(db, asked, right, parts, settings)
-    if resume and file is not None:
-        run.restore(checkpoints.read(file, identity))
-    while len(run.history) < epochs and not run.stalled:
-        run.epoch(epochs, progress)
-        if file is not None:
-            checkpoints.write(file, identity, run.state())
-    projection = run.chosen()
-    before, after = (run.ranked(parts.test, one) for one in (None, projection))
-    return Fitted(projection, before, after, run.history, run.best)
+    checkpoints.may_write(file, resume, db._store.path)
+    with torch.inference_mode(False):
+        asked = _asked(db, queries)
+        right = listed(positives, len(asked))
+        require_known(db, right, [f"query {i}" for i in range(len(right))])
+        parts = split(asked, right, settings.holdout, settings.patience is not None, settings.seed)
+        identity = checkpoints.identity(db, asked, right, asdict(settings))
+        run = _Run(db, asked, right, parts, settings)
+        if resume and file is not None:
+            run.restore(checkpoints.read(file, identity), file)
+        while len(run.history) < epochs and not run.stalled:
+            run.epoch(epochs, progress)
+            if file is not None:
+                checkpoints.write(file, identity, run.state())
+        projection = run.chosen()
+        before, after = (run.ranked(parts.test, one) for one in (None, projection))
+        return Fitted(projection, before, after, run.history, run.best)
+
+
+def _asked(db: SoftDB, queries: Any) -> Tensor:  # (m, d) float32
+    """The queries as they are trained with."""
+    found = db._queries(queries).detach().float()
+    if found.is_inference():
+        found = found.clone()  # autograd may not save the other
+    bad = (~found.isfinite().all(1)).nonzero()
+    if len(bad):
+        raise BadInput(f"query {int(bad[0])} is NaN or infinite in float32, which training computes in; scale it")
+    return found
 
 
 class _Run:
@@ -167,7 +195,7 @@ class _Run:
         settings: _Settings,
     ) -> None:
         self.db, self.queries, self.positives, self.parts, self.settings = db, queries, positives, parts, settings
-        self.projection = QueryProjection(queries.shape[1], settings.bias).to(queries.device)
+        self.projection = QueryProjection(queries.shape[1], settings.bias).to(queries)
         self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.rate)
         self.order = torch.Generator().manual_seed(settings.seed)
         self.draws = torch.Generator().manual_seed(settings.seed)
@@ -187,7 +215,7 @@ class _Run:
 
     def ranked(self, part: Tensor, projection: QueryProjection | None) -> Ranking:
         """How soon some of the queries find a right record."""
-        return ranking(self.db, self.queries[part], [self.positives[i] for i in part.tolist()], projection)
+        return ranked(self.db, self.queries[part], [self.positives[i] for i in part.tolist()], projection)
 
     def epoch(self, epochs: int, progress: Progress | None) -> None:
         """One round over the training queries; the projection is noted if it is the best so far."""
@@ -198,6 +226,8 @@ class _Run:
             loss = self.step(part)
             if not math.isfinite(loss):
                 raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower the rate, or raise temperature")
+            if not all(bool(one.isfinite().all()) for one in self.projection.parameters()):
+                raise BadInput("the projection became NaN or infinity; lower the rate, or raise temperature")
             total += loss * len(part)
             if progress is not None:
                 progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
@@ -207,6 +237,7 @@ class _Run:
             self.best, self.best_weights = len(self.history), self.weights()
             self.best_mrr = self.best_mrr if mrr is None else mrr
 
+    @torch.enable_grad()
     def step(self, part: Tensor) -> float:
         """One step of Adam on some of the queries; their mean loss before it."""
         settings = self.settings
@@ -240,11 +271,17 @@ class _Run:
             "best": (self.best, self.best_mrr, self.best_weights),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Stand where the run stood."""
-        self.projection.load_state_dict(state["projection"])
-        self.adam.load_state_dict(state["adam"])
-        self.order.set_state(state["order"])
-        self.draws.set_state(state["draws"])
-        self.history = [Epoch(*one) for one in state["history"]]
-        self.best, self.best_mrr, self.best_weights = state["best"]
+    def restore(self, state: dict[str, Any], file: Path) -> None:
+        """Stand where the run stood. Raises BadInput naming the file where parts of the state are missing or broken."""
+        try:
+            self.projection.load_state_dict(state["projection"])
+            self.adam.load_state_dict(state["adam"])
+            self.order.set_state(state["order"])
+            self.draws.set_state(state["draws"])
+            self.history = [Epoch(*one) for one in state["history"]]
+            self.best, self.best_mrr, self.best_weights = state["best"]
+        except BROKEN as error:
+            raise BadInput(
+                f"{file} is a checkpoint whose parts are missing or broken ({check.shown(str(error))}); begin "
+                "anew with another"
+            ) from None

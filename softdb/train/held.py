@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from softdb import check
 from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput
+from softdb.train.pairs import listed, require_known
 
-__all__ = ["Ranking", "Split", "ranking", "split"]
+__all__ = ["Ranking", "Split", "ranked", "ranking", "split"]
 
 DEPTH = 100  # ranks that count
 BATCH = 256  # queries searched at once
@@ -27,17 +30,33 @@ class Ranking(NamedTuple):
     queries: int
 
 
-@torch.no_grad()
 def ranking(
     db: SoftDB,
     queries: Tensor,  # (m, d)
-    positives: list[list[Id]],  # m
+    positives: Any,  # m ids, or m lists of ids
     projection: torch.nn.Module | None = None,
 ) -> Ranking:
     """How soon queries find one of their right records. Cost m n d: an exact search.
 
     Recall counts queries, whatever the number of right records each has (as in Karpukhin et al. 2020, section 5).
+    Raises BadInput for no queries, another number of positives than of queries, and ids that are not stored.
     """
+    if not isinstance(queries, Tensor | np.ndarray) or queries.ndim != 2 or not len(queries):
+        came = check.shown(queries) if not hasattr(queries, "shape") else f"of shape {tuple(queries.shape)}"
+        raise BadInput(f"queries are {came}; expected one or more, (m, d)")
+    right = listed(positives, len(queries))
+    require_known(db, right, [f"query {i}" for i in range(len(right))])
+    return ranked(db, torch.as_tensor(queries), right, projection)
+
+
+@torch.no_grad()
+def ranked(
+    db: SoftDB,
+    queries: Tensor,  # (m, d)
+    positives: list[list[Id]],  # m
+    projection: torch.nn.Module | None,
+) -> Ranking:
+    """As `ranking`, of what is checked; an id that is not stored is never found."""
     places: list[np.ndarray] = []
     for start in range(0, len(queries), BATCH):
         asked, mine = queries[start : start + BATCH], positives[start : start + BATCH]
@@ -97,9 +116,12 @@ def split(
         sides[side] += groups[i]
     if not sides[0] or not sides[2] or (choose and not sides[1]):
         largest = max(map(len, groups), default=0)
+        parts = 2 if choose else 1
+        enough = max(math.floor((parts - 0.5) / holdout) + 1, math.floor(0.5 / (1 - holdout)) + 1, parts + 1)
         raise BadInput(
             f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {holdout:g} are "
-            "held out: queries that share a positive stay together; give more pairs, another holdout, or no patience"
+            f"held out: queries that share a positive stay together; give more pairs, such as {enough:,} that share "
+            "none, another holdout, or patience None (--patience 0 on the command line)"
         )
     return Split(*(torch.tensor(sorted(side), dtype=torch.int64) for side in sides))
 
@@ -117,7 +139,8 @@ def _groups(
         return i
 
     first: dict[Id | bytes, int] = {}
-    for i, (query, mine) in enumerate(zip(queries.cpu().numpy(), positives, strict=True)):
+    alike = queries.cpu().numpy() + 0.0  # makes -0.0 equal to 0.0 in bytes, too
+    for i, (query, mine) in enumerate(zip(alike, positives, strict=True)):
         for name in (query.tobytes(), *mine):
             leader[root(i)] = root(first.setdefault(name, i))
     groups: dict[int, list[int]] = {}

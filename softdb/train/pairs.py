@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput
-from softdb.formats import Fields, read_rows
+from softdb.formats import Fields, Line, is_vector, read_rows
 
 __all__ = ["Pairs", "listed", "read_pairs", "require_known"]
 
@@ -43,8 +43,15 @@ class Pairs:
     def resolve(self, db: SoftDB) -> None:
         """Make of ids that came as text the whole numbers that the database knows, and check that it knows them all.
 
-        Raises BadInput naming the first unknown ids and their lines.
+        Raises BadInput naming the first unknown ids and their lines, and the first line where queries have another
+        width than the keys.
         """
+        dim = db._store.schema.dim
+        if isinstance(self.queries, list) and not self.is_text and len(self.queries[0]) != dim:
+            raise BadInput(
+                f"{self.name} line {self.lines[0]}: the query has {len(self.queries[0])} numbers but this database is "
+                f"{dim} wide; embed the queries as its keys are"
+            )
         if not self.typed:
             texts = sorted({one for mine in self.positives for one in mine if isinstance(one, str)})
             rows = db._store.locate(list(texts))[1]
@@ -63,18 +70,27 @@ def require_known(db: SoftDB, positives: list[list[Id]], places: list[str]) -> N
     if len(missing):
         named = ", ".join(f"{check.shown(flat[i])} ({places[owners[i]]})" for i in missing[:NAMED])
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        raise BadInput(f"these ids are not in the database: {named}{more}; insert them, or leave those pairs out")
+        hint = _hint(flat[missing[0]])
+        raise BadInput(f"these ids are not in the database: {named}{more}; insert them, or leave those pairs out{hint}")
+
+
+def _hint(name: Id) -> str:
+    """What else an unknown id may be: several of them in one text."""
+    return "; several ids are a JSON list" if isinstance(name, str) and "," in name else ""
 
 
 def listed(positives: Any, count: int) -> list[list[Id]]:
     """One id, or a list of ids, for each query, as lists. Raises BadInput naming the first query that has none."""
-    if isinstance(positives, str) or not isinstance(positives, Sequence | np.ndarray):
+    if isinstance(positives, np.ndarray | Tensor):
+        positives = positives.tolist()
+    if isinstance(positives, str | bytes) or not isinstance(positives, Sequence):
         raise BadInput(f"positives are {check.shown(positives)}; expected an id, or a list of ids, for each query")
     if len(positives) != count:
         raise BadInput(f"{len(positives)} positives for {count} queries; give an id, or a list of ids, for each")
     found = []
     for i, mine in enumerate(positives):
-        ids = list(dict.fromkeys(check.identifiers(mine, unique=False)))
+        given = int(mine) if isinstance(mine, np.integer) else mine
+        ids = list(dict.fromkeys(check.identifiers(given, unique=False)))
         if not ids:
             raise BadInput(f"query {i} has no positive; give at least one id, or leave the query out")
         found.append(ids)
@@ -98,21 +114,25 @@ def read_pairs(
             an id is text: the whole number that it reads as serves where the database has that one only.
         query: the field with the query: a text, or a list of numbers.
         positives: the field with the right records: an id, or a list of ids.
-        queries: (m, d) numbers that are the queries, in the order of the lines, which then need no query.
+        queries: (m, d) numbers that are the queries, in the order of the lines, which then must have none.
 
     Give all right records of a query in one line: in another line they would count as wrong ones. Raises BadInput
     naming file and line.
     """
     path = Path(path)
+    if isinstance(queries, np.ndarray | Tensor) and queries.ndim != 2:
+        raise BadInput(f"queries have shape {tuple(queries.shape)}; expected (m, d) numbers, one row for each line")
     typed = not path.name.removesuffix(".gz").endswith((".csv", ".tsv"))
     found: list[Any] = []
     ids: list[list[Id]] = []
     lines: list[int] = []
     for line in read_rows(path, Fields(id=positives, text=query)):
         try:
-            ids.append(_ids(line.row, positives, typed))
+            ids.append(_ids(line, positives, typed))
+            if queries is not None and query in line.row:
+                raise BadInput(f"field {query!r} is a query, but queries are given, too; leave one of them out")
             if queries is None:
-                found.append(_query(line.row, query, typed, found[0] if found else None))
+                found.append(_query(line, query, typed, found[0] if found else None))
         except BadInput as error:
             raise BadInput(f"{path.name} line {line.number}: {error}") from None
         lines.append(line.number)
@@ -123,8 +143,8 @@ def read_pairs(
     return Pairs(found if queries is None else queries, ids, lines, path.name, typed)
 
 
-def _ids(row: dict[str, Any], name: str, typed: bool) -> list[Id]:
-    value = _field(row, name)
+def _ids(line: Line, name: str, typed: bool) -> list[Id]:
+    value = _field(line, name)
     if not typed:
         value = _listed_cell(value)
     ids = list(dict.fromkeys(check.identifiers(value, unique=False))) if isinstance(value, list | str | int) else []
@@ -133,13 +153,13 @@ def _ids(row: dict[str, Any], name: str, typed: bool) -> list[Id]:
     return ids
 
 
-def _query(row: dict[str, Any], name: str, typed: bool, first: Any) -> Any:
+def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
     """A query, a text or a list of numbers, of the kind and width of the first one."""
-    value = _field(row, name)
+    value = _field(line, name)
     if not typed:
         value = _listed_cell(value)
     if isinstance(value, list):
-        if not value or not all(type(one) in (int, float) and math.isfinite(one) for one in value):
+        if not is_vector(value):
             raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
     elif not isinstance(value, str) or not value.strip():
         raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
@@ -150,15 +170,17 @@ def _query(row: dict[str, Any], name: str, typed: bool, first: Any) -> Any:
     return value
 
 
-def _field(row: dict[str, Any], name: str) -> Any:
-    if name not in row:
-        raise BadInput(f"no field {name!r}; its fields are {check.shown(list(row))}, name the right one")
-    return row[name]
+def _field(line: Line, name: str) -> Any:
+    if name in line.empty:
+        raise BadInput(f"field {name!r}: the cell is empty; fill it, or leave the line out")
+    if name not in line.row:
+        raise BadInput(f"no field {name!r}; its fields are {check.shown(list(line.row))}, name the right one")
+    return line.row[name]
 
 
 def _listed_cell(cell: str) -> Any:
     """A cell of CSV: a JSON list where it begins as one, else the text it is."""
-    if not cell.startswith("["):
+    if not cell.strip().startswith("["):
         return cell
     try:
         return json.loads(cell)

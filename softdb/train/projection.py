@@ -19,6 +19,7 @@ from softdb.store.files import write_whole
 __all__ = ["QueryProjection", "load", "packed", "save", "unpacked"]
 
 FORMAT = "softdb projection 1"
+BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError)  # as torch reads it
 
 
 class QueryProjection(torch.nn.Linear):
@@ -63,9 +64,11 @@ def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: di
     """Write a projection to a file, which appears whole or not at all.
 
     What torch.load(path, weights_only=True) gives is {"format", "state_dict", "metadata"}: the state_dict of the
-    module, or of a torch.nn.Linear, and plain facts about the training.
+    module, or of a torch.nn.Linear, and plain facts about the training. Raises BadInput, before anything is written,
+    for metadata that is not JSON.
     """
     facts = {**projection.metadata, **(metadata or {})}
+    check.json_text(facts, "metadata")
     write_whole(Path(path), packed({"format": FORMAT, "state_dict": projection.state_dict(), "metadata": facts}))
 
 
@@ -78,19 +81,27 @@ def load(path: str | os.PathLike[str]) -> QueryProjection:
     path = Path(path)
     found = unpacked(path, "projection")
     state: Any = found.get("state_dict") if found.get("format") == FORMAT else None
-    weight = state.get("weight") if isinstance(state, dict) else None
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
+    if not _is_linear(state):
         raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file")
-    if not all(isinstance(one, torch.Tensor) and bool(one.isfinite().all()) for one in state.values()):
+    weight = state["weight"]
+    if not all(bool(one.isfinite().all()) for one in state.values()):
         raise BadInput(f"{path} holds NaN or infinity; train the projection anew, with a smaller rate")
     projection = QueryProjection(len(weight), "bias" in state)
-    try:
-        projection.load_state_dict(state)
-    except RuntimeError:
-        raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file") from None
+    projection.load_state_dict(state)
     metadata = found.get("metadata")
     projection.metadata = metadata if isinstance(metadata, dict) else {}
     return projection
+
+
+def _is_linear(state: object) -> bool:
+    """Whether something is the state_dict of a square linear map."""
+    if not isinstance(state, dict) or "weight" not in state or not {"weight", "bias"} >= set(state):
+        return False
+    if not all(isinstance(one, Tensor) and one.is_floating_point() for one in state.values()):
+        return False
+    d = len(state["weight"]) if state["weight"].ndim == 2 else 0
+    shapes = {"weight": (d, d), "bias": (d,)}
+    return 0 < d <= check.MAX_DIM and all(tuple(one.shape) == shapes[name] for name, one in state.items())
 
 
 def packed(content: dict[str, Any]) -> bytes:
@@ -106,7 +117,7 @@ def unpacked(path: Path, what: str) -> dict[str, Any]:
         raise BadInput(f"{path} is not there; give the file of a {what}")
     try:
         found = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except (*BROKEN, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise BadInput(f"{path} cannot be read as a {what} ({check.shown(reason)})") from None
     if not isinstance(found, dict):
