@@ -85,15 +85,16 @@ class Finder:
         k: int,
         allowed: Live | None,
         exact: bool = False,
+        certain: int | None = None,
     ) -> tuple[Rows, str]:  # (q, k)
-        """Positions of the k nearest by a folded score, and the finder's name.
+        """Positions of the k nearest by a folded score, and the finder's name; `certain` as in `find` of the index.
 
         The index serves where the fold's metric is the database's; else, and for few records, "flat", which is exact.
         """
         index = None if exact or folded.metric is not self._store.schema.metric else self._current(snapshot)
         if index is None:
             return nearest(self._board, snapshot, folded.queries, k, folded.metric, allowed), "flat"
-        return self._watched(snapshot, index, folded.queries, k, allowed)
+        return self._watched(snapshot, index, folded.queries, k, allowed, certain)
 
     def _watched(
         self,
@@ -102,13 +103,16 @@ class Finder:
         queries: Tensor,  # (q, d)
         k: int,
         allowed: Live | None,
+        certain: int | None = None,
     ) -> tuple[Rows, str]:  # (q, k)
         """As `find`, by the database's metric, and the finder's name; a few searches by the index are checked."""
         metric = self._store.schema.metric
         if index is None or not serves(snapshot, index, k, allowed):
             return nearest(self._board, snapshot, queries, k, metric, allowed), "flat"
         start = time.perf_counter()
-        found = find(snapshot, index, queries, k, metric, allowed)
+        found = find(snapshot, index, queries, k, metric, allowed, certain)
+        if certain is not None:
+            return found, index.kind  # its recall is not what the index was tuned to
 
         def exact(which: int) -> Rows:
             alone: Rows = nearest(self._board, snapshot, queries[which : which + 1], k, metric, allowed)[0]

@@ -35,18 +35,20 @@ def find(
     k: int,
     metric: Metric,
     allowed: Live | None,  # (size,) over positions; None: every live record. Not changed between calls
+    certain: int | None = None,
 ) -> Rows:  # (q, k)
     """Positions of the k nearest that are allowed and live, -1 only beyond their number.
 
-    Rows younger than the index are compared exactly and merged. Cost of the index's search, k times its candidates in
-    exact scores, and the young rows.
+    `certain`: how many of them shall be found with the recall that the index was tuned to, all k where it is None; the
+    others are what is found on the way. Rows younger than the index are compared exactly and merged. Cost of the
+    index's search, its candidates for each certain one in exact scores, and the young rows.
     """
     if index is None or not serves(snapshot, index, k, allowed):
         return nearest(snapshot, queries, k, metric, allowed)
     fit = _fit(snapshot, index)
     chosen = fit.choice(snapshot, index, allowed)
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
-    found = _covered(snapshot, index, fit, vectors, k, chosen, allowed)
+    found = _covered(snapshot, index, fit, vectors, k, chosen, allowed, min(certain or k, k))
     if fit.border < snapshot.size:
         young = nearest(snapshot, queries, min(k, snapshot.size - fit.border), metric, allowed, start=fit.border)
         found = best(snapshot, vectors, np.concatenate([found, young], axis=1), k, metric)
@@ -146,11 +148,18 @@ def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
 
 
 def _covered(
-    snapshot: Snapshot, index: Index, fit: _Fit, queries: Floats, k: int, chosen: _Choice, allowed: Live | None
+    snapshot: Snapshot,
+    index: Index,
+    fit: _Fit,
+    queries: Floats,
+    k: int,
+    chosen: _Choice,
+    allowed: Live | None,
+    certain: int,
 ) -> Rows:  # (q, k) positions
     """The k best of the rows that the index holds."""
-    effort = index.effort * max(1, -(-k // index.tuned_for))  # farther neighbours lie in more places
-    c, vectors = max(FLOOR, index.candidates * k), prepared(queries, index.metric)
+    effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
+    c, vectors = max(FLOOR, index.candidates * certain, k), prepared(queries, index.metric)
     if chosen.selected is None:
         found = _placed(snapshot, index.find(vectors, c, None, effort))
         return best(snapshot, queries, found, k, index.metric)

@@ -50,7 +50,7 @@ def closest(
         keep = None if origin.count == len(origin.rows) else origin.present
         found, finder = version.find(queries, count, keep=keep).numpy(), "shadow"
     else:
-        found, finder = origin.find(queries, count)
+        found, finder = origin.find(queries, count, certain=k)
         if finder == "flat":  # so many that the index does not serve
             return exactly(keys, queries, k, origin), finder
     return best(_as_snapshot(keys, origin), queries.float().numpy(), found, k, origin.metric), finder

@@ -131,10 +131,14 @@ class Origin:
         self,
         queries: Tensor,  # (q, d) without a graph
         k: int,
+        certain: int | None = None,
     ) -> tuple[Rows, str]:  # (q, k)
-        """The k of these records, at most `count`, whose stored keys are nearest, and the finder's name."""
+        """The k of these records, at most `count`, whose stored keys are nearest, and the finder's name.
+
+        `certain` of them are found with the recall of the index, the others on the way.
+        """
         folded = Fold(self.metric, queries, 1.0)
-        positions, finder = self.db._finder.find_folded(self.snapshot, folded, k, self._allowed)
+        positions, finder = self.db._finder.find_folded(self.snapshot, folded, k, self._allowed, certain=certain)
         return self._parameters[positions], finder
 
     def keys(
