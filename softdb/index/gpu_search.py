@@ -54,7 +54,8 @@ def find(
 ) -> Rows:  # (q, k)
     """Positions of the k nearest that are allowed and live, -1 only beyond their number; see `search.find`.
 
-    On a GPU all k are as certain as the index finds them, and only the positions found travel to the host, where the keys fit; else those of the candidates, too.
+    On a GPU all k are as certain as the index finds them, and only the positions found travel to the host, where the
+    keys fit; else those of the candidates, too.
     """
     if not isinstance(index, OnGPU):
         return search.find(snapshot, index, queries, k, metric, allowed, certain)

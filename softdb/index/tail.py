@@ -259,7 +259,13 @@ def kept(
     k = min(rows.shape[1], int(budget + ROOM * budget**0.5 + 16))
     places, logs = np.full((len(rows), k), -1, np.int64), np.zeros((len(rows), k), np.float32)
     counts = np.empty(len(rows), np.int64)
-    loops.thin(rows, logits, log_weights, float(budget), seeds, places, logs, counts)
+
+    def work(part: slice) -> None:
+        drawn = rows[part], logits[part], log_weights[part]
+        loops.thin(*drawn, float(budget), seeds[part], places[part], logs[part], counts[part])
+
+    count = max(1, min(len(rows), workers(rows.size * loops.STEPS * 4)))
+    share_out(work, [slice(len(rows) * i // count, len(rows) * (i + 1) // count) for i in range(count)])
     most = min(k, int(counts.max(initial=0)))
     if counts.max(initial=0) > k:
         raise AssertionError("more draws were kept than there is room for")

@@ -100,5 +100,5 @@ def _values(snapshot: Snapshot, width: int) -> tuple[Any, Any, int]:
 def _shared(work: Callable[[slice], None], logits: NDArray[np.floating], width: int) -> None:
     """Runs a loop over the queries, shared out among threads."""
     q, k = logits.shape
-    count = max(1, min(q, workers(q * k * (width + 16))))
+    count = max(1, min(q, workers(q * k * (4 * width + 64))))
     share_out(work, [slice(q * i // count, q * (i + 1) // count) for i in range(count)])
