@@ -384,6 +384,7 @@ def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
         found = world.count_within(queries, 100.0, where={"part": 1}, max_candidates=5)  # all are that near
         assert (found.bar >= (found.value - N // 3).abs()).all()
         assert not found.met.any()
+        assert found.bar.isinf().all()
 
 
 def test_counts_end_within_their_tolerance_or_exactly(

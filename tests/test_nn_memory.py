@@ -158,6 +158,22 @@ def test_overfetched_candidates_get_no_gradient() -> None:
     assert memory.keys.grad._values().shape[0] == 5 * 3
 
 
+def test_the_search_is_as_hard_as_for_k_however_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    db, efforts = large(), []
+    db.build_index("ivf", k=10)
+    index = db._finder._index
+    assert index is not None
+    search = type(index).find
+
+    def find(self: Any, queries: Any, c: int, allowed: Any = None, effort: int | None = None) -> Any:
+        efforts.append(effort)
+        return search(self, queries, c, allowed, effort)
+
+    monkeypatch.setattr(type(index), "find", find)
+    Memory(db, k=10, overfetch=4)(torch.randn(5, 16))
+    assert efforts == [index.effort]
+
+
 def test_the_memory_of_a_step_does_not_grow_with_the_records() -> None:
     import tracemalloc
 

@@ -79,7 +79,7 @@ def _estimated(
     asked, snapshot = prepared(ball.queries[which], tail.index.metric), ball.snapshot
     found = tail.draw_within(asked, ball.least, min(int(NEAR * drawn), snapshot.size), drawn, seed)
     positions = snapshot.positions(found.rows)
-    positions[(positions < 0) | (positions >= ball.border) | ~ball.keep[positions]] = -1
+    positions[(positions < 0) | ~ball.keep[positions]] = -1
     scores = scores_at(snapshot, asked, positions, tail.index.metric)
     weights = np.exp(found.log_weights.astype(np.float64))
     inside = scores >= ball.least
