@@ -555,6 +555,10 @@ def test_the_grad_mode_and_default_dtype_around_it_do_not_count() -> None:
         same(one, fit(db, queries, positives, **SMALL))
     with torch.inference_mode():
         same(one, fit(db, queries.clone(), positives, **SMALL))
+    with torch.autocast("cpu", torch.bfloat16):
+        same(one, fit(db, queries, positives, **SMALL))
+        asked = one.projection.of(db, queries)
+    assert torch.equal(asked, one.projection.of(db, queries))
     torch.set_default_dtype(torch.float64)
     try:
         same(one, fit(db, queries, positives, **SMALL))

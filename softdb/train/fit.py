@@ -154,7 +154,7 @@ def fit(
         raise BadInput(f"checkpoint is {check.shown(checkpoint)}; expected the path of a file")
     file = None if checkpoint is None else Path(checkpoint)
     checkpoints.may_write(file, resume, db._store.path)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), check.precise():
         asked = _asked(db, queries)
         right = listed(positives, len(asked))
         require_known(db, right, [f"query {i}" for i in range(len(right))])

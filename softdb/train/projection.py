@@ -57,7 +57,8 @@ class QueryProjection(torch.nn.Linear):
                 f"the projection is of queries {self.in_features} wide but this database is {asked.shape[1]} wide; use "
                 "the one that was trained for it"
             )
-        return self(asked.float())  # type: ignore[no-any-return]
+        with check.precise():
+            return self(asked.float())  # type: ignore[no-any-return]
 
 
 def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: dict[str, Any] | None = None) -> None:
