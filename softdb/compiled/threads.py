@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["available", "share_out", "workers"]
+__all__ = ["available", "by_lines", "share_out", "workers"]
 
 WORTH_A_THREAD = 1 << 22  # products
 
@@ -28,6 +28,12 @@ def available() -> bool:
 def workers(products: int) -> int:
     """How many threads so many products are worth."""
     return max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
+
+
+def by_lines(work: Callable[[slice], None], lines: int, products: int) -> None:
+    """Does the work on so many lines, which cost so many products together, in runs: one a thread."""
+    count = max(1, min(lines, workers(products)))
+    share_out(work, [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)])
 
 
 def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:

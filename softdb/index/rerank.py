@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from softdb.check import Metric
-from softdb.compiled.threads import available, share_out, workers
+from softdb.compiled.threads import available, by_lines
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.scores import score_of
 from softdb.store import Snapshot
@@ -85,8 +84,7 @@ def _shared(
     def work(part: slice) -> None:
         loop(asked[part].reshape(-1), positions[part], *keys, CODES[metric], *(one[part] for one in out))
 
-    count = min(q, workers(q * c * d))
-    share_out(work, [slice(*pair) for pair in itertools.pairwise(q * w // count for w in range(count + 1))])
+    by_lines(work, q, q * c * d)
 
 
 def _gathered(

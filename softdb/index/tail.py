@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.compiled.threads import share_out, workers
+from softdb.compiled.threads import by_lines
 from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
 from softdb.index.rerank import scores_at
 from softdb.store import Snapshot
@@ -206,8 +206,7 @@ def _drawn(
         asked = near[part], near_logits[part], *far
         loops.draw(*asked, frame, budget, PLAIN, seeds[part], found[part], logs[part], counts[part])
 
-    count = min(q, workers(q * each * 4))
-    share_out(work, [slice(q * i // count, q * (i + 1) // count) for i in range(count)])
+    by_lines(work, q, q * each * 4)
     return found, logs, int(counts.max(initial=0))
 
 
@@ -264,8 +263,7 @@ def kept(
         drawn = rows[part], logits[part], log_weights[part]
         loops.thin(*drawn, float(budget), seeds[part], places[part], logs[part], counts[part])
 
-    count = max(1, min(len(rows), workers(rows.size * loops.STEPS * 4)))
-    share_out(work, [slice(len(rows) * i // count, len(rows) * (i + 1) // count) for i in range(count)])
+    by_lines(work, len(rows), rows.size * loops.STEPS * 4)
     most = min(k, int(counts.max(initial=0)))
     if counts.max(initial=0) > k:
         raise AssertionError("more draws were kept than there is room for")

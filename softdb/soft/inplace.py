@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.compiled.threads import share_out, workers
+from softdb.compiled.threads import by_lines
 from softdb.index.rerank import scores_at
 from softdb.store import Snapshot
 
@@ -124,7 +124,7 @@ def _dots(x: Tensor, column: Column) -> Tensor:
         of = addresses, starts, asked.shape[1], dtype == np.float16, rerank.DOT
         rerank.score(asked[part].reshape(-1), positions[part], *of, found[part])
 
-    _shared(work, positions, asked.shape[1])
+    by_lines(work, len(positions), positions.size * asked.shape[1])
     found[positions < 0] = 0
     return torch.from_numpy(found).to(x.dtype)
 
@@ -138,16 +138,9 @@ def _sums(weights: Tensor, column: Column) -> Tensor:
         pooling.HALF if dtype == np.float16 else pooling.WIDE,
     )
     found, positions = np.empty((len(factors), column.width), factors.dtype), column.positions
-    _shared(
-        lambda part: pooling.sums(factors[part], positions[part], addresses, starts, kind, found[part]),
-        positions,
-        column.width,
-    )
+
+    def work(part: slice) -> None:
+        pooling.sums(factors[part], positions[part], addresses, starts, kind, found[part])
+
+    by_lines(work, len(positions), positions.size * column.width)
     return torch.from_numpy(found)
-
-
-def _shared(work: Any, positions: NDArray[np.int64], width: int) -> None:
-    """Runs a loop over the queries, shared out among threads."""
-    q, k = positions.shape
-    count = max(1, min(q, workers(q * k * width)))
-    share_out(work, [slice(q * i // count, q * (i + 1) // count) for i in range(count)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.compiled.threads import share_out, workers
+from softdb.compiled.threads import by_lines
 from softdb.index.contract import Floats
 from softdb.soft.query import Positions
 from softdb.store import Snapshot
@@ -45,7 +44,11 @@ def pooled_at(
 
     output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
     column = _values(snapshot, width)
-    _shared(lambda part: pooling.pooled(logits[part], positions[part], *column, output[part], lse[part]), logits, width)
+
+    def work(part: slice) -> None:
+        pooling.pooled(logits[part], positions[part], *column, output[part], lse[part])
+
+    by_lines(work, len(logits), logits.size * (4 * width + 64))
     return torch.from_numpy(output), torch.from_numpy(lse)
 
 
@@ -76,7 +79,7 @@ def spread_at(
         answer = output[part], lse[part], z, SKEWED, weights[part], found[:, part]
         pooling.spread(logits[part], log_weights[part], positions[part], *column, *answer)
 
-    _shared(work, logits, output.shape[1] * pooling.SIGNS)
+    by_lines(work, len(logits), logits.size * (4 * output.shape[1] * pooling.SIGNS + 64))
     bar, stderr, lse_bar, lse_stderr = torch.from_numpy(found.astype(logits.dtype))
     return Spread(bar, stderr, lse_bar, lse_stderr, torch.from_numpy(weights))
 
@@ -95,10 +98,3 @@ def _values(snapshot: Snapshot, width: int) -> tuple[Any, Any, int]:
     first = snapshot.segments[0].values_or_keys.dtype
     kinds = {"float32": pooling.WIDE, "float16": pooling.HALF, "int32": pooling.LABEL}
     return snapshot.value_addresses, snapshot.starts, kinds[first.name] if width else pooling.NONE
-
-
-def _shared(work: Callable[[slice], None], logits: NDArray[np.floating], width: int) -> None:
-    """Runs a loop over the queries, shared out among threads."""
-    q, k = logits.shape
-    count = max(1, min(q, workers(q * k * (4 * width + 64))))
-    share_out(work, [slice(q * i // count, q * (i + 1) // count) for i in range(count)])
