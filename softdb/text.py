@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.errors import BadInput, MissingDependency
+from softdb.store import files
 
 __all__ = ["NOTE", "HashedNGrams", "SentenceEncoder", "encoder_name", "note_encoder", "noted_encoder", "unit"]
 
@@ -226,7 +227,7 @@ def _located(model: str) -> str:
 
 def note_encoder(path: Path, name: str) -> None:
     """Leave a note in a database's directory of the encoder that made its keys."""
-    (path / NOTE).write_text(json.dumps({"encoder": name}) + "\n", encoding="utf-8")
+    files.write_whole(path / NOTE, json.dumps({"encoder": name}).encode() + b"\n")
 
 
 def noted_encoder(path: Path) -> str | None:

@@ -45,6 +45,48 @@ def test_a_file_imports_only_what_stands_before_it() -> None:
             assert LINE.index(name) <= here, f"{path.relative_to(ROOT)} imports {name}, which stands after it"
 
 
+CHANGES = {
+    "chmod", "fdatasync", "fsync", "ftruncate", "link", "makedirs", "mkdir", "posix_fallocate", "pwrite", "pwritev",
+    "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
+}  # fmt: skip
+OF_PATHS = {
+    "hardlink_to",
+    "mkdir",
+    "rename",
+    "rmdir",
+    "rmtree",
+    "symlink_to",
+    "touch",
+    "unlink",
+    "write_bytes",
+    "write_text",
+}
+WRITES = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "'w", "'a", "'x", "'r+")
+
+
+def changes(path: Path) -> list[str]:
+    """Calls in a file that change files: of os and shutil, of paths, and `open` for writing."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        module, _, name = ast.unparse(node.func).rpartition(".")
+        if (
+            (module in ("os", "shutil") and name in CHANGES | OF_PATHS)
+            or (module not in ("files", "disk") and name in OF_PATHS)
+            or (module != "disk" and name in ("open", "fdopen") and any(flag in ast.unparse(node) for flag in WRITES))
+        ):
+            found.append(f"{path.name}:{node.lineno} {module}.{name}")
+    return found
+
+
+def test_the_files_of_a_database_are_changed_in_one_thin_layer_alone() -> None:
+    parts = [ROOT / "store", ROOT / "index", ROOT / "database.py", ROOT / "opening.py", ROOT / "text.py"]
+    sources = [path for part in parts for path in ([part] if part.suffix else part.glob("*.py"))]
+    assert len(changes(ROOT / "store" / "disk.py")) > 5  # the search sees them
+    assert [one for path in sources if path.name != "disk.py" for one in changes(path)] == []
+
+
 def test_the_walk_sees_imports(tmp_path: Path) -> None:
     sample = tmp_path / "sample.py"
     sample.write_text("from softdb import check\nfrom softdb.store.files import remove\nimport softdb.cli\n")

@@ -34,9 +34,7 @@ _KEY_BYTES = 32
 
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
     """Write an index file, whole or not at all, and return its entry for the catalogue."""
-    if not folder.is_dir():
-        folder.mkdir()
-        files.sync_directory(folder.parent)
+    files.make_directory(folder)
     data = index.dump()
     name = f"{index.kind}-{secrets.token_hex(8)}.faiss"
     entry = {
@@ -57,7 +55,8 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric) -> Index | None:
     try:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or entry.get("metric") != metric.value:
             raise ValueError("its entry is not one that softdb writes")
-        data = (folder / name).read_bytes()
+        with files.reading(folder / name) as file:
+            data = file.read()
         if not hmac.compare_digest(_signature(entry, data).encode(), str(entry.get("hmac")).encode()):
             raise ValueError("it does not carry this user's signature")
         if missing := {"kind", *_KEPT} - set(entry):
@@ -92,20 +91,7 @@ def _key() -> bytes:
     try:
         key = path.read_bytes()
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, secrets.token_bytes(_KEY_BYTES))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        try:
-            os.link(fresh, path)  # whoever comes first wins, and nobody sees half a key
-        except FileExistsError:
-            pass
-        finally:
-            os.unlink(fresh)
+        files.make_once(path, secrets.token_bytes(_KEY_BYTES))
         key = path.read_bytes()
     if len(key) != _KEY_BYTES:
         raise ValueError(f"the signing key {path} is not {_KEY_BYTES} bytes; remove it")

@@ -28,9 +28,7 @@ def enter(path: Path, writing: bool, may_create: bool) -> int | None:
             raise NotADatabase(f"{path} holds no database; {how}")
     if not writing:
         return None
-    if not path.exists():
-        path.mkdir(parents=True)
-        files.sync_directory(path.parent)
+    files.make_directory(path)
     lock = files.acquire(path / "lock")
     if lock is None:
         holder = (path / "lock").read_text().strip() or "unknown"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO
 import apsw
 
 from softdb.errors import BadInput, WriteFailed
-from softdb.store import files, gaps
+from softdb.store import disk, files, gaps
 from softdb.store.catalog import Catalog
 from softdb.store.segments import Columns, Part
 from softdb.store.snapshot import Segment
@@ -43,9 +42,8 @@ def duplicate(store: Store, path: Path) -> dict[str, Any]:
     _require_free(store, path)
     existed = path.is_dir()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path)
         report = _copied(store, path)
-        files.sync_directory(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             _clear(path, existed)
@@ -106,14 +104,14 @@ def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple
         with contextlib.suppress(ValueError, AttributeError, OSError):  # a cache: what cannot be read is not there
             file = json.loads(text).get("file")
             if store.path is not None and isinstance(file, str) and Path(file).name == file:
-                found[name] = file, opened.enter_context((store.path / "index" / file).open("rb"))
+                found[name] = file, opened.enter_context(files.reading(store.path / "index" / file))
     return found
 
 
 def _copy_indexes(indexes: dict[str, tuple[str, BinaryIO] | None], folder: Path) -> list[str]:
     """Copy them, and return the names of those that are gone."""
     if any(indexes.values()):
-        folder.mkdir()
+        files.make_directory(folder)
         for file, source in filter(None, indexes.values()):
             files.copy(source, folder / file)
         files.sync_directory(folder)
@@ -130,10 +128,6 @@ def _forget_indexes(path: Path, names: list[str]) -> None:
 
 def _clear(path: Path, existed: bool) -> None:
     """Remove what a copy has left; the directory stays where it was there before."""
-    for entry in path.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            files.remove(entry)
+    files.clear(path)
     if not existed:
-        path.rmdir()
+        disk.remove_directory(path)

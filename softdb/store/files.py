@@ -1,86 +1,153 @@
-"""Every change to a file other than the catalogue's own passes through here, so that tests can watch and fail them."""
+"""What softdb does with files, each step on disk when it returns; the catalogue's own are SQLite's business."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from softdb.store import disk
+
 __all__ = [
     "acquire",
+    "clear",
     "copy",
     "create",
     "filling",
+    "make_directory",
+    "make_once",
     "occupied",
     "publish",
+    "reading",
     "remove",
     "sync_directory",
     "write_at",
     "write_whole",
 ]
 
+_COPIED = 1 << 20  # bytes at once
+
 
 def create(path: Path, head: bytes, size: int) -> None:
     """Make a file at its final size, its head written and both it and its name on disk. The rest reads as zeros."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         _write(descriptor, memoryview(head), 0)
-        os.ftruncate(descriptor, size)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        disk.truncate(descriptor, size)
+        disk.sync(descriptor)
     sync_directory(path.parent)
 
 
 def write_at(path: Path, data: bytes | memoryview, offset: int) -> None:
     """Overwrite part of an existing file, on disk when this returns."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        _write(descriptor, memoryview(data), offset)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with filling(path, offset) as put:
+        put(data)
 
 
 @contextlib.contextmanager
 def filling(path: Path, offset: int) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    with _opened(path, os.O_WRONLY) as descriptor:
 
-    def put(data: bytes | memoryview) -> None:
-        nonlocal offset
-        _write(descriptor, memoryview(data), offset)
-        offset += len(data)
+        def put(data: bytes | memoryview) -> None:
+            nonlocal offset
+            _write(descriptor, memoryview(data), offset)
+            offset += len(data)
 
-    try:
         yield put
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        disk.sync(descriptor)
 
 
 def copy(source: BinaryIO, path: Path) -> None:
     """A new file with all that is read from another, on disk when this returns; its name may not be."""
-    with path.open("xb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-        file.flush()
-        os.fsync(file.fileno())
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        offset = 0
+        while data := source.read(_COPIED):
+            _write(descriptor, memoryview(data), offset)
+            offset += len(data)
+        disk.sync(descriptor)
 
 
 def publish(fresh: Path, path: Path) -> None:
     """Bring a finished file to disk and give it its name, which nothing has."""
-    descriptor = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.rename(fresh, path)
+    with _opened(fresh, os.O_RDONLY) as descriptor:
+        disk.sync(descriptor)
+    disk.rename(fresh, path)
     sync_directory(path.parent)
+
+
+def write_whole(path: Path, data: bytes | memoryview) -> None:
+    """Replace a file by new content, so that any moment shows the old one or the new one whole."""
+    fresh = path.with_name(path.name + ".tmp")
+    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        _write(descriptor, memoryview(data), 0)
+        disk.sync(descriptor)
+    disk.rename(fresh, path)
+    sync_directory(path.parent)
+
+
+def make_once(path: Path, data: bytes) -> None:
+    """A private file that whoever comes first makes, and that nobody sees half."""
+    make_directory(path.parent, 0o700)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as descriptor:
+        _write(descriptor, memoryview(data), 0)
+        disk.sync(descriptor)
+    with contextlib.suppress(FileExistsError):
+        disk.link(fresh, path)
+    disk.unlink(fresh)
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory and those that it lies in, where they are missing, each name on disk."""
+    if path.is_dir():
+        return
+    make_directory(path.parent, mode)
+    with contextlib.suppress(FileExistsError):
+        disk.make(path, mode)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to disk."""
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        disk.sync(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Unlink a file that may be gone already; whoever has it mapped keeps it."""
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(path)
+
+
+def clear(path: Path) -> None:
+    """Remove everything in a directory."""
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            clear(entry)
+            disk.remove_directory(entry)
+        else:
+            remove(entry)
+
+
+def reading(path: Path) -> BinaryIO:
+    """A regular file, opened to be read: no link (it may lead anywhere) and no pipe (it may never answer).
+
+    Raises OSError, FileNotFoundError where there is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path.name} is not a regular file")
+        return io.open(descriptor, "rb")  # noqa: UP020 - `open` reads as a path
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def occupied(path: Path) -> int:
@@ -93,48 +160,34 @@ def occupied(path: Path) -> int:
     return total
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file by new content, so that any moment shows the old one or the new one whole."""
-    fresh = path.with_name(path.name + ".tmp")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        _write(descriptor, memoryview(data), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(fresh, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove(path: Path) -> None:
-    """Unlink a file that may be gone already; whoever has it mapped keeps it."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 def acquire(path: Path) -> int | None:
     """An exclusive lock on a file until its descriptor is closed or the process ends; None while another holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        disk.truncate(descriptor, 0)
+        disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # for the message of whoever comes second, nothing else
     except BlockingIOError:
-        os.close(descriptor)
+        disk.close(descriptor)
         return None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)  # for the message of whoever comes second, nothing else
+    except BaseException:
+        disk.close(descriptor)
+        raise
     return descriptor
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, mode: int = 0o644) -> Iterator[int]:
+    descriptor = disk.open(path, flags, mode)
+    try:
+        yield descriptor
+    finally:
+        disk.close(descriptor)
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
-        written = os.pwrite(descriptor, data, offset)
+        written = disk.write(descriptor, data, offset)
         data, offset = data[written:], offset + written

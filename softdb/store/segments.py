@@ -216,7 +216,7 @@ def _bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     head = header(dtype, shape)
     expected = len(head) + _bytes(dtype, shape)
-    with path.open("rb") as file:
+    with files.reading(path) as file:
         begins = file.read(len(head))
         size = file.seek(0, io.SEEK_END)
         if size != expected:

@@ -1,0 +1,69 @@
+"""The thin layer under every change to a file other than the catalogue's own: one function a system call, no more.
+
+Tests put themselves in place of these functions (and of SQLite's VFS) to watch, to fail, to kill, or to cut the power.
+Nothing else in softdb may change a file of a database.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["close", "link", "make", "open", "remove_directory", "rename", "sync", "truncate", "unlink", "write"]
+
+_ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link in a database from elsewhere may lead anywhere
+
+
+def open(path: Path, flags: int, mode: int = 0o644) -> int:
+    """A descriptor, to be closed."""
+    return os.open(path, flags | _ALWAYS, mode)
+
+
+def close(descriptor: int) -> None:
+    """Let go of a descriptor."""
+    os.close(descriptor)
+
+
+def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
+    """Write at an offset as much as goes, and return how much that was."""
+    return os.pwrite(descriptor, data, offset)
+
+
+def truncate(descriptor: int, size: int) -> None:
+    """Cut or extend a file; what it is extended by reads as zeros."""
+    os.ftruncate(descriptor, size)
+
+
+def sync(descriptor: int) -> None:
+    """Bring a file's bytes and size, or a directory's entries, to the medium. Where it fails, never again."""
+    if sys.platform == "darwin":
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync stops at the drive's cache there
+    else:
+        os.fsync(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a file another name, in the place of whatever has it."""
+    os.replace(old, new)
+
+
+def link(old: Path, new: Path) -> None:
+    """Give a file a second name, which nothing may have."""
+    os.link(old, new)
+
+
+def unlink(path: Path) -> None:
+    """Take a file's name."""
+    os.unlink(path)
+
+
+def make(path: Path, mode: int = 0o777) -> None:
+    """Make a directory."""
+    os.mkdir(path, mode)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove an empty directory."""
+    os.rmdir(path)

@@ -1,0 +1,82 @@
+"""What a database must hold: a dict of records, and how to tell whether one does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import softdb
+
+Id = int | str
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """One record as it must come back."""
+
+    key: Array  # (d,)
+    value: Array | int | None  # (v,), a label, or None
+    payload: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Truth) and (
+            np.array_equal(self.key, other.key)
+            and np.array_equal(np.asarray(self.value), np.asarray(other.value))
+            and bool(self.payload == other.payload)
+        )
+
+
+State = dict[Id, Truth]
+
+
+def held(db: softdb.SoftDB) -> State:
+    """Everything that a database holds, through `scan`."""
+    found: State = {}
+    for records in db.scan(1000):
+        keys = np.asarray(records.keys)
+        values = [None] * len(records.ids) if records.values is None else np.asarray(records.values)
+        for i, one in enumerate(records.ids):
+            assert one not in found, f"scan gives {one!r} twice"
+            found[one] = Truth(keys[i].copy(), _plain(values[i]), records.payloads[i])
+    return found
+
+
+def _plain(value: Any) -> Array | int | None:
+    return value if value is None or np.ndim(value) else int(value)
+
+
+def differences(found: State, expected: State) -> str:
+    """In words, for a failing test; empty where there are none."""
+    lost = [one for one in expected if one not in found]
+    back = [one for one in found if one not in expected]
+    other = [one for one in expected if one in found and found[one] != expected[one]]
+    parts = [
+        f"{len(ids)} {what}: {ids[:5]}" for what, ids in (("lost", lost), ("back", back), ("changed", other)) if ids
+    ]
+    return "; ".join(parts)
+
+
+def check(db: softdb.SoftDB, *allowed: State) -> State:
+    """Raise AssertionError unless the database holds exactly one of the states, in every way that it can be asked.
+
+    Returns that state.
+    """
+    found = held(db)
+    told = [differences(found, state) for state in allowed]
+    assert "" in told, f"none of {len(allowed)} states: {' | '.join(told)}"
+    state = allowed[told.index("")]
+    assert len(db) == db.count() == len(state)
+    db.verify()
+    if state:
+        ids = list(state)
+        records = db.get(ids)
+        for i, one in enumerate(ids):
+            assert one in db
+            assert np.array_equal(np.asarray(records.keys)[i], state[one].key), f"get gives another key for {one!r}"
+        hits = db.search(state[ids[0]].key[None].astype(np.float32), k=len(ids))
+        assert sorted(map(repr, hits.ids[0])) == sorted(map(repr, ids)), "search and scan see different records"
+    return state
