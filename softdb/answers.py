@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Id, integer, precise, shown
-from softdb.errors import StaleRead
+from softdb.errors import CorruptionError, StaleRead
 
 __all__ = ["Estimate", "Explanation", "Hits", "Pooled", "Record", "Records", "Samples", "parsed"]
 
@@ -21,8 +21,21 @@ Resolve = Callable[[NDArray[np.int64]], dict[int, tuple[Id, str | None]]]
 
 
 def parsed(texts: list[str | None]) -> list[Any]:
-    """JSON values of payload texts, in one pass."""
-    return json.loads(f"[{','.join(text or 'null' for text in texts)}]")  # type: ignore[no-any-return]
+    """JSON values of payload texts, each read alone: one that is damaged must not shift the others.
+
+    Raises CorruptionError where a text is not JSON.
+    """
+    try:
+        return [None if text is None else _decode(text) for text in texts]
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"a stored payload is not JSON ({error}); verify() names its row") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is none of its values")
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ __all__ = ["DemoReport", "demo_encoder", "named_encoder", "progress", "run_demo"
 
 PROJECTION = "projection.npy"  # (d, d) float32: a query q is asked as projection @ q
 MARK = "demo.json"  # a directory with this file may be made anew by --fresh
-_OURS = re.compile(rf"catalog\.sqlite(-wal|-shm)?|lock|(keys|values)-\d+\.npy|index|{NOTE}|{MARK}|{PROJECTION}")
+_OURS = re.compile(
+    rf"catalog\.sqlite(-wal|-shm)?|lock|committed|(keys|values|rows)-\d+\.npy|index|{NOTE}|{MARK}|{PROJECTION}"
+)
 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import softdb
+from softdb.store.format import FORMAT
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def test_verify_names_the_rows_of_a_flipped_bit(path: Path) -> None:
         byte = f.read(1)[0]
         f.seek(200)
         f.write(bytes([byte ^ 1]))
-    with softdb.open(path) as db, pytest.raises(softdb.CorruptionError, match=rf"{file.name}: rows \d+ to \d+"):
+    with softdb.open(path) as db, pytest.raises(softdb.CorruptionError, match=rf"{file.name}: row \d+ differs"):
         db.verify()
     with pytest.raises(softdb.CorruptionError, match=file.name):
         softdb.open(path, verify=True)
@@ -263,7 +264,12 @@ def test_verify_names_the_rows_of_a_flipped_bit(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["DELETE FROM records WHERE row = 5", "DELETE FROM batches WHERE segment = 1", "UPDATE batches SET keys_crc = 1"],
+    [
+        "DELETE FROM records WHERE row = 5",
+        "UPDATE records SET key_crc = 1 WHERE row = 5",
+        "UPDATE records SET payload_crc = 1 WHERE row = 5",
+        "UPDATE records SET payload = 'null' WHERE row = 5",
+    ],
 )
 def test_verify_finds_a_catalogue_at_odds_with_itself(path: Path, statement: str) -> None:
     make(path)
@@ -293,7 +299,7 @@ def test_an_impossible_catalogue_is_corruption(path: Path, statement: str) -> No
 def test_a_newer_format_is_refused(path: Path) -> None:
     make(path)
     connection = apsw.Connection(str(path / "catalog.sqlite"))
-    connection.execute("PRAGMA user_version = 2")
+    connection.execute(f"PRAGMA user_version = {FORMAT + 1}")
     connection.close()
     with pytest.raises(softdb.FormatTooNew, match="upgrade softdb"):
         softdb.open(path)

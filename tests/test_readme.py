@@ -36,11 +36,11 @@ def test_the_two_commands_are_there() -> None:
 
 def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:
     import softdb
-    from softdb.store import catalog
+    from softdb.store import format
 
     text = README.read_text()
-    assert f"0x{catalog.APPLICATION:X}" in text.replace("0x736f6674", "0x736F6674")
-    assert f"format version, now {catalog.FORMAT}," in text
+    assert f"0x{format.APPLICATION:X}" in text.replace("0x736f6674", "0x736F6674")
+    assert f"format version, now {format.FORMAT}," in text
     with softdb.open(tmp_path / "db", dim=2, value_dim=1) as db:
         db.insert(["a"], [[1, 2]], [[3]])
         names = {path.name for path in (tmp_path / "db").iterdir()}

@@ -161,11 +161,11 @@ def _covered(
     effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
     c, vectors = max(FLOOR, index.candidates * certain, k), prepared(queries, index.metric)
     if chosen.selected is None:
-        found = _placed(snapshot, index.find(vectors, c, None, effort))
+        found = _placed(snapshot, index, index.find(vectors, c, None, effort))
         return best(snapshot, queries, found, k, index.metric)
     c = min(c, max(1, chosen.inside))
     if chosen.share >= MOSTLY:
-        found = _placed(snapshot, index.find(vectors, c, chosen.selected, int(np.ceil(effort / chosen.share))))
+        found = _placed(snapshot, index, index.find(vectors, c, chosen.selected, int(np.ceil(effort / chosen.share))))
         return best(snapshot, queries, found, k, index.metric)
     found = np.full((len(queries), k), -1, np.int64)
     exactly = np.ones(len(queries), np.bool_)
@@ -181,8 +181,9 @@ def _covered(
     return found
 
 
-def _placed(snapshot: Snapshot, rows: Rows) -> Rows:
-    return rows if snapshot.contiguous else snapshot.positions(rows)
+def _placed(snapshot: Snapshot, index: Index, rows: Rows) -> Rows:
+    """Where the rows lie; an index of another database may name rows that are nowhere."""
+    return rows if snapshot.contiguous and index.covered <= snapshot.size else snapshot.positions(rows)
 
 
 def _older(snapshot: Snapshot, fit: _Fit, allowed: Live | None) -> Live | None:
@@ -204,7 +205,7 @@ def _selected(
         found[thin] = index.find(vectors[thin], c, chosen.selected, effort)
         thin = thin[found[thin].min(axis=1) < 0]  # what counts lies elsewhere: look farther
         if not len(thin) or effort >= index.effort_most:
-            return _placed(snapshot, found)
+            return _placed(snapshot, index, found)
         effort *= 8
     return None
 

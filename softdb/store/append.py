@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from softdb.check import Array, Id
 from softdb.store import gaps
 from softdb.store.catalog import Catalog
-from softdb.store.segments import Columns, Piece, SegmentEntry, capacity_for, checksum
+from softdb.store.segments import Columns, Piece, SegmentEntry, capacity_for
+from softdb.store.soundness import checksums
 
 __all__ = ["Batch", "append"]
 
@@ -26,9 +28,9 @@ def append(catalog: Catalog, columns: Columns, batch: Batch) -> None:
     """Write columns beyond the watermark, fsynced, and the records that refer to them into the open transaction."""
     pieces = _place(catalog, columns, batch)
     with columns.writing(pieces):  # the disk works while SQLite and the checksums do
-        catalog.add(catalog.state().next_row, batch.ids, batch.payloads)
+        values = itertools.repeat(None, len(batch.ids)) if batch.values is None else checksums(batch.values)
+        catalog.add(catalog.state().next_row, batch.ids, batch.payloads, checksums(batch.keys), values)
         for piece in pieces:
-            _record_checksums(catalog, piece.entry, piece.keys, piece.values)
             catalog.put_segment(piece.entry._replace(used=piece.entry.used + len(piece.keys)))
     catalog.advance(len(batch.ids))
 
@@ -53,9 +55,3 @@ def _place(catalog: Catalog, columns: Columns, batch: Batch) -> list[Piece]:
         entry = entry._replace(used=entry.used + stop - done)
         done = stop
     return pieces
-
-
-def _record_checksums(catalog: Catalog, entry: SegmentEntry, keys: Array, values: Array | None) -> None:
-    slot, count, keys_crc, values_crc = catalog.last_batch(entry.number) or (entry.used, 0, 0, 0)
-    values_crc = None if values is None else checksum(values, values_crc or 0)
-    catalog.put_batch(entry.number, slot, count + len(keys), checksum(keys, keys_crc), values_crc)

@@ -1,14 +1,6 @@
 """The catalogue: one SQLite file in WAL mode, whose commit is the only commit point of a database.
 
-The format, as MUSTs: application_id is `APPLICATION`, user_version is the format version (a reader MUST refuse a newer
-one); the tables are those of `_TABLES`. `records` holds exactly the live records. A bit set in `tombstones` (chunk c,
-bit i, low bits first: row c * CHUNK + i) marks a row as dead; a row below `state.next_row` without one is live, if a
-segment holds it; what compaction adds is in `softdb.store.gaps`.
-`segments` say how many slots are `used` (the watermark), `batches` carry the CRC-32 of consecutive slots. Every commit
-that changes records raises `state.generation`. A commit that replaces payloads in place MUST set
-`settings.payloads_replaced` to the generation it makes: what was worked out from payloads before is void. An index
-`field_` + the hexadecimal UTF-8 of a name declares that field; it MUST be over the two expressions of
-`filters.field_sql`, and any of them may be dropped at any time.
+What it is made of: `softdb.store.format`.
 """
 
 from __future__ import annotations
@@ -16,40 +8,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
+from zlib import crc32
 
 import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Id, Metric, Schema
-from softdb.errors import CorruptionError, FormatTooNew, NotADatabase
-from softdb.store.filters import field_sql
-from softdb.store.segments import SegmentEntry
+from softdb.check import Id, Schema, schema, shown
+from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError
+from softdb.store import format
+from softdb.store.format import CHUNK, FORMAT
+from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["CHUNK", "Catalog", "State"]
+__all__ = ["Catalog", "State", "reading"]
 
-APPLICATION = 0x736F6674  # "soft"
-FORMAT = 1
-CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
 BUSY = 10_000  # milliseconds that another connection is waited for
-BATCH = 8192  # slots after which a CRC is closed and the next one begun: single inserts share one
 
-_TABLES = """
-CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY) STRICT, WITHOUT ROWID;
-CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL) STRICT;
-CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT) STRICT;
-CREATE TABLE segments(segment INTEGER PRIMARY KEY, first_row INTEGER NOT NULL, capacity INTEGER NOT NULL,
-                      used INTEGER NOT NULL) STRICT;
-CREATE TABLE batches(segment INTEGER, slot INTEGER, count INTEGER NOT NULL, keys_crc INTEGER NOT NULL,
-                     values_crc INTEGER, PRIMARY KEY(segment, slot)) STRICT, WITHOUT ROWID;
-CREATE TABLE tombstones(chunk INTEGER PRIMARY KEY, dead BLOB NOT NULL) STRICT;
-CREATE TABLE indexes(name TEXT PRIMARY KEY, entry TEXT NOT NULL) STRICT, WITHOUT ROWID;
-INSERT INTO state VALUES(0, 0);
-"""
+_SUPER = bytes.fromhex("d9d505f920a163d7")  # the end of a rollback journal that belongs to several files
 
 
 class State(NamedTuple):
@@ -62,41 +42,33 @@ class State(NamedTuple):
 class Catalog:
     """One connection to the catalogue. The caller keeps transactions and threads apart."""
 
-    def __init__(self, connection: apsw.Connection) -> None:
+    def __init__(self, connection: apsw.Connection, version: int) -> None:
         self.connection = connection
+        self.version = version  # of the format; 0: nothing is laid out yet
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
         """Connect to a catalogue; `None` is one in memory. Raises NotADatabase, FormatTooNew, CorruptionError."""
+        connection = None
         try:
             connection = _connect(path, write)
             connection.set_busy_timeout(BUSY)
+            _harden(connection)
+            version = format.recognise(connection, str(path))
             if write:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
-            catalog = cls(connection)
-            catalog._recognise(path)
-            return catalog
-        except apsw.NotADBError:
-            raise NotADatabase(f"{path} is not a softdb catalogue; choose another directory") from None
-        except apsw.CantOpenError as error:
-            raise NotADatabase(f"{path} cannot be opened ({error}); check the path and its permissions") from None
-        except apsw.CorruptError as error:
-            raise CorruptionError(f"catalog.sqlite is damaged ({error}); restore the directory from a copy") from error
-
-    def _recognise(self, path: Path | None) -> None:
-        application, version = self._pragma("application_id"), self._pragma("user_version")
-        if application != APPLICATION and (application or version or self.tables()):
-            raise NotADatabase(f"{path} belongs to another program; choose another directory")
-        if version > FORMAT:
-            raise FormatTooNew(f"{path} has format version {version}, this softdb reads up to {FORMAT}; upgrade softdb")
-
-    def _pragma(self, name: str) -> int:
-        return int(self.connection.pragma(name))
-
-    def tables(self) -> int:
-        """How many tables there are: none in a catalogue whose creation was cut short."""
-        return int(self.one("SELECT count(*) FROM sqlite_schema WHERE type = 'table'")[0])
+            return cls(connection, version)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, apsw.NotADBError):
+                raise NotADatabase(f"{path} is not a softdb catalogue; choose another directory") from None
+            if isinstance(error, apsw.CantOpenError):
+                raise NotADatabase(f"{path} cannot be opened ({error}); check the path and its permissions") from None
+            if isinstance(error, apsw.Error):
+                raise _typed(error) from error
+            raise
 
     def create(self, schema: Schema) -> None:
         """Lay out an empty catalogue, in one transaction."""
@@ -108,21 +80,26 @@ class Catalog:
             "metric": schema.metric.value,
         }
         with self.connection:
-            self.connection.execute(_TABLES)
-            self.connection.executemany("INSERT INTO settings VALUES(?, ?)", settings.items())
-            self.connection.execute(f"PRAGMA application_id = {APPLICATION}")
+            self.connection.execute(format.tables(FORMAT))
+            self.connection.execute("INSERT INTO state VALUES(0, 0, ?)", (format.state_crc(0, 0),))
+            for name, value in settings.items():
+                self.put_setting(name, value)
+            self.connection.execute(f"PRAGMA application_id = {format.APPLICATION}")
             self.connection.execute(f"PRAGMA user_version = {FORMAT}")
+        self.version = FORMAT
+
+    def present_version(self) -> int:
+        """The version now: a writer may have brought the file up to date since a reader opened it."""
+        self.version = self._pragma("user_version") or self.version
+        return self.version
 
     def schema(self) -> Schema:
         """What the database stores. Raises CorruptionError where the settings are not what `create` wrote."""
-        settings = dict(self.all("SELECT name, value FROM settings"))
+        settings = self.settings()
         try:
-            widths = [settings["dim"], settings["value_dim"], settings["num_classes"]]
-            if type(widths[0]) is not int or not all(w is None or (type(w) is int and w > 0) for w in widths):
-                raise ValueError(f"widths {widths}")
-            dtype = np.dtype({"float32": np.float32, "float16": np.float16}[settings["dtype"]])
-            return Schema(widths[0], widths[1], widths[2], dtype, Metric(settings["metric"]))
-        except (KeyError, ValueError, TypeError) as error:
+            dim, value_dim, classes = (settings[name] for name in ("dim", "value_dim", "num_classes"))
+            return schema(dim, value_dim, classes, settings["dtype"], settings["metric"], None)
+        except (KeyError, BadInput) as error:
             raise CorruptionError(
                 f"catalog.sqlite has damaged settings ({error}); restore the directory from a copy"
             ) from None
@@ -156,35 +133,63 @@ class Catalog:
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
+    def settings(self) -> dict[str, Any]:
+        """All settings. Raises CorruptionError where one differs from its checksum."""
+        if self.version == 1:
+            return dict(self.all("SELECT name, value FROM settings"))
+        found = self.all("SELECT name, value, crc FROM settings")
+        for name, value, crc in found:
+            if isinstance(value, bytes) or crc != format.setting_crc(name, value):
+                raise CorruptionError(
+                    f"catalog.sqlite has a damaged setting, {shown(name)}; restore the directory from a copy"
+                )
+        return {name: value for name, value, _ in found}
+
+    def setting(self, name: str, default: int = 0) -> int:
+        """A number among the settings, at least the default, which stands for one that is absent."""
+        found = self.settings().get(name, default)
+        if type(found) is not int or found < default:
+            raise CorruptionError(f"catalog.sqlite has a damaged setting {name!r}; restore the directory from a copy")
+        return found
+
+    def put_setting(self, name: str, value: int | str | None) -> None:
+        """Set one."""
+        row = (name, value, format.setting_crc(name, value))
+        self.connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?, ?)", row)
+
     def state(self) -> State:
-        """Generation and next row number."""
-        found = self.one("SELECT generation, next_row FROM state")
+        """Generation and next row number. Raises CorruptionError."""
+        found = self.one(f"SELECT generation, next_row, {'crc' if self.version > 1 else 'NULL'} FROM state")
         if found is None:
             raise CorruptionError("catalog.sqlite has lost its state row; restore the directory from a copy")
-        return State(*found)
+        generation, next_row, crc = found
+        sound = type(generation) is int and type(next_row) is int and min(generation, next_row) >= 0
+        if not sound or (self.version > 1 and crc != format.state_crc(generation, next_row)):
+            raise CorruptionError("catalog.sqlite has a damaged state; restore the directory from a copy")
+        return State(generation, next_row)
 
     def advance(self, rows: int) -> None:
         """One generation on, with that many rows assigned."""
-        self.connection.execute("UPDATE state SET generation = generation + 1, next_row = next_row + ?", (rows,))
+        state = self.state()
+        new = State(state.generation + 1, state.next_row + rows)
+        self.connection.execute(
+            "UPDATE state SET generation = ?, next_row = ?, crc = ?", (*new, format.state_crc(*new))
+        )
 
     def segments(self) -> list[SegmentEntry]:
-        """All segments, in row order."""
-        return [SegmentEntry(*row) for row in self.all("SELECT * FROM segments ORDER BY first_row, segment")]
+        """All segments, in row order. Raises CorruptionError."""
+        entries = [SegmentEntry(*row) for row in self.all("SELECT * FROM segments ORDER BY first_row, segment")]
+        for entry in entries:
+            numbers = all(type(number) is int and number >= 0 for number in entry)
+            if not numbers or not entry.used <= entry.capacity <= MAX_ROWS:
+                raise CorruptionError(
+                    f"catalog.sqlite has an impossible segment {entry}; restore the directory from a copy"
+                )
+        return entries
 
     def put_segment(self, entry: SegmentEntry) -> None:
         """Record a new segment or a new watermark."""
         self.connection.execute("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?)", entry)
-
-    def last_batch(self, segment: int) -> tuple[int, int, int, int | None] | None:
-        """(slot, count, keys_crc, values_crc) of a segment's last batch, if more may be added to it."""
-        sql = "SELECT slot, count, keys_crc, values_crc FROM batches WHERE segment = ? ORDER BY slot DESC LIMIT 1"
-        found = self.one(sql, (segment,))
-        return found if found is not None and found[1] < BATCH else None
-
-    def put_batch(self, segment: int, slot: int, count: int, keys_crc: int, values_crc: int | None) -> None:
-        """Record the checksums of consecutive slots."""
-        row = (segment, slot, count, keys_crc, values_crc)
-        self.connection.execute("INSERT OR REPLACE INTO batches VALUES(?, ?, ?, ?, ?)", row)
 
     def bury(self, rows: NDArray[np.int64]) -> None:
         """Delete records and set their rows' tombstones."""
@@ -210,19 +215,32 @@ class Catalog:
 
     def dead(self) -> NDArray[np.int64]:
         """The rows that have a tombstone, ascending."""
-        found = self.all("SELECT chunk, dead FROM tombstones ORDER BY chunk")
-        return np.concatenate(
-            [np.empty(0, np.int64), *(chunk * CHUNK + np.flatnonzero(_bits(bits)) for chunk, bits in found)]
-        )
+        found = self._tombstones(self.state().next_row)
+        return np.concatenate([np.empty(0, np.int64), *(chunk * CHUNK + np.flatnonzero(bits) for chunk, bits in found)])
 
     def live(self, rows: int) -> NDArray[np.bool_]:
         """Which of the rows 0 … rows - 1 have no tombstone."""
         live = np.ones(-(-rows // CHUNK) * CHUNK, np.bool_)
-        for chunk, packed in self.connection.execute(
-            "SELECT chunk, dead FROM tombstones WHERE chunk * ? < ?", (CHUNK, rows)
-        ):
-            live[chunk * CHUNK : (chunk + 1) * CHUNK] = ~_bits(packed)
+        for chunk, bits in self._tombstones(rows):
+            live[chunk * CHUNK : (chunk + 1) * CHUNK] = ~bits
         return live[:rows]
+
+    def _tombstones(self, rows: int) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        sql = "SELECT chunk, CASE length(dead) WHEN ? THEN dead END FROM tombstones ORDER BY chunk"
+        for chunk, packed in self.connection.execute(sql, (CHUNK // 8,)):
+            if not 0 <= chunk * CHUNK < rows:
+                raise CorruptionError(
+                    f"catalog.sqlite has tombstones of rows from {chunk * CHUNK} on, there are {rows}; "
+                    "restore the directory from a copy"
+                )
+            yield chunk, _bits(packed)
+
+    def capacity(self) -> int:
+        """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit."""
+        return 8 * self._pragma("page_count") * self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return int(self.connection.pragma(name))
 
     # -- the whole file --------------------------------------------------------------------------------------------
 
@@ -250,10 +268,20 @@ class Catalog:
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def add(self, first_row: int, ids: Iterable[Id], payloads: Iterable[str | None]) -> None:
+    def add(
+        self,
+        first_row: int,
+        ids: Iterable[Id],
+        payloads: Iterable[str | None],
+        key_crcs: Iterable[int],
+        value_crcs: Iterable[int | None],
+    ) -> None:
         """New records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
-        rows = ((first_row + i, one, text) for i, (one, text) in enumerate(zip(ids, payloads, strict=True)))
-        self.connection.executemany("INSERT INTO records VALUES(?, ?, ?)", rows)
+        texts = list(payloads)
+        crcs = [None if text is None else crc32(text.encode()) for text in texts]
+        rows = range(first_row, first_row + len(texts))
+        records = zip(rows, ids, texts, key_crcs, value_crcs, crcs, strict=True)
+        self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", records)
 
     def lookup(self, ids: Sequence[Id]) -> dict[Id, tuple[int, str | None]]:
         """Row and payload text of those ids that are stored."""
@@ -263,20 +291,31 @@ class Catalog:
         return {one: (row, text) for one, row, text in self.all(sql, (json.dumps(ids),))}
 
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
-        """Id and payload text of those rows that hold a record."""
+        """Id and payload text of those rows that hold a record. Raises CorruptionError."""
         sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
-        return {row: (one, text) for row, one, text in self.all(sql, (_json(rows),))}
+        found = self.all(sql, (_json(rows),))
+        for row, one, text in found:
+            if type(one) not in (str, int) or not (text is None or type(text) is str):
+                raise CorruptionError(f"catalog.sqlite has a damaged record in row {row}; restore it from a copy")
+        return {row: (one, text) for row, one, text in found}
+
+    def checksums(self, first: int, last: int) -> list[tuple[int, bytes | None, int, int | None, int | None]]:
+        """(row, payload, key_crc, value_crc, payload_crc) of the records in rows first … last, ascending."""
+        columns = "row, CAST(payload AS BLOB), key_crc, value_crc, payload_crc"
+        return self.all(f"SELECT {columns} FROM records WHERE row BETWEEN ? AND ? ORDER BY row", (first, last))
 
     def set_payloads(self, rows: Iterable[int], payloads: Iterable[str | None]) -> None:
         """Replace the payloads of stored records."""
-        pairs = zip(payloads, rows, strict=True)
-        self.connection.executemany("UPDATE records SET payload = ? WHERE row = ?", pairs)
-        self.connection.execute("INSERT OR REPLACE INTO settings SELECT 'payloads_replaced', generation + 1 FROM state")
+        new = (
+            (text, text if text is None else crc32(text.encode()), row)
+            for text, row in zip(payloads, rows, strict=True)
+        )
+        self.connection.executemany("UPDATE records SET payload = ?, payload_crc = ? WHERE row = ?", new)
+        self.put_setting("payloads_replaced", self.state().generation + 1)
 
     def payloads_replaced(self) -> int:
         """The generation that last replaced payloads in place, 0 if none has."""
-        found = self.one("SELECT value FROM settings WHERE name = 'payloads_replaced'")
-        return 0 if found is None else int(found[0])
+        return self.setting("payloads_replaced")
 
     def matching(
         self,
@@ -304,22 +343,27 @@ class Catalog:
 
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index."""
-        names = self.all("SELECT name FROM sqlite_schema WHERE type = 'index' AND name GLOB 'field_*'")
-        return tuple(sorted(bytes.fromhex(name.removeprefix("field_")).decode() for (name,) in names))
+        return tuple(sorted(bytes.fromhex(name.removeprefix("field_")).decode() for name in self._field_indexes()))
+
+    def _field_indexes(self) -> list[str]:
+        found = self.all("SELECT name FROM sqlite_schema WHERE type = 'index' AND name GLOB 'field_*'")
+        return [name for (name,) in found]
 
     def index_field(self, name: str) -> None:
         """Index a field, if it is not. Cost: one pass over the payloads."""
-        of_type, value = field_sql(name)
-        self.connection.execute(f"CREATE INDEX IF NOT EXISTS {_field_index(name)} ON records({of_type}, {value})")
+        if format.field_index(name) not in self._field_indexes():
+            self.connection.execute(format.field_index_sql(name))
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index, if it has one."""
-        self.connection.execute(f"DROP INDEX IF EXISTS {_field_index(name)}")
+        self.connection.execute(f"DROP INDEX IF EXISTS {format.field_index(name)}")
 
 
 def _connect(path: Path | None, write: bool) -> apsw.Connection:
     if path is None:
         return apsw.Connection(":memory:")
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        _require_plain(path.with_name(path.name + suffix))
     if write:
         return apsw.Connection(str(path), apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
     wal = path.with_name(path.name + "-wal")
@@ -330,14 +374,54 @@ def _connect(path: Path | None, write: bool) -> apsw.Connection:
     return apsw.Connection(f"file:{quote(str(path))}?immutable=1", apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
 
 
+def _require_plain(path: Path) -> None:
+    """SQLite follows links and waits for pipes, and a journal may name another file that it then deletes."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise NotADatabase(f"{path} is not a regular file; softdb follows no links, choose another directory")
+    if path.name.endswith("-journal") and found.st_size > len(_SUPER):
+        with path.open("rb") as file:
+            file.seek(-len(_SUPER), os.SEEK_END)
+            if file.read() == _SUPER:
+                raise CorruptionError(f"{path.name} names another journal, which softdb does not write; remove it")
+
+
+def _harden(connection: apsw.Connection) -> None:
+    """Nothing in a file from elsewhere may run, and damaged pages are looked for as they are read."""
+    connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
+    connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
+    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
+    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_VIEW, 0)
+    connection.execute("PRAGMA cell_size_check = ON")
+
+
+def _typed(error: apsw.Error) -> SoftDBError:
+    """What SQLite says when it cannot read, in our words."""
+    if isinstance(error, apsw.BusyError | apsw.LockedError):
+        return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
+    return CorruptionError(f"catalog.sqlite cannot be read ({error}); restore the directory from a copy")
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Turn what SQLite raises while it reads into CorruptionError and DatabaseLocked."""
+    try:
+        yield
+    except apsw.Error as error:
+        raise _typed(error) from error
+    except UnicodeDecodeError as error:
+        raise CorruptionError(
+            f"catalog.sqlite has a damaged text ({error}); restore the directory from a copy"
+        ) from None
+
+
 def _bits(packed: bytes) -> NDArray[np.bool_]:
-    if len(packed) * 8 != CHUNK:
+    if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
         raise CorruptionError("catalog.sqlite has a tombstone of the wrong size; restore the directory from a copy")
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
-
-
-def _field_index(name: str) -> str:
-    return f"field_{name.encode().hex()}"  # SQLite's names are case-blind, a field's are not
 
 
 def _json(rows: NDArray[np.int64]) -> str:

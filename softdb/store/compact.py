@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from softdb.errors import CorruptionError, WriteFailed
 from softdb.store import gaps
-from softdb.store.catalog import BATCH
 from softdb.store.segments import MAX_ROWS, Part, SegmentEntry, checksum
 from softdb.store.snapshot import Snapshot
+from softdb.store.soundness import AT_ONCE, damaged
 from softdb.store.store import Store
-from softdb.store.verify import batches, damaged
 
 __all__ = ["compact"]
 
@@ -90,7 +89,6 @@ class _Group(NamedTuple):
     places: list[int]  # of the segments in the snapshot
     kept: NDArray[np.int64]  # (m,) positions of live rows, ascending
     dropped: NDArray[np.int64]  # rows of the others
-    checksums: list[Any]  # the segments' batches
 
     @classmethod
     def of(cls, store: Store, numbers: set[int]) -> _Group | None:
@@ -102,8 +100,7 @@ class _Group(NamedTuple):
         lives = [(start, live) for i, (start, live) in enumerate(_lives(snapshot)) if i in places]
         kept = np.concatenate([start + np.flatnonzero(live) for start, live in lives])
         dead = np.concatenate([start + np.flatnonzero(~live) for start, live in lives])
-        mine = [batch for batch in batches(store.catalog) if batch[0] in numbers]
-        return cls(snapshot, places, kept, snapshot.rows(dead), mine)
+        return cls(snapshot, places, kept, snapshot.rows(dead))
 
     @property
     def shape(self) -> list[tuple[int, int]]:
@@ -115,7 +112,6 @@ class _Written(NamedTuple):
     """A new segment on disk, not yet known to the catalogue."""
 
     entry: SegmentEntry
-    checksums: list[tuple[int, int, int, int | None]]  # slot, count, keys_crc, values_crc
     rows_crc: int | None  # None: the rows have no gaps
 
 
@@ -154,34 +150,33 @@ def _written_aside(store: Store, group: _Group, number: int) -> _Written | None:
 
 def _write(store: Store, group: _Group, number: int) -> _Written | None:
     """A new segment with a group's live rows, on disk when this returns; None where there are none."""
-    _require_sound(group)
+    _require_sound(store, group)
     count = len(group.kept)
     if not count:
         return None
     rows = group.snapshot.rows(group.kept)
     has_gaps = int(rows[-1] - rows[0]) + 1 != count
-    checksums: list[tuple[int, int, int, int | None]] = []
 
     def parts() -> Iterator[Part]:
-        for low in range(0, count, BATCH):
-            places = group.kept[low : low + BATCH]
+        for low in range(0, count, AT_ONCE):
+            places = group.kept[low : low + AT_ONCE]
             keys, values = group.snapshot.keys_at(places).numpy(), None
             if store.schema.has_values:
                 values = group.snapshot.values_at(places).numpy().astype(store.schema.value_dtype, copy=False)
-            checksums.append((low, len(places), checksum(keys), None if values is None else checksum(values)))
-            yield Part(keys, values, rows[low : low + BATCH] if has_gaps else None)
+            yield Part(keys, values, rows[low : low + AT_ONCE] if has_gaps else None)
 
     store.columns.create(number, count, has_gaps)
     store.columns.fill(number, count, parts())
     entry = SegmentEntry(number, int(rows[0]), count, count)
-    return _Written(entry, checksums, checksum(rows) if has_gaps else None)
+    return _Written(entry, checksum(rows) if has_gaps else None)
 
 
-def _require_sound(group: _Group) -> None:
-    """Raise CorruptionError where what would be copied is damaged: a new checksum would hide it for ever."""
-    damage = damaged([group.snapshot.segments[i] for i in group.places], group.checksums)
+def _require_sound(store: Store, group: _Group) -> None:
+    """Raise CorruptionError where what would be copied is damaged: the undamaged copy may be wanted elsewhere."""
+    segments = (group.snapshot.segments[i] for i in group.places)
+    damage = [one for segment in segments for one in damaged(store.checksums, segment) if one.file.endswith(".npy")]
     if damage:
-        raise CorruptionError("; ".join(damage) + ": restore them from a copy, then compact")
+        raise CorruptionError("; ".join(map(str, damage)) + ": restore them from a copy, then compact")
 
 
 def _swap(store: Store, group: _Group, written: _Written | None) -> None:
@@ -192,7 +187,5 @@ def _swap(store: Store, group: _Group, written: _Written | None) -> None:
     gaps.put(catalog, old, len(group.dropped), crc)
     if written is not None:
         catalog.put_segment(written.entry)
-        for batch in written.checksums:
-            catalog.put_batch(written.entry.number, *batch)
     catalog.forget(group.dropped)
     catalog.advance(0)

@@ -99,12 +99,16 @@ def _parts(segment: Segment) -> Iterator[Part]:
 def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple[str, BinaryIO] | None]:
     """The index files that the catalogue names, open, so that a writer may replace them; None where one is gone."""
     found: dict[str, tuple[str, BinaryIO] | None] = {}
+    folder = None if store.path is None else store.path / "index"
+    ours = folder is not None and not folder.is_symlink()  # a link may lead to what is nobody's business
     for name, text in store.catalog.all("SELECT name, entry FROM indexes"):
         found[name] = None
-        with contextlib.suppress(ValueError, AttributeError, OSError):  # a cache: what cannot be read is not there
+        with contextlib.suppress(
+            ValueError, TypeError, RecursionError, AttributeError, OSError
+        ):  # a cache: what cannot be read is not there
             file = json.loads(text).get("file")
-            if store.path is not None and isinstance(file, str) and Path(file).name == file:
-                found[name] = file, opened.enter_context(files.reading(store.path / "index" / file))
+            if folder is not None and ours and isinstance(file, str) and Path(file).name == file:
+                found[name] = file, opened.enter_context(files.reading(folder / file))
     return found
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from softdb.errors import CorruptionError
 from softdb.store.catalog import Catalog
 
 __all__ = ["Gaps", "next_segment", "put", "read", "reserve"]
@@ -32,7 +31,7 @@ class Gaps(NamedTuple):
 
 def read(catalog: Catalog) -> Gaps:
     """What compactions have left."""
-    gone = _setting(catalog, "gone")
+    gone = catalog.setting("gone")
     checksums = dict(catalog.all("SELECT segment, rows_crc FROM gaps")) if gone else {}
     return Gaps(gone, checksums)
 
@@ -40,36 +39,20 @@ def read(catalog: Catalog) -> Gaps:
 def next_segment(catalog: Catalog) -> int:
     """The number of the next new segment."""
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
-    return 1 + max(int(greatest), _setting(catalog, "last_segment", -1))
+    return 1 + max(int(greatest), catalog.setting("last_segment", -1))
 
 
 def reserve(catalog: Catalog) -> int:
     """Take a number for a segment that will be written outside of the transaction."""
     number = next_segment(catalog)
-    _set(catalog, "last_segment", number)
+    catalog.put_setting("last_segment", number)
     return number
 
 
 def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: tuple[int, int] | None) -> None:
     """Segments are dropped, rows with them, and a segment with this number and rows checksum may have come."""
-    catalog.connection.execute(
-        "CREATE TABLE IF NOT EXISTS gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT"
-    )
-    for table in ("segments", "batches", "gaps"):
+    for table in ("segments", "gaps"):
         catalog.connection.executemany(f"DELETE FROM {table} WHERE segment = ?", [(number,) for number in dropped])
     if new is not None:
         catalog.connection.execute("INSERT INTO gaps VALUES(?, ?)", new)
-    _set(catalog, "gone", _setting(catalog, "gone") + removed)
-
-
-def _setting(catalog: Catalog, name: str, default: int = 0) -> int:
-    found = catalog.one("SELECT value FROM settings WHERE name = ?", (name,))
-    if found is None:
-        return default
-    if type(found[0]) is not int or found[0] < default:
-        raise CorruptionError(f"catalog.sqlite has a damaged setting {name!r}; restore the directory from a copy")
-    return int(found[0])
-
-
-def _set(catalog: Catalog, name: str, value: int) -> None:
-    catalog.connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?)", (name, value))
+    catalog.put_setting("gone", catalog.setting("gone") + removed)

@@ -182,7 +182,7 @@ class Columns:
         if self.directory is None:
             return
         for path in self.directory.iterdir():
-            if _NAME.fullmatch(path.name) and int(path.stem.split("-")[1]) not in keep:
+            if _NAME.fullmatch(path.name) and int(path.stem.split("-")[1]) not in keep and not path.is_dir():
                 files.remove(path)
 
     def _column(self, column: str, number: int, capacity: int) -> Array:
@@ -216,7 +216,13 @@ def _bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     head = header(dtype, shape)
     expected = len(head) + _bytes(dtype, shape)
-    with files.reading(path) as file:
+    try:
+        opened = files.reading(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CorruptionError(f"{path.name} cannot be read ({error}); restore it from a copy") from error
+    with opened as file:
         begins = file.read(len(head))
         size = file.seek(0, io.SEEK_END)
         if size != expected:

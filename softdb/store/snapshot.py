@@ -50,6 +50,11 @@ class Segment:
         """The values, or the keys, where the key serves."""
         return self.keys if self.values is None else self.values
 
+    def rows_of(self, slots: slice) -> Rows:
+        """The rows of consecutive slots."""
+        here = np.arange(len(self))[slots]
+        return here + self.first_row if self.rows is None else self.rows[slots]
+
     @property
     def stop_row(self) -> int:
         """The row after the last."""

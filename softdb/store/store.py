@@ -26,16 +26,21 @@ from softdb.errors import (
     DuplicateId,
     NotADatabase,
     ReadOnly,
+    SoftDBError,
     UnknownId,
     WriteFailed,
 )
-from softdb.store import files, fork, gaps
+from softdb.store import committed, files, fork, gaps
 from softdb.store.append import Batch, append
-from softdb.store.catalog import Catalog
+from softdb.store.catalog import Catalog, reading
+from softdb.store.committed import Committed
 from softdb.store.directory import enter
+from softdb.store.format import FORMAT
 from softdb.store.matches import Matches
 from softdb.store.segments import Columns, SegmentEntry
 from softdb.store.snapshot import Segment, Snapshot
+from softdb.store.soundness import damaged
+from softdb.store.upgrade import upgrade
 
 __all__ = ["Store"]
 
@@ -52,13 +57,16 @@ class Store:
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
         self._writer: int | None = None  # descriptor of the lock file
+        self._committed: Committed | None = None  # a writer's mark of what was acknowledged
         self._failure: str | None = None  # why this handle takes no more writes
         self._matches = Matches()
         self._catalog: Catalog | None = None
         try:
             self._open(create)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise WriteFailed(f"{path} cannot be opened ({error}); mend the cause, then open it again") from error
             raise
         fork.watch(self)
 
@@ -68,19 +76,34 @@ class Store:
         writing = self.mode == "rw"
         if self.path is not None:
             self._writer = enter(self.path, writing, create is not None)
+        acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
-        if not self._catalog.tables():
+        if not self._catalog.version:
+            self._require_new(acknowledged)
             if create is None or not writing:
                 raise NotADatabase(f"{self.path} holds no database yet; give dim= to make one")
             self._catalog.create(create)
             if self.path is not None:
                 files.sync_directory(self.path)
-        self.schema = self._catalog.schema()
+        with reading():
+            self.schema = self._catalog.schema()
+            committed.require(self._catalog.state().generation, acknowledged)
         self._columns = Columns(self.path, self.schema)
-        if writing:
-            self._columns.clean({entry.number for entry in self._catalog.segments()})
         self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
         self.refresh()
+        if writing:
+            if self._catalog.version < FORMAT:
+                with self.writing():
+                    upgrade(self._catalog, self.snapshot.segments)
+            if self.path is not None:
+                self._committed = Committed(self.path)
+                self._acknowledge()
+            self._columns.clean({entry.number for entry in self._catalog.segments()})
+
+    def _require_new(self, acknowledged: int) -> None:
+        """Raise CorruptionError where an empty catalogue stands beside data: a new one would have them removed."""
+        if acknowledged >= 0 or (self.path is not None and any(self.path.glob("keys-*.npy"))):
+            raise CorruptionError(f"{self.path}/catalog.sqlite is empty, the files beside it are not; restore it")
 
     def close(self) -> None:
         """Let go of files and lock; safe to call twice."""
@@ -88,6 +111,9 @@ class Store:
             if self._catalog is not None:
                 self._catalog.close()
                 self._catalog = None
+            if self._committed is not None:
+                self._committed.close()
+                self._committed = None
             if self._writer is not None:
                 os.close(self._writer)
                 self._writer = None
@@ -115,6 +141,9 @@ class Store:
         if self._catalog is None:
             return
         fork.abandon(self._catalog)
+        if self._committed is not None:
+            self._committed.close()
+            self._committed = None
         if self._writer is not None:
             os.close(self._writer)
             self._writer = None
@@ -157,7 +186,7 @@ class Store:
             segment = known.get((entry.number, entry.used)) or self._segment(entry, entry.number in missing.checksums)
             segments.append(segment)
             row, stored = segment.stop_row, stored + entry.used
-        if stored + missing.gone != rows or row > rows:
+        if stored + missing.gone != rows or row > rows or stored > self.catalog.capacity():
             raise CorruptionError(
                 f"catalog.sqlite counts {rows} rows but {stored} in segments and {missing.gone} compacted away; "
                 "restore the directory from a copy"
@@ -179,10 +208,9 @@ class Store:
             yield
             return
         try:
-            self.catalog.begin(write=False)
-            yield
-        except apsw.CorruptError as error:
-            raise CorruptionError(f"catalog.sqlite is damaged ({error}); restore the directory from a copy") from error
+            with reading():
+                self.catalog.begin(write=False)
+                yield
         finally:
             if self._catalog is not None:
                 self._catalog.rollback()
@@ -206,7 +234,7 @@ class Store:
 
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
         """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
-        with self._lock:
+        with self._lock, reading():
             found, snapshot = self.catalog.lookup(ids), self.snapshot
         nothing = (-1, None)
         pairs = [found.get(one, nothing) for one in ids]
@@ -224,15 +252,20 @@ class Store:
         return snapshot, rows, texts
 
     def _behind(self) -> str:
-        with self._lock:
+        with self._lock, reading():
             newest = self.catalog.state().generation
         mine = self.snapshot.generation
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of rows; those deleted since are absent."""
-        with self._lock:
+        with self._lock, reading():
             return self.catalog.read(rows)
+
+    def checksums(self, first: int, last: int) -> list[Any]:
+        """What `Catalog.checksums` says of the records in rows first … last."""
+        with self._lock, reading():
+            return self.catalog.checksums(first, last)
 
     def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
         """The snapshot, and which of its positions (size,) hold a record that the filter matches.
@@ -277,12 +310,19 @@ class Store:
                 self.catalog.advance(0)
                 return
             positions = snapshot.positions(rows)
+            self._require_sound(snapshot, rows)
             if keys is None:
                 keys = snapshot.keys_at(positions).numpy()
             if values is None and self.schema.has_values:
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self.catalog.bury(rows)
             append(self.catalog, self._columns, Batch(ids, keys, values, texts if payloads is None else payloads))
+
+    def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
+        """Raise CorruptionError where records differ from their checksums: what is written anew would hide it."""
+        found = [str(one) for segment in snapshot.segments for one in damaged(self.checksums, segment, rows)]
+        if found:
+            raise CorruptionError("; ".join(found) + ": restore them from a copy, or upsert the records whole")
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
@@ -302,7 +342,7 @@ class Store:
 
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index, as of now."""
-        with self._lock:
+        with self._lock, reading():
             return self.catalog.fields()
 
     def index_fields(self, names: Iterable[str]) -> None:
@@ -344,11 +384,11 @@ class Store:
 
     def index_entry(self) -> dict[str, Any] | None:
         """What the catalogue knows of the index file, if there is one."""
-        with self._lock:
+        with self._lock, reading():
             found = self.catalog.one("SELECT entry FROM indexes WHERE name = 'keys'")
         try:
             entry = None if found is None else json.loads(found[0])
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             entry = None  # a cache that cannot be read is a cache that is not there
         return entry if isinstance(entry, dict) else None
 
@@ -369,6 +409,7 @@ class Store:
                 yield
                 if self.catalog.connection.in_transaction:
                     self.catalog.commit()
+                self._acknowledge()
             except (OSError, apsw.Error, MemoryError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 raise WriteFailed(
@@ -378,8 +419,14 @@ class Store:
             finally:
                 with contextlib.suppress(apsw.Error):
                     self.catalog.rollback()
-                if self._failure is None:
-                    self.refresh()
+                with contextlib.suppress(*([] if self._failure is None else [SoftDBError])):
+                    self.refresh()  # a commit that raised may have come to disk
+
+    def _acknowledge(self) -> None:
+        """Leave the catalogue's generation beside it; if that fails, only a lost log would go unnoticed."""
+        if self._committed is not None:
+            with contextlib.suppress(OSError):
+                self._committed.put(self.catalog.state().generation)
 
     def require_writable(self) -> None:
         """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import apsw
 import numpy as np
 
 from softdb.errors import CorruptionError
 from softdb.store import gaps
-from softdb.store.catalog import Catalog
 from softdb.store.segments import checksum
-from softdb.store.snapshot import Segment, Snapshot
+from softdb.store.snapshot import Snapshot
+from softdb.store.soundness import damaged
 from softdb.store.store import Store
+from softdb.store.upgrade import runs
 
-__all__ = ["batches", "damaged", "verify"]
+__all__ = ["verify"]
 
 
 def verify(store: Store) -> int:
     """Check a whole database and return how many records it holds.
 
-    Raises CorruptionError that lists every damaged part: file, slots and rows. Cost: every byte is read once.
+    Raises CorruptionError that lists every damaged part: file and rows. Cost: every byte is read once.
     """
     with store.reading() as snapshot:
         try:
             damage = _catalogue(store) + _rows(snapshot, gaps.read(store.catalog))
-            damage += damaged(snapshot.segments, batches(store.catalog))
-        except apsw.CorruptError as error:
+            if store.catalog.present_version() == 1:
+                damage += runs(store.catalog, snapshot.segments)
+            else:
+                damage += [str(one) for segment in snapshot.segments for one in damaged(store.checksums, segment)]
+        except (apsw.CorruptError, apsw.IOError, CorruptionError) as error:
             damage = [f"catalog.sqlite: {error}"]
         if damage:
             raise CorruptionError(f"{len(damage)} damaged: " + "; ".join(damage) + ": restore them from a copy")
@@ -48,6 +49,10 @@ def _catalogue(store: Store) -> list[str]:
     nowhere = int(np.count_nonzero(store.snapshot.positions(store.catalog.dead()) < 0))
     if nowhere:
         damage.append(f"catalog.sqlite: {nowhere} rows are marked dead that no segment holds")
+    sql = "SELECT row FROM records WHERE payload IS NOT NULL AND NOT json_valid(payload) LIMIT 9"
+    bad = [str(row) for (row,) in store.catalog.all(sql)]
+    if bad:
+        damage.append(f"catalog.sqlite: payloads that are not JSON, rows {', '.join(bad)}")
     return damage
 
 
@@ -59,34 +64,4 @@ def _rows(snapshot: Snapshot, missing: gaps.Gaps) -> list[str]:
             damage.append(f"rows-{number:08d}.npy differs from its checksum")
         elif column is not None and (np.diff(column) <= 0).any():
             damage.append(f"rows-{number:08d}.npy does not ascend")
-    return damage
-
-
-def batches(catalog: Catalog) -> list[Any]:
-    """(segment, slot, count, keys_crc, values_crc) of all batches, in order."""
-    return catalog.all("SELECT * FROM batches ORDER BY segment, slot")
-
-
-def damaged(stored: Iterable[Segment], checksums: list[Any]) -> list[str]:
-    """Batches whose bytes do not give their checksum, and slots that no checksum covers."""
-    damage = []
-    segments = {segment.number: segment for segment in stored}
-    covered = dict.fromkeys(segments, 0)
-    for number, slot, count, *expected in checksums:
-        segment = segments.get(number)
-        if segment is None or slot != covered[number] or slot + count > len(segment):
-            damage.append(f"catalog.sqlite: a checksum of slots {slot} to {slot + count - 1} of no segment, {number}")
-            continue
-        covered[number] = slot + count
-        for name, column, crc in zip(("keys", "values"), (segment.keys, segment.values), expected, strict=True):
-            if column is not None and checksum(column[slot : slot + count]) != crc:
-                first = segment.first_row + slot
-                damage.append(
-                    f"{name}-{number:08d}.npy: rows {first} to {first + count - 1} differ from their checksum"
-                )
-    damage += [
-        f"catalog.sqlite: slots from {covered[number]} of segment {number} have no checksum"
-        for number, segment in segments.items()
-        if covered[number] != len(segment)
-    ]
     return damage

@@ -1,0 +1,157 @@
+"""What a catalogue is made of, by format version, and whether a file is one.
+
+The format, as MUSTs:
+
+* application_id MUST be `APPLICATION`, user_version the format version; a reader MUST refuse a newer one, and a writer
+  brings an older one up to date (`softdb.store.upgrade`).
+* The schema MUST be exactly `tables(version)`, to the letter, and indexes of declared fields: one named `field_` + the
+  hexadecimal UTF-8 of a name, over the two expressions of `filters.field_sql`; any of those may be dropped at any time.
+  Whatever else there is (a trigger, a view, a table more) MUST be refused: it would run in the writes of who opens it.
+* `records` holds exactly the live records. `key_crc`, `value_crc` and `payload_crc` are the CRC-32 of the stored bytes
+  of the key, of the value (NULL where the key serves) and of the payload's UTF-8 (NULL where there is none).
+* A bit set in `tombstones` (chunk c, bit i, low bits first: row c * CHUNK + i) marks a row as dead; a row below
+  `state.next_row` without one is live, if a segment holds it; what compaction adds is in `softdb.store.gaps`.
+* `segments` say how many slots are `used` (the watermark). Every commit that changes records raises
+  `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
+* `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads in place MUST set
+  `payloads_replaced` to the generation it makes: what was worked out from payloads before is void.
+
+Version 1 had no checksums of records, settings and state; there a table `batches` gave the CRC-32 of runs of slots.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+from zlib import crc32
+
+import apsw
+
+from softdb.errors import CorruptionError, FormatTooNew, NotADatabase
+from softdb.store.filters import field_sql
+
+__all__ = [
+    "APPLICATION",
+    "CHUNK",
+    "FORMAT",
+    "field_index",
+    "field_index_sql",
+    "recognise",
+    "setting_crc",
+    "state_crc",
+    "tables",
+]
+
+APPLICATION = 0x736F6674  # "soft"
+FORMAT = 2
+CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
+
+_SAME = """
+CREATE TABLE segments(segment INTEGER PRIMARY KEY, first_row INTEGER NOT NULL, capacity INTEGER NOT NULL,
+                      used INTEGER NOT NULL) STRICT;
+CREATE TABLE tombstones(chunk INTEGER PRIMARY KEY, dead BLOB NOT NULL) STRICT;
+CREATE TABLE indexes(name TEXT PRIMARY KEY, entry TEXT NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT;
+"""
+
+_TABLES = {
+    1: _SAME
+    + """
+CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY) STRICT, WITHOUT ROWID;
+CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL) STRICT;
+CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT) STRICT;
+CREATE TABLE batches(segment INTEGER, slot INTEGER, count INTEGER NOT NULL, keys_crc INTEGER NOT NULL,
+                     values_crc INTEGER, PRIMARY KEY(segment, slot)) STRICT, WITHOUT ROWID;
+""",
+    2: _SAME
+    + """
+CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT;
+CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT, key_crc INTEGER NOT NULL,
+                     value_crc INTEGER, payload_crc INTEGER) STRICT;
+""",
+}
+
+
+def tables(version: int) -> str:
+    """The statements that make the tables of a version."""
+    return _TABLES[version]
+
+
+def recognise(connection: apsw.Connection, place: str) -> int:
+    """The format version of a catalogue; 0 where its creation was cut short.
+
+    Raises NotADatabase, FormatTooNew, and CorruptionError where the schema is not what that version's must be.
+    """
+    application, version = int(connection.pragma("application_id")), int(connection.pragma("user_version"))
+    found = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
+    if application != APPLICATION and (application or version or found):
+        raise NotADatabase(f"{place} belongs to another program; choose another directory")
+    if version > FORMAT:
+        raise FormatTooNew(f"{place} has format version {version}, this softdb reads up to {FORMAT}; upgrade softdb")
+    if not (application or found):
+        return 0
+    if version not in _TABLES:
+        raise CorruptionError(f"catalog.sqlite has no format version {version}; restore the directory from a copy")
+    _require_schema(found, version)
+    return version
+
+
+def _require_schema(found: list[Any], version: int) -> None:
+    expected = _schema(version)
+    given = {(kind, name): (table, sql) for kind, name, table, sql in found}
+    strange = [f"{kind} {name!r}" for (kind, name), what in given.items() if not _ours(kind, name, what, expected)]
+    optional = {("table", "gaps")} if version == 1 else set()  # there since a first compaction
+    missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(given) - optional]
+    if strange or missing:
+        raise CorruptionError(
+            f"catalog.sqlite has {', '.join(strange) or 'nothing'} that softdb does not write"
+            + (f" and lacks {', '.join(missing)}" if missing else "")
+            + "; it was damaged or tampered with: restore the directory from a copy"
+        )
+
+
+def _ours(kind: str, name: str, what: tuple[str, str | None], expected: dict[tuple[str, str], Any]) -> bool:
+    if (kind, name) in expected:
+        return bool(expected[kind, name] == what)
+    if kind != "index" or what[0] != "records" or not name.startswith("field_"):
+        return False
+    try:
+        field = bytes.fromhex(name.removeprefix("field_")).decode()
+    except ValueError:
+        return False
+    return field_index(field) == name and field_index_sql(field) == what[1]
+
+
+@cache
+def _schema(version: int) -> dict[tuple[str, str], tuple[str, str | None]]:
+    """What SQLite itself makes of our statements."""
+    connection = apsw.Connection(":memory:")
+    try:
+        connection.execute(_TABLES[version])
+        rows: list[Any] = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
+        return {(kind, name): (table, sql) for kind, name, table, sql in rows}
+    finally:
+        connection.close()
+
+
+def field_index(name: str) -> str:
+    """The name of a field's index."""
+    return f"field_{name.encode().hex()}"  # SQLite's names are case-blind, a field's are not
+
+
+def field_index_sql(name: str) -> str:
+    """The statement that makes it, as SQLite remembers it."""
+    of_type, value = field_sql(name)
+    return f"CREATE INDEX {field_index(name)} ON records({of_type}, {value})"
+
+
+def state_crc(generation: int, next_row: int) -> int:
+    """The checksum of a state."""
+    return crc32(f"{generation} {next_row}".encode())
+
+
+def setting_crc(name: str, value: object) -> int:
+    """The checksum of a setting."""
+    return crc32(json.dumps([name, value]).encode())
