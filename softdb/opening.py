@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import apsw
+
 from softdb import check
 from softdb.database import SoftDB
-from softdb.errors import BadInput, SoftDBError
+from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.store import Store
 from softdb.store.filters import field_names
 
@@ -48,10 +50,11 @@ def open(
     Whatever is omitted is read from an existing database; what is given must agree with it.
 
     Raises:
-        NotADatabase: nothing there, a file, or another program's directory.
+        NotADatabase: nothing there, a file, another program's directory, or one that may not be read.
         DatabaseLocked: another process writes to it.
         BadInput: the arguments contradict each other or the database.
         CorruptionError, FormatTooNew: its files are damaged, or newer than this softdb.
+        WriteFailed: in mode "rw" the disk refused; what was acknowledged is as it was.
     """
     try:
         if mode not in ("rw", "r"):
@@ -65,16 +68,19 @@ def open(
         new = (
             check.schema(dim, value_dim, num_classes, dtype, metric, None) if dim is not None or path is None else None
         )
-        store = Store(None if path is None else Path(path), mode, new)
         try:
-            check.schema(dim, value_dim, num_classes, dtype, metric, store.schema)
-            _declare(store, declared)
-            db = SoftDB(store, encoder, where)
-            if verify:
-                db.verify()
-        except BaseException:
-            store.close()
-            raise
+            store = Store(None if path is None else Path(path), mode, new)
+            try:
+                check.schema(dim, value_dim, num_classes, dtype, metric, store.schema)
+                _declare(store, declared)
+                db = SoftDB(store, encoder, where)
+                if verify:
+                    db.verify()
+            except BaseException:
+                store.close()
+                raise
+        except (OSError, apsw.Error) as error:
+            raise _refused(path, mode, error) from error
         return db
     except SoftDBError as error:
         if not hasattr(error, "verb"):
@@ -89,3 +95,20 @@ def _declare(store: Store, fields: tuple[str, ...]) -> None:
         raise BadInput(f"fields {', '.join(missing)} have no index and this handle only reads; open it with mode='rw'")
     if missing:
         store.index_fields(missing)
+
+
+def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBError:
+    """What the system says, as one of the family."""
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, apsw.ReadOnlyError) and mode == "r":
+        return NotADatabase(
+            f"{path} holds no database that can be read without writing to it ({why}): its making was cut short, or "
+            'files of it may not be written; open it once with mode="rw"'
+        )
+    if isinstance(error, PermissionError | apsw.PermissionsError | apsw.ReadOnlyError):
+        return NotADatabase(f"{path} cannot be opened ({why}); check the path and its permissions")
+    if isinstance(error, apsw.BusyError | apsw.LockedError):
+        return DatabaseLocked(f"{path} is held by another process ({why}); wait for it, or end it")
+    if mode == "rw":
+        return WriteFailed(f"{path} cannot be opened for writing ({why}); nothing is lost: mend the cause, open again")
+    return CorruptionError(f"{path} cannot be read ({why}); mend the disk, or restore the directory from a copy")

@@ -1,8 +1,9 @@
 """Index files: a cache, never the truth. FAISS' reader is not hardened: it sees only what this user has signed.
 
-An index file is the engine's bytes; its entry in the catalogue holds what else is to be known, and an HMAC-SHA256 over
-both under a key that lies outside every database. A database from elsewhere has another signature, and its index is
-left aside. Nothing is ever unpickled.
+An index file is the engine's bytes; its entry in the catalogue holds what else is to be known, their number and SHA-256
+among it, and an HMAC-SHA256 over all that under a key that lies outside every database. A database from elsewhere has
+another signature: its index is left aside, and its file, which may be of any size, is not even read. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _KEY_BYTES = 32
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
     """Write an index file, whole or not at all, and return its entry for the catalogue."""
     files.make_directory(folder)
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
     data = index.dump()
     name = f"{index.kind}-{secrets.token_hex(8)}.faiss"
     entry = {
@@ -42,27 +45,28 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
         "kind": index.kind,
         "metric": index.metric.value,
         "generation": generation,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data.data).hexdigest(),
         **{attribute: getattr(index, attribute) for attribute in _KEPT},
     }
-    entry["hmac"] = _signature(entry, data.data)
+    entry["hmac"] = _signature(entry)
     files.write_whole(folder / name, data.data)
     return entry
 
 
-def load(folder: Path, entry: dict[str, Any], metric: Metric) -> Index | None:
-    """The index of an entry, or None, with one line in the log, where it is not one that this user has signed."""
-    name = entry.get("file")
+def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = None) -> Index | None:
+    """The index of an entry, or None, with one line in the log, where it is not one that this user has signed.
+
+    `dim`: the width of the database's keys. A signed index of another database would read beyond narrower ones.
+    """
     try:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or entry.get("metric") != metric.value:
-            raise ValueError("its entry is not one that softdb writes")
-        with files.reading(folder / name) as file:
-            data = file.read()
-        if not hmac.compare_digest(_signature(entry, data).encode(), str(entry.get("hmac")).encode()):
-            raise ValueError("it does not carry this user's signature")
-        if missing := {"kind", *_KEPT} - set(entry):
-            raise ValueError(f"its entry, of another version of softdb, lacks {', '.join(sorted(missing))}")
+        data = _signed(folder, entry)
+        if entry["metric"] != metric.value:
+            raise ValueError(f"it is for the metric {entry['metric']!r}")
         index = KINDS[entry["kind"]](metric, faiss_module().deserialize_index(np.frombuffer(data, np.uint8)))
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if dim is not None and index.inner.d != dim:
+            raise ValueError(f"it is of keys {index.inner.d} wide")
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
         return None
     for attribute in _KEPT:
@@ -70,19 +74,35 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric) -> Index | None:
     return index
 
 
+def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
+    """The bytes of an index file, if entry and bytes are as this user has signed them. Raises ValueError, OSError."""
+    name = entry.get("file")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError("its entry is not one that softdb writes")
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link")
+    if not hmac.compare_digest(_signature(entry).encode(), str(entry.get("hmac")).encode("utf-8", "replace")):
+        raise ValueError("it does not carry this user's signature")
+    if missing := {"kind", "metric", "bytes", "sha256", *_KEPT} - set(entry):
+        raise ValueError(f"its entry, of another version of softdb, lacks {', '.join(sorted(missing))}")
+    with files.reading(folder / name) as file:
+        data = file.read(entry["bytes"] + 1)
+    if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise ValueError(f"{name} is not the file that this user has signed")
+    return data
+
+
 def clean(folder: Path, keep: str | None) -> None:
     """Remove index files that the catalogue does not name."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
         if path.name != keep and _NAME.fullmatch(path.name.removesuffix(".tmp")):
             files.remove(path)
 
 
-def _signature(entry: dict[str, Any], data: bytes | memoryview) -> str:
-    """HMAC-SHA256 over the entry and the file's bytes."""
+def _signature(entry: dict[str, Any]) -> str:
+    """HMAC-SHA256 over an entry."""
     plain = json.dumps({name: value for name, value in entry.items() if name != "hmac"}, sort_keys=True).encode()
-    code = hmac.new(_key(), len(plain).to_bytes(8, "little") + plain, hashlib.sha256)
-    code.update(data)
-    return code.hexdigest()
+    return hmac.new(_key(), plain, hashlib.sha256).hexdigest()
 
 
 def _key() -> bytes:

@@ -285,7 +285,7 @@ class Finder:
         if entry is None:
             self._held, self._file = (None, 0), None
         elif entry.get("file") != self._file:
-            index = cache.load(folder, entry, self._store.schema.metric)
+            index = cache.load(folder, entry, self._store.schema.metric, self._store.schema.dim)
             index = None if index is None else placed(index, self._board)
             since = 0 if index is None else int(entry.get("generation", 0))
             self._held, self._file = (index, since), entry.get("file")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from softdb.errors import DatabaseLocked, NotADatabase
+from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase
 from softdb.store import files
 
 __all__ = ["enter"]
 
-_OURS = {"catalog.sqlite", "lock", "index"}  # what a creation that was cut short may have left
+_OURS = {  # what a creation that was cut short may have left: after a power cut any of them without the others
+    "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
+}  # fmt: skip
 
 
 def enter(path: Path, writing: bool, may_create: bool) -> int | None:
@@ -21,14 +23,16 @@ def enter(path: Path, writing: bool, may_create: bool) -> int | None:
         raise NotADatabase(f"{path} is a file; a database is a directory, choose another path")
     inside = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if "catalog.sqlite" not in inside:
+        if "committed" in inside:
+            raise CorruptionError(f"{path} has lost its catalog.sqlite; restore it from a copy")
         if inside - _OURS:
             raise NotADatabase(f"{path} is another program's directory (no catalog.sqlite in it); choose another path")
         if not (writing and may_create):
             how = "give dim= to make one" if writing else 'open it once with mode="rw" and dim='
             raise NotADatabase(f"{path} holds no database; {how}")
+        files.make_directory(path)
     if not writing:
         return None
-    files.make_directory(path)
     lock = files.acquire(path / "lock")
     if lock is None:
         holder = (path / "lock").read_text().strip() or "unknown"

@@ -25,6 +25,7 @@ __all__ = [
     "publish",
     "reading",
     "remove",
+    "settle",
     "sync_directory",
     "write_at",
     "write_whole",
@@ -34,11 +35,13 @@ _COPIED = 1 << 20  # bytes at once
 
 
 def create(path: Path, head: bytes, size: int) -> None:
-    """Make a file at its final size, its head written and both it and its name on disk. The rest reads as zeros."""
+    """Make a file at its final size, its name on disk; head and size come to disk when it is first filled.
+
+    The rest reads as zeros.
+    """
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         _write(descriptor, memoryview(head), 0)
         disk.truncate(descriptor, size)
-        disk.sync(descriptor)
     sync_directory(path.parent)
 
 
@@ -83,7 +86,8 @@ def publish(fresh: Path, path: Path) -> None:
 def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Replace a file by new content, so that any moment shows the old one or the new one whole."""
     fresh = path.with_name(path.name + ".tmp")
-    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+    remove(fresh)  # of an attempt that was cut short; or a pipe, or somebody's file, of that name
+    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         _write(descriptor, memoryview(data), 0)
         disk.sync(descriptor)
     disk.rename(fresh, path)
@@ -104,8 +108,9 @@ def make_once(path: Path, data: bytes) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and those that it lies in, where they are missing, each name on disk."""
+    """Make a directory and those that it lies in, where they are missing; the names of all are on disk then."""
     if path.is_dir():
+        _settle_name(path)
         return
     make_directory(path.parent, mode)
     with contextlib.suppress(FileExistsError):
@@ -113,9 +118,26 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     sync_directory(path.parent)
 
 
+def _settle_name(path: Path) -> None:
+    """Bring the name of a directory that was there to disk: whoever made it may not have. So for all above it."""
+    path = path.resolve()
+    device = path.stat().st_dev
+    with contextlib.suppress(PermissionError):  # what we may not read, such as /home, was not made for us
+        for above in path.parents:
+            if above.stat().st_dev != device:
+                return
+            sync_directory(above)
+
+
 def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to disk."""
-    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+    """Bring a directory's entries to disk. The path may be a link: it is the user's."""
+    with _opened(path.resolve(), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        disk.sync(descriptor)
+
+
+def settle(path: Path) -> None:
+    """Bring to disk what a process that was killed has written to a file and not synced; there need not be one."""
+    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as descriptor:
         disk.sync(descriptor)
 
 

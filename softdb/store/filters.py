@@ -27,6 +27,7 @@ __all__ = ["All", "Condition", "Either", "Node", "Not", "field_names", "field_sq
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = "$eq $ne $gt $gte $lt $lte $in $nin $exists $contains $not"
 _TYPES = {"number": "('integer', 'real')", "string": "('text')"}
+_MOST = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
 _NO_PATH = '"\\\0'  # a JSON path has no way to write names with these marks
 
 
@@ -213,9 +214,18 @@ def field_names(fields: object) -> tuple[str, ...]:
 
 
 def statement(node: Node) -> tuple[str, list[Any]]:
-    """SQL condition over the column `payload`, and its bindings."""
+    """SQL condition over the column `payload`, and its bindings. Raises BadFilter where SQLite cannot take so many."""
     bindings: list[Any] = []
-    return _sql(node, bindings, certain=False), bindings
+    sql, count = _sql(node, bindings, certain=False), _conditions(node)
+    if max(count, len(bindings)) > _MOST:
+        raise BadFilter(f"where has {count:,} conditions, too many for one filter; $in takes any number of values")
+    return sql, bindings
+
+
+def _conditions(node: Node) -> int:
+    if isinstance(node, Condition):
+        return 1
+    return _conditions(node.of) if isinstance(node, Not) else sum(map(_conditions, node.of))
 
 
 def _sql(

@@ -1,51 +1,126 @@
-"""What a forked child does with the handles of its parent: it reads on, and touches nothing of the parent's."""
+"""What a forked child does with the handles of its parent: it reads on, and touches nothing of the parent's.
+
+SQLite knows a file once a process. A connection that a child opened beside an inherited one would rely on locks which
+the inherited one remembers and the child does not hold: the parent's last close, or a new writer, would take the WAL
+from under it, and it would read torn pages. So no thread is inside SQLite at the moment of a fork, and a child closes
+all that it has inherited before it opens anything.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
+import threading
+import time
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
+import apsw
 import torch
 
 from softdb.errors import SoftDBError
 from softdb.store.catalog import Catalog
 
-__all__ = ["Handle", "abandon", "watch"]
+__all__ = ["Connected", "Handle", "abandon", "keep_unused", "watch"]
+
+PATIENCE = 30.0  # seconds that a fork waits for the verbs of other threads; the child's handle is closed after that
 
 
 class Handle(Protocol):
     """Something open that a child inherits."""
 
     def after_fork(self) -> None:
-        """In a forked child: let go of what belongs to the parent."""
+        """In a forked child, when all handles have let go: go on with what is one's own."""
+
+
+@runtime_checkable
+class Connected(Handle, Protocol):
+    """A handle with a connection to SQLite."""
+
+    def hold(self, seconds: float) -> Callable[[], None] | None:
+        """Keep other threads out of the connection until the returned is called; None where they did not leave."""
+
+    def let_go(self, held: bool) -> None:
+        """In a forked child: close what was inherited. Where it was not held it may be torn: be closed."""
+
+
+class _Fork:
+    """One fork in progress: which handles no other thread is inside of."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # one fork at a time; while it lasts, nothing new is watched
+        self.mine = False
+        self.held: dict[int, Callable[[], None]] = {}  # by the handle's id, how to let the others in again
+
+    def begin(self, seconds: float) -> None:
+        """Wait until no other thread is inside a handle."""
+        deadline = time.monotonic() + seconds
+        self.mine = self.lock.acquire(timeout=seconds)
+        for handle in list(_handles) if self.mine else ():
+            if isinstance(handle, Connected):
+                release = handle.hold(max(0.0, deadline - time.monotonic()))
+                if release is not None:
+                    self.held[id(handle)] = release
+
+    def end(self) -> None:
+        """Let them in again."""
+        while self.held:
+            self.held.popitem()[1]()
+        if self.mine:
+            self.mine = False
+            self.lock.release()
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-_abandoned: list[Catalog] = []  # connections of a parent process, kept from being closed in the child
+_fork = _Fork()
 
 
 def watch(handle: Handle) -> None:
-    """Call the handle's `after_fork` in every child, for as long as it is in use."""
-    _handles.add(handle)
+    """Call the handle's methods around every fork, for as long as it is in use."""
+    with _fork.lock:  # a set that grows cannot be gone through
+        _handles.add(handle)
 
 
 def abandon(catalog: Catalog) -> None:
-    """Keep an inherited connection open and unused: closing it could undo the parent's locks."""
-    _abandoned.append(catalog)
+    """In a forked child: close an inherited connection, so that it does not stand in for locks that no child has.
+
+    That writes nothing. Within a transaction it would: such a connection is kept, unused, for ever. One in memory is
+    the child's own.
+    """
+    connection = catalog.connection
+    if not connection.filename:
+        return
+    if connection.in_transaction:  # the fork came from within a write of this very thread
+        keep_unused(catalog)
+        return
+    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+    connection.close()
 
 
-def _after_fork() -> None:
+def keep_unused(catalog: Catalog) -> None:
+    """In a forked child: let nothing, not even the end of the program, close an inherited connection."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(catalog.connection))
+
+
+def _after_in_child() -> None:
+    global _fork
+    held, _fork = set(_fork.held), _Fork()
     handles = list(_handles)
     if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
         torch.set_num_threads(1)
         if "faiss" in sys.modules:
             sys.modules["faiss"].omp_set_num_threads(1)
     for handle in handles:
+        if isinstance(handle, Connected):
+            handle.let_go(id(handle) in held)
+    for handle in handles:
         with contextlib.suppress(SoftDBError):
             handle.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=lambda: _fork.begin(PATIENCE), after_in_parent=lambda: _fork.end(), after_in_child=_after_in_child
+)

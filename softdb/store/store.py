@@ -63,10 +63,8 @@ class Store:
         self._catalog: Catalog | None = None
         try:
             self._open(create)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise WriteFailed(f"{path} cannot be opened ({error}); mend the cause, then open it again") from error
             raise
         fork.watch(self)
 
