@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Record, Records, Samples
 from softdb.check import Array, Id
-from softdb.errors import BadInput, ReadOnly, SoftDBError
+from softdb.errors import BadInput, ReadOnly, SoftDBError, WriteFailed
 from softdb.index import Finder
 from softdb.index.background import Build
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
@@ -42,6 +44,8 @@ from softdb.store.verify import verify
 from softdb.weights import Weighting, weighting
 
 __all__ = ["SoftDB"]
+
+_log = logging.getLogger("softdb")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -496,7 +500,8 @@ class SoftDB:
     def _build_index(
         self, work: Callable[[Callable[[str, int, int], None]], dict[str, Any]], say: Callable[[str, int, int], None]
     ) -> dict[str, Any]:
-        return work(say)
+        with _index_kept():
+            return work(say)
 
     @_verb
     def tune(self, recall: float | None = None, *, k: int | None = None, queries: Any = None) -> dict[str, Any]:
@@ -512,7 +517,8 @@ class SoftDB:
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; tune the index from the one that writes")
         asked = None if queries is None else self._queries(queries).detach()
-        return self._finder.tune(recall, None if k is None else check.integer(k, "k"), asked)
+        with _index_kept():
+            return self._finder.tune(recall, None if k is None else check.integer(k, "k"), asked)
 
     @_verb
     def watch(self, share: float = 0.01, window: int = 500) -> None:
@@ -550,7 +556,10 @@ class SoftDB:
             CorruptionError: something to be copied does not give its checksum.
         """
         report = compact(self._store)
-        self._finder.compact()
+        try:
+            self._finder.compact()
+        except OSError as error:  # a cache: it serves this handle, and is written again at the end
+            _log.warning("the index of what is left could not be kept: %s", error)
         return {**report, "bytes": self._store.occupied()}
 
     @_verb
@@ -579,6 +588,8 @@ class SoftDB:
         return {
             "path": None if path is None else str(path),
             "mode": self._store.mode,
+            "durability": "relaxed" if self._store.relaxed else "full",
+            "unflushed": self._store.waiting,  # changes that are not on disk
             "records": snapshot.count,
             "dead": snapshot.size - snapshot.count,
             "dim": schema.dim,
@@ -593,11 +604,30 @@ class SoftDB:
             "index": self._finder.report(),
         }
 
+    @_verb
+    def flush(self) -> None:
+        """Bring all changes to disk; with `durability="full"` they are there already.
+
+        Cost: one fsync for each column file that has changed, and one for the catalogue.
+
+        Raises:
+            WriteFailed: the disk refused; the changes since the last flush are undone.
+            ReadOnly, Closed: this handle does not write.
+        """
+        self._store.flush()
+
     def close(self) -> None:
-        """Let go of files and lock; the handle then refuses everything. Safe to call twice."""
-        if not self._store.closed:
-            self._finder.close()
-        self._store.close()
+        """Let go of files and lock; the handle then refuses everything. Safe to call twice.
+
+        Raises WriteFailed where changes of a relaxed database could not be brought to disk.
+        """
+        try:
+            if not self._store.closed:
+                self._finder.close()
+        except (OSError, SoftDBError) as error:  # a cache: the records do not need it
+            _log.warning("the index could not be kept, build_index() makes it anew: %s", error)
+        finally:
+            self._store.close()
 
     def __enter__(self) -> SoftDB:
         return self
@@ -706,6 +736,18 @@ class SoftDB:
             return Records([], empty, None, [])
         values = snapshot.values_at(positions) if self._store.schema.has_values else None
         return Records(names, snapshot.keys_at(positions), values, texts)
+
+
+@contextlib.contextmanager
+def _index_kept() -> Iterator[None]:
+    """An index that is in use but could not be written is told as what it is."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteFailed(
+            f"the index serves this handle, but the disk refused its file ({error}); the records are safe: make room, "
+            "then build it again"
+        ) from error
 
 
 def _seed(generator: torch.Generator | None) -> int:

@@ -27,6 +27,7 @@ def open(
     dtype: Literal["float32", "float16"] | None = None,
     metric: Literal["dot", "cosine", "l2"] | None = None,
     mode: Literal["rw", "r"] = "rw",
+    durability: Literal["full", "relaxed"] = "full",
     device: Any = None,
     encoder: check.Encoder | None = None,
     fields: Iterable[str] | None = None,
@@ -42,6 +43,9 @@ def open(
         dtype: how vectors are stored, "float32" (default) or "float16".
         metric: "dot" (default), "cosine" or "l2".
         mode: "rw" writes (one process at a time), "r" reads.
+        durability: "full": what a verb has done is on disk when it returns. "relaxed": it is within about a second, at
+            `flush()` and at `close()`; a crash of the process or the machine before that takes the last changes, whole
+            verbs from the last one back, never half of one. Other processes see what was flushed.
         device: where queries that are no tensors are answered.
         encoder: texts -> (n, d); then keys and queries may be texts. It is not stored.
         fields: of the payload, to be indexed for filters (see `SoftDB.index_field`); those declared before stay.
@@ -59,6 +63,8 @@ def open(
     try:
         if mode not in ("rw", "r"):
             raise BadInput(f"mode is {check.shown(mode)}; choose 'rw' or 'r'")
+        if durability not in ("full", "relaxed"):
+            raise BadInput(f"durability is {check.shown(durability)}; choose 'full' or 'relaxed'")
         if path is not None and not isinstance(path, str | os.PathLike):
             raise BadInput(f"path is {check.shown(path)}; expected a directory's path, or None for memory")
         if encoder is not None and not callable(encoder):
@@ -69,7 +75,7 @@ def open(
             check.schema(dim, value_dim, num_classes, dtype, metric, None) if dim is not None or path is None else None
         )
         try:
-            store = Store(None if path is None else Path(path), mode, new)
+            store = Store(None if path is None else Path(path), mode, new, durability == "relaxed")
             try:
                 check.schema(dim, value_dim, num_classes, dtype, metric, store.schema)
                 _declare(store, declared)

@@ -40,6 +40,8 @@ def duplicate(store: Store, path: Path) -> dict[str, Any]:
         WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
     """
     _require_free(store, path)
+    if store.relaxed:
+        store.flush()
     existed = path.is_dir()
     try:
         files.make_directory(path)

@@ -34,25 +34,26 @@ __all__ = [
 _COPIED = 1 << 20  # bytes at once
 
 
-def create(path: Path, head: bytes, size: int) -> None:
+def create(path: Path, head: bytes, size: int, named: bool = True) -> None:
     """Make a file at its final size, its name on disk; head and size come to disk when it is first filled.
 
-    The rest reads as zeros.
+    The rest reads as zeros. Without `named`, the name comes to disk with the next `sync_directory`.
     """
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         _write(descriptor, memoryview(head), 0)
         disk.truncate(descriptor, size)
-    sync_directory(path.parent)
+    if named:
+        sync_directory(path.parent)
 
 
-def write_at(path: Path, data: bytes | memoryview, offset: int) -> None:
-    """Overwrite part of an existing file, on disk when this returns."""
-    with filling(path, offset) as put:
+def write_at(path: Path, data: bytes | memoryview, offset: int, settled: bool = True) -> None:
+    """Overwrite part of an existing file, on disk when this returns, unless `settle` follows."""
+    with filling(path, offset, settled) as put:
         put(data)
 
 
 @contextlib.contextmanager
-def filling(path: Path, offset: int) -> Iterator[Callable[[bytes | memoryview], None]]:
+def filling(path: Path, offset: int, settled: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
     with _opened(path, os.O_WRONLY) as descriptor:
 
@@ -62,7 +63,8 @@ def filling(path: Path, offset: int) -> Iterator[Callable[[bytes | memoryview], 
             offset += len(data)
 
         yield put
-        disk.sync(descriptor)
+        if settled:
+            disk.sync(descriptor)
 
 
 def copy(source: BinaryIO, path: Path) -> None:
@@ -136,7 +138,7 @@ def sync_directory(path: Path) -> None:
 
 
 def settle(path: Path) -> None:
-    """Bring to disk what a process that was killed has written to a file and not synced; there need not be one."""
+    """Bring to disk what was written to a file and not synced; there need not be one."""
     with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as descriptor:
         disk.sync(descriptor)
 

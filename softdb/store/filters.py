@@ -157,7 +157,7 @@ class _Field:
     def compared(self, test: str, operand: object, kind: str) -> Node:
         """The value first: where no index helps, it sorts out more records than the type."""
         sql = f"{self.value} {test} AND {self.type} IN {_TYPES[kind]}"
-        return Condition(sql, (*self.key, operand, *self.key), self.field, narrow=not test.startswith(("<", ">")))
+        return Condition(sql, (*self.key, _plain(operand), *self.key), self.field, narrow=not test.startswith(("<", ">")))
 
     def among(self, operand: object) -> Node:
         """The field equals one of a list."""
@@ -181,11 +181,11 @@ class _Field:
         inner = f"type IS '{kind}'"
         bound: tuple[object, ...] = (*self.key, *self.key)
         if kind in _TYPES:
-            inner, bound = f"type IN {_TYPES[kind]} AND atom = ?", (*bound, operand)
+            inner, bound = f"type IN {_TYPES[kind]} AND atom = ?", (*bound, _plain(operand))
         sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) WHERE {inner})"
         if kind == "string":
             sql = f"{sql} OR {self.type} = 'text' AND instr({self.value}, ?) > 0"
-            bound = (*bound, *self.key, *self.key, operand)
+            bound = (*bound, *self.key, *self.key, _plain(operand))
         # IS TRUE keeps SQLite from taking the parts apart: a text that is no list must not reach json_each
         return Condition(f"({sql}) IS TRUE", bound, None)
 
@@ -266,6 +266,11 @@ def _text(text: str) -> str:
     except UnicodeEncodeError:
         raise BadFilter(f"where holds {text!a}, which is not Unicode text; decode the source rightly") from None
     return text
+
+
+def _plain(operand: object) -> object:
+    """A text or a number without its own class: NumPy's float64 is a float, its str_ a str."""
+    return next((kind(operand) for kind in (str, int, float) if isinstance(operand, kind)), operand)
 
 
 def _kind(operand: object, name: str) -> str:

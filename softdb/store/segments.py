@@ -87,8 +87,10 @@ class _Exposed:
 class Columns:
     """The column files of one database directory; with `directory=None`, arrays in memory that behave alike."""
 
-    def __init__(self, directory: Path | None, schema: Schema) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path | None, schema: Schema, relaxed: bool = False) -> None:
+        """`relaxed`: appended slots come to disk at `settle`, not before."""
+        self.directory, self.relaxed = directory, relaxed
+        self._unsettled: set[Path] = set()  # files that hold something which is not on disk
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
             width = () if schema.value_dim is None else (schema.value_dim,)
@@ -105,11 +107,11 @@ class Columns:
             else:
                 head = header(dtype, shape)
                 files.remove(self._path(column, number))  # an orphan of an append that did not commit
-                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape))
+                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), not self.relaxed)
 
     @contextlib.contextmanager
     def writing(self, pieces: list[Piece]) -> Iterator[None]:
-        """Fill slots behind the watermark while the caller does something else; on disk when this ends."""
+        """Fill slots behind the watermark while the caller does something else; on disk when this ends, or `settle`."""
         if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
             for piece in pieces:
                 self._write(piece)
@@ -131,7 +133,18 @@ class Columns:
             else:
                 dtype, width = self._shapes[column]
                 start = len(header(dtype, (entry.capacity, *width))) + _bytes(dtype, (entry.used, *width))
-                files.write_at(self._path(column, entry.number), _raw(data), start)
+                path = self._path(column, entry.number)
+                files.write_at(path, _raw(data), start, not self.relaxed)
+                if self.relaxed:
+                    self._unsettled.add(path)
+
+    def settle(self) -> None:
+        """Bring what was written relaxed, and the names of new files, to disk."""
+        if self._unsettled and self.directory is not None:
+            for path in sorted(self._unsettled):
+                files.settle(path)
+            files.sync_directory(self.directory)
+            self._unsettled.clear()
 
     def fill(self, number: int, capacity: int, parts: Iterable[Part]) -> None:
         """Write a new segment's slots from the first on, part by part; on disk when this returns."""

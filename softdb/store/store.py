@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from softdb.errors import (
     UnknownId,
     WriteFailed,
 )
-from softdb.store import committed, files, fork, gaps
+from softdb.store import commits, committed, files, fork, gaps
 from softdb.store.append import Batch, append
 from softdb.store.catalog import Catalog, reading
-from softdb.store.committed import Committed
+from softdb.store.commits import Commits
 from softdb.store.directory import enter
 from softdb.store.format import FORMAT
 from softdb.store.matches import Matches
@@ -51,13 +51,17 @@ class Store:
     schema: Schema
     snapshot: Snapshot
 
-    def __init__(self, path: Path | None, mode: str, create: Schema | None) -> None:
-        """Open a directory (None: memory); `create` is the schema of one that does not exist yet, if it may be made."""
+    def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
+        """Open a directory (None: memory); `create` is the schema of one that does not exist yet, if it may be made.
+
+        `relaxed`: see `softdb.store.commits`.
+        """
         self.path = path
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
         self._writer: int | None = None  # descriptor of the lock file
-        self._committed: Committed | None = None  # a writer's mark of what was acknowledged
+        self._relaxed = relaxed and path is not None and mode == "rw"
+        self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
         self._matches = Matches()
         self._catalog: Catalog | None = None
@@ -74,6 +78,8 @@ class Store:
         writing = self.mode == "rw"
         if self.path is not None:
             self._writer = enter(self.path, writing, create is not None)
+            if writing:  # commits of a killed process that all have seen, and that no sync has covered
+                files.settle(self.path / "catalog.sqlite-wal")
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
         if not self._catalog.version:
@@ -86,16 +92,14 @@ class Store:
         with reading():
             self.schema = self._catalog.schema()
             committed.require(self._catalog.state().generation, acknowledged)
-        self._columns = Columns(self.path, self.schema)
+        self._columns = Columns(self.path, self.schema, self._relaxed)
         self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
         self.refresh()
         if writing:
             if self._catalog.version < FORMAT:
-                with self.writing():
-                    upgrade(self._catalog, self.snapshot.segments)
-            if self.path is not None:
-                self._committed = Committed(self.path)
-                self._acknowledge()
+                self._upgrade()
+            late = commits.late(self) if self._relaxed else None
+            self._commits = Commits(self._catalog, self._columns, self.path, late)
             self._columns.clean({entry.number for entry in self._catalog.segments()})
 
     def _require_new(self, acknowledged: int) -> None:
@@ -103,18 +107,34 @@ class Store:
         if acknowledged >= 0 or (self.path is not None and any(self.path.glob("keys-*.npy"))):
             raise CorruptionError(f"{self.path}/catalog.sqlite is empty, the files beside it are not; restore it")
 
+    def _upgrade(self) -> None:
+        with reading():
+            self.catalog.begin(write=True)
+            try:
+                upgrade(self.catalog, self.snapshot.segments)
+                self.catalog.commit()
+            finally:
+                self.catalog.rollback()
+
     def close(self) -> None:
-        """Let go of files and lock; safe to call twice."""
+        """Let go of files and lock; safe to call twice. Raises WriteFailed where relaxed changes are lost."""
         with self._lock:
-            if self._catalog is not None:
-                self._catalog.close()
-                self._catalog = None
-            if self._committed is not None:
-                self._committed.close()
-                self._committed = None
-            if self._writer is not None:
-                os.close(self._writer)
-                self._writer = None
+            try:
+                if self._commits is not None and self._commits.waiting:
+                    self.flush()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._commits is not None:
+            self._commits.close()
+            self._commits = None
+        if self._catalog is not None:
+            self._catalog.close()
+            self._catalog = None
+        if self._writer is not None:
+            os.close(self._writer)
+            self._writer = None
 
     @property
     def closed(self) -> bool:
@@ -133,22 +153,37 @@ class Store:
         if self._catalog is None:
             raise Closed("this handle is closed; open the database again")
 
-    def after_fork(self) -> None:
-        """In a forked child: drop what belongs to the parent and read on through a connection of one's own."""
+    def hold(self, seconds: float) -> Callable[[], None] | None:
+        """See `fork.Connected`. What waits to be flushed comes to disk first: a child sees what is there."""
+        if not self._lock.acquire(timeout=seconds):
+            return None
+        if self._commits is not None and self._commits.waiting and not self._commits.inside:
+            with contextlib.suppress(SoftDBError):  # the next verb says so
+                self.flush()
+        return self._lock.release
+
+    def let_go(self, held: bool) -> None:
+        """See `fork.Connected`."""
         self._lock = threading.RLock()
-        if self._catalog is None:
-            return
-        fork.abandon(self._catalog)
-        if self._committed is not None:
-            self._committed.close()
-            self._committed = None
+        self.mode = "r"
+        if self._commits is not None:
+            self._commits.close()
+            self._commits = None
         if self._writer is not None:
             os.close(self._writer)
             self._writer = None
-        self.mode = "r"
-        if self.path is None:
-            return  # memory was copied whole
-        self._catalog = Catalog.open(self.path / "catalog.sqlite", False)
+        if self._catalog is not None:
+            if held:
+                fork.abandon(self._catalog)
+            else:
+                fork.keep_unused(self._catalog)
+                self._catalog = None
+
+    def after_fork(self) -> None:
+        """In a forked child: read on through a connection of one's own. Memory was copied whole."""
+        if self._catalog is not None and self.path is not None:
+            self._catalog = None
+            self._catalog = Catalog.open(self.path / "catalog.sqlite", False)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +317,7 @@ class Store:
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
-                self.catalog.rollback()
+                self._transactions.undo()
                 stored = self.catalog.lookup(batch.ids)
                 first = next(one for one in batch.ids if one in stored)
                 raise DuplicateId(
@@ -345,13 +380,13 @@ class Store:
 
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self.writing():
+        with self.writing(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self.writing():
+        with self.writing(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -367,6 +402,8 @@ class Store:
     def shrink(self) -> None:
         """Make the catalogue's file as small as it can be. No record changes."""
         with self._lock:
+            if self.relaxed:
+                self.flush()
             try:
                 self.catalog.shrink()
             except apsw.Error as error:
@@ -392,39 +429,67 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self.writing():
+        with self.writing(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """One transaction: all of it or nothing; afterwards the snapshot is what the catalogue says."""
+    def writing(self, durable: bool = False) -> Iterator[None]:
+        """One verb: all of it or nothing; afterwards the snapshot is what the catalogue says.
+
+        `durable`: on disk when this ends, with all before it, relaxed or not.
+        """
         with self._lock:
             self.require_writable()
             try:
-                self.catalog.begin(write=True)
+                self._transactions.begin()
                 yield
-                if self.catalog.connection.in_transaction:
-                    self.catalog.commit()
-                self._acknowledge()
+                self._transactions.end(durable)
             except (OSError, apsw.Error, MemoryError) as error:
-                self._failure = f"{type(error).__name__}: {error}"
-                raise WriteFailed(
-                    f"the disk refused a write ({self._failure}); nothing more is written through this handle: "
-                    "mend the cause, then open the database again"
-                ) from error
+                raise self._failed(error) from error
             finally:
-                with contextlib.suppress(apsw.Error):
-                    self.catalog.rollback()
+                try:
+                    self._transactions.undo()
+                except apsw.Error as error:
+                    self._failed(error)
                 with contextlib.suppress(*([] if self._failure is None else [SoftDBError])):
                     self.refresh()  # a commit that raised may have come to disk
 
-    def _acknowledge(self) -> None:
-        """Leave the catalogue's generation beside it; if that fails, only a lost log would go unnoticed."""
-        if self._committed is not None:
-            with contextlib.suppress(OSError):
-                self._committed.put(self.catalog.state().generation)
+    def flush(self) -> None:
+        """Bring relaxed changes to disk. Raises WriteFailed."""
+        with self._lock:
+            self.require_writable()
+            try:
+                self._transactions.flush()
+            except (OSError, apsw.Error, MemoryError) as error:
+                raise self._failed(error) from error
+
+    @property
+    def waiting(self) -> int:
+        """Relaxed changes that are not on disk."""
+        return 0 if self._commits is None else self._commits.waiting
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether changes may wait."""
+        return self._relaxed and self.mode == "rw"
+
+    @property
+    def _transactions(self) -> Commits:
+        assert self._commits is not None  # a writer has them
+        return self._commits
+
+    def _failed(self, error: Exception) -> WriteFailed:
+        """Take no more writes."""
+        lost = self.waiting
+        self._failure = f"{type(error).__name__}: {error}"
+        self._transactions.give_up()
+        also = f" and what was done since the last flush ({lost} changes) is undone" if lost else ""
+        return WriteFailed(
+            f"the disk refused a write ({self._failure}){also}; nothing more is written through this handle: "
+            "mend the cause, then open the database again"
+        )
 
     def require_writable(self) -> None:
         """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""

@@ -1,0 +1,134 @@
+"""Which of a damaged catalogue's records can be trusted: what the table of records says is held against its checksums,
+against the index of its ids, and against the tombstones.
+
+An id has no checksum, but it is stored twice, in the table and in the index: where these differ, nobody can tell which
+is right, and the record is not trusted. Where the index is lost, the id is taken from the table, and called unconfirmed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, NoReturn
+from zlib import crc32
+
+import apsw
+
+from softdb.store.cells import Value
+from softdb.store.remains import Remains, is_dead
+
+__all__ = ["sift"]
+
+_AT_ONCE = 8192
+
+_TABLES = """
+CREATE TABLE found(row INTEGER PRIMARY KEY, id, payload TEXT, key_crc INTEGER, value_crc INTEGER, why TEXT,
+                   sure INTEGER NOT NULL DEFAULT 0,
+                   keys_file INTEGER, keys_slot INTEGER, values_file INTEGER, values_slot INTEGER);
+CREATE TABLE known(row INTEGER PRIMARY KEY, id);
+"""
+
+
+def sift(remains: Remains, scratch: apsw.Connection) -> None:
+    """Fill the table `found` of an empty database with every record that there is a trace of.
+
+    `why` says what is wrong with a record, NULL where nothing is; `sure` is 1 where the index confirms the id.
+    """
+    scratch.execute(_TABLES)
+    with scratch:
+        _known(remains, scratch)
+        _found(remains, scratch)
+        _confirm(remains, scratch)
+
+
+def _known(remains: Remains, scratch: apsw.Connection) -> None:
+    """Rows and ids by the index; an id that is NULL stands for several."""
+    sql = "INSERT INTO known VALUES(?, ?) ON CONFLICT(row) DO UPDATE SET id = NULL WHERE id IS NOT excluded.id"
+    for some in _batches((row, one) for row, one in remains.ids() if row >= 0):
+        scratch.executemany(sql, some)
+
+
+def _found(remains: Remains, scratch: apsw.Connection) -> None:
+    """Records as the table has them."""
+    sql = (
+        "INSERT INTO found(row, id, payload, key_crc, value_crc, why) VALUES(?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT(row) DO UPDATE SET why = 'catalog.sqlite has two versions of it' "
+        "WHERE found.id IS NOT excluded.id OR found.payload IS NOT excluded.payload OR found.why IS NOT excluded.why "
+        "OR found.key_crc IS NOT excluded.key_crc OR found.value_crc IS NOT excluded.value_crc"
+    )
+    rows = (_record(remains.version, cell.row, cell.columns) for cell in remains.records() if cell.row >= 0)
+    for some in _batches(rows):
+        scratch.executemany(sql, some)
+
+
+def _record(version: int, row: int, columns: tuple[Value, ...] | None) -> tuple[Value, ...]:
+    """A line of `found`."""
+    if columns is None:
+        return row, None, None, None, None, "catalog.sqlite: its bytes are no record"
+    one, payload, key_crc, value_crc, payload_crc = (*columns[1:], None, None, None)[:5]
+    if not isinstance(one, str | int):
+        return row, None, None, None, None, "catalog.sqlite: its id is neither text nor a whole number"
+    why = None if payload is None else _unsound(payload)
+    if version > 1:
+        crcs = (key_crc, 0 if value_crc is None else value_crc)
+        if not all(isinstance(crc, int) and 0 <= crc < 1 << 32 for crc in crcs):
+            return row, one, None, None, None, "catalog.sqlite: its checksums are damaged"
+        if payload_crc != (crc32(payload.encode()) if isinstance(payload, str) else None):
+            why = "catalog.sqlite: its payload differs from its checksum"
+    return row, one, None if why else payload, key_crc, value_crc, why
+
+
+def _unsound(payload: Value) -> str | None:
+    try:
+        if isinstance(payload, str):
+            json.loads(payload, parse_constant=_refuse)
+            return None
+    except (ValueError, RecursionError):
+        pass
+    return "catalog.sqlite: its payload is not JSON"
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)  # NaN and infinity, which JSON has no word for
+
+
+def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
+    """Hold the records against the index and the tombstones."""
+    scratch.execute(
+        "UPDATE found SET sure = 1 FROM known WHERE known.row = found.row AND known.id IS found.id AND why IS NULL"
+    )
+    scratch.execute(
+        "UPDATE found SET why = 'catalog.sqlite: its id is ' || substr(quote(found.id), 1, 80) || ' in the table, ' "
+        "|| coalesce(substr(quote(known.id), 1, 80), 'several') || ' in the index' "
+        "FROM known WHERE known.row = found.row AND why IS NULL AND NOT sure"
+    )
+    scratch.execute(
+        "INSERT INTO found(row, id, why) SELECT row, id, 'catalog.sqlite: the page that held it is damaged' "
+        "FROM known WHERE row NOT IN (SELECT row FROM found)"
+    )
+    _bury(remains, scratch)
+    scratch.execute("CREATE INDEX by_id ON found(id)")
+    scratch.execute(
+        "UPDATE found SET why = 'another record has its id' WHERE why IS NULL AND NOT sure AND id IN "
+        "(SELECT id FROM found WHERE why IS NOT 'it is marked as deleted' GROUP BY id HAVING count(*) > 1)"
+    )
+    scratch.execute(
+        "UPDATE found SET why = 'another record has its id' WHERE why IS NULL AND id IN "
+        "(SELECT id FROM found WHERE why IS NULL GROUP BY id HAVING count(*) > 1)"
+    )
+
+
+def _bury(remains: Remains, scratch: apsw.Connection) -> None:
+    """Records that the index does not have are gone if they have a tombstone."""
+    dead, low = remains.dead(), -1
+    sql = "SELECT row FROM found WHERE why IS NULL AND NOT sure AND row > ? ORDER BY row LIMIT ?"
+    while rows := scratch.execute(sql, (low, _AT_ONCE)).fetchall():
+        low = int(rows[-1][0])  # type: ignore[arg-type]
+        gone = [row for row in rows if is_dead(dead, int(row[0]))]  # type: ignore[arg-type]
+        scratch.executemany("UPDATE found SET why = 'it is marked as deleted' WHERE row = ?", gone)
+
+
+def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
+    while some := list(itertools.islice(rows, _AT_ONCE)):
+        yield some
