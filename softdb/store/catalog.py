@@ -135,22 +135,26 @@ class Catalog:
 
     def settings(self) -> dict[str, Any]:
         """All settings. Raises CorruptionError where one differs from its checksum."""
-        if self.version == 1:
-            return dict(self.all("SELECT name, value FROM settings"))
-        found = self.all("SELECT name, value, crc FROM settings")
-        for name, value, crc in found:
-            if isinstance(value, bytes) or crc != format.setting_crc(name, value):
-                raise CorruptionError(
-                    f"catalog.sqlite has a damaged setting, {shown(name)}; restore the directory from a copy"
-                )
-        return {name: value for name, value, _ in found}
+        return {name: self._sound(name, value, crc) for name, value, crc in self.all(self._settings)}
 
     def setting(self, name: str, default: int = 0) -> int:
         """A number among the settings, at least the default, which stands for one that is absent."""
-        found = self.settings().get(name, default)
+        row = self.one(f"{self._settings} WHERE name = ?", (name,))
+        found = default if row is None else self._sound(*row)
         if type(found) is not int or found < default:
             raise CorruptionError(f"catalog.sqlite has a damaged setting {name!r}; restore the directory from a copy")
         return found
+
+    @property
+    def _settings(self) -> str:
+        return f"SELECT name, value, {'crc' if self.version > 1 else 'NULL'} FROM settings"
+
+    def _sound(self, name: str, value: Any, crc: int | None) -> Any:
+        if self.version > 1 and (isinstance(value, bytes) or crc != format.setting_crc(name, value)):
+            raise CorruptionError(
+                f"catalog.sqlite has a damaged setting, {shown(name)}; restore the directory from a copy"
+            )
+        return value
 
     def put_setting(self, name: str, value: int | str | None) -> None:
         """Set one."""

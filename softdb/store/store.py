@@ -78,8 +78,6 @@ class Store:
         writing = self.mode == "rw"
         if self.path is not None:
             self._writer = enter(self.path, writing, create is not None)
-            if writing:  # commits of a killed process that all have seen, and that no sync has covered
-                files.settle(self.path / "catalog.sqlite-wal")
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
         if not self._catalog.version:
@@ -96,6 +94,8 @@ class Store:
         self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
         self.refresh()
         if writing:
+            if self.path is not None:  # commits of a killed process that all have seen, and that no sync has covered
+                files.settle(self.path / "catalog.sqlite-wal")
             if self._catalog.version < FORMAT:
                 self._upgrade()
             late = commits.late(self) if self._relaxed else None
