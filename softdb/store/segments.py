@@ -91,6 +91,7 @@ class Columns:
         """`relaxed`: appended slots come to disk at `settle`, not before."""
         self.directory, self.relaxed = directory, relaxed
         self._unsettled: set[Path] = set()  # files that hold something which is not on disk
+        self._unnamed = False  # whether there are files whose names are not
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
             width = () if schema.value_dim is None else (schema.value_dim,)
@@ -107,6 +108,7 @@ class Columns:
             else:
                 head = header(dtype, shape)
                 files.remove(self._path(column, number))  # an orphan of an append that did not commit
+                self._unnamed = self.relaxed
                 files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), not self.relaxed)
 
     @contextlib.contextmanager
@@ -140,11 +142,12 @@ class Columns:
 
     def settle(self) -> None:
         """Bring what was written relaxed, and the names of new files, to disk."""
-        if self._unsettled and self.directory is not None:
-            for path in sorted(self._unsettled):
-                files.settle(path)
+        for path in sorted(self._unsettled):
+            files.settle(path)
+        if self._unnamed and self.directory is not None:
             files.sync_directory(self.directory)
-            self._unsettled.clear()
+        self._unsettled.clear()
+        self._unnamed = False
 
     def fill(self, number: int, capacity: int, parts: Iterable[Part]) -> None:
         """Write a new segment's slots from the first on, part by part; on disk when this returns."""
