@@ -27,7 +27,7 @@ def parsed(texts: list[str | None]) -> list[Any]:
     """
     try:
         return [None if text is None else _decode(text) for text in texts]
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CorruptionError(f"a stored payload is not JSON ({error}); verify() names its row") from None
 
 

@@ -324,7 +324,7 @@ def demo_encoder(path: Path | None = None) -> check.Encoder:
     if path is None or not (path / PROJECTION).is_file():
         return encoder
     try:
-        weight = np.load(path / PROJECTION, allow_pickle=False)
+        weight = check.numbers_in(path / PROJECTION)
     except (ValueError, EOFError):
         weight = np.zeros(0)
     if weight.shape != (encoder.dim, encoder.dim) or not np.isfinite(weight).all():

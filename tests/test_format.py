@@ -214,7 +214,7 @@ def test_payload_texts_are_read_alone(path: Path) -> None:
         with pytest.raises(softdb.CorruptionError, match="not JSON"):
             _ = db.get(["r4", "r5"]).payloads
         assert db.get(["r5"]).payloads == [{"n": 5}]
-        with pytest.raises(softdb.CorruptionError, match="not JSON, rows 4"):
+        with pytest.raises(softdb.CorruptionError, match="not text or JSON, rows 4"):
             db.verify()
 
 

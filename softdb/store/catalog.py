@@ -291,17 +291,13 @@ class Catalog:
         """Row and payload text of those ids that are stored."""
         with contextlib.suppress(TypeError):  # str and int mixed have no order
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
-        sql = "SELECT r.id, r.row, r.payload FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
-        return {one: (row, text) for one, row, text in self.all(sql, (json.dumps(ids),))}
+        sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
+        return {one: (row, text) for row, one, text in _plain(self.all(sql, (json.dumps(ids),)))}
 
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of those rows that hold a record. Raises CorruptionError."""
         sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
-        found = self.all(sql, (_json(rows),))
-        for row, one, text in found:
-            if type(one) not in (str, int) or not (text is None or type(text) is str):
-                raise CorruptionError(f"catalog.sqlite has a damaged record in row {row}; restore it from a copy")
-        return {row: (one, text) for row, one, text in found}
+        return {row: (one, text) for row, one, text in _plain(self.all(sql, (_json(rows),)))}
 
     def checksums(self, first: int, last: int) -> list[tuple[int, bytes | None, int, int | None, int | None]]:
         """(row, payload, key_crc, value_crc, payload_crc) of the records in rows first … last, ascending."""
@@ -426,6 +422,14 @@ def _bits(packed: bytes) -> NDArray[np.bool_]:
     if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
         raise CorruptionError("catalog.sqlite has a tombstone of the wrong size; restore the directory from a copy")
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
+
+
+def _plain(records: list[tuple[int, Id, str | None]]) -> list[tuple[int, Id, str | None]]:
+    """Records as they came, if they are of the types that softdb writes."""
+    for row, one, text in records:
+        if type(one) not in (str, int) or not (text is None or type(text) is str):
+            raise CorruptionError(f"catalog.sqlite has a damaged record in row {row}; restore it from a copy")
+    return records
 
 
 def _json(rows: NDArray[np.int64]) -> str:

@@ -139,7 +139,7 @@ def sync_directory(path: Path) -> None:
 
 def settle(path: Path) -> None:
     """Bring to disk what was written to a file and not synced; there need not be one."""
-    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as descriptor:
+    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
         disk.sync(descriptor)
 
 

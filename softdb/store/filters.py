@@ -157,7 +157,9 @@ class _Field:
     def compared(self, test: str, operand: object, kind: str) -> Node:
         """The value first: where no index helps, it sorts out more records than the type."""
         sql = f"{self.value} {test} AND {self.type} IN {_TYPES[kind]}"
-        return Condition(sql, (*self.key, _plain(operand), *self.key), self.field, narrow=not test.startswith(("<", ">")))
+        return Condition(
+            sql, (*self.key, _plain(operand), *self.key), self.field, narrow=not test.startswith(("<", ">"))
+        )
 
     def among(self, operand: object) -> Node:
         """The field equals one of a list."""

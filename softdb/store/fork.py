@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import apsw
 import torch
@@ -54,11 +54,17 @@ class _Fork:
         self.lock = threading.Lock()  # one fork at a time; while it lasts, nothing new is watched
         self.mine = False
         self.held: dict[int, Callable[[], None]] = {}  # by the handle's id, how to let the others in again
+        self.compiler: Any = None  # numba's lock
 
     def begin(self, seconds: float) -> None:
-        """Wait until no other thread is inside a handle."""
+        """Wait until no other thread is inside a handle, or makes the loops that a child's first search needs, too."""
         deadline = time.monotonic() + seconds
         self.mine = self.lock.acquire(timeout=seconds)
+        while _importing() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.compiler = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
+        if self.compiler is not None:
+            self.compiler.acquire()
         for handle in list(_handles) if self.mine else ():
             if isinstance(handle, Connected):
                 release = handle.hold(max(0.0, deadline - time.monotonic()))
@@ -67,6 +73,9 @@ class _Fork:
 
     def end(self) -> None:
         """Let them in again."""
+        compiler, self.compiler = self.compiler, None
+        if compiler is not None:
+            compiler.release()
         while self.held:
             self.held.popitem()[1]()
         if self.mine:
@@ -105,9 +114,17 @@ def keep_unused(catalog: Catalog) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(catalog.connection))
 
 
+def _importing() -> bool:
+    """Whether a thread imports compiled loops: in a child, nobody would ever end that, and all others wait for it."""
+    loops = [module for name, module in list(sys.modules.items()) if name.startswith("softdb.compiled.")]
+    return any(getattr(module.__spec__, "_initializing", False) for module in loops)
+
+
 def _after_in_child() -> None:
     global _fork
-    held, _fork = set(_fork.held), _Fork()
+    held, compiler, _fork = set(_fork.held), _fork.compiler, _Fork()
+    if compiler is not None:
+        compiler.release()
     handles = list(_handles)
     if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
         torch.set_num_threads(1)

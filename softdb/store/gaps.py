@@ -17,9 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from softdb.errors import CorruptionError
 from softdb.store.catalog import Catalog
 
 __all__ = ["Gaps", "next_segment", "put", "read", "reserve"]
+
+
+MAX_SEGMENT = 10**8 - 2  # their files are named by eight digits
 
 
 class Gaps(NamedTuple):
@@ -39,7 +43,10 @@ def read(catalog: Catalog) -> Gaps:
 def next_segment(catalog: Catalog) -> int:
     """The number of the next new segment."""
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
-    return 1 + max(int(greatest), catalog.setting("last_segment", -1))
+    last = max(int(greatest), catalog.setting("last_segment", -1))
+    if last >= MAX_SEGMENT:
+        raise CorruptionError(f"catalog.sqlite says that there was a segment {last}; restore the directory from a copy")
+    return 1 + last
 
 
 def reserve(catalog: Catalog) -> int:

@@ -7,10 +7,11 @@ the bytes of a record that was deleted lie in freed space, and must not come bac
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
+
+import apsw
 
 from softdb.store.cells import Damaged, Spot, Value, freed, local_size, record, spot
 from softdb.store.log import Log
@@ -33,10 +34,9 @@ class Cell(NamedTuple):
 class Pages:
     """The pages of a catalogue as of the last commit that is whole in its log."""
 
-    def __init__(self, file: BinaryIO, log: Log | None, size: int = PAGE) -> None:
+    def __init__(self, file: apsw.VFSFile, log: Log | None, size: int = PAGE) -> None:
         self._file, self.log, self.size = file, log if log is not None and log.size == size else None, size
-        length = os.fstat(file.fileno()).st_size
-        self.count = -(-length // size) if self.log is None else self.log.pages
+        self.count = -(-file.xFileSize() // size) if self.log is None else self.log.pages
         self.damaged: set[int] = set()  # pages with something on them that could not be read
         self.seen: set[int] = set()  # pages of the trees that were walked
 
@@ -47,8 +47,8 @@ class Pages:
         if self.log is not None and (found := self.log.page(number)) is not None:
             return found
         try:
-            data = os.pread(self._file.fileno(), self.size, (number - 1) * self.size)
-        except OSError:
+            data = self._file.xRead(self.size, (number - 1) * self.size)
+        except apsw.Error:
             return None
         return data if len(data) == self.size else None
 

@@ -1,8 +1,8 @@
 """Where the vectors of records lie in column files whose catalogue, names or headers may be damaged.
 
 A record's checksums tell: its key lies in the slot whose bytes give the key's checksum, and its value likewise. First
-each file is held against what the catalogue says of its segment. A file that then holds nothing where it should, or that
-the catalogue does not know, is searched: records lie in it in the order of their rows, so chance hits of a 32-bit
+each file is held against what the catalogue says of its segment. A file that then holds little of what it should, or
+that the catalogue does not know, is searched: records lie in it in the order of their rows, so chance hits of a 32-bit
 checksum do not fit in.
 """
 
@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from softdb.check import Schema
 from softdb.store import files
 from softdb.store.remains import Remains
-from softdb.store.segments import MAX_ROWS, SegmentEntry, header
+from softdb.store.segments import MAX_ROWS, header
 
-__all__ = ["HEAD", "Column", "columns", "crcs_in", "place", "read_slots", "rows_in"]
+__all__ = ["Column", "at_once", "columns", "crcs_in", "file_of", "place", "read_slots", "rows_in"]
 
-AT_ONCE = 8192  # slots
+_AT_ONCE = 8192  # rows or slots at most
+_BYTES = 1 << 26  # at once at most
 HEAD = len(header(np.dtype(np.float32), (MAX_ROWS, 1)))  # of every column file that softdb makes
 _CHANCE = 1e-5  # what is not expected to happen in a search
 _NAME = re.compile(r"(keys|values)-(\d{8,18})\.npy")
@@ -66,6 +67,11 @@ def file_of(directory: Path, column: str, number: int) -> Path:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+def at_once(size: int) -> int:
+    """How many slots of so many bytes are read at once."""
+    return max(1, min(_AT_ONCE, _BYTES // size))
+
+
 def read_slots(file: BinaryIO, size: int, low: int, high: int) -> Iterator[bytes]:
     """The bytes of slots low … high - 1; nothing of those that are not there, or that the disk does not give."""
     at, whole = HEAD + low * size, (high - low) * size
@@ -92,8 +98,8 @@ def crcs_in(path: Path, size: int) -> Numbers:
         with files.reading(path) as file:
             slots = min(-(-max(file.seek(0, io.SEEK_END) - HEAD, 0) // size), MAX_ROWS)
             found = np.empty(slots, np.int64)
-            for low in range(0, slots, AT_ONCE):
-                high = min(low + AT_ONCE, slots)
+            for low in range(0, slots, at_once(size)):
+                high = min(low + at_once(size), slots)
                 found[low:high] = [crc32(one) if one else -1 for one in read_slots(file, size, low, high)]
             return found
     except OSError:
@@ -116,21 +122,18 @@ def rows_in(directory: Path, number: int) -> Numbers | None:
 
 def place(remains: Remains, directory: Path, which: list[Column], scratch: apsw.Connection) -> None:
     """Fill in where the records of the table `found` lie: those of version 2, whose checksums they carry."""
-    entries = {entry.number: entry for entry in remains.segments()}
+    said = _Said(remains, directory)
     for column in which:
-        numbers = sorted({*entries, *_numbers(directory, column.name)})
-        claims = {number: _claims(remains, directory, entries.get(number), number) for number in numbers}
-        doubtful = []
+        numbers = sorted({*said.entries, *_numbers(directory, column.name)})
         for number in numbers:
-            held = _File(scratch, column.name, number, crcs_in(file_of(directory, column.name, number), column.bytes))
-            for claim in claims[number]:
+            held = _File(scratch, directory, column, number)
+            for claim in (*said.claims(number), held.beside()):
                 held.trust(claim)
-            held.trust(held.beside())
-            if len(held.crcs) and (number not in entries or not _sound(remains, directory, number) or held.mostly_not):
-                doubtful.append(held)
-        for held in doubtful:
-            for number in numbers:  # files may have changed places
-                for claim in claims[number] if number != held.number else ():
+        doubtful = [n for n in numbers if said.is_doubtful(n) or _mostly_not(scratch, column.name, n)]
+        for number in doubtful:
+            held = _File(scratch, directory, column, number)
+            for other in numbers:  # files may have changed places
+                for claim in said.claims(other) if other != number and len(held.crcs) else ():
                     held.trust(claim)
             held.search()
 
@@ -140,23 +143,11 @@ def _numbers(directory: Path, column: str) -> list[int]:
     return [int(name[2]) for name in names if name and name[1] == column]
 
 
-def _claims(remains: Remains, directory: Path, entry: SegmentEntry | None, number: int) -> list[Claim]:
-    """What its column of rows says of a segment, and what the catalogue says."""
-    found, rows = [], rows_in(directory, number)
-    if rows is not None:
-        kept = np.flatnonzero(rows >= 0)
-        order = kept[np.argsort(rows[kept], kind="stable")]
-        found.append(Claim(rows[order], order))
-    if entry is not None and number not in remains.gaps():
-        slots = np.arange(entry.capacity)
-        found.append(Claim(entry.first_row + slots, slots))
-    return found
-
-
-def _sound(remains: Remains, directory: Path, number: int) -> bool:
-    """Whether a segment's column of rows is as it was written, if it should have one."""
-    crc, rows = remains.gaps().get(number), rows_in(directory, number)
-    return crc is None or (rows is not None and crc32(rows.astype("<i8").tobytes()) == crc)
+def _mostly_not(scratch: apsw.Connection, column: str, number: int) -> bool:
+    """Whether the records that should lie in a file mostly do not."""
+    sql = f"SELECT count({column}_slot), count(*) FROM found WHERE {column}_file = ?"
+    counts: list[Any] = scratch.execute(sql, (number,)).fetchall()
+    return bool(2 * counts[0][0] < counts[0][1])
 
 
 class Claim(NamedTuple):
@@ -166,20 +157,42 @@ class Claim(NamedTuple):
     slots: Numbers  # (m,)
 
 
+class _Said:
+    """What the catalogue, and columns of rows, say of where rows lie."""
+
+    def __init__(self, remains: Remains, directory: Path) -> None:
+        self.entries = {entry.number: entry for entry in remains.segments()}
+        self.gaps = remains.gaps()
+        self.directory = directory
+
+    def claims(self, number: int) -> Iterator[Claim]:
+        """Where rows of a segment lie."""
+        rows, entry = rows_in(self.directory, number), self.entries.get(number)
+        if rows is not None:
+            kept = np.flatnonzero(rows >= 0)
+            order = kept[np.argsort(rows[kept], kind="stable")]
+            yield Claim(rows[order], order)
+        if entry is not None and number not in self.gaps:
+            slots = np.arange(entry.capacity)
+            yield Claim(entry.first_row + slots, slots)
+
+    def is_doubtful(self, number: int) -> bool:
+        """Whether the catalogue does not know a segment, or its column of rows is not as it was written."""
+        crc = self.gaps.get(number)
+        if number not in self.entries or crc is None:
+            return number not in self.entries
+        rows = rows_in(self.directory, number)
+        return rows is None or crc32(rows.astype("<i8").tobytes()) != crc
+
+
 class _File:
     """The checksums of one file's slots, and the records that may lie in it."""
 
-    def __init__(self, scratch: apsw.Connection, column: str, number: int, crcs: Numbers) -> None:
-        self.scratch, self.column, self.number, self.crcs = scratch, column, number, crcs
-        self.crc = {"keys": "key_crc", "values": "value_crc"}[column]
-        self.open = f"why IS NULL AND {column}_slot IS NULL AND {self.crc} IS NOT NULL"
-
-    @property
-    def mostly_not(self) -> bool:
-        """Whether the records that should lie here mostly do not."""
-        sql = f"SELECT count({self.column}_slot), count(*) FROM found WHERE {self.column}_file = ?"
-        here, claimed = self.scratch.execute(sql, (self.number,)).fetchall()[0]
-        return 2 * int(here) < int(claimed)
+    def __init__(self, scratch: apsw.Connection, directory: Path, column: Column, number: int) -> None:
+        self.scratch, self.column, self.number = scratch, column.name, number
+        self.crcs = crcs_in(file_of(directory, column.name, number), column.bytes)
+        self.crc = {"keys": "key_crc", "values": "value_crc"}[column.name]
+        self.open = f"why IS NULL AND {self.column}_slot IS NULL AND {self.crc} IS NOT NULL"
 
     def trust(self, claim: Claim) -> None:
         """Place the records that lie where they should."""
@@ -212,11 +225,19 @@ class _File:
         if self._sure(votes):
             every = np.arange(len(self.crcs))
             self.trust(Claim(shift + every, every))
-        rows, slots = self._pairs()
-        chain = _chain(rows)
-        filled = int(np.count_nonzero(self.crcs != np.bincount(np.unique(self.crcs, return_inverse=True)[1]).argmax()))
-        if self._sure(len(chain)) and 8 * len(chain) >= filled:
-            self._put(rows[chain], slots[chain])
+        placed = self._placed()
+        rows, slots = (np.concatenate(both) for both in zip(placed, self._pairs(), strict=True))
+        order = np.argsort(slots, kind="stable")
+        chain = order[_chain(rows[order])]
+        if self._sure(len(chain)) and 8 * len(chain) >= len(np.unique(self.crcs)):
+            new = chain[chain >= len(placed.rows)]
+            self._put(rows[new], slots[new])
+
+    def _placed(self) -> Claim:
+        """The records that have their place here."""
+        sql = f"SELECT row, {self.column}_slot FROM found WHERE {self.column}_file = ? AND {self.column}_slot >= 0"
+        pairs = self.scratch.execute(f"{sql} ORDER BY row", (self.number,)).fetchall()
+        return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
     def _sure(self, hits: int) -> bool:
         """Whether so many hits in one line are none of chance.
@@ -224,23 +245,23 @@ class _File:
         A checksum is met by chance in one of the slots with probability c / 2³², so hits do so on about
         u (c / 2³²)^hits of the u lines.
         """
-        missing = self.scratch.execute(f"SELECT count(*) FROM found WHERE {self.open}").fetchall()[0][0]
-        return int(missing) * (len(self.crcs) / 2**32) ** hits < _CHANCE
+        missing: list[Any] = self.scratch.execute(f"SELECT count(*) FROM found WHERE {self.open}").fetchall()
+        return bool(missing[0][0] * (len(self.crcs) / 2**32) ** hits < _CHANCE)
 
     def _pairs(self) -> tuple[Numbers, Numbers]:
         """Rows without a place, and slots of the same checksum in which none lies, in the order of slots.
 
         Where several are alike, the first goes with the first, and so on.
         """
-        taken = f"SELECT {self.column}_slot FROM found WHERE {self.column}_file = ? AND {self.column}_slot >= 0"
         free = np.ones(len(self.crcs), np.bool_)
-        free[[slot for (slot,) in self.scratch.execute(taken, (self.number,))]] = False
+        free[self._placed().slots] = False
         slots = [(int(self.crcs[slot]), slot) for slot in np.flatnonzero(free & (self.crcs >= 0)).tolist()]
         self.scratch.execute(f"CREATE INDEX IF NOT EXISTS by_{self.crc} ON found({self.crc})")
         self.scratch.execute("CREATE TEMP TABLE slots(crc INTEGER, slot INTEGER)")
         self.scratch.executemany("INSERT INTO slots VALUES(?, ?)", slots)
         found = self.scratch.execute(
-            f"""WITH a AS (SELECT row, {self.crc} AS crc, row_number() OVER (PARTITION BY {self.crc} ORDER BY row) AS nth
+            f"""WITH a AS (SELECT row, {self.crc} AS crc,
+                                  row_number() OVER (PARTITION BY {self.crc} ORDER BY row) AS nth
                            FROM found WHERE {self.open} AND {self.crc} IN (SELECT crc FROM slots)),
                      b AS (SELECT slot, crc, row_number() OVER (PARTITION BY crc ORDER BY slot) AS nth FROM slots)
                 SELECT row, slot FROM a JOIN b USING(crc, nth) ORDER BY slot"""
@@ -252,7 +273,7 @@ class _File:
     def _open_rows(self, low: int, high: int) -> Iterator[tuple[Numbers, Numbers]]:
         """Rows and checksums of records from low to high that have no place yet, some at a time."""
         sql = f"SELECT row, {self.crc} FROM found WHERE row BETWEEN ? AND ? AND {self.open} ORDER BY row LIMIT ?"
-        while some := self.scratch.execute(sql, (low, high, AT_ONCE)).fetchall():
+        while some := self.scratch.execute(sql, (low, high, _AT_ONCE)).fetchall():
             found, crcs = np.array(some, np.int64).T
             low = int(found[-1]) + 1
             yield found, crcs
@@ -269,8 +290,7 @@ def _chain(rows: Numbers) -> list[int]:
     for i, row in enumerate(rows.tolist()):
         at = bisect.bisect_left(ends, row)
         before.append(places[at - 1] if at else -1)
-        ends[at:] = [row] if at == len(ends) else [row, *ends[at + 1 :]]
-        places[at:] = [i] if at == len(places) else [i, *places[at + 1 :]]
+        ends[at : at + 1], places[at : at + 1] = [row], [i]
     chain, last = list[int](), places[-1] if places else -1
     while last >= 0:
         chain.append(last)

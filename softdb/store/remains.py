@@ -8,6 +8,8 @@ damaged, too: on those lie records that were deleted.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,9 @@ __all__ = ["Remains", "Run", "is_dead"]
 
 _IDS = "sqlite_autoindex_records_1"  # SQLite's own index of the records' ids
 _SORTED = {"settings", "indexes", "batches", _IDS}  # kept in index trees
+_TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
+_TABLE = (5, 13)  # types of a table's pages
+_WIDTHS = {1: 3, 2: 6}  # columns of a record, by version
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -45,16 +50,16 @@ class Remains:
 
     def __init__(self, path: Path) -> None:
         """Raises NotADatabase where there is no catalogue, or another program's."""
-        self.fields: list[str] = []
-        self._roots: dict[str, int] = {}
         with contextlib.ExitStack() as opened:
             try:
-                file = opened.enter_context(files.reading(path))
-            except OSError as error:
+                file = _opened(path)
+            except (OSError, apsw.Error) as error:
                 raise NotADatabase(
                     f"{path} cannot be read ({error}): ids and payloads were in it and nowhere else; restore it from a "
                     "copy. The vectors alone are in keys-*.npy: numpy.load reads them"
                 ) from None
+            opened.callback(file.xClose)
+            self._file = file
             log = None
             with contextlib.suppress(OSError):
                 log = Log(opened.enter_context(files.reading(path.with_name(path.name + "-wal"))))
@@ -66,42 +71,63 @@ class Remains:
         """Let go of the files."""
         self._opened.close()
 
-    def _pages(self, file: Any, log: Log | None) -> None:
-        """Find the trees; the size of a page is SQLite's default unless that finds no records."""
-        said = int.from_bytes(file.read(18)[16:18])
-        sizes = [PAGE, said if said > 1 else 65536, *([log.size] if log is not None and log.size else [])]
-        for size in dict.fromkeys(size for size in sizes if 512 <= size <= 65536 and not size & (size - 1)):
+    def _pages(self, file: apsw.VFSFile, log: Log | None) -> None:
+        """Find the trees. A page has the size that SQLite gives it, unless the records are found by another."""
+        said = b""
+        with contextlib.suppress(apsw.Error):
+            said = file.xRead(2, 16)
+        sizes = [PAGE, int.from_bytes(said), 65536, 0 if log is None else log.size]
+        for size in [*(size for size in sizes if 512 <= size <= 65536 and not size & (size - 1)), PAGE]:
             self.pages = Pages(file, log, size)
-            self.fields, self._roots = [], {}
-            self.version = self._find()
-            if "records" in self._roots:
+            self._find()
+            if self._named:
                 return
 
-    def _find(self) -> int:
-        """Find each tree's root, and return the format's version."""
+    def _find(self) -> None:
+        """Find each tree's root, and the format's version."""
+        self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
         for cell in self.pages.walk(1):
             if cell.columns is None or len(cell.columns) != 5:
                 continue
             kind, name, _, root, _ = cell.columns
-            if not isinstance(name, str) or not isinstance(root, int):
-                continue
-            if (kind == "table" or name == _IDS) and self.pages.kind(root) in ((2, 10) if name in _SORTED else (5, 13)):
-                self._roots.setdefault(name, root)
-            elif kind == "index":
+            if name in _TREES and kind in ("table", "index") and isinstance(root, int):
+                self._roots.setdefault(str(name), root)
+            elif isinstance(root, int) and kind == "table":
+                self._strange.append(root)
+            elif isinstance(name, str) and kind == "index":
                 self.fields += _field(name)
-        first = self.pages.page(1)
-        said = 0 if first is None else int.from_bytes(first[60:64])
-        version = 1 if "batches" in self._roots or (said == 1 and "records" not in self._roots) else format.FORMAT
-        for name, root in _laid_out(version):
-            free = root not in self._roots.values()
-            if free and self.pages.kind(root) in ((2, 10) if name in _SORTED else (5, 13)):
-                self._roots.setdefault(name, root)
-        return version
+        self._named = "records" in self._roots
+        for self.version in (format.FORMAT, 1):
+            lies = {**dict(_laid_out(self.version)), **self._roots}
+            cells = self.pages.walk(lies["records"])
+            if any(len(cell.columns or ()) == _WIDTHS[self.version] for cell in itertools.islice(cells, 9)):
+                break
+        else:
+            self.version = 1 if "batches" in self._roots else format.FORMAT
+        self._roots = {**dict(_laid_out(self.version)), **self._roots}
 
     @property
     def damaged(self) -> list[int]:
         """Pages that could not be read whole, as far as was looked."""
         return sorted(self.pages.damaged)
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a table of records: the schema says so, or there are pages of one."""
+        if self._named or self.pages.kind(self._roots["records"]) in _TABLE:
+            return True
+        seen = self.pages.seen.copy()
+        try:
+            return next(self.records(), None) is not None
+        finally:
+            self.pages.seen = seen
+
+    def expected(self) -> int:
+        """How many records there should be, by rows and tombstones; 0 where these are lost."""
+        state, gone = self.state(), self.settings().get("gone", 0)
+        if state is None or not isinstance(gone, int):
+            return 0
+        return state.next_row - gone - sum(int.from_bytes(packed).bit_count() for packed in self.dead().values())
 
     def _cells(self, name: str) -> Iterator[Cell]:
         if name in self._roots:
@@ -157,7 +183,7 @@ class Remains:
         for row in self._rows("batches"):
             numbers = _numbers(row[:4])
             if len(row) == 5 and len(numbers) == 4 and (row[4] is None or isinstance(row[4], int)):
-                found.append(Run(*numbers, row[4]))
+                found.append(Run(numbers[0], numbers[1], numbers[2], numbers[3], row[4]))
         return sorted(found)
 
     # -- the records -----------------------------------------------------------------------------------------------
@@ -172,7 +198,7 @@ class Remains:
 
     def records(self) -> Iterator[Cell]:
         """Entries of the table of records, damaged ones among them. Ask for everything else first."""
-        width = 3 if self.version == 1 else 6
+        width = _WIDTHS[self.version]
         for cell in self._with_orphans("records", 13):
             if cell.columns is None or (len(cell.columns) == width and cell.columns[0] is None):
                 yield cell
@@ -183,6 +209,9 @@ class Remains:
         first, free = self.pages.page(1), self.pages.free()
         if first is None or not first.startswith(_MAGIC) or free is None:
             return
+        for root in self._strange:  # whatever their leaves look like
+            for _ in self.pages.walk(root, self.pages.kind(root) in _TABLE):
+                pass
         for number in range(1, self.pages.count + 1):
             if number not in self.pages.seen and number not in free and self.pages.kind(number) == leaf:
                 yield from (cell for cell in self.pages.leaf(number, table) if cell.columns is not None)
@@ -193,6 +222,13 @@ def is_dead(dead: dict[int, bytes], row: int) -> bool:
     packed = dead.get(row // format.CHUNK)
     bit = row % format.CHUNK
     return packed is not None and bool(packed[bit // 8] >> bit % 8 & 1)
+
+
+def _opened(path: Path) -> apsw.VFSFile:
+    """A catalogue's file, by SQLite's own hand: closed by ours, it would lose the locks of connections to it."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("it is not a regular file")
+    return apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])
 
 
 def _numbers(row: tuple[Value, ...]) -> list[int]:

@@ -1,8 +1,8 @@
 """Which of a damaged catalogue's records can be trusted: what the table of records says is held against its checksums,
 against the index of its ids, and against the tombstones.
 
-An id has no checksum, but it is stored twice, in the table and in the index: where these differ, nobody can tell which
-is right, and the record is not trusted. Where the index is lost, the id is taken from the table, and called unconfirmed.
+An id has no checksum, but it is stored twice, in the table and in the index: where these differ, nobody can tell
+which is right, and the record is not trusted. Where the index is lost, the id is the table's, and called unconfirmed.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
         "INSERT INTO found(row, id, why) SELECT row, id, 'catalog.sqlite: the page that held it is damaged' "
         "FROM known WHERE row NOT IN (SELECT row FROM found)"
     )
+    scratch.execute("UPDATE found SET id = known.id FROM known WHERE known.row = found.row AND found.id IS NULL")
     _bury(remains, scratch)
     scratch.execute("CREATE INDEX by_id ON found(id)")
     scratch.execute(

@@ -448,6 +448,8 @@ class Store:
                 self._transactions.end(durable)
             except (OSError, apsw.Error, MemoryError) as error:
                 raise self._failed(error) from error
+            except UnicodeDecodeError as error:
+                raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
             finally:
                 try:
                     self._transactions.undo()

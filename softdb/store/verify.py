@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import apsw
 import numpy as np
 
 from softdb.errors import CorruptionError
 from softdb.store import gaps
+from softdb.store.catalog import Catalog
 from softdb.store.segments import checksum
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged
@@ -14,6 +17,8 @@ from softdb.store.store import Store
 from softdb.store.upgrade import runs
 
 __all__ = ["verify"]
+
+_LONG = 4000  # characters from which on there may be a number that Python does not read
 
 
 def verify(store: Store) -> int:
@@ -49,11 +54,25 @@ def _catalogue(store: Store) -> list[str]:
     nowhere = int(np.count_nonzero(store.snapshot.positions(store.catalog.dead()) < 0))
     if nowhere:
         damage.append(f"catalog.sqlite: {nowhere} rows are marked dead that no segment holds")
-    sql = "SELECT row FROM records WHERE payload IS NOT NULL AND NOT json_valid(payload) LIMIT 9"
-    bad = [str(row) for (row,) in store.catalog.all(sql)]
-    if bad:
-        damage.append(f"catalog.sqlite: payloads that are not JSON, rows {', '.join(bad)}")
-    return damage
+    return damage + _texts(store.catalog)
+
+
+def _texts(catalog: Catalog) -> list[str]:
+    """Ids and payloads that are not what softdb writes, whatever their checksums say; and the settings'."""
+    catalog.settings()
+    catalog.payloads_replaced()
+    wrong = "typeof(id) NOT IN ('integer', 'text') OR NOT (payload IS NULL OR json_valid(payload))"
+    bad = [str(row) for (row,) in catalog.all(f"SELECT row FROM records WHERE {wrong} LIMIT 9")]
+    for row, one, payload in catalog.connection.execute(
+        "SELECT row, CAST(id AS BLOB), CAST(payload AS BLOB) FROM records WHERE typeof(id) = 'text' OR payload NOTNULL"
+    ):
+        try:
+            _, text = one.decode(), "" if payload is None else payload.decode()
+            if len(text) > _LONG:
+                json.loads(text)
+        except (ValueError, RecursionError):
+            bad.append(str(row))
+    return [f"catalog.sqlite: ids or payloads that are not text or JSON, rows {', '.join(bad[:9])}"] if bad else []
 
 
 def _rows(snapshot: Snapshot, missing: gaps.Gaps) -> list[str]:

@@ -19,7 +19,7 @@ from softdb.store.files import write_whole
 __all__ = ["QueryProjection", "load", "packed", "save", "unpacked"]
 
 FORMAT = "softdb projection 1"
-BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError)  # as torch reads it
+BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError, MemoryError)
 
 
 class QueryProjection(torch.nn.Linear):
@@ -100,6 +100,8 @@ def _is_linear(state: object) -> bool:
         return False
     if not all(isinstance(one, Tensor) and one.is_floating_point() for one in state.values()):
         return False
+    if not all(one.numel() * one.element_size() <= one.untyped_storage().nbytes() for one in state.values()):
+        return False  # a few bytes that stand for gigabytes
     d = len(state["weight"]) if state["weight"].ndim == 2 else 0
     shapes = {"weight": (d, d), "bias": (d,)}
     return 0 < d <= check.MAX_DIM and all(tuple(one.shape) == shapes[name] for name, one in state.items())

@@ -1,0 +1,279 @@
+"""Every intact record of a damaged database, in a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
+
+import apsw
+import numpy as np
+
+from softdb import check
+from softdb.check import Array, Id, Schema
+from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
+from softdb.store import committed, disk, files
+from softdb.store.append import Batch
+from softdb.store.covered import place_runs
+from softdb.store.placing import Column, at_once, columns, file_of, place, read_slots
+from softdb.store.remains import Remains
+from softdb.store.settings import schema_of
+from softdb.store.sifting import sift
+from softdb.store.store import Store
+
+__all__ = ["salvage"]
+
+LISTED = 1000  # lost records that a report names
+
+
+def salvage(
+    path: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dim: int | None = None,
+    value_dim: int | None = None,
+    num_classes: int | None = None,
+    dtype: Literal["float32", "float16"] | None = None,
+    metric: Literal["dot", "cosine", "l2"] | None = None,
+) -> dict[str, Any]:
+    """Copy every intact record of a damaged database into a new one, and say what was lost.
+
+        report = softdb.salvage("memories", "memories-saved")
+
+    A record is intact where its payload, its key and its value give the checksums that were stored with it; in format
+    1, which had checksums of batches, where its batch does. Nothing else is copied, and nothing is guessed: where its
+    id differs between the table of records and the index of ids, a record is left out. The damaged database is only
+    read, and without SQLite: nothing in it is run. Declared fields are copied; indexes of vectors are to be built anew.
+
+    Args:
+        path: the damaged database. Nobody may be writing to it.
+        destination: a directory that does not exist or is empty.
+        dim, value_dim, num_classes, dtype, metric: what the catalogue has lost of its settings; widths and types are
+            read from the column files, `metric` and `num_classes` are nowhere else.
+
+    Returns `records` (how many are saved), `lost_records` and, of the first 1000 of these, `lost`: row, id (None where
+    it is not known) and why; `unconfirmed_records` and `unconfirmed`: ids of records that are saved, but whose id alone
+    was not found in the index, which is damaged; `notes`.
+
+    Cost: columns are read twice, what is saved is written once; about a minute per million records.
+
+    Raises:
+        NotADatabase: there is no catalogue; what can be done instead is said.
+        CorruptionError: nothing of the catalogue's records can be found.
+        BadInput: the destination is taken, or settings are lost that the words do not give.
+        DatabaseLocked: another process writes to the database.
+        WriteFailed: the disk refused; nothing is left at the destination.
+    """
+    try:
+        for place in (path, destination):
+            if not isinstance(place, str | os.PathLike):
+                raise BadInput(f"path is {check.shown(place)}; expected the path of a directory")
+        words = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes, "dtype": dtype, "metric": metric}
+        return _salvage(Path(path), Path(destination), words)
+    except SoftDBError as error:
+        error.args = (f"salvage: {error.args[0]}", *error.args[1:])
+        raise
+
+
+def _salvage(path: Path, destination: Path, words: dict[str, Any]) -> dict[str, Any]:
+    if not path.is_dir():
+        raise NotADatabase(f"{path} is no directory; a database is one")
+    _require_free(path, destination)
+    with _unwritten(path), contextlib.closing(Remains(path / "catalog.sqlite")) as remains:
+        if not remains.found:
+            raise CorruptionError(
+                f"{path}/catalog.sqlite holds no records that can be found: it is destroyed, or another program's; "
+                "restore it from a copy. The vectors alone are in keys-*.npy: numpy.load reads them"
+            )
+        notes = _missing(remains, path)
+        schema = schema_of(remains, path, words, notes)
+        existed = destination.is_dir()
+        try:
+            files.make_directory(destination)
+            report = _Salvage(remains, path, destination, schema, notes).run()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                files.clear(destination)
+                if not existed:
+                    disk.remove_directory(destination)
+            if isinstance(error, OSError | apsw.Error):
+                raise WriteFailed(f"{destination} cannot be written ({error}); make room, or choose another") from error
+            raise
+    return report
+
+
+def _require_free(path: Path, destination: Path) -> None:
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise BadInput(f"destination {str(destination)!r} is taken; expected a directory that is new or empty")
+    if destination.resolve().is_relative_to(path.resolve()):
+        raise BadInput(f"destination {str(destination)!r} lies in the database itself; choose one outside")
+
+
+@contextlib.contextmanager
+def _unwritten(path: Path) -> Iterator[None]:
+    """While nobody writes. The lock is taken without writing to its file."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            lock = opened.enter_context(files.reading(path / "lock"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DatabaseLocked(f"another process writes to {path}; close it there first") from None
+        yield
+
+
+def _missing(remains: Remains, path: Path) -> list[str]:
+    """Commits that are gone with the write-ahead log."""
+    acknowledged, state = -1, remains.state()
+    with contextlib.suppress(OSError):
+        acknowledged = committed.last(path)
+    if state is not None and state.generation < acknowledged:
+        return [
+            f"{acknowledged - state.generation} generations are missing, the last of {acknowledged}: they were in "
+            "catalog.sqlite-wal, which is damaged or gone; what they deleted is back"
+        ]
+    return ["catalog.sqlite-wal does not end in a commit; what came after is lost"] if remains.log_cut else []
+
+
+# -- the records -----------------------------------------------------------------------------------------------------
+
+
+class _Placed(NamedTuple):
+    """A record whose checksums are known to be met in these slots."""
+
+    row: int
+    id: Id
+    payload: str | None
+    keys: tuple[int, int, int]  # checksum, file, slot
+    values: tuple[int, int, int]
+
+
+class _Salvage:
+    """One salvage under way."""
+
+    def __init__(self, remains: Remains, path: Path, destination: Path, schema: Schema, notes: list[str]) -> None:
+        self.remains, self.path, self.destination, self.schema = remains, path, destination, schema
+        self.columns = columns(schema)
+        self.notes = notes
+
+    def run(self) -> dict[str, Any]:
+        """All of it; what is written gets its name last: one that was cut short is no database."""
+        scratch = apsw.Connection(str(self.destination / "scratch.sqlite"))
+        try:
+            scratch.execute("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
+            sift(self.remains, scratch)
+            with scratch:
+                if self.remains.version == 1:
+                    self.notes.append("format 1 has no checksums of payloads and ids: they are as they were found")
+                    self.notes += place_runs(self.remains, self.path, self.columns, scratch)
+                else:
+                    place(self.remains, self.path, self.columns, scratch)
+                self._explain(scratch)
+            fresh = self.destination / "unfinished"
+            store = Store(fresh, "rw", self.schema)
+            try:
+                for some in self._placed(scratch):
+                    self._copy(scratch, store, some)
+                store.index_fields(self.remains.fields)
+            finally:
+                store.close()
+            report = self._report(scratch)
+        finally:
+            scratch.close()
+        files.remove(self.destination / "scratch.sqlite")
+        self._publish(fresh)
+        return report
+
+    def _explain(self, scratch: apsw.Connection) -> None:
+        """Say why records have no place."""
+        if not self.schema.has_values:
+            scratch.execute(
+                "UPDATE found SET why = 'it has a value, and the settings know of none' "
+                "WHERE why IS NULL AND value_crc IS NOT NULL"
+            )
+        for column, what in ((one.name, one.name[:-1]) for one in self.columns):
+            scratch.execute(
+                f"UPDATE found SET why = CASE WHEN {column}_file IS NULL THEN 'no column file holds its {what}' ELSE "
+                f"printf('{column}-%08d.npy: its {what} is not there as it was written', {column}_file) END "
+                f"WHERE why IS NULL AND {column}_slot IS NULL"
+            )
+
+    def _placed(self, scratch: apsw.Connection) -> Iterator[list[_Placed]]:
+        """The records that are intact, in the order of rows, some at a time."""
+        sql = """SELECT row, id, payload, key_crc, keys_file, keys_slot, value_crc, values_file, values_slot FROM found
+                 WHERE why IS NULL AND row > ? ORDER BY row LIMIT ?"""
+        low, count = -1, at_once(sum(column.bytes for column in self.columns))
+        while rows := scratch.execute(sql, (low, count)).fetchall():
+            some: list[Any] = rows
+            low = some[-1][0]
+            yield [_Placed(row, one, text, tuple(places[:3]), tuple(places[3:])) for row, one, text, *places in some]
+
+    def _copy(self, scratch: apsw.Connection, store: Store, some: list[_Placed]) -> None:
+        """Read records, and write those that are still as they were a moment ago."""
+        good = np.ones(len(some), np.bool_)
+        arrays = []
+        for column in self.columns:
+            array, right = self._read(column, [getattr(one, column.name) for one in some])
+            arrays.append(array)
+            good &= right
+        changed = [(some[i].row,) for i in np.flatnonzero(~good)]
+        scratch.executemany("UPDATE found SET why = 'its bytes changed while they were read' WHERE row = ?", changed)
+        kept = [some[i] for i in np.flatnonzero(good)]
+        if kept:
+            keys, values = arrays[0][good], arrays[1][good] if len(arrays) > 1 else None
+            store.insert(Batch([one.id for one in kept], keys, values, [one.payload for one in kept]))
+
+    def _read(self, column: Column, places: list[tuple[int, int, int]]) -> tuple[Array, Array]:
+        """Numbers (m, …) of a column, and whether each gives its checksum."""
+        found = [b""] * len(places)
+        order = sorted(range(len(places)), key=lambda i: places[i][1:])
+        slots = np.array([places[i][1:] for i in order])
+        runs = np.split(np.array(order), np.flatnonzero((np.diff(slots, axis=0) != (0, 1)).any(1)) + 1)
+        for run in runs:
+            _, number, low = places[run[0]]
+            with contextlib.suppress(OSError), files.reading(file_of(self.path, column.name, number)) as file:
+                for i, one in zip(run, read_slots(file, column.bytes, low, low + len(run)), strict=True):
+                    found[i] = one
+        good = np.array([crc32(one) == crc for one, (crc, *_) in zip(found, places, strict=True)])
+        whole = b"".join(one if right else bytes(column.bytes) for one, right in zip(found, good, strict=True))
+        dtype = column.dtype.newbyteorder("<")
+        return np.frombuffer(whole, dtype).reshape(-1, *column.width).astype(column.dtype), good
+
+    def _report(self, scratch: apsw.Connection) -> dict[str, Any]:
+        counts: list[Any] = scratch.execute(
+            "SELECT count(*) FILTER (WHERE why IS NULL), count(why), count(*) FILTER (WHERE why IS NULL AND NOT sure) "
+            "FROM found"
+        ).fetchall()
+        saved, lost, unsure = counts[0]
+        sql = "SELECT row, id, why FROM found WHERE {} ORDER BY row LIMIT ?"
+        named = scratch.execute(sql.format("why IS NOT NULL"), (LISTED,)).fetchall()
+        unconfirmed = scratch.execute(sql.format("why IS NULL AND NOT sure"), (LISTED,)).fetchall()
+        more, pages = self.remains.expected() - saved - lost, self.remains.damaged
+        if more > 0:
+            self.notes.append(f"{more} records more are lost, nothing of them is left in catalog.sqlite")
+        if pages:
+            shown = ", ".join(map(str, pages[:20])) + (", …" if len(pages) > 20 else "")
+            self.notes.append(f"catalog.sqlite: damaged pages, of {self.remains.pages.size} bytes: {shown}")
+        return {
+            "path": str(self.destination),
+            "records": saved,
+            "lost_records": lost,
+            "lost": [{"row": row, "id": one, "why": why} for row, one, why in named],
+            "unconfirmed_records": unsure,
+            "unconfirmed": [one for _, one, _ in unconfirmed],
+            "notes": self.notes,
+        }
+
+    def _publish(self, fresh: Path) -> None:
+        """Give the new database's files their names, the catalogue last."""
+        for file in sorted(fresh.iterdir()):
+            if file.name != "catalog.sqlite":
+                disk.rename(file, self.destination / file.name)
+        files.sync_directory(self.destination)
+        files.publish(fresh / "catalog.sqlite", self.destination / "catalog.sqlite")
+        disk.remove_directory(fresh)
+        files.sync_directory(self.destination)
