@@ -28,6 +28,7 @@ from softdb.store.segments import MAX_ROWS, SegmentEntry
 __all__ = ["Catalog", "State", "reading"]
 
 BUSY = 10_000  # milliseconds that another connection is waited for
+STEPS = 20_000  # thousands of SQLite's steps that any statement may take; and a hundred a byte of the file
 
 _SUPER = bytes.fromhex("d9d505f920a163d7")  # the end of a rollback journal that belongs to several files
 
@@ -45,6 +46,10 @@ class Catalog:
     def __init__(self, connection: apsw.Connection, version: int) -> None:
         self.connection = connection
         self.version = version  # of the format; 0: nothing is laid out yet
+        self._steps: int | None = (
+            None  # thousands that the statement that runs may still take; None: as many as it likes
+        )
+        connection.set_progress_handler(self._spent, 1000)
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
@@ -125,11 +130,30 @@ class Catalog:
 
     def all(self, sql: str, bindings: Sequence[Any] = ()) -> list[Any]:
         """Every row of a query."""
-        return self.connection.execute(sql, bindings).fetchall()
+        with self._bounded():
+            return self.connection.execute(sql, bindings).fetchall()
 
     def one(self, sql: str, bindings: Sequence[Any] = ()) -> Any:
         """The one row of a query."""
-        return self.connection.execute(sql, bindings).fetchone()
+        with self._bounded():
+            return self.connection.execute(sql, bindings).fetchone()
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Stop what takes more steps than a file of this size can need: its pages lead round in circles."""
+        self._steps = STEPS + self.capacity() // 80
+        try:
+            yield
+        except apsw.InterruptError as error:
+            raise CorruptionError("catalog.sqlite has pages that lead to themselves; restore it from a copy") from error
+        finally:
+            self._steps = None
+
+    def _spent(self) -> bool:
+        if self._steps is None:
+            return False
+        self._steps -= 1
+        return self._steps < 0
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
@@ -231,17 +255,20 @@ class Catalog:
 
     def _tombstones(self, rows: int) -> Iterator[tuple[int, NDArray[np.bool_]]]:
         sql = "SELECT chunk, CASE length(dead) WHEN ? THEN dead END FROM tombstones ORDER BY chunk"
+        last = -1
         for chunk, packed in self.connection.execute(sql, (CHUNK // 8,)):
-            if not 0 <= chunk * CHUNK < rows:
+            if not last < chunk < -(-rows // CHUNK):
                 raise CorruptionError(
                     f"catalog.sqlite has tombstones of rows from {chunk * CHUNK} on, there are {rows}; "
                     "restore the directory from a copy"
                 )
+            last = chunk
             yield chunk, _bits(packed)
 
     def capacity(self) -> int:
         """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit."""
-        return 8 * self._pragma("page_count") * self._pragma("page_size")
+        pages, size = (int(self.connection.pragma(name)) for name in ("page_count", "page_size"))
+        return 8 * pages * size
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))

@@ -100,13 +100,14 @@ def abandon(catalog: Catalog) -> None:
     the child's own.
     """
     connection = catalog.connection
-    if not connection.filename:
-        return
-    if connection.in_transaction:  # the fork came from within a write of this very thread
-        keep_unused(catalog)
-        return
-    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
-    connection.close()
+    with contextlib.suppress(apsw.ConnectionClosedError):  # an interrupted close() has done it
+        if not connection.filename:
+            return
+        if connection.in_transaction:  # the fork came from within a write of this very thread
+            keep_unused(catalog)
+            return
+        connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+        connection.close()
 
 
 def keep_unused(catalog: Catalog) -> None:
@@ -130,11 +131,12 @@ def _after_in_child() -> None:
         torch.set_num_threads(1)
         if "faiss" in sys.modules:
             sys.modules["faiss"].omp_set_num_threads(1)
-    for handle in handles:
+    for handle in handles:  # what one of them cannot do must not keep the others from it
         if isinstance(handle, Connected):
-            handle.let_go(id(handle) in held)
+            with contextlib.suppress(SoftDBError, OSError, apsw.Error):
+                handle.let_go(id(handle) in held)
     for handle in handles:
-        with contextlib.suppress(SoftDBError):
+        with contextlib.suppress(SoftDBError, OSError, apsw.Error):
             handle.after_fork()
 
 

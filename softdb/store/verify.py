@@ -43,6 +43,8 @@ def verify(store: Store) -> int:
 def _catalogue(store: Store) -> list[str]:
     """What SQLite finds, and whether records and tombstones say the same."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
+    if damage:
+        return damage  # what its pages say is not worth asking
     live = np.zeros(store.snapshot.size, np.bool_)
     rows = np.fromiter((row for (row,) in store.catalog.connection.execute("SELECT row FROM records")), np.int64)
     positions = store.snapshot.positions(rows)
@@ -67,7 +69,8 @@ def _texts(catalog: Catalog) -> list[str]:
         "SELECT row, CAST(id AS BLOB), CAST(payload AS BLOB) FROM records WHERE typeof(id) = 'text' OR payload NOTNULL"
     ):
         try:
-            _, text = one.decode(), "" if payload is None else payload.decode()
+            _ = b"" if one is None else one.decode()
+            text = "" if payload is None else payload.decode()
             if len(text) > _LONG:
                 json.loads(text)
         except (ValueError, RecursionError):
