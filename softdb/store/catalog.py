@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 from zlib import crc32
 
 import apsw
@@ -20,17 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Id, Schema, schema, shown
-from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError
+from softdb.errors import BadInput, CorruptionError, NotADatabase
 from softdb.store import format
+from softdb.store.connect import BUSY, connect, typed
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["Catalog", "State", "reading"]
+__all__ = ["Catalog", "State"]
 
-BUSY = 10_000  # milliseconds that another connection is waited for
 STEPS = 20_000  # thousands of SQLite's steps that any statement may take; and a hundred a byte of the file
-
-_SUPER = bytes.fromhex("d9d505f920a163d7")  # the end of a rollback journal that belongs to several files
 
 
 class State(NamedTuple):
@@ -46,19 +41,15 @@ class Catalog:
     def __init__(self, connection: apsw.Connection, version: int) -> None:
         self.connection = connection
         self.version = version  # of the format; 0: nothing is laid out yet
-        self._steps: int | None = (
-            None  # thousands that the statement that runs may still take; None: as many as it likes
-        )
+        self._steps: int | None = None  # thousands that the present statement may still take; None: as many as it likes
         connection.set_progress_handler(self._spent, 1000)
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
-        """Connect to a catalogue; `None` is one in memory. Raises NotADatabase, FormatTooNew, CorruptionError."""
+        """Connect to a catalogue; `None` is one in memory. Raises SoftDBError, apsw.Error."""
         connection = None
         try:
-            connection = _connect(path, write)
-            connection.set_busy_timeout(BUSY)
-            _harden(connection)
+            connection = connect(path, write)
             version = format.recognise(connection, str(path))
             if write:
                 connection.execute("PRAGMA journal_mode = WAL")
@@ -71,8 +62,8 @@ class Catalog:
                 raise NotADatabase(f"{path} is not a softdb catalogue; choose another directory") from None
             if isinstance(error, apsw.CantOpenError):
                 raise NotADatabase(f"{path} cannot be opened ({error}); check the path and its permissions") from None
-            if isinstance(error, apsw.Error):
-                raise _typed(error) from error
+            if isinstance(error, apsw.CorruptError | apsw.FormatError | apsw.SQLError):
+                raise typed(error) from error
             raise
 
     def create(self, schema: Schema) -> None:
@@ -384,65 +375,6 @@ class Catalog:
     def drop_field(self, name: str) -> None:
         """Drop a field's index, if it has one."""
         self.connection.execute(f"DROP INDEX IF EXISTS {format.field_index(name)}")
-
-
-def _connect(path: Path | None, write: bool) -> apsw.Connection:
-    if path is None:
-        return apsw.Connection(":memory:")
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        _require_plain(path.with_name(path.name + suffix))
-    if write:
-        return apsw.Connection(str(path), apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
-    wal = path.with_name(path.name + "-wal")
-    if os.access(path.parent, os.W_OK):
-        return apsw.Connection(str(path), apsw.SQLITE_OPEN_READONLY)
-    if wal.exists() and wal.stat().st_size:
-        raise NotADatabase(f"{wal} holds commits that cannot be read from a read-only directory; open it writable once")
-    return apsw.Connection(f"file:{quote(str(path))}?immutable=1", apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-
-
-def _require_plain(path: Path) -> None:
-    """SQLite follows links and waits for pipes, and a journal may name another file that it then deletes."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(found.st_mode):
-        raise NotADatabase(f"{path} is not a regular file; softdb follows no links, choose another directory")
-    if path.name.endswith("-journal") and found.st_size > len(_SUPER):
-        with path.open("rb") as file:
-            file.seek(-len(_SUPER), os.SEEK_END)
-            if file.read() == _SUPER:
-                raise CorruptionError(f"{path.name} names another journal, which softdb does not write; remove it")
-
-
-def _harden(connection: apsw.Connection) -> None:
-    """Nothing in a file from elsewhere may run, and damaged pages are looked for as they are read."""
-    connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
-    connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
-    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
-    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_VIEW, 0)
-    connection.execute("PRAGMA cell_size_check = ON")
-
-
-def _typed(error: apsw.Error) -> SoftDBError:
-    """What SQLite says when it cannot read, in our words."""
-    if isinstance(error, apsw.BusyError | apsw.LockedError):
-        return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
-    return CorruptionError(f"catalog.sqlite cannot be read ({error}); restore the directory from a copy")
-
-
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """Turn what SQLite raises while it reads into CorruptionError and DatabaseLocked."""
-    try:
-        yield
-    except apsw.Error as error:
-        raise _typed(error) from error
-    except UnicodeDecodeError as error:
-        raise CorruptionError(
-            f"catalog.sqlite has a damaged text ({error}); restore the directory from a copy"
-        ) from None
 
 
 def _bits(packed: bytes) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ all that it has inherited before it opens anything.
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import ctypes
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import apsw
@@ -57,25 +59,37 @@ class _Fork:
         self.compiler: Any = None  # numba's lock
 
     def begin(self, seconds: float) -> None:
-        """Wait until no other thread is inside a handle, or makes the loops that a child's first search needs, too."""
+        """Wait until no other thread is inside a handle, or imports what a child may need, too."""
         deadline = time.monotonic() + seconds
         self.mine = self.lock.acquire(timeout=seconds)
-        while _importing() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.compiler = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
-        if self.compiler is not None:
-            self.compiler.acquire()
         for handle in list(_handles) if self.mine else ():
             if isinstance(handle, Connected):
                 release = handle.hold(max(0.0, deadline - time.monotonic()))
                 if release is not None:
                     self.held[id(handle)] = release
+        self._keep_from_importing(deadline)
+
+    def _keep_from_importing(self, deadline: float) -> None:
+        """Wait until no other thread imports or compiles, as a first search does, and let none begin."""
+        while True:
+            self.compiler = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
+            if self.compiler is not None:
+                self.compiler.acquire()
+            _imp.acquire_lock()
+            if not _importing() or time.monotonic() > deadline:
+                return
+            self.let_import()
+            time.sleep(0.01)
+
+    def let_import(self) -> None:
+        """Let other threads import and compile again."""
+        _imp.release_lock()
+        if self.compiler is not None:
+            self.compiler.release()
 
     def end(self) -> None:
         """Let them in again."""
-        compiler, self.compiler = self.compiler, None
-        if compiler is not None:
-            compiler.release()
+        self.let_import()
         while self.held:
             self.held.popitem()[1]()
         if self.mine:
@@ -116,16 +130,21 @@ def keep_unused(catalog: Catalog) -> None:
 
 
 def _importing() -> bool:
-    """Whether a thread imports compiled loops: in a child, nobody would ever end that, and all others wait for it."""
-    loops = [module for name, module in list(sys.modules.items()) if name.startswith("softdb.compiled.")]
-    return any(getattr(module.__spec__, "_initializing", False) for module in loops)
+    """Whether another thread imports something: a child would wait for ever for the end of that."""
+    frame: FrameType | None = sys._getframe()
+    mine = set()
+    while frame is not None:
+        mine.add(frame.f_globals.get("__name__"))
+        frame = frame.f_back
+    found = [one.__dict__ for name, one in list(sys.modules.items()) if name not in mine and type(one) is ModuleType]
+    return any(getattr(names.get("__spec__"), "_initializing", False) for names in found)
 
 
 def _after_in_child() -> None:
     global _fork
-    held, compiler, _fork = set(_fork.held), _fork.compiler, _Fork()
-    if compiler is not None:
-        compiler.release()
+    held = set(_fork.held)
+    _fork.let_import()
+    _fork = _Fork()
     handles = list(_handles)
     if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
         torch.set_num_threads(1)

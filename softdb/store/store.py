@@ -32,8 +32,9 @@ from softdb.errors import (
 )
 from softdb.store import commits, committed, files, fork, gaps
 from softdb.store.append import Batch, append
-from softdb.store.catalog import Catalog, reading
+from softdb.store.catalog import Catalog
 from softdb.store.commits import Commits
+from softdb.store.connect import reading
 from softdb.store.directory import enter
 from softdb.store.format import FORMAT
 from softdb.store.matches import Matches

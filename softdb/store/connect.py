@@ -1,0 +1,91 @@
+"""Connecting to a catalogue: no link is followed, nothing in the file runs, and SQLite's errors become ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import apsw
+
+from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError
+
+__all__ = ["connect", "reading", "typed"]
+
+BUSY = 10_000  # milliseconds that another connection is waited for
+
+_SUPER = bytes.fromhex("d9d505f920a163d7")  # the end of a rollback journal that belongs to several files
+
+
+def connect(path: Path | None, write: bool) -> apsw.Connection:
+    """A connection to a catalogue; `None` is one in memory. Raises NotADatabase, CorruptionError, apsw.Error."""
+    connection = _opened(path, write)
+    try:
+        connection.set_busy_timeout(BUSY)
+        _harden(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _opened(path: Path | None, write: bool) -> apsw.Connection:
+    if path is None:
+        return apsw.Connection(":memory:")
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        _require_plain(path.with_name(path.name + suffix))
+    if write:
+        return apsw.Connection(str(path), apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
+    wal = path.with_name(path.name + "-wal")
+    if os.access(path.parent, os.W_OK):
+        return apsw.Connection(str(path), apsw.SQLITE_OPEN_READONLY)
+    if wal.exists() and wal.stat().st_size:
+        raise NotADatabase(f"{wal} holds commits that cannot be read from a read-only directory; open it writable once")
+    return apsw.Connection(f"file:{quote(str(path))}?immutable=1", apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+
+
+def _require_plain(path: Path) -> None:
+    """SQLite follows links and waits for pipes, and a journal may name another file that it then deletes."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise NotADatabase(f"{path} is not a regular file; softdb follows no links, choose another directory")
+    if path.name.endswith("-journal") and found.st_size > len(_SUPER):
+        with path.open("rb") as file:
+            file.seek(-len(_SUPER), os.SEEK_END)
+            if file.read() == _SUPER:
+                raise CorruptionError(f"{path.name} names another journal, which softdb does not write; remove it")
+
+
+def _harden(connection: apsw.Connection) -> None:
+    """Nothing in a file from elsewhere may run, and damaged pages are looked for as they are read."""
+    connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
+    connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
+    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
+    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_VIEW, 0)
+    connection.execute("PRAGMA cell_size_check = ON")
+
+
+def typed(error: apsw.Error) -> SoftDBError:
+    """What SQLite says when it cannot read, in our words."""
+    if isinstance(error, apsw.BusyError | apsw.LockedError):
+        return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
+    return CorruptionError(f"catalog.sqlite cannot be read ({error}); restore the directory from a copy")
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Turn what SQLite raises while it reads into CorruptionError and DatabaseLocked."""
+    try:
+        yield
+    except apsw.Error as error:
+        raise typed(error) from error
+    except UnicodeDecodeError as error:
+        raise CorruptionError(
+            f"catalog.sqlite has a damaged text ({error}); restore the directory from a copy"
+        ) from None
