@@ -81,10 +81,11 @@ def _raise_top(size: Any, g: Any, task: Any, best: Any, total: Any, output: Any,
 def _add_labels(
     size: Any, g: Any, padded: Any, labels: Any, part: Any, first: Any, count: Any, weights: Any, output: Any
 ) -> None:
-    """Each record's weights to its own class."""
+    """Each record's weights to its own class; a label that rot has made since it was looked at has none."""
+    last = len(output) - size
     for i in range(count):
-        to = labels[row_of(part, first + i)] * padded + g * size
-        for j in range(size):
+        to = np.int64(labels[row_of(part, first + i)]) * padded + g * size
+        for j in range(size if 0 <= to <= last else 0):
             output[to + j] += weights[i * size + j]
 
 
@@ -150,10 +151,12 @@ def _along_labels(
     size: Any, g: Any, padded: Any, labels: Any, part: Any, first: Any, count: Any, grads: Any, along: Any
 ) -> None:
     """g·v of a label: the gradient of its class."""
+    last = len(grads) - size
     for i in range(count):
-        start = labels[row_of(part, first + i)] * padded + g * size
+        start = np.int64(labels[row_of(part, first + i)]) * padded + g * size
+        sound = 0 <= start <= last
         for j in range(size):
-            along[i * size + j] = grads[start + j]
+            along[i * size + j] = grads[start + j] if sound else np.float32(0)
 
 
 @compiled

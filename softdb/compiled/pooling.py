@@ -41,7 +41,9 @@ def _product(a: Any, b: Any) -> Any:
 def _add(factor: Any, address: Any, kind: Any, v: Any, out: Any) -> None:
     """Adds a value, so many times, to a sum of float64."""
     if kind == LABEL:
-        out[whole(address, 0)] += factor
+        label = whole(address, 0)
+        if 0 <= label < v:  # rot may have made another since it was looked at
+            out[label] += factor
     elif kind == HALF:
         for t in range(v):
             out[t] += factor * np.float64(half(address, t))

@@ -21,11 +21,15 @@ import apsw
 from softdb.errors import SoftDBError
 from softdb.store.catalog import Catalog
 from softdb.store.committed import Committed
+from softdb.store.connect import BUSY
 from softdb.store.segments import Columns
 
 __all__ = ["DELAY", "Commits", "late"]
 
 DELAY = 1.0  # seconds that a relaxed change may wait
+PAGES = 1000  # of SQLite's log that make it fold that in
+MOST_PAGES = 4 * PAGES  # from here on it waits for the readers of the log, so that it can start anew
+PATIENCE = 1000  # milliseconds
 
 
 class Flushed(Protocol):
@@ -66,6 +70,12 @@ def _flush_all() -> None:
 atexit.register(_flush_all)
 
 
+class Verb:
+    """One change that has begun."""
+
+    over = False  # undone by who came after an interrupt
+
+
 class Commits:
     """A writer's transactions. The caller keeps threads apart, and calls nothing more after one has raised."""
 
@@ -75,7 +85,10 @@ class Commits:
         self._catalog, self._columns, self._late = catalog, columns, late
         self._mark = None if directory is None else Committed(directory)
         self._timer: threading.Timer | None = None
-        self.inside = False  # whether a verb has begun and not ended
+        self.verb: Verb | None = None  # what has begun and not ended
+        self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
+        if directory is not None:
+            catalog.connection.set_wal_hook(self._checkpoint)
         self.acknowledge()
 
     @property
@@ -83,19 +96,23 @@ class Commits:
         """Whether verbs gather."""
         return self._late is not None
 
-    def begin(self) -> None:
-        """Start a verb."""
+    def begin(self) -> Verb:
+        """Start a verb. What an interrupt has left of another is undone."""
+        self.undo()
+        if not self.waiting:
+            self._catalog.rollback()
+        self.verb = verb = Verb()
         if not self._catalog.connection.in_transaction:
             self._catalog.begin(write=True)
         if self.relaxed:
             self._catalog.connection.execute("SAVEPOINT verb")
-        self.inside = True
+        return verb
 
     def undo(self) -> None:
         """Undo the verb, if one has begun and not ended."""
-        if not self.inside:
+        if self.verb is None:
             return
-        self.inside = False
+        self.verb.over, self.verb = True, None
         if self.waiting and self._catalog.connection.in_transaction:
             self._catalog.connection.execute("ROLLBACK TO verb; RELEASE verb")
         else:
@@ -103,14 +120,14 @@ class Commits:
 
     def end(self, durable: bool) -> None:
         """The verb has happened: on disk when this returns, unless verbs gather and it needs not be."""
-        if not self.inside:
+        if self.verb is None:
             return  # undone
         if self.relaxed:
             self._catalog.connection.execute("RELEASE verb")
         if not self.relaxed or durable:
             self.flush()
             return
-        self.inside = False
+        self.verb = None
         self.waiting += 1
         if self._timer is None and self._late is not None:
             self._timer = threading.Timer(DELAY, self._late)
@@ -123,13 +140,13 @@ class Commits:
         self._columns.settle()
         if self._catalog.connection.in_transaction:
             self._catalog.commit()
-        self.inside, self.waiting = False, 0
+        self.verb, self.waiting = None, 0
         self.acknowledge()
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""
         self._stop()
-        self.inside, self.waiting = False, 0
+        self.verb, self.waiting = None, 0
         with contextlib.suppress(apsw.Error):
             self._catalog.rollback()
 
@@ -142,9 +159,29 @@ class Commits:
     def close(self) -> None:
         """Let go of the file beside the catalogue, not of the connection."""
         self._stop()
-        if self._mark is not None:
-            self._mark.close()
-            self._mark = None
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.close()
+
+    def _checkpoint(self, connection: apsw.Connection, name: str, pages: int) -> int:
+        """Fold the log into the catalogue after a commit that leaves it long; longer still, wait for those who read it.
+
+        SQLite's own checkpoint says nothing when it fails, and tries the sync again.
+        """
+        if pages >= PAGES and self.broken is None:
+            patient = pages >= MOST_PAGES
+            connection.set_busy_timeout(PATIENCE if patient else 0)
+            try:
+                connection.wal_checkpoint(
+                    name, apsw.SQLITE_CHECKPOINT_RESTART if patient else apsw.SQLITE_CHECKPOINT_PASSIVE
+                )
+            except (apsw.BusyError, apsw.LockedError):
+                pass
+            except apsw.Error as error:
+                self.broken = error
+            finally:
+                connection.set_busy_timeout(BUSY)
+        return apsw.SQLITE_OK
 
     def _stop(self) -> None:
         if self._timer is not None:

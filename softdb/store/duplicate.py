@@ -67,7 +67,7 @@ def _require_free(store: Store, path: Path) -> None:
 def _copied(store: Store, path: Path) -> dict[str, Any]:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
-        with store.reading() as snapshot:
+        with store.lock, store.reading() as snapshot:
             entries, missing = store.catalog.segments(), gaps.read(store.catalog)
             indexes = _open_indexes(store, opened)
             store.catalog.copy(unfinished)

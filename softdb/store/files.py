@@ -168,10 +168,10 @@ def reading(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path.name} is not a regular file")
-        return io.open(descriptor, "rb")  # noqa: UP020 - `open` reads as a path
     except BaseException:
         os.close(descriptor)
         raise
+    return io.open(descriptor, "rb")  # noqa: UP020 - `open` reads as a path
 
 
 def occupied(path: Path) -> int:

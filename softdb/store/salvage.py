@@ -164,7 +164,8 @@ class _Salvage:
         """All of it; what is written gets its name last: one that was cut short is no database."""
         scratch = apsw.Connection(str(self.destination / "scratch.sqlite"))
         try:
-            scratch.execute("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
+            scratch.execute("PRAGMA journal_mode = OFF")
+            scratch.execute("PRAGMA synchronous = OFF")
             sift(self.remains, scratch)
             with scratch:
                 if self.remains.version == 1:

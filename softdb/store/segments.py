@@ -11,12 +11,13 @@ The format, as MUSTs:
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class Columns:
         """`relaxed`: appended slots come to disk at `settle`, not before."""
         self.directory, self.relaxed = directory, relaxed
         self._unsettled: set[Path] = set()  # files that hold something which is not on disk
+        self._writing: list[Future[None]] = []
         self._unnamed = False  # whether there are files whose names are not
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
@@ -115,15 +117,22 @@ class Columns:
     def writing(self, pieces: list[Piece]) -> Iterator[None]:
         """Fill slots behind the watermark while the caller does something else; on disk when this ends, or `settle`."""
         if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
+            self.wait()
             for piece in pieces:
                 self._write(piece)
             yield
             return
+        self.wait()
         with ThreadPoolExecutor(1, "softdb-write") as thread:  # leaving waits for it, whatever happens
-            done = [thread.submit(self._write, piece) for piece in pieces]
+            self._writing = done = [thread.submit(self._write, piece) for piece in pieces]
             yield
             for future in done:
                 future.result()
+
+    def wait(self) -> None:
+        """Wait for a thread that impatience, two interrupts, has left behind: it writes where the next ones would."""
+        concurrent.futures.wait(self._writing)
+        self._writing = []
 
     def _write(self, piece: Piece) -> None:
         entry = piece.entry
@@ -142,6 +151,7 @@ class Columns:
 
     def settle(self) -> None:
         """Bring what was written relaxed, and the names of new files, to disk."""
+        self.wait()
         for path in sorted(self._unsettled):
             files.settle(path)
         if self._unnamed and self.directory is not None:

@@ -18,11 +18,11 @@ import apsw
 from softdb.store.cells import Value
 from softdb.store.remains import Remains, is_dead
 
-__all__ = ["sift"]
+__all__ = ["TABLES", "sift"]
 
 _AT_ONCE = 8192
 
-_TABLES = """
+TABLES = """
 CREATE TABLE found(row INTEGER PRIMARY KEY, id, payload TEXT, key_crc INTEGER, value_crc INTEGER, why TEXT,
                    sure INTEGER NOT NULL DEFAULT 0,
                    keys_file INTEGER, keys_slot INTEGER, values_file INTEGER, values_slot INTEGER);
@@ -35,7 +35,7 @@ def sift(remains: Remains, scratch: apsw.Connection) -> None:
 
     `why` says what is wrong with a record, NULL where nothing is; `sure` is 1 where the index confirms the id.
     """
-    scratch.execute(_TABLES)
+    scratch.execute(TABLES)
     with scratch:
         _known(remains, scratch)
         _found(remains, scratch)

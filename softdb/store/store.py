@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class Store:
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
 
     schema: Schema
-    snapshot: Snapshot
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
         """Open a directory (None: memory); `create` is the schema of one that does not exist yet, if it may be made.
@@ -60,11 +60,13 @@ class Store:
         self.path = path
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
+        self._stale = False  # whether the snapshot may be behind what this handle has done
         self._writer: int | None = None  # descriptor of the lock file
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
         self._matches = Matches()
+        self._looked: dict[int, int] = {}  # how many labels of each segment have been looked at
         self._catalog: Catalog | None = None
         try:
             self._open(create)
@@ -92,11 +94,12 @@ class Store:
             self.schema = self._catalog.schema()
             committed.require(self._catalog.state().generation, acknowledged)
         self._columns = Columns(self.path, self.schema, self._relaxed)
-        self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
+        self._snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
         self.refresh()
         if writing:
             if self.path is not None:  # commits of a killed process that all have seen, and that no sync has covered
                 files.settle(self.path / "catalog.sqlite-wal")
+                self._catalog.fold()
             if self._catalog.version < FORMAT:
                 self._upgrade()
             late = commits.late(self) if self._relaxed else None
@@ -127,15 +130,22 @@ class Store:
                 self._let_go()
 
     def _let_go(self) -> None:
-        if self._commits is not None:
-            self._commits.close()
-            self._commits = None
-        if self._catalog is not None:
-            self._catalog.close()
-            self._catalog = None
-        if self._writer is not None:
-            os.close(self._writer)
-            self._writer = None
+        with contextlib.ExitStack() as rest:  # each lets go, whatever another raises
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                rest.callback(os.close, writer)
+            catalog, self._catalog = self._catalog, None
+            if catalog is not None:
+                rest.callback(catalog.close)
+            transactions, self._commits = self._commits, None
+            if transactions is not None:
+                rest.callback(transactions.close)
+                self._columns.wait()
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """To be held by whoever reads or writes in several steps: `with store.lock, store.reading():`."""
+        return self._lock
 
     @property
     def closed(self) -> bool:
@@ -149,6 +159,15 @@ class Store:
         assert self._catalog is not None
         return self._catalog
 
+    @property
+    def snapshot(self) -> Snapshot:
+        """The generation that this handle reads: the newest, for a writer; that of the last `refresh`, for a reader."""
+        if self._stale and self._catalog is not None:  # an interrupt came between a commit and its snapshot
+            with self._lock:
+                if self._commits is None or self._commits.verb is None:
+                    self.refresh()
+        return self._snapshot
+
     def require_open(self) -> None:
         """Raises Closed."""
         if self._catalog is None:
@@ -158,7 +177,7 @@ class Store:
         """See `fork.Connected`. What waits to be flushed comes to disk first: a child sees what is there."""
         if not self._lock.acquire(timeout=seconds):
             return None
-        if self._commits is not None and self._commits.waiting and not self._commits.inside:
+        if self._commits is not None and self._commits.waiting and self._commits.verb is None:
             with contextlib.suppress(SoftDBError):  # the next verb says so
                 self.flush()
         return self._lock.release
@@ -167,12 +186,12 @@ class Store:
         """See `fork.Connected`."""
         self._lock = threading.RLock()
         self.mode = "r"
-        if self._commits is not None:
-            self._commits.close()
-            self._commits = None
-        if self._writer is not None:
-            os.close(self._writer)
-            self._writer = None
+        transactions, self._commits = self._commits, None
+        if transactions is not None:
+            transactions.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            os.close(writer)
         if self._catalog is not None:
             if held:
                 fork.abandon(self._catalog)
@@ -189,14 +208,15 @@ class Store:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> int:
-        """Move to the newest committed generation, and return it."""
-        with self.reading() as snapshot:
+        """Move to the newest generation, and return it."""
+        with self.lock, self.reading() as snapshot:
             return snapshot.generation
 
     def _move_on(self) -> None:
         """Make the snapshot that of the generation which the open transaction reads."""
         state = self.catalog.state()
-        if state.generation == self.snapshot.generation:
+        if state.generation == self._snapshot.generation:
+            self._stale = False
             return
         entries, missing = self.catalog.segments(), gaps.read(self.catalog)
         segments = self._segments(entries, state.next_row, missing)
@@ -205,11 +225,32 @@ class Store:
             snapshot = whole.without(self.catalog.dead())
         else:
             snapshot = Snapshot.of(state.generation, segments, self.catalog.live(state.next_row))
+        self._require_labels(snapshot)
         self._columns.forget({entry.number for entry in entries})
-        self.snapshot = snapshot
+        self._snapshot, self._stale = snapshot, False
+
+    def _require_labels(self, snapshot: Snapshot) -> None:
+        """Raise CorruptionError where a live record has a label of no class: pooling adds to where labels say."""
+        classes, looked = self.schema.num_classes, dict[int, int]()
+        if classes is None:
+            return
+        for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
+            done = self._looked.get(segment.number, 0)
+            labels = np.asarray(segment.values)[done:]
+            wrong = np.flatnonzero(
+                ((labels < 0) | (labels >= classes)) & snapshot.live[start + done : start + len(segment)]
+            )
+            if len(wrong):
+                row = segment.rows_of(slice(done, None))[wrong[0]]
+                raise CorruptionError(
+                    f"values-{segment.number:08d}.npy: row {row} has the label {labels[wrong[0]]}, there are {classes} "
+                    "classes; restore the file from a copy"
+                )
+            looked[segment.number] = len(segment)
+        self._looked = looked
 
     def _segments(self, entries: list[SegmentEntry], rows: int, missing: gaps.Gaps) -> tuple[Segment, ...]:
-        known = {(s.number, len(s)): s for s in self.snapshot.segments}
+        known = {(s.number, len(s)): s for s in self._snapshot.segments}
         segments, row, stored = [], 0, 0
         for entry in entries:
             follows = entry.first_row >= row if missing.gone else entry.first_row == row
@@ -251,8 +292,8 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Snapshot]:
-        """Catalogue and snapshot of one generation, the newest, for several statements."""
-        with self._lock, contextlib.ExitStack() as transaction:
+        """Catalogue and snapshot of one generation, the newest, for several statements. The caller holds `lock`."""
+        with contextlib.ExitStack() as transaction:
             for attempt in range(8):
                 with contextlib.ExitStack() as tried:
                     tried.enter_context(self._reading())
@@ -264,7 +305,7 @@ class Store:
                         raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
                     transaction.push(tried.pop_all())
                     break
-            yield self.snapshot
+            yield self._snapshot
 
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
         """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
@@ -307,27 +348,31 @@ class Store:
         A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
         Cost: see `Matches.of`.
         """
-        with self.reading() as snapshot:
+        with self.lock, self.reading() as snapshot:
             return snapshot, self._matches.of(where, self.catalog, snapshot)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self.writing():
+        with self.lock, self.writing():
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
                 self._transactions.undo()
                 stored = self.catalog.lookup(batch.ids)
-                first = next(one for one in batch.ids if one in stored)
+                first = next((one for one in batch.ids if one in stored), None)
+                if first is None:
+                    raise CorruptionError(
+                        "catalog.sqlite has records in rows that are yet to come; restore it from a copy"
+                    ) from None
                 raise DuplicateId(
                     f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert replaces"
                 ) from None
 
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self.writing():
+        with self.lock, self.writing():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
@@ -337,7 +382,7 @@ class Store:
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self.writing():
+        with self.lock, self.writing():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -360,7 +405,7 @@ class Store:
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self.writing():
+        with self.lock, self.writing():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
@@ -381,13 +426,13 @@ class Store:
 
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self.writing(durable=True):
+        with self.lock, self.writing(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self.writing(durable=True):
+        with self.lock, self.writing(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -408,6 +453,8 @@ class Store:
             try:
                 self.catalog.shrink()
             except apsw.Error as error:
+                if self._commits is not None:
+                    self._failed(error)  # a sync is not to be tried again
                 raise WriteFailed(
                     f"catalog.sqlite could not be made smaller ({error}); its records are safe"
                 ) from error
@@ -430,7 +477,7 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self.writing(durable=True):
+        with self.lock, self.writing(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))
@@ -439,25 +486,39 @@ class Store:
     def writing(self, durable: bool = False) -> Iterator[None]:
         """One verb: all of it or nothing; afterwards the snapshot is what the catalogue says.
 
-        `durable`: on disk when this ends, with all before it, relaxed or not.
+        `durable`: on disk when this ends, with all before it, relaxed or not. The caller holds `lock`: an interrupt may
+        keep this generator from ever being resumed, or have it closed when another verb has begun.
         """
-        with self._lock:
-            self.require_writable()
-            try:
-                self._transactions.begin()
-                yield
-                self._transactions.end(durable)
-            except (OSError, apsw.Error, MemoryError) as error:
-                raise self._failed(error) from error
-            except UnicodeDecodeError as error:
-                raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
-            finally:
+        self.require_writable()
+        _ = self.snapshot  # of a verb that was interrupted
+        verb = None
+        try:
+            verb = self._transactions.begin()
+            yield
+            self._transactions.end(durable)
+        except (OSError, apsw.Error, MemoryError) as error:
+            raise self._failed(error) from error
+        except UnicodeDecodeError as error:
+            raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
+        finally:
+            if not (verb and verb.over) and self._lock.acquire(blocking=False):
                 try:
-                    self._transactions.undo()
-                except apsw.Error as error:
-                    self._failed(error)
-                with contextlib.suppress(*([] if self._failure is None else [SoftDBError])):
-                    self.refresh()  # a commit that raised may have come to disk
+                    self._settle_verb()
+                finally:
+                    self._lock.release()
+
+    def _settle_verb(self) -> None:
+        """Undo what has not ended, and see what there is."""
+        self._stale = True
+        if self._commits is not None:
+            try:
+                self._commits.undo()
+            except apsw.Error as error:
+                self._failed(error)
+            if self._commits.broken is not None and self._failure is None:
+                self._failed(self._commits.broken)
+        with contextlib.suppress(*([] if self._failure is None else [SoftDBError])):
+            self.refresh()  # a commit that raised may have come to disk
 
     def flush(self) -> None:
         """Bring relaxed changes to disk. Raises WriteFailed."""

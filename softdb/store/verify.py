@@ -26,7 +26,7 @@ def verify(store: Store) -> int:
 
     Raises CorruptionError that lists every damaged part: file and rows. Cost: every byte is read once.
     """
-    with store.reading() as snapshot:
+    with store.lock, store.reading() as snapshot:
         try:
             damage = _catalogue(store) + _rows(snapshot, gaps.read(store.catalog))
             if store.catalog.present_version() == 1:
