@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from softdb.functional import attention
     from softdb.index import Build
     from softdb.opening import open
+    from softdb.store.salvage import salvage
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "attention",
     "nn",
     "open",
+    "salvage",
     "scores",
     "train",
 ]
@@ -77,6 +79,7 @@ _LAZY = {
     "SoftDB": "database",
     "attention": "functional",
     "open": "opening",
+    "salvage": "store.salvage",
 }
 
 

@@ -9,14 +9,11 @@ import json
 import math
 import os
 import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
-
-import numpy as np
 
 from softdb import check
 from softdb.check import Array, Id
@@ -27,6 +24,7 @@ __all__ = ["Fields", "Line", "Rows", "export_records", "import_records", "is_vec
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON writes them: 007 stays text
 _CELL = 1 << 27  # characters of a CSV cell: a key as text, wide as it may be
+_LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
 Row = dict[str, Any]
 
@@ -188,7 +186,9 @@ def _text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
     with path.open("rb") as raw:
         file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         try:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), b""), 1):
+                if len(line) > _LINE:
+                    raise BadInput(f"{path.name} line {number}: longer than {_LINE:,} bytes; break it up")
                 yield number, raw.tell() / size, line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise BadInput(
@@ -350,23 +350,10 @@ def _matrix(path: Path) -> Array:
     """The (n, d) array of a `.npy` file, mapped, or of a `.npz` file: its only one, or the one called `keys`."""
     if not path.is_file():
         raise BadInput(f"{path} is not a file; expected a .npy or .npz array of keys")
-    try:
-        found = _archived(path) if path.suffix == ".npz" else np.load(path, mmap_mode="r", allow_pickle=False)
-    except BadInput:
-        raise
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise BadInput(f"{path.name} cannot be read as an array of numbers ({check.shown(str(error))})") from None
-    if found.ndim != 2 or found.dtype.kind not in "fiu":
+    found = check.numbers_in(path)
+    if found.ndim != 2:
         raise BadInput(f"{path.name} has shape {found.shape} and type {found.dtype}; expected (n, d) numbers")
-    return cast("Array", found)
-
-
-def _archived(path: Path) -> Array:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:  # numpy itself leaves a broken one open
-        name = "keys" if "keys" in archive.files else archive.files[0] if len(archive.files) == 1 else None
-        if name is None:
-            raise BadInput(f"{path.name} holds {check.shown(archive.files)}; expected one array, or one called keys")
-        return cast("Array", archive[name])
+    return found
 
 
 def _matched(keys: Path, path: Path, is_csv: bool) -> Array:

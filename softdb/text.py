@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
+import shlex
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ __all__ = ["NOTE", "HashedNGrams", "SentenceEncoder", "encoder_name", "note_enco
 Vectors = NDArray[np.float32]
 
 NOTE = "encoder.json"  # in a database's directory: what made its keys, so that a typed query need not say it again
+_NOTED = 1 << 16  # bytes of a note, at most
 CHUNK = 4096  # texts hashed at once: the counts of one chunk stay within some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
@@ -184,9 +187,10 @@ class SentenceEncoder:
                 f"the encoder {self.model!r} needs sentence-transformers; pip install 'softdb[text]', "
                 "or use softdb.text.HashedNGrams, which needs no model"
             ) from None
+        place = _located(self.model)
         try:
             with _quiet():
-                return SentenceTransformer(_located(self.model), device=self.device)
+                return SentenceTransformer(place, device=self.device)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BadInput(
@@ -213,15 +217,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _located(model: str) -> str:
-    """Where a model lies: a directory, an installed package that carries it, or else its name as it came."""
-    if Path(model).is_dir():
-        return model
+    """Where a model lies: an installed package that carries it, a directory, or else its name as it came."""
     name = model.removeprefix("sentence-transformers/").replace("-", "_").lower()
     for package in (name, f"gt_{name}"):
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
         for folder in (spec.submodule_search_locations or []) if spec else []:
             if (Path(folder) / "model" / "modules.json").is_file():
                 return str(Path(folder) / "model")
+    # sentence-transformers looks in the working directory first and runs what it finds there, be it a stranger's
+    here = [one for one in (model, f"sentence-transformers/{model}") if os.sep not in model and os.path.lexists(one)]
+    if here:
+        raise BadInput(f"the encoder {model!r} is also a folder here; to load that, write it as ./{here[0]}")
     return model
 
 
@@ -233,20 +239,29 @@ def note_encoder(path: Path, name: str) -> None:
 def noted_encoder(path: Path) -> str | None:
     """The encoder that a database's directory notes, if it does."""
     try:
-        name = json.loads((path / NOTE).read_text(encoding="utf-8"))["encoder"]
-    except (OSError, ValueError, KeyError, TypeError):
+        with files.reading(path / NOTE) as file:
+            name = json.loads(file.read(_NOTED))["encoder"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return name if isinstance(name, str) else None
+
+
+def _lies_in(one: Path, folder: Path) -> bool:
+    return one.absolute().is_relative_to(folder.absolute()) or one.resolve().is_relative_to(folder.resolve())
 
 
 def encoder_name(path: Path, asked: str | None, default: str | None = None) -> str:
     """The name of a database's encoder: asked for, noted there, or else the default. BadInput where they differ."""
     noted = noted_encoder(path)
+    if asked is not None and asked not in ("ngrams", "demo") and Path(asked).exists() and _lies_in(Path(asked), path):
+        raise BadInput(f"the model {asked!r} lies in the database's own directory, and models run code; move it out")
     if asked is not None and noted not in (None, asked):
         raise BadInput(f"the keys of {path} were made by the encoder {noted!r}, not {asked!r}; leave --encoder out")
     if asked is None and noted not in (None, "ngrams", "demo"):
         # a note in a stranger's directory must not choose which model is loaded
-        raise BadInput(f"the keys of {path} were made by the model {noted!r}; load it with --encoder {noted}")
+        raise BadInput(
+            f"the keys of {path} were made by the model {noted!r}; load it with --encoder {shlex.quote(str(noted))}"
+        )
     name = asked or noted or default
     if name is None:
         raise BadInput(

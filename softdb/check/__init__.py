@@ -3,6 +3,7 @@
 from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
 from softdb.check.asking import Asked, Tolerance, asked, excluded, share, tolerance
 from softdb.check.ids import Id, identifiers
+from softdb.check.npy import numbers_in
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
 from softdb.check.plain import filled, integer, positive, shown
 from softdb.check.precision import precise
@@ -29,6 +30,7 @@ __all__ = [
     "json_text",
     "mask",
     "matrix",
+    "numbers_in",
     "payloads",
     "positive",
     "precise",

@@ -20,7 +20,10 @@ SHOWN = 80  # characters of a rejected value that a message quotes
 
 def shown(value: object) -> str:
     """A rejected value as a message quotes it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # nested too deep, too many digits, or whatever a `__repr__` does: what is wrong is said anyway
+        text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 

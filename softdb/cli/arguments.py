@@ -115,16 +115,11 @@ def projected(db: SoftDB, query: str, file: Path | None) -> Any:
 
 def array_of(path: Path) -> Any:
     """The array in a .npy file."""
-    import numpy as np
+    from softdb import check
 
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise BadInput(f"{path} cannot be read as an array of numbers ({error})") from None
-    if not isinstance(array, np.ndarray):
-        array.close()
+    if path.suffix == ".npz":
         raise BadInput(f"{path} holds several arrays; give a .npy file with one")
-    return array
+    return check.numbers_in(path)
 
 
 def ids_of(texts: list[str] | None) -> list[str | int] | None:

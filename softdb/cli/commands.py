@@ -29,6 +29,7 @@ from softdb.cli.show import (
     plain,
     print_json,
     print_table,
+    safe,
     terminal,
 )
 from softdb.cli.train import train
@@ -112,7 +113,7 @@ def info(path: Database, as_json: AsJson = False) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in stats.items():
         if value is not None:
-            table.add_row(f"[dim]{name.replace('_', ' ')}[/]", escape(plain(value)))
+            table.add_row(f"[dim]{name.replace('_', ' ')}[/]", safe(plain(value)))
     print_table(table)
 
 

@@ -8,14 +8,35 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from softdb.cli.arguments import AsJson, Database, Kind, QueryFile, Where, array_of, filter_of, opened
-from softdb.cli.show import listed, plain, print_json, terminal
+from softdb.cli.arguments import AsJson, Database, DType, Kind, Metric, QueryFile, Where, array_of, filter_of, opened
+from softdb.cli.show import listed, plain, print_json, safe, terminal
+from softdb.errors import BadInput
 
 __all__ = ["compact", "export", "fields", "index", "snapshot", "tune", "verify"]
 
 
-def verify(path: Database) -> None:
-    """Read everything back and compare it with its checksums."""
+def verify(
+    path: Database,
+    repair: Annotated[
+        Path | None, typer.Option(metavar="DEST", help="Save every intact record in a directory that is new or empty.")
+    ] = None,
+    dim: Annotated[int | None, typer.Option(help="With --repair: a setting that is lost, as are those below.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="The width of a value.")] = None,
+    num_classes: Annotated[int | None, typer.Option(help="Values are labels below this.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="How numbers are stored.")] = None,
+    metric: Annotated[Metric | None, typer.Option(help="How queries and keys are compared.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything back and compare it with its checksums; or save what is intact of a damaged database."""
+    words: dict[str, object] = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes}
+    words |= {"dtype": dtype and dtype.value, "metric": metric and metric.value}
+    if repair is not None:
+        from softdb.cli.repair import repair as salvaged
+
+        salvaged(path, repair, words, as_json)
+        return
+    if as_json or any(word is not None for word in words.values()):
+        raise BadInput("settings and --json go with --repair DEST; without it, give the path alone")
     with opened(path) as db:
         count = db.verify()
     terminal().print(f"[green]ok[/]: {count:,} records, every byte as it was written")
@@ -91,7 +112,7 @@ def fields(
     if as_json:
         print_json(names)
         return
-    terminal().print(escape("\n".join(names)) if names else "no field has an index; --add NAME gives it one")
+    terminal().print("\n".join(map(safe, names)) if names else "no field has an index; --add NAME gives it one")
 
 
 def index(

@@ -22,10 +22,18 @@ __all__ = [
     "plain",
     "print_json",
     "print_table",
+    "safe",
     "show_attended",
     "show_hits",
     "terminal",
 ]
+
+# what a terminal obeys, or what turns the order of letters round: a stranger's payload must not
+_OBEYED = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _OBEYED} | dict.fromkeys(
+    b"\t\n\r", " "
+)
+_ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED if code > 31}  # in JSON text, where they stand in strings alone
 
 PIPED = 1 << 16  # columns where there is no terminal: a line stays a line for whatever reads it
 SHOWN = 8  # numbers of a soft query's output that are shown
@@ -84,7 +92,7 @@ def show_hits(name: str, hits: list[Any]) -> None:
     for one, number, payload in hits:
         text = _payload(payload)
         shown = text if len(text) <= room else text[: room - 1] + "…"
-        table.add_row(f"{number:.4f}", escape(str(one)), escape(shown))
+        table.add_row(f"{number:.4f}", safe(str(one)), safe(shown))
     print_table(table)
 
 
@@ -98,7 +106,12 @@ def _payload(payload: object) -> str:
 
 
 def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).translate(_ESCAPED)
+
+
+def safe(text: str) -> str:
+    """Text from a database or a file as a terminal may show it: nothing in it is obeyed."""
+    return escape(text.translate(_SHOWN))
 
 
 def listed(facts: dict[str, Any]) -> str:
@@ -139,5 +152,5 @@ def terminal(stderr: bool = False) -> Console:
 
 def fail(message: str) -> NoReturn:
     """Say what is wrong in one line, and end with exit code 1."""
-    terminal(stderr=True).print(f"[red]error:[/] {escape(' '.join(message.split()))}")
+    terminal(stderr=True).print(f"[red]error:[/] {safe(' '.join(message.split()))}")
     sys.exit(1)

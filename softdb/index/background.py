@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ __all__ = ["Build", "Step"]
 
 Report = dict[str, Any]
 Say = Callable[[str, int, int], None]
+
+LOOK = 1.0  # seconds after which whoever waits looks for himself
 
 _log = logging.getLogger("softdb")
 
@@ -50,6 +53,8 @@ class Build:
         self._thread: threading.Thread | None = None
         self._threads: int | None = None  # of FAISS; None: as it is
         self._runner: int | None = None  # the thread that builds
+        self._maker: threading.Thread | None = threading.current_thread()  # None: it has begun
+        self._ended = False  # an interrupt may come before the event is set, not before this
         self._finished = threading.Event()
         self._stop: str | None = None  # why it shall not go on
         self._report: Report = {}
@@ -58,7 +63,12 @@ class Build:
     @property
     def done(self) -> bool:
         """Whether it has ended: built, failed or cancelled."""
-        return self._finished.is_set()
+        return self._ended
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether nobody will begin it: an interrupt came, and its thread does something else now."""
+        return self._maker is not None and (self._maker is threading.current_thread() or not self._maker.is_alive())
 
     @property
     def progress(self) -> Step:
@@ -76,7 +86,7 @@ class Build:
         seconds = _seconds(timeout)
         if self._runs_here():
             raise BadInput("result() was called by the build's own progress callback, and would wait for ever")
-        if not self._finished.wait(seconds):
+        if not self._wait(seconds):
             raise TimeoutError(f"the index is not built after {timeout} seconds ({self._step}); wait on, or cancel()")
         if self._error is not None:
             raise self._error
@@ -96,12 +106,12 @@ class Build:
         faiss = sys.modules.get("faiss")
         if faiss is not None:  # OpenMP keeps the number of threads for each thread
             self._threads = faiss.omp_get_max_threads()
-        self._thread = threading.Thread(target=self._aside, name="softdb-build")
+        self._maker = self._thread = threading.Thread(target=self._aside, name="softdb-build")
         try:
             self._thread.start()
         except RuntimeError as error:  # the system gives no more threads
             self._error, self._thread, self._work = error, None, None
-            self._finished.set()
+            self._end()
             raise
 
     def stop(self, reason: str) -> None:
@@ -109,17 +119,19 @@ class Build:
         self._stop = self._stop or reason
         if self._runs_here():
             return  # its own progress callback asks; it stops when that returns
-        self._finished.wait()
+        if self.left_behind:
+            return
+        self._wait(None)
         if self._thread is not None:
             self._thread.join()
 
     def after_fork(self) -> None:
         """In a forked child, which has no such thread: it has ended here."""
-        if not self._finished.is_set():
+        if not self._ended:
             self._stop = "it goes on in the parent process alone"
             self._error, self._work = Cancelled(self._reason()), None
         self._finished = threading.Event()  # the lock of the other may be held for ever
-        self._finished.set()
+        self._end()
 
     def _aside(self) -> None:
         if self._threads is not None:
@@ -131,14 +143,30 @@ class Build:
 
     def _perform(self) -> None:
         assert self._work is not None
-        self._runner = threading.get_ident()
         try:
+            self._maker = None
+            self._runner = threading.get_ident()
             self._report = self._work(self._say)
         except BaseException as error:
             self._error = error  # of whatever kind: whoever waits for the result gets it
         finally:
             self._work = self._told = self._runner = None  # and what they keep alive
+            self._ended = True
             self._finished.set()
+
+    def _end(self) -> None:
+        self._maker, self._ended = None, True
+        self._finished.set()
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Wait for the end; an interrupt may have kept the event from being set, so it is not relied on."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self._ended:
+            left = LOOK if deadline is None else min(LOOK, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self._finished.wait(left)
+        return True
 
     def _runs_here(self) -> bool:
         return self._runner == threading.get_ident()

@@ -59,6 +59,7 @@ class Finder:
     def after_fork(self) -> None:
         """In a forked child: no thread builds, and none will let go of the lock."""
         self._lock = threading.Lock()
+        self.watch.after_fork()
         if self._build is not None:
             self._build.after_fork()
 
@@ -164,7 +165,7 @@ class Finder:
     def begin(self, work: Callable[[Progress], dict[str, Any]], progress: Progress | None = None) -> Build:
         """A build that may run now. Raises BadInput while another one does."""
         with self._lock:
-            if self._build is not None and not self._build.done:
+            if self._build is not None and not self._build.done and not self._build.left_behind:
                 raise BadInput(
                     f"an index is being built or tuned already ({self._build.progress}); wait for it with "
                     "build.result(), or stop it with build.cancel()"
@@ -249,9 +250,9 @@ class Finder:
         index = self._serving(snapshot)
         if self._looked and (index is None or not self._behind(snapshot, index)):
             return index
-        if not self._lock.acquire(blocking=not self._looked):
+        if self._looked and self._lock.locked():
             return index  # another thread takes them in, or saves; until then they are compared exactly
-        try:
+        with self._lock:  # not `acquire`, after which an interrupt would leave it held for ever
             if not self._looked:
                 self._load()
             index = self._serving(snapshot)
@@ -262,8 +263,6 @@ class Finder:
                 self.watch.follow(index)
                 self._use(index, snapshot.generation)
             return index
-        finally:
-            self._lock.release()
 
     def _serving(self, snapshot: Snapshot) -> Index | None:
         index, since = self._held

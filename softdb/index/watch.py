@@ -64,6 +64,10 @@ class Watch:
         with self._lock:
             self._share, self._recalls = share, deque(self._recalls, maxlen=window)
 
+    def after_fork(self) -> None:
+        """In a forked child: no thread will let go of the locks."""
+        self._lock, self._checking = threading.Lock(), threading.Lock()
+
     def follow(self, index: Index) -> None:
         """The same index with more records in it: what was measured stays."""
         with self._lock:

@@ -64,6 +64,8 @@ class Catalog:
                 raise NotADatabase(f"{path} cannot be opened ({error}); check the path and its permissions") from None
             if isinstance(error, apsw.CorruptError | apsw.FormatError | apsw.SQLError):
                 raise typed(error) from error
+            if isinstance(error, UnicodeDecodeError):
+                raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
             raise
 
     def create(self, schema: Schema) -> None:

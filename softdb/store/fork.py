@@ -62,12 +62,18 @@ class _Fork:
         """Wait until no other thread is inside a handle, or imports what a child may need, too."""
         deadline = time.monotonic() + seconds
         self.mine = self.lock.acquire(timeout=seconds)
-        for handle in list(_handles) if self.mine else ():
-            if isinstance(handle, Connected):
-                release = handle.hold(max(0.0, deadline - time.monotonic()))
-                if release is not None:
-                    self.held[id(handle)] = release
-        self._keep_from_importing(deadline)
+        waiting = [one for one in (list(_handles) if self.mine else ()) if isinstance(one, Connected)]
+        for handle in waiting:  # one that is stuck must not cost the others their turn
+            self._hold(handle, min(1.0, seconds))
+        for handle in waiting:
+            if id(handle) not in self.held:
+                self._hold(handle, max(0.0, deadline - time.monotonic()))
+        self._keep_from_importing(max(deadline, time.monotonic() + min(1.0, seconds)))
+
+    def _hold(self, handle: Connected, seconds: float) -> None:
+        release = handle.hold(seconds)
+        if release is not None:
+            self.held[id(handle)] = release
 
     def _keep_from_importing(self, deadline: float) -> None:
         """Wait until no other thread imports or compiles, as a first search does, and let none begin."""

@@ -7,8 +7,8 @@ snapshot.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -39,7 +39,7 @@ from softdb.store.connect import reading
 from softdb.store.directory import enter
 from softdb.store.format import FORMAT
 from softdb.store.matches import Matches
-from softdb.store.segments import Columns, SegmentEntry
+from softdb.store.segments import Columns, SegmentEntry, checksum
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.soundness import damaged
 from softdb.store.upgrade import upgrade
@@ -61,7 +61,7 @@ class Store:
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
         self._stale = False  # whether the snapshot may be behind what this handle has done
-        self._writer: int | None = None  # descriptor of the lock file
+        self._writer: io.FileIO | None = None  # the lock file: closing it twice, after an interrupt, does no harm
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
@@ -80,7 +80,8 @@ class Store:
     def _open(self, create: Schema | None) -> None:
         writing = self.mode == "rw"
         if self.path is not None:
-            self._writer = enter(self.path, writing, create is not None)
+            lock = enter(self.path, writing, create is not None)
+            self._writer = None if lock is None else io.FileIO(lock, "r+")
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
         if not self._catalog.version:
@@ -130,17 +131,16 @@ class Store:
                 self._let_go()
 
     def _let_go(self) -> None:
-        with contextlib.ExitStack() as rest:  # each lets go, whatever another raises
-            writer, self._writer = self._writer, None
-            if writer is not None:
-                rest.callback(os.close, writer)
-            catalog, self._catalog = self._catalog, None
-            if catalog is not None:
-                rest.callback(catalog.close)
-            transactions, self._commits = self._commits, None
-            if transactions is not None:
-                rest.callback(transactions.close)
+        """Each lets go, whatever another raises, and in an order in which an interrupt leaves no lock behind."""
+        with contextlib.ExitStack() as rest:
+            if self._writer is not None:
+                rest.callback(self._writer.close)
+            if self._catalog is not None:
+                rest.callback(self._catalog.close)
+            if self._commits is not None:
+                rest.callback(self._commits.close)
                 self._columns.wait()
+        self._writer = self._catalog = self._commits = None
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -189,9 +189,8 @@ class Store:
         transactions, self._commits = self._commits, None
         if transactions is not None:
             transactions.close()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            os.close(writer)
+        if self._writer is not None:
+            self._writer.close()
         if self._catalog is not None:
             if held:
                 fork.abandon(self._catalog)
@@ -258,7 +257,7 @@ class Store:
                 raise CorruptionError(
                     f"catalog.sqlite has an impossible segment {entry}; restore the directory from a copy"
                 )
-            segment = known.get((entry.number, entry.used)) or self._segment(entry, entry.number in missing.checksums)
+            segment = known.get((entry.number, entry.used)) or self._segment(entry, missing.checksums.get(entry.number))
             segments.append(segment)
             row, stored = segment.stop_row, stored + entry.used
         if stored + missing.gone != rows or row > rows or stored > self.catalog.capacity():
@@ -268,12 +267,14 @@ class Store:
             )
         return tuple(segment for segment in segments if len(segment))
 
-    def _segment(self, entry: SegmentEntry, has_rows: bool) -> Segment:
+    def _segment(self, entry: SegmentEntry, rows_crc: int | None) -> Segment:
         number, first, capacity, used = entry
         keys, values = self._columns.open(number, capacity)
-        rows = self._columns.rows(number, capacity)[:used] if has_rows else None
+        rows = None if rows_crc is None else self._columns.rows(number, capacity)[:used]
         if rows is not None and (not used or rows[0] != first):
             raise CorruptionError(f"rows-{number:08d}.npy does not begin with row {first}; restore it from a copy")
+        if rows is not None and checksum(rows) != rows_crc:  # else ids would get other records' vectors
+            raise CorruptionError(f"rows-{number:08d}.npy differs from its checksum; restore it from a copy")
         return Segment(number, first, rows, keys[:used], None if values is None else values[:used])
 
     @contextlib.contextmanager
@@ -495,17 +496,15 @@ class Store:
         try:
             verb = self._transactions.begin()
             yield
+            self._stale = True  # an interrupt may come before the snapshot does
             self._transactions.end(durable)
         except (OSError, apsw.Error, MemoryError) as error:
             raise self._failed(error) from error
         except UnicodeDecodeError as error:
             raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
         finally:
-            if not (verb and verb.over) and self._lock.acquire(blocking=False):
-                try:
-                    self._settle_verb()
-                finally:
-                    self._lock.release()
+            if not (verb and verb.over) and self._lock._is_owned():  # type: ignore[attr-defined]
+                self._settle_verb()
 
     def _settle_verb(self) -> None:
         """Undo what has not ended, and see what there is."""

@@ -1,0 +1,265 @@
+"""Many at once: a writer's threads, readers in other processes, two writers, a log that must stay small."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import crowd_batches as batches
+import numpy as np
+import pytest
+import torch
+from crowd_process import CONTEXT, SECONDS, other
+from crowd_work import LASTING, MOST, THERE, reads, writes
+
+import softdb
+
+MINUTES = float(os.environ.get("SOFTDB_TRUST_MINUTES", "5"))
+PAGES = 4000  # of SQLite's log: what a writer lets it grow to before it waits for readers
+LOG = (2 * PAGES) * (4096 + 24)  # bytes: the bound, with the largest verb of these tests on top
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+def made(path: Path, count: int) -> softdb.SoftDB:
+    db = batches.open_empty(path)
+    for batch in range(count):
+        batches.write(db, batch)
+    return db
+
+
+@pytest.mark.parametrize("seconds", [8, pytest.param(60 * MINUTES, marks=pytest.mark.slow)])
+def test_one_writing_process_with_eight_threads_and_four_that_read(
+    path: Path, tally: Counter[str], seconds: float
+) -> None:
+    seed = int(seconds)
+    made(path, LASTING).close()
+    states = CONTEXT.RawArray("b", MOST)
+    np.frombuffer(states, np.int8)[:LASTING] = THERE
+    with contextlib.ExitStack() as running:
+        readers = [running.enter_context(other(reads, path, states, seed + i)) for i in range(4)]
+        for reader in readers:
+            assert reader.hear() == "reading"
+        writer = running.enter_context(other(writes, path, states, seconds, seed))
+        counts, log = writer.hear(seconds + 2 * SECONDS)
+        for reader in readers:
+            reader.say("stop")
+        views = sum((reader.hear() for reader in readers), Counter[str]())
+    assert min(views["views"], counts["batches written"], counts["batches deleted"], counts["compactions"]) > 0
+    tally["concurrency: seconds"] += int(seconds)
+    tally["concurrency: views checked"] += views["views"]
+    tally["concurrency: torn views"] += 0
+    for what, count in counts.items():
+        tally[f"concurrency: {what}"] += count
+    tally["concurrency: most bytes of the log"] = max(tally["concurrency: most bytes of the log"], log)
+    with softdb.open(path, verify=True) as db:
+        there = np.frombuffer(states, np.int8) == THERE
+        assert batches.seen(db) == set(np.flatnonzero(there).tolist()), f"seed {seed}"
+
+
+# -- SQLite's log -----------------------------------------------------------------------------------------------------
+
+
+def overlapping(line: Connection, path: Path, seconds: float) -> None:
+    """Two readers of which one is always within a transaction, as many together would be."""
+    stop = threading.Event()
+
+    def read(db: softdb.SoftDB, wait: float) -> None:
+        time.sleep(wait)
+        while not stop.is_set():
+            with db._store.reading():
+                time.sleep(seconds)
+
+    threads = [threading.Thread(target=read, args=(softdb.open(path, mode="r"), seconds / 3 * i)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    line.send("reading")
+    line.recv()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    line.send("done")
+
+
+def busy(line: Connection, path: Path) -> None:
+    """A reader that never closes, refreshes all the time, and keeps a scan half way."""
+    db = softdb.open(path, mode="r")
+    half = db.scan(10)
+    next(half)
+    line.send("reading")
+    number = 0
+    while not line.poll():
+        number += 1
+        db.refresh()
+        db.count({"batch": {"$gte": number % 7}})
+        batches.whole(list(db.scan(10**6)), lambda _: True)
+    line.send(len(next(half)))
+
+
+def grown(db: softdb.SoftDB, path: Path, bytes_written: int) -> int:
+    """Writes that much to the log, and returns how large it became at most."""
+    most, text = 0, "x" * 20_000
+    for number in range(bytes_written // (batches.SIZE * len(text))):
+        words = batches.content(number % 10, number)
+        db.upsert(batches.ids(number % 10), **{**words, "payloads": [{**one, "t": text} for one in words["payloads"]]})
+        most = max(most, (path / "catalog.sqlite-wal").stat().st_size)
+    return most
+
+
+@pytest.mark.parametrize("size", [60_000_000, pytest.param(3_000_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("readers", ["none", "idle", "busy", "overlapping"])
+def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], readers: str, size: int) -> None:
+    with made(path, 60) as db, contextlib.ExitStack() as running:
+        others = []
+        if readers == "idle":
+            for _ in range(3):
+                next(running.enter_context(softdb.open(path, mode="r")).scan(10))
+        elif readers == "busy":
+            others = [running.enter_context(other(busy, path)) for _ in range(2)]
+        elif readers == "overlapping":
+            others = [running.enter_context(other(overlapping, path, 0.06))]
+        for one in others:
+            assert one.hear() == "reading"
+        log = grown(db, path, size)
+        for one in others:
+            one.say("stop")
+            one.hear()
+        tally[f"bytes of the log at most, readers {readers}"] = log
+        assert log <= LOG, f"{log} bytes of log after {size} written"
+
+
+# -- two that write ---------------------------------------------------------------------------------------------------
+
+
+def holds(line: Connection, path: Path) -> None:
+    db = batches.open_empty(path)
+    batches.write(db, 0)
+    line.send("holding")
+    line.recv()
+    batches.write(db, 1)
+    line.send("written")
+    line.recv()
+
+
+def test_a_second_handle_that_writes_is_refused_in_one_process_too(path: Path) -> None:
+    with made(path, 1) as db:
+        for _ in range(3):
+            with pytest.raises(softdb.DatabaseLocked, match=f"process {os.getpid()}"):
+                softdb.open(path)
+        link = path.with_name("link")
+        link.symlink_to(path)
+        with pytest.raises(softdb.DatabaseLocked, match="process"):
+            softdb.open(link)
+        with softdb.open(path, mode="r") as reader:
+            batches.write(db, 1)
+            reader.refresh()
+            assert batches.seen(reader) == {0, 1}
+    with softdb.open(path) as again:
+        assert batches.seen(again) == {0, 1}
+
+
+def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
+    made(path, 1).close()
+    opened: list[softdb.SoftDB] = []
+    refused: list[BaseException] = []
+    start = threading.Barrier(8)
+
+    def try_it() -> None:
+        start.wait()
+        try:
+            opened.append(softdb.open(path))
+        except softdb.DatabaseLocked as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=try_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(opened), len(refused)) == (1, 7)
+    batches.write(opened[0], 1)
+    assert batches.seen(opened[0]) == {0, 1}
+    opened[0].close()
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_killed_writer_is_followed_at_once(path: Path, rounds: int) -> None:
+    for number in range(rounds):
+        with other(holds, path.with_name(str(number))) as writer:
+            assert writer.hear() == "holding"
+            with pytest.raises(softdb.DatabaseLocked, match=f"process {writer.pid}"):
+                softdb.open(path.with_name(str(number)))
+            writer.kill()
+            start = time.monotonic()
+            with softdb.open(path.with_name(str(number)), verify=True) as db:
+                assert time.monotonic() - start < 5
+                assert batches.seen(db) == {0}
+
+
+def test_a_stopped_writer_keeps_the_lock_and_nobody_from_reading(path: Path) -> None:
+    with other(holds, path) as writer:
+        assert writer.hear() == "holding"
+        os.kill(writer.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(softdb.DatabaseLocked, match=f"process {writer.pid}"):
+                softdb.open(path)
+            with softdb.open(path, mode="r") as reader:
+                assert batches.seen(reader) == {0}
+        finally:
+            os.kill(writer.pid, signal.SIGCONT)
+        writer.say("go on")
+        assert writer.hear() == "written"
+        writer.say("end")
+        writer.end()
+    with softdb.open(path, verify=True) as db:
+        assert batches.seen(db) == {0, 1}
+
+
+# -- the ground is taken away -----------------------------------------------------------------------------------------
+
+
+def written(db: softdb.SoftDB) -> None:
+    for batch in range(1000, 1080):
+        batches.write(db, batch)
+
+
+@pytest.mark.parametrize("what", ["moved", "removed"])
+@pytest.mark.parametrize("mode", ["rw", "r"])
+def test_a_directory_taken_away_under_a_handle_is_said_or_not_noticed(path: Path, what: str, mode: str) -> None:
+    """Reading goes on from what is open; a write is refused with a reason, or found where the directory is now."""
+    made(path, 70).close()
+    db = softdb.open(path, mode=mode)  # type: ignore[arg-type]
+    expected = set(range(70))
+    path.rename(path.with_name("elsewhere"))
+    if what == "removed":
+        for file in path.with_name("elsewhere").iterdir():
+            file.unlink()
+    for verb in (
+        lambda: batches.seen(db),
+        lambda: db.search(torch.zeros(1, batches.DIM), k=2).ids,
+        lambda: db.refresh(),
+        lambda: db.stats(),
+        lambda: db.verify(),
+        lambda: db.snapshot(path.with_name("copy")),
+        lambda: written(db),
+        lambda: db.compact(),
+        lambda: db.close(),
+    ):
+        try:
+            found = verb()
+            assert not isinstance(found, set) or found == expected
+        except softdb.SoftDBError:
+            pass
+    db.close()
+    if what == "moved":
+        with softdb.open(path.with_name("elsewhere"), verify=True) as again:
+            assert batches.seen(again) >= expected

@@ -1,0 +1,234 @@
+"""Errors of the disk at every step: a typed error, a handle that still reads, and a directory that opens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+from fault_cases import (
+    CASES,
+    SCHEMA,
+    Base,
+    Case,
+    Disk,
+    Fault,
+    attempt,
+    create,
+    failure,
+    made,
+    of_catalog,
+    of_index,
+    passed_over,
+    reopened,
+)
+from fault_full import acknowledged, fill_again, live_on
+from fault_reads import READS, read
+from kill_verbs import World, columns, put, truth
+from oracle import check
+from tap import Op, Tap, tapped
+
+import softdb
+from softdb.store import disk, files
+
+SLOW = pytest.mark.slow
+# what a Python VFS raises while SQLite passes over errors has nobody to go to
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Base]]:
+    """Directories to try on, in memory where there is such a place: an error is the same there."""
+    memory = Path("/dev/shm")
+    with (
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="softdb-fault-") as room,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SOFTDB_KEY_FILE", str(tmp_path_factory.getbasetemp() / "index.key"))  # as in each test
+        yield {name: made(Path(room) / name, name) for name in ("plain", "rich", "indexed")}
+
+
+def some(case: Case, steps: list[Op], every: bool) -> list[int]:
+    """The steps to try: all; of many records those of the index and a few of the others; or one of each name."""
+    points = [op.point for op in steps]
+    first, last = ({point: i for i, point in order} for order in (list(enumerate(points))[::-1], enumerate(points)))
+    if case.base != "plain":
+        few = [i for i, op in enumerate(steps) if of_index(op)]
+        return sorted({*few, *first.values(), *last.values()}) if every else few
+    return list(range(len(steps))) if every else sorted(first.values())
+
+
+def faults(at: int, op: Op, every: bool) -> Iterator[Fault]:
+    """What may befall a step: every error, or one."""
+    errors = (errno.EIO, errno.ENOSPC)
+    if of_catalog(op) and op.name not in ("write", "create"):
+        errors = (errno.EIO, errno.EIO)  # SQLite says disk full of writes alone
+    if not every:
+        yield Fault(at, errors[at % 2], half=op.name == "write", stays=at % 3 == 0)
+        return
+    yield from (Fault(at, error, stays=stays) for error in sorted(set(errors)) for stays in (False, True))
+    if op.name == "write":
+        yield Fault(at, errno.ENOSPC, half=True)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_error_at_any_step_is_told_and_loses_nothing(
+    bases: dict[str, Base], tally: Counter[str], case: Case, every: bool
+) -> None:
+    base = bases[case.base]
+    steps = attempt(case, base, base.folder.with_name("whole"), None)
+    wrong = []
+    for fault in [one for at in some(case, steps, every) for one in faults(at, steps[at], every)]:
+        tally["faults injected"] += 1
+        tally["faults: acknowledged records lost"] += 0
+        try:
+            attempt(case, base, base.folder.with_name(f"now-{tally['faults injected']}"), fault)
+        except Exception as error:  # all of them are shown
+            wrong.append(f"{case}, {steps[fault.at].point}, {fault}: {type(error).__name__} {error}")
+    assert not wrong, f"{len(wrong)} failed:\n" + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_creation_that_fails_at_any_step_is_told_and_made_up_for(
+    tmp_path: Path, tally: Counter[str], error: int, stays: bool
+) -> None:
+    steps = create(tmp_path / "whole", None)
+    assert len(steps) > 10
+    for at in range(len(steps)):
+        tally["faults injected"] += 1
+        create(tmp_path / f"{at}", Fault(at, error, stays=stays))
+
+
+def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_all(
+    bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = disk.write
+    monkeypatch.setattr(disk, "write", lambda descriptor, data, offset: whole(descriptor, data[:13], offset))
+    for case in (one for one in CASES if one.base == "plain"):
+        attempt(case, bases[case.base], bases[case.base].folder.with_name("bytes"), None)
+
+
+@pytest.mark.parametrize("verb", READS)
+def test_what_cannot_be_read_is_told_and_read_later(bases: dict[str, Base], tally: Counter[str], verb: str) -> None:
+    base = bases["plain"]
+    reads = read(base, base.folder.with_name("read"), verb, None)
+    assert reads
+    for at in range(reads):
+        tally["faults injected"] += 1
+        read(base, base.folder.with_name(f"read-{at}"), verb, at)
+
+
+class Point(Tap):
+    """Fails one kind of step."""
+
+    point: str | None = None
+
+    def before(self, op: Op) -> None:
+        if op.point == self.point:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_sync_that_fails_when_compaction_folds_the_log_in_ends_writing(bases: dict[str, Base]) -> None:
+    base, room = bases["plain"], bases["plain"].folder.with_name("folding")
+    shutil.copytree(base.folder, room)
+    broken = Point()
+    with tapped(broken, room), passed_over():
+        world = World(room / "db", SCHEMA)
+        broken.point = "sync catalog.sqlite"
+        with pytest.raises(softdb.WriteFailed, match="could not be made smaller"):
+            world.db.compact()
+        broken.point = None
+        check(world.db, base.state)
+        try:
+            with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):
+                write(world, "more")
+        finally:
+            world.db.close()
+            shutil.rmtree(room)
+
+
+def write(world: World, name: str) -> None:
+    world.db.upsert([name], **columns([truth(np.random.default_rng(3), SCHEMA, None)]))
+
+
+def test_nothing_new_is_written_behind_a_log_whose_sync_has_failed(bases: dict[str, Base]) -> None:
+    """Its pages count as clean and may not be on disk: a commit behind them would be lost with them."""
+    base, room = bases["plain"], bases["plain"].folder.with_name("behind")
+    broken, later = Point(), Disk()
+    shutil.copytree(base.folder, room / "first")
+    with tapped(broken, room), passed_over():
+        world = World(room / "first" / "db", SCHEMA)
+        broken.point = "sync catalog.sqlite-wal"
+        with pytest.raises(softdb.WriteFailed, match="disk I/O error"):
+            write(world, "a")
+        broken.point = None
+        shutil.copytree(room / "first", room / "second")  # as a process that dies now leaves it
+        world.db.close()
+    with tapped(later, room):
+        world = World(room / "second" / "db", SCHEMA)
+        write(world, "b")
+        world.db.close()
+    points = [op.point for op in later.log]
+    assert "sync catalog.sqlite" in points[: points.index("write catalog.sqlite-wal")]
+    shutil.rmtree(room)
+
+
+def test_a_write_whose_columns_cannot_be_opened_afterwards_is_done_or_told(
+    bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit is made when there turn out to be too many open files."""
+    room = bases["plain"].folder.with_name("crowded")
+    shutil.copytree(bases["plain"].folder, room)
+    world, state = World(room / "db", SCHEMA), bases["plain"].state
+    one = put("insert", list(range(300)), np.random.default_rng(3), SCHEMA, 50, state)
+
+    def crowded(path: Path) -> BinaryIO:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "reading", crowded)
+        error = failure(one, world)
+    world.db.refresh()
+    check(world.db, *([one.after] if error is None else [state, one.after]))
+    world.db.close()
+    reopened(room / "db", [one.after] if error is None else [state, one.after])
+    shutil.rmtree(room)
+
+
+def test_a_file_system_that_is_really_full(tmp_path: Path, tally: Counter[str]) -> None:
+    """A small one, in a name space of its own: so nothing is left of it, whatever happens."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    alone = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
+    mount = f"mount -t tmpfs -o size=8m tmpfs {shlex.quote(str(folder))}"
+    if shutil.which("unshare") is None or subprocess.run([*alone, "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here: no unshare, or not allowed")
+    script = shlex.join([sys.executable, str(Path(__file__).with_name("fault_full.py")), str(folder)])
+    run = subprocess.run([*alone, "sh", "-c", f"{mount} && {script}"], capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    tally["faults: file systems filled"] += 1
+
+
+@pytest.mark.parametrize("size", [70_000, 150_000, 500_000])
+def test_a_limit_on_the_size_of_files_is_as_good_as_a_full_disk(tmp_path: Path, tally: Counter[str], size: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores the signal, so writes fail
+    try:
+        state, n = fill_again(tmp_path / "db", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    live_on(tmp_path / "db", acknowledged(tmp_path / "db", state, state), n)
+    tally["faults: file systems filled"] += 1

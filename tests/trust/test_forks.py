@@ -1,0 +1,446 @@
+"""Forked and spawned processes: a child reads on, is told what it may not do, and disturbs nothing of its parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import crowd_batches as batches
+import numpy as np
+import pytest
+import torch
+from crowd_process import SECONDS, Failure, Forked, other
+
+import softdb
+from softdb.store import fork
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+def made(path: Path | None, count: int = 20) -> softdb.SoftDB:
+    db = batches.open_empty(path)
+    for batch in range(count):
+        batches.write(db, batch)
+    return db
+
+
+def clustered(path: Path) -> softdb.SoftDB:
+    """Enough records for an index to be asked."""
+    db = softdb.open(path, dim=16)
+    db.insert(range(8000), np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000)
+    return db
+
+
+# -- a child outlives what it was forked from --------------------------------------------------------------------------
+
+
+def parent(line: Connection, path: Path, handles: int) -> None:
+    """A writer (and readers of the same path) with a child; each does what it is told."""
+    db = made(path)
+    readers = [softdb.open(path, mode="r") for _ in range(handles - 1)]
+    go, told = os.pipe()
+
+    def child() -> Any:
+        os.close(told)
+        os.read(go, 1)  # until the parent is gone
+        found = []
+        for _ in range(12):
+            for one in (db, *readers):
+                one.refresh()
+                found.append(sorted(batches.whole([one.get(batches.ids(batch)) for batch in range(0, 20, 3)])))
+            time.sleep(0.01)
+        db.verify()
+        line.send((found[-1], db.stats()["mode"]))
+        return None
+
+    Forked(child)
+    line.send("forked")
+    if line.recv() == "close":
+        for one in (db, *readers):
+            one.close()
+        line.send("closed")
+    line.recv()
+
+
+@pytest.mark.parametrize(("how", "handles"), [("close", 1), ("close", 3), ("kill", 1), ("kill", 3)])
+def test_a_child_reads_on_when_its_parent_is_gone_and_another_writes(path: Path, how: str, handles: int) -> None:
+    """The parent's last close takes the WAL away, unless the child has a connection that is really its own."""
+    with other(parent, path, handles) as writer:
+        assert writer.hear() == "forked"
+        writer.say(how)
+        if how == "close":
+            assert writer.hear() == "closed"
+        else:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.process.join(SECONDS)
+        with softdb.open(path) as db:
+            batches.write(db, 2000)
+            for round_ in range(20):
+                db.update(batches.ids(round_ % 20), payloads=batches.content(round_ % 20)["payloads"])
+                batches.write(db, 1000 + round_)
+            db.compact()
+            if how == "close":
+                writer.kill()
+            end = time.monotonic() + SECONDS
+            while not writer.line.poll():
+                assert time.monotonic() < end
+                db.upsert(batches.ids(2000), **batches.content(2000))
+            said = writer.hear()
+            assert said == (list(range(0, 20, 3)), "r")
+            assert batches.seen(db) == {*range(20), *range(1000, 1020), 2000}
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
+    db = made(path, 1)
+    done, end = os.pipe()
+    begun, begin = os.pipe()
+
+    def live_on() -> None:
+        os.close(end)
+        os.write(begin, b"x")
+        os.read(done, 1)
+
+    child = Forked(live_on)
+    try:
+        with pytest.raises(softdb.DatabaseLocked, match=f"process {os.getpid()}"):
+            softdb.open(path)
+        assert os.read(begun, 1) == b"x"
+        db.close()
+        with softdb.open(path) as again:
+            batches.write(again, 1)
+    finally:
+        os.close(end)
+        child.found()
+        for descriptor in (done, begun, begin):
+            os.close(descriptor)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="flock is of the open file, which a child shares until its first line runs: for some milliseconds after a "
+    "fork a closed database stays locked. Mend: close() does flock(LOCK_UN) first, let_go() in a child does not",
+)
+def test_closing_lets_go_of_the_lock_though_a_child_has_it_still(path: Path) -> None:
+    db = made(path, 1)
+    assert db._store._writer is not None
+    shared = os.dup(db._store._writer)  # as a child that has just begun has it
+    try:
+        db.close()
+        softdb.open(path).close()
+    finally:
+        os.close(shared)
+
+
+def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
+    db = made(path, 3)
+    closed, tell = os.pipe()
+
+    def child() -> str:
+        with pytest.raises(softdb.ReadOnly, match="read-only"):
+            batches.write(db, 99)
+        with pytest.raises(softdb.DatabaseLocked, match=f"process {os.getppid()}"):
+            softdb.open(path)
+        os.read(closed, 1)
+        db.close()
+        with softdb.open(path) as mine:
+            batches.write(mine, 3)
+            return str(sorted(batches.seen(mine)))
+
+    forked = Forked(child)
+    time.sleep(0.2)
+    batches.write(db, 50)
+    db.close()
+    os.write(tell, b"x")
+    assert forked.found() == "[0, 1, 2, 3, 50]"
+    with softdb.open(path, verify=True) as again:
+        assert batches.seen(again) == {0, 1, 2, 3, 50}
+
+
+def test_children_of_children_read_too(path: Path) -> None:
+    with made(path, 4) as db:
+        deepest = Forked(lambda: Forked(lambda: Forked(lambda: sorted(batches.seen(db))).found()).found())
+        assert deepest.found() == [0, 1, 2, 3]
+        batches.write(db, 4)
+        assert batches.seen(db) == {0, 1, 2, 3, 4}
+
+
+SCRIPT = """
+import os, sys, torch, numpy as np, softdb
+import crowd_batches as batches
+db = batches.open_empty(sys.argv[1])
+reader = softdb.open(sys.argv[1], mode="r") if sys.argv[2] == "two handles" else None
+for batch in range(5):
+    batches.write(db, batch)
+child = os.fork()
+if child == 0:
+    assert batches.seen(db) == set(range(5))
+    if sys.argv[3] == "closing":
+        db.close()
+    sys.exit(7)                        # the whole of Python is taken down, with all that it holds
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+try:
+    softdb.open(sys.argv[1])
+except softdb.DatabaseLocked:
+    print("locked")
+for batch in range(5, 30):
+    batches.write(db, batch)
+print(len(batches.seen(db)), db.verify(), os.path.getsize(sys.argv[1] + "/catalog.sqlite-wal") > 0)
+sys.stdout.flush()
+os._exit(0)                            # nothing is closed: the WAL holds what was written
+"""
+
+
+@pytest.mark.parametrize(("handles", "end"), [("one handle", "as it is"), ("two handles", "closing")])
+def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: str, end: str) -> None:
+    here = Path(__file__).parent
+    said = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, path, handles, end],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])},
+        check=False,
+    )
+    assert (said.stdout, said.stderr, said.returncode) == ("locked\n30 480 True\n", "", 0)
+    with softdb.open(path, verify=True) as db:
+        assert batches.seen(db) == set(range(30))
+
+
+# -- forked while other threads are at it ------------------------------------------------------------------------------
+
+
+class Stops(Sequence[Any]):
+    """Payloads that are drawn within the transaction, and stop there half way."""
+
+    def __init__(self, batch: int, then: Callable[[], None]) -> None:
+        self.payloads = batches.content(batch)["payloads"]
+        self.then = then
+
+    def __len__(self) -> int:
+        return len(self.payloads)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.payloads[i]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.payloads[: len(self) // 2]
+        self.then()
+        yield from self.payloads[len(self) // 2 :]
+
+
+def stopping(batch: int, then: Callable[[], None]) -> dict[str, Any]:
+    return {**batches.content(batch), "payloads": Stops(batch, then)}
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str) -> None:
+    """Else a child in memory has half of it for ever, and SQLite's own locks are held by nobody."""
+    with made(path if place == "disk" else None, 3) as db:
+        inside = threading.Event()
+
+        def pause() -> None:
+            inside.set()
+            time.sleep(0.3)
+
+        thread = threading.Thread(target=lambda: db.insert(batches.ids(3), **stopping(3, pause)))
+        thread.start()
+        assert inside.wait(SECONDS)
+        child = Forked(lambda: sorted(batches.seen(db)))
+        assert child.found() == [0, 1, 2, 3]
+        thread.join()
+        assert batches.seen(db) == {0, 1, 2, 3}
+
+
+def test_a_fork_within_a_write_of_the_same_thread_leaves_that_write_alone(path: Path) -> None:
+    """The child's end must not roll back what its parent goes on to commit."""
+    with made(path, 3) as db:
+        child: list[int] = []
+
+        def fork() -> None:
+            pid = os.fork()
+            if not pid:
+                db._store._lock = threading.RLock()  # this very thread holds the other, in frames it never leaves
+                os._exit(0)
+            child.append(pid)
+            os.waitpid(pid, 0)
+
+        db.insert(batches.ids(3), **stopping(3, fork))
+        assert child
+        batches.write(db, 4)
+        assert batches.seen(db) == {0, 1, 2, 3, 4}
+        assert db.verify() == 5 * batches.SIZE
+    with softdb.open(path, verify=True) as again:
+        assert batches.seen(again) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("children", [25, pytest.param(400, marks=pytest.mark.slow)])
+def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], children: int) -> None:
+    """No child hangs on a lock that a thread of its parent held, and each sees whole batches."""
+    db = made(path, 40)
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def repeated(work: Callable[[int], Any]) -> None:
+        try:
+            for i in range(10**6):
+                if stop.is_set():
+                    return
+                work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    query = torch.zeros(1, batches.DIM)
+    db.search(query, k=5)  # what is compiled now is not compiled at a fork: another test is of that
+    db.attend(query.requires_grad_()).output.sum().backward()  # type: ignore[no-untyped-call]
+    query = query.detach()
+    works: list[Callable[[int], Any]] = [
+        lambda i: db.upsert(batches.ids(100 + i % 50), **batches.content(100 + i % 50)),
+        lambda _: db.search(query, k=5),
+        lambda _: db.attend(query),
+        lambda i: db.count({"batch": {"$gte": i % 7}}),
+        lambda _: db.compact(),
+        lambda _: batches.whole(list(db.scan(10**6))),
+    ]
+    threads = [threading.Thread(target=repeated, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(children):
+            found = set(Forked(lambda: _asked(db)).found())
+            assert set(range(40)) <= found, f"child {number}"
+            tally["forks while threads are inside a verb"] += 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    db.close()
+    with softdb.open(path, verify=True) as again:
+        assert set(range(40)) <= batches.seen(again)
+
+
+def _asked(db: softdb.SoftDB) -> list[int]:
+    """What a child sees at the newest generation, which its parent goes on to change."""
+    with db._store.reading():
+        assert db.search(torch.zeros(1, batches.DIM), k=3).live.all()
+    db.attend(torch.zeros(1, batches.DIM, requires_grad=True)).output.sum().backward()  # type: ignore[no-untyped-call]
+    return sorted(batches.whole([db.get(batches.ids(batch)) for batch in range(40)]))
+
+
+def test_a_child_does_not_wait_for_a_watch_that_a_thread_of_its_parent_held(path: Path) -> None:
+    with clustered(path) as db:
+        db.build_index("ivf-sq8")
+        queries = np.random.default_rng(1).standard_normal((4, 16))
+        expected = db.search(queries, k=5).rows.tolist()
+        watch = db._finder.watch
+        with watch._lock, watch._checking, db._finder._lock:  # as another thread may at that moment
+            child = Forked(lambda: (db.search(queries, k=5).rows.tolist(), db.stats()["index"]["live_checked"] >= 0))
+        assert child.found() == (expected, True)
+
+
+def test_a_child_after_threads_of_faiss_and_torch_searches_attends_and_learns(path: Path) -> None:
+    with clustered(path) as db:
+        queries = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+        torch.randn(900, 900) @ torch.randn(900, 900)
+        db.build_index("ivf")
+        before = db.search(queries, k=5).rows.tolist()
+        build = db.build_index("ivf-sq8", background=True)
+
+        def child() -> Any:
+            assert build.done
+            asked = queries.clone().requires_grad_()
+            db.attend(asked, k=8).output.sum().backward()  # type: ignore[no-untyped-call]
+            exact = db.search(queries, k=5, exact=True).rows.tolist()
+            mine = softdb.open(None, dim=16)
+            mine.insert(range(6000), np.random.default_rng(0).standard_normal((6000, 16)))
+            mine.build_index("ivf-sq8")  # FAISS in the child, with one thread
+            assert mine.search(queries, k=1).live.all()
+            return db.search(queries, k=5).rows.tolist(), exact, bool(asked.grad is not None), db.verify()
+
+        rows, exact, learns, count = Forked(child).found()
+        assert (learns, count) == (True, 8000)
+        assert rows == before
+        assert exact == db.search(queries, k=5, exact=True).rows.tolist()
+        assert build.result(SECONDS)["kind"] == "ivf-sq8"
+        assert db.search(queries, k=5).live.all()
+
+
+def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
+    with made(path, 3) as db:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(Forked(lambda: sorted(batches.seen(db))).found()))
+        thread.start()
+        thread.join()
+        assert found == [[0, 1, 2]]
+        batches.write(db, 3)
+
+
+def test_a_child_whose_directory_is_gone_has_a_closed_handle(path: Path) -> None:
+    """Not the parent's connection, which it would use in place of its own."""
+    with made(path, 2) as db:
+        path.rename(path.with_name("elsewhere"))
+
+        def child() -> str:
+            with pytest.raises(softdb.Closed, match="closed"):
+                db.get(batches.ids(0))
+            return "closed"
+
+        assert Forked(child).found() == "closed"
+        path.with_name("elsewhere").rename(path)
+        assert batches.seen(db) == {0, 1}
+
+
+def searches(line: Connection, path: Path) -> None:
+    """Forks while its first search, in a thread, makes the loops that the child's will need."""
+    db = made(path)
+    thread = threading.Thread(target=lambda: db.search(torch.zeros(1, batches.DIM), k=3))
+    thread.start()
+    while not fork._importing():
+        assert thread.is_alive(), "the first search has imported nothing"
+        time.sleep(0.001)
+    line.send(Forked(lambda: db.search(torch.zeros(1, batches.DIM), k=1).ids).found())
+    thread.join()
+
+
+def test_a_fork_while_another_thread_makes_the_compiled_loops(path: Path) -> None:
+    with other(searches, path) as process:
+        assert process.hear() == [["0:0"]]
+
+
+# -- started anew ------------------------------------------------------------------------------------------------------
+
+
+def reads(send: Any, db: softdb.SoftDB) -> None:
+    try:
+        send.send((sorted(batches.seen(db)), db.stats()["mode"]))
+    except BaseException as error:
+        send.send(Failure(repr(error)))
+
+
+@pytest.mark.parametrize(("start", "mode"), [("spawn", "rw"), ("forkserver", "r")])
+def test_a_handle_is_sent_along_to_a_process_that_starts_anew(path: Path, start: str, mode: Any) -> None:
+    made(path, 3).close()
+    with softdb.open(path, mode=mode) as db:
+        context = multiprocessing.get_context(start)
+        receive, send = context.Pipe(False)
+        child = context.Process(target=reads, args=(send, db))  # type: ignore[attr-defined]
+        child.start()
+        assert receive.poll(SECONDS)
+        assert receive.recv() == ([0, 1, 2], "r")
+        child.join(SECONDS)
+        if mode == "rw":
+            batches.write(db, 3)

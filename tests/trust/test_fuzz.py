@@ -1,0 +1,67 @@
+"""Every parser of bytes from outside, at random: an answer that is right, or a refusal by name; never anything else."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hostile_catalog
+import pytest
+from hostile_child import Nursery
+from hostile_fuzz import spoilt
+
+pytest_plugins = ["hostile_world"]
+
+RIGHT = json.loads(json.dumps([list(record) for record in hostile_catalog.RECORDS if record[0] != "gone"]))
+
+
+def judge(told: Any) -> str:
+    """What is wrong with an answer: it is all there and as it was, or `verify` has found it out."""
+    if not told["sound"] or told["held"] == RIGHT:
+        return ""
+    return f"verify finds nothing, but it holds {told['held']}"
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 60), *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in range(1, 11))]
+)
+@pytest.mark.parametrize("source", ["good", "compacted", "logged"])
+def test_a_spoilt_catalogue_is_refused_or_right(
+    asked: Nursery, goods: dict[str, Path], tmp_path: Path, source: str, seed: int, count: int, tally: Counter[str]
+) -> None:
+    name = "catalog.sqlite-wal" if source == "logged" else "catalog.sqlite"
+    data = (goods[source] / name).read_bytes()
+    for i in range(count // 3):
+        path, draw = tmp_path / "db", random.Random(f"{source} {seed} {i}")
+        shutil.copytree(goods[source], path)
+        (path / name).write_bytes(spoilt(draw, data))
+        mode = draw.choice([("r", False), ("rw", False), ("rw", True)])
+        ended = asked.run("hostile_child:explore", path, *mode)
+        tally["fuzz: inputs"] += 1
+        tally["fuzz: crashes"] += not ended.decent
+        assert ended.decent, f"{source}, seed {seed}, input {i}, {mode}: {ended}"
+        if ended.how == "fine":
+            assert not judge(ended.told), f"{source}, seed {seed}, input {i}, {mode}: {judge(ended.told)}"
+        shutil.rmtree(path)
+        shutil.rmtree(tmp_path / "db copy", ignore_errors=True)
+
+
+QUICK = {"arrays": 400, "entries": 200, "lines": 200, "wheres": 200, "commands": 30}
+FULL = {"arrays": 1500, "entries": 1000, "lines": 600, "wheres": 1000, "commands": 150}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("parser", QUICK)
+def test_whatever_comes_in_is_taken_or_refused_by_name(
+    asked: Nursery, tmp_path: Path, parser: str, seed: int, tally: Counter[str]
+) -> None:
+    count = FULL[parser] if seed else QUICK[parser]
+    ended = asked.run(f"hostile_fuzz:{parser}", seed, count, tmp_path, seconds=600)
+    tally["fuzz: inputs"] += count
+    tally["fuzz: crashes"] += not ended.decent or len(ended.told)
+    assert ended.how == "fine", ended
+    assert ended.told == [], "\n".join(ended.told[:10])

@@ -1,0 +1,209 @@
+"""Golden directories: a database made by each released format version opens in every later one, and lives on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+import pytest
+from tap import Op, Tap, tapped
+
+import softdb
+from softdb.store.format import FORMAT
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DIRECTORIES = sorted(path.parent for path in GOLDEN.glob("format-*/*/expected.json"))
+
+
+@pytest.fixture(params=DIRECTORIES, ids=lambda path: f"{path.parent.name}-{path.name}")
+def golden(request: pytest.FixtureRequest, tally: Counter[str]) -> Path:
+    tally["golden directories opened"] += 1
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture
+def path(golden: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(golden / "db", tmp_path / "db")
+
+
+@pytest.fixture
+def expected(golden: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((golden / "expected.json").read_text())
+    return found
+
+
+def holds(db: softdb.SoftDB, expected: dict[str, Any]) -> None:
+    """The database holds exactly these records, in this order, however it is asked."""
+    stats, records = db.stats(), expected["records"]
+    assert {name: stats[name] for name in expected["schema"]} == expected["schema"]
+    assert stats["fields"] == expected["fields"]
+    assert db.verify() == len(db) == db.count() == db.count({}) == len(records)
+    ids = [record["id"] for record in records]
+    for found in (*db.scan(len(records)), db.get(ids)):
+        assert found.ids == ids
+        same(found.keys, [record["key"] for record in records])
+        same(found.values, [record["value"] for record in records])
+        # as text: 1, 1.0 and true are equal in Python
+        assert [json.dumps(payload) for payload in found.payloads] == [json.dumps(one["payload"]) for one in records]
+    years = [one["id"] for one in records if isinstance(one["payload"], dict) and "year" in one["payload"]]
+    assert [one for part in db.scan(where={"year": {"$exists": True}}) for one in part.ids] == years
+    hits = db.search(np.ones((1, stats["dim"])), k=len(ids))
+    assert sorted(map(repr, hits.ids[0])) == sorted(map(repr, ids))
+
+
+def same(found: Any, expected: list[Any]) -> None:
+    """The same numbers to the last bit: -0.0 is not 0.0."""
+    column = np.asarray(found)
+    assert column.tobytes() == np.array(expected).astype(column.dtype).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_it_opens_and_holds_what_was_written(path: Path, expected: dict[str, Any], mode: Any) -> None:
+    for _ in range(2):
+        with softdb.open(path, mode=mode, verify=True) as db:
+            holds(db, expected)
+
+
+def test_a_reader_leaves_the_files_as_they_are(path: Path, golden: Path, expected: dict[str, Any]) -> None:
+    with softdb.open(path, mode="r") as db:
+        holds(db, expected)
+    for file in filter(Path.is_file, (golden / "db").rglob("*")):
+        assert (path / file.name).read_bytes() == file.read_bytes(), f"{file.name} was changed by a reader"
+
+
+def test_a_reader_copies_it(path: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    with softdb.open(path, mode="r") as db:
+        db.snapshot(tmp_path / "copy")
+    for mode in ("r", "rw"):
+        with softdb.open(tmp_path / "copy", mode=mode, verify=True) as db:
+            holds(db, expected)
+
+
+def test_it_opens_on_read_only_media(path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = path / "catalog.sqlite-wal"
+    path.chmod(0o555)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # what a superuser is not told otherwise
+    try:
+        if log.exists() and log.stat().st_size:  # its commits cannot be read there, and must not be passed over
+            with pytest.raises(softdb.NotADatabase, match="open it writable once"):
+                softdb.open(path, mode="r")
+        else:
+            with softdb.open(path, mode="r") as db:
+                holds(db, expected)
+    finally:
+        path.chmod(0o755)
+
+
+def test_a_reader_stays_whole_while_a_writer_brings_the_format_up_to_date(path: Path, expected: dict[str, Any]) -> None:
+    with softdb.open(path, mode="r") as before, softdb.open(path) as writer, softdb.open(path, mode="r") as after:
+        for db in (before, after):
+            holds(db, expected)
+        written(writer, expected["records"])
+        for db in (before, after):
+            db.refresh()
+            holds(db, expected)
+
+
+class Failing(Tap):
+    """A disk that fails at one step, and from then on if it is dead."""
+
+    def __init__(self, at: int, dead: bool) -> None:
+        self.at, self.dead, self.steps = at, dead, 0
+
+    def before(self, op: Op) -> None:
+        self.steps += 1
+        if self.steps == self.at or (self.dead and self.steps > self.at):
+            raise OSError(errno.EIO, f"step {self.at} ({op.point}) fails")
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_whatever_step_of_bringing_it_up_to_date_fails_nothing_is_lost(
+    golden: Path, expected: dict[str, Any], tmp_path: Path, dead: bool, tally: Counter[str]
+) -> None:
+    for at in itertools.count(1):
+        path = shutil.copytree(golden / "db", tmp_path / f"db{at}")
+        tap = Failing(at, dead)
+        # apsw.Error: our VFS is in Python, and apsw raises there what SQLite passes over when it closes
+        with tapped(tap, inside=path), contextlib.suppress(softdb.SoftDBError, OSError, apsw.Error):
+            softdb.open(path).close()
+        left = path.rename(tmp_path / f"left{at}")
+        for mode in ("r", "rw"):
+            with softdb.open(shutil.copytree(left, tmp_path / f"{mode}{at}"), mode=mode) as db:
+                holds(db, expected)
+        tally["golden directories: faults while opening"] += tap.steps >= at
+        if tap.steps < at:
+            break
+    assert at > 3, "no step was made to fail"
+
+
+def test_it_is_written_to_compacted_copied_and_reopened(path: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    records = expected["records"]
+    with softdb.open(path) as db:
+        for step in (written, removed, replaced):
+            step(db, records)
+            holds(db, expected)
+            db.compact()
+            holds(db, expected)
+        db.snapshot(tmp_path / "copy")
+    for place in (path, tmp_path / "copy"):
+        for mode in ("r", "rw"):
+            with softdb.open(place, mode=mode, verify=True) as db:
+                holds(db, expected)
+
+
+def written(db: softdb.SoftDB, records: list[dict[str, Any]]) -> None:
+    """Two new records, and one in the place of the first."""
+    width = db.stats()["dim"]
+    for i, one in enumerate(("golden", 77_777, records[0]["id"])):
+        fresh = {**records[1], "id": one, "key": [float(i)] * width, "payload": {"year": i}}
+        db.upsert([one], [fresh["key"]], [fresh["value"]], [fresh["payload"]])
+        records[:] = [*(record for record in records if record["id"] != one), fresh]
+
+
+def removed(db: softdb.SoftDB, records: list[dict[str, Any]]) -> None:
+    """A third of the records, by id and by filter."""
+    gone = [record["id"] for record in records[::3]]
+    assert db.delete(gone) == len(gone)
+    records[:] = [record for i, record in enumerate(records) if i % 3]
+    old = [one for one in records if isinstance(one["payload"], dict) and one["payload"].get("year") == 2020]
+    assert db.delete(where={"year": 2020}) == len(old)
+    records[:] = [record for record in records if record not in old]
+
+
+def replaced(db: softdb.SoftDB, records: list[dict[str, Any]]) -> None:
+    """One payload."""
+    db.update([records[0]["id"]], payloads=[{"year": "none"}])
+    records[0]["payload"] = {"year": "none"}
+
+
+# -- the set itself ----------------------------------------------------------------------------------------------------
+
+
+def test_every_format_has_its_directories() -> None:
+    made = {path.parent.name for path in DIRECTORIES}
+    assert made == {f"format-{number}" for number in range(1, FORMAT + 1)}, "run tests/golden/make.py once a format"
+
+
+def test_the_golden_files_are_those_that_were_released() -> None:
+    spec = importlib.util.spec_from_file_location("make", GOLDEN / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert make.digests() == make.SUMS.read_text(), "a golden directory was changed; restore it from the repository"
+
+
+def test_the_golden_files_stay_small() -> None:
+    for folder in GOLDEN.glob("format-*"):
+        assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 150_000, folder.name

@@ -1,0 +1,157 @@
+"""Files from a stranger: none leads out of the directory, hangs, fills the memory, or runs anything."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_child import Nursery
+from hostile_files import FLOATS, PUTS, Put, arrays, contents, npy, npz
+
+import softdb
+from softdb import check
+from softdb.formats import read_records
+from softdb.index import cache
+from softdb.store import files
+
+pytest_plugins = ["hostile_world"]
+
+# -- what stands in the place of a file --------------------------------------------------------------------------------
+
+NAMES = (
+    "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "catalog.sqlite-journal", "lock", "committed",
+    "keys-00000000.npy", "keys-00000009.npy", "encoder.json", "encoder.json.tmp", "index",
+    "index/ivf-0123456789abcdef.faiss", "committed.tmp",
+)  # fmt: skip
+PLACES = [
+    pytest.param(name, put, mode, id=f"{put.__name__}-{name}-{mode[0]}", marks=[] if i % 4 == 0 else pytest.mark.slow)
+    for i, (put, name, mode) in enumerate(itertools.product(PUTS, NAMES, [("rw", True), ("r", False)]))
+]
+
+
+@pytest.mark.parametrize(("name", "put", "mode"), PLACES)
+def test_what_stands_in_the_place_of_a_file_leads_nowhere(
+    asked: Nursery,
+    goods: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    put: Put,
+    mode: tuple[str, bool],
+    tally: Counter[str],
+) -> None:
+    path, outside = tmp_path / "db", tmp_path / "outside"
+    shutil.copytree(goods["good"], path)
+    (path / "index").mkdir()
+    (path / "encoder.json").write_text('{"encoder": "ngrams"}')
+    outside.mkdir()
+    put(path / name, outside)
+    before = contents(outside)
+    ended = asked.run("hostile_child:explore", path, *mode)
+    tally["hostile: files tried"] += 1
+    assert ended.decent, ended
+    assert contents(outside) == before, "something outside was written, made or removed"
+    note = asked.run("hostile_child:noted", path, mode[0] == "rw")
+    assert note.decent or note.how in ("raw IsADirectoryError", "raw OSError", "raw FileExistsError"), note
+    assert contents(outside) == before
+
+
+def test_segment_numbers_and_index_names_lead_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The number of a segment is checked (see the catalogues), the name of an index by its form."""
+    names: list[Any] = [
+        "../catalog.sqlite",
+        "/etc/passwd",
+        "ivf-0123456789abcdef.faiss/../../x",
+        "",
+        ".",
+        "..",
+        None,
+        7,
+    ]
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "reading", lambda path: pytest.fail(f"{path} is opened"))
+            assert cache.load(tmp_path, {"file": name, "metric": "l2"}, check.Metric.L2) is None
+    assert "its entry is not one that softdb writes" in caplog.text
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["npy", "npz"])
+@pytest.mark.parametrize("name", arrays(Path("mark")))
+def test_an_array_file_is_numbers_or_is_refused(
+    tmp_path: Path, name: str, packed: bool, asked: Nursery, tally: Counter[str]
+) -> None:
+    mark = tmp_path / "mark"
+    data = arrays(mark)[name]
+    file = tmp_path / ("keys.npz" if packed else "keys.npy")
+    file.write_bytes(npz(keys=data) if packed else data)
+    ended = asked.run("hostile_child:imported", file, tmp_path / "db")
+    tally["hostile: files tried"] += 1
+    tally["hostile: code runs"] += mark.exists()
+    assert ended.how == "BadInput", ended
+    assert file.name in str(ended.told)
+    with pytest.raises(softdb.BadInput, match=rf"{file.name} cannot be read as an array of numbers"):
+        check.numbers_in(file)  # not only what comes after it refuses
+    assert not mark.exists()
+
+
+def test_an_archive_holds_as_many_bytes_as_its_array_says(tmp_path: Path) -> None:
+    (tmp_path / "k.npz").write_bytes(npz(keys=npy(FLOATS, bytes(25))))
+    with pytest.raises(softdb.BadInput, match=r"keys has \d+ bytes, \d+ expected"):
+        check.numbers_in(tmp_path / "k.npz")
+
+
+@pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<f2", "|i1", ">i8", "<u2"])
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_every_way_to_write_numbers_is_read(tmp_path: Path, kind: str, version: int, order: Any) -> None:
+    array = np.asarray(np.arange(6).reshape(2, 3), kind, order=order)
+    header = FLOATS.replace("<f4", kind).replace("False", str(order == "F"))
+    for text in (header, header.replace("'", '"') if version == 1 else header, header.replace(", }", "}") + " \n"):
+        (tmp_path / "k.npy").write_bytes(npy(text.replace('"', "'"), array.tobytes(order), version))
+        (tmp_path / "k.npz").write_bytes(npz(keys=npy(text.replace('"', "'"), array.tobytes(order), version)))
+        for name in ("k.npy", "k.npz"):
+            np.testing.assert_array_equal(check.numbers_in(tmp_path / name), array)
+            (rows,) = read_records(tmp_path / name)
+            np.testing.assert_array_equal(rows.keys, array)
+
+
+def test_a_column_file_is_the_array_that_it_must_be(
+    asked: Nursery, goods: dict[str, Path], tmp_path: Path, tally: Counter[str]
+) -> None:
+    mark = tmp_path / "mark"
+    for name, data in arrays(mark).items():
+        path = tmp_path / "db"
+        shutil.copytree(goods["good"], path)
+        size = (path / "keys-00000000.npy").stat().st_size
+        (path / "keys-00000000.npy").write_bytes(data.ljust(size, b"\0")[:size])  # no size tells it
+        ended = asked.run("hostile_child:explore", path, "r")
+        tally["hostile: files tried"] += 1
+        assert ended.how == "CorruptionError", (name, ended)
+        assert "keys-00000000.npy" in ended.told
+        shutil.rmtree(path)
+    assert not mark.exists()
+
+
+# -- a line without end ------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_unpacks_to_more_than_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Counter[str]
+) -> None:
+    import gzip
+
+    from softdb import formats
+
+    monkeypatch.setattr(formats, "_LINE", 1 << 20)
+    for name in ("r.jsonl.gz", "r.csv.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(b'{"id": 1, "key": [1]}\n' + b"[" * (1 << 22)))
+        tally["hostile: files tried"] += 1
+        with pytest.raises(softdb.BadInput, match=r"line 2: longer than 1,048,576 bytes"):
+            list(read_records(tmp_path / name))

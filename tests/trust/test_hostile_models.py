@@ -1,0 +1,191 @@
+"""Notes, models, weights and texts from a stranger: they load nothing, run nothing, and no terminal obeys them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_child import Nursery
+from hostile_files import pickled
+
+import softdb
+
+pytest_plugins = ["hostile_world"]
+
+# -- encoders and weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A stand-in for sentence-transformers that writes down what it is asked to load."""
+    import sys
+    import types
+
+    loaded: list[str] = []
+
+    class Model:
+        def __init__(self, path: str, **options: Any) -> None:
+            assert not options.get("trust_remote_code"), "remote code is trusted"
+            loaded.append(path)
+
+        def get_sentence_embedding_dimension(self) -> int:
+            return 4
+
+        def encode(self, texts: list[str], **options: Any) -> Any:
+            return np.ones((len(texts), 4), np.float32)
+
+    module = types.ModuleType("sentence_transformers")
+    module.SentenceTransformer = Model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
+    return loaded
+
+
+def model_folder(path: Path, mark: Path) -> Path:
+    """What sentence-transformers would load, and run."""
+    path.mkdir(parents=True)
+    (path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "evil.Evil"}]')
+    (path / "evil.py").write_text(f"open({str(mark)!r}, 'w')")
+    (path / "pytorch_model.bin").write_bytes(pickled(mark))
+    return path
+
+
+NOTES = ("./model", "model", "db/model", "../db/model", "{db}/model", "{db}", "user/repository", "x; touch mark")
+
+
+@pytest.mark.parametrize("note", NOTES)
+@pytest.mark.parametrize("here", [".", "db"])
+def test_a_note_in_the_directory_loads_no_model(
+    goods: dict[str, Path], tmp_path: Path, note: str, here: str, no_models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from softdb.cli.arguments import opened
+
+    db = tmp_path / "db"
+    shutil.copytree(goods["good"], db)
+    model_folder(db / "model", tmp_path / "mark")
+    name = note.format(db=db)
+    (db / "encoder.json").write_text(json.dumps({"encoder": name}))
+    monkeypatch.chdir(tmp_path / here)
+    with pytest.raises(softdb.BadInput, match="load it with --encoder"):
+        opened(db, "a text")
+    assert no_models == []
+
+
+def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
+    goods: dict[str, Path], tmp_path: Path, no_models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from softdb.cli.arguments import opened
+
+    db = tmp_path / "db"
+    shutil.copytree(goods["good"], db)
+    model_folder(db / "model", tmp_path / "mark")
+    (tmp_path / "linked").symlink_to(db / "model")
+    monkeypatch.chdir(tmp_path)
+    for name in ("db/model", "./db/model", "db/../db/model", str(db / "model"), "linked", "db"):
+        with pytest.raises(softdb.BadInput, match="lies in the database's own directory"):
+            opened(db, "a text", name)
+    assert no_models == []
+    model_folder(tmp_path / "mine", tmp_path / "mark")
+    with opened(db, "a text", "./mine") as handle:
+        handle.search("a text")
+    assert no_models == ["./mine"]  # what the user names is his to trust
+
+
+@pytest.mark.parametrize("folder", ["all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"])
+def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
+    tmp_path: Path, folder: str, no_models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
+    import importlib.util
+
+    from softdb.demo import named_encoder
+
+    model_folder(tmp_path / folder, tmp_path / "mark")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(softdb.BadInput, match=r"is also a folder here; to load that, write it as \./"):
+        named_encoder("demo", 4)(["a text"])
+    assert no_models == []
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"encoder": ["x"]}', '{"encoder": "\\ud800"', "\xff", " " * 70_000])
+def test_a_note_that_is_noise_is_none(tmp_path: Path, text: str) -> None:
+    from softdb.text import noted_encoder
+
+    (tmp_path / "encoder.json").write_text(text, encoding="latin-1")
+    assert noted_encoder(tmp_path) is None
+
+
+def weights(mark: Path) -> dict[str, bytes]:
+    """Files of weights that nobody should believe."""
+    import io
+
+    import torch
+
+    def saved(value: Any, **options: Any) -> bytes:
+        file = io.BytesIO()
+        torch.save(value, file, **options)
+        return file.getvalue()
+
+    from hostile_files import Marker
+
+    old = {"_use_new_zipfile_serialization": False}
+    wide = torch.zeros(1).expand(3000, 3000)
+    state = {"format": "softdb projection 1", "metadata": {}}
+    return {
+        "a pickle": pickled(mark),
+        "code in a file of torch": saved({**state, "state_dict": Marker(mark)}),
+        "code in an old file of torch": saved({**state, "state_dict": Marker(mark)}, **old),
+        "a whole module": saved(torch.nn.Linear(2, 2)),
+        "one number spread out": saved({**state, "state_dict": {"weight": wide}}),
+        "cut short": saved({**state, "state_dict": {"weight": torch.eye(4)}})[:-30],
+        "no weights": saved({**state, "state_dict": {"weight": "x"}}),
+        "nothing": b"",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", weights(Path("mark")))
+@pytest.mark.parametrize("kind", ["projection", "checkpoint"])
+def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nursery, tally: Counter[str]) -> None:
+    mark, file = tmp_path / "mark", tmp_path / "weights.pt"
+    file.write_bytes(weights(mark)[name])
+    ended = asked.run(f"hostile_child:{kind}", file)
+    tally["hostile: files tried"] += 1
+    tally["hostile: code runs"] += mark.exists()
+    assert not mark.exists()
+    assert ended.how == "BadInput", ended
+    assert "weights.pt" in ended.told
+
+
+# -- what a terminal shows ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from softdb.cli import app
+
+    evil = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m\x85\u202egnp.exe\u2066\x7f\x00\r\n[red]b[/]"
+    path, out = tmp_path / "db", tmp_path / "x.jsonl"
+    with softdb.open(path, dim=2, fields=[evil.replace("\x00", "")]) as db:
+        db.insert([evil, "b"], [[1, 0], [0, 1]], payloads=[{evil: evil}, evil])
+    (path / "encoder.json").write_text(json.dumps({"encoder": evil}))
+    runner = CliRunner()
+    arguments = [
+        ("search", str(path), "[1, 0]"), ("search", str(path), "[1, 0]", "--json"), ("attend", str(path), "[1, 0]"),
+        ("info", str(path)), ("info", str(path), "--json"), ("fields", str(path)), ("fields", str(path), "--json"),
+        ("search", str(path), "a text"), ("search", str(path), "[1, 0]", "--where", json.dumps({evil: {evil: 1}})),
+        ("fields", str(path), "--drop", "x"), ("export", str(path), str(out)),
+    ]  # fmt: skip
+    for line in arguments:
+        result = runner.invoke(app, line, catch_exceptions=False)
+        shown = result.output.replace("\n", "")
+        assert not [one for one in shown if ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2066"], line
+    (found,) = json.loads(runner.invoke(app, ["search", str(path), "[1, 0]", "-k", "1", "--json"]).stdout)
+    assert found[0]["id"] == evil  # JSON says it all the same
+    assert found[0]["payload"] == {evil: evil}
+    assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:2]] == [evil, "b"]

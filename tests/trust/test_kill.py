@@ -1,0 +1,212 @@
+"""Writers are killed, at every step and at any moment: what was acknowledged is there, nothing is there by half."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from children import WHEN, Kill, Nursery, Order, Seeded
+from kill_rounds import Life, examine, stocked
+from kill_verbs import (
+    RICH,
+    SCHEMAS,
+    Act,
+    Maker,
+    compact,
+    delete,
+    delete_where,
+    field,
+    index,
+    insert,
+    reopen,
+    search,
+    snapshot,
+    update,
+    upsert,
+)
+from oracle import State
+
+import softdb
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where there is one: whoever is killed leaves the same there as on a disk."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="softdb-kill-") as made:
+        yield Path(made)
+
+
+@dataclass(frozen=True)
+class Tour:
+    """Acts in a fixed order, by the names of their makers, that together pass every step that softdb has."""
+
+    name: str
+    records: int  # that are there before
+
+    def __call__(self, n: int, state: State) -> Act:
+        return TOURS[self.name][n](np.random.default_rng((3, n)), SCHEMAS[0], n, state)
+
+
+TOURS: dict[str, list[Maker]] = {
+    "life": [
+        insert, insert, upsert, update, field, update, delete, compact, snapshot, upsert, insert, delete_where, compact,
+        reopen, upsert, field, delete, compact, insert,
+    ],
+    "index": [index, upsert, index, delete, snapshot, compact, search, reopen],
+}  # fmt: skip
+
+
+def steps(nursery: Nursery, room: Path, tour: Tour) -> list[str]:
+    """The steps of a tour, in order."""
+    order = ready(room / "whole", tour)
+    order.watch = True
+    told = nursery.run(order)
+    assert not told.killed
+    assert told.done == len(TOURS[tour.name])
+    return told.steps
+
+
+def ready(folder: Path, tour: Tour) -> Order:
+    """A tour at its beginning."""
+    path = folder / "db"
+    folder.mkdir()
+    state = stocked(path, SCHEMAS[0], tour.records) if tour.records else {}
+    return Order(path, SCHEMAS[0], state, tour, 0, len(TOURS[tour.name]), pages=40)
+
+
+def chosen(points: list[str], every: bool, tour: Tour) -> list[tuple[str, int]]:
+    """All steps, or for each name one of them: the name and how many of that name come before."""
+    numbered = [(name, points[:i].count(name)) for i, name in enumerate(points)]
+    if every and tour.name == "life":
+        return numbered
+    if every:  # what is not of the index is the same as in the other tour: the first and the last of each name do
+        last = {name: (name, points.count(name) - 1) for name in points}
+        return [one for one in numbered if one[0].endswith(" index") or one[1] == 0 or one == last[one[0]]]
+    random = np.random.default_rng(5)
+    names = sorted(set(points) if tour.name == "life" else {one for one in points if one.endswith(" index")})
+    return [(name, int(random.integers(points.count(name)))) for name in names]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("tour", [Tour("life", 0), Tour("index", RICH + 100)], ids=lambda tour: tour.name)
+def test_killed_at_each_step_before_it_in_its_middle_and_after_it(
+    nursery: Nursery, room: Path, tally: Counter[str], tour: Tour, every: bool
+) -> None:
+    some = chosen(steps(nursery, room, tour), every, tour)
+    begin, hit = ready(room / "begin", tour), set()
+    for name, nth in some:
+        for when in WHEN if name.startswith("write") else ("before", "after"):
+            shutil.copytree(begin.path.parent, room / "now")
+            order = Order(**{**vars(begin), "path": room / "now" / "db", "kill": Kill(when, nth, name)})
+            told = nursery.run(order)
+            if told.killed:  # the log of the catalogue may be a page shorter in another run: an index tells its times
+                assert told.steps == [name]
+                hit.add((name, when))
+            tally["kills: fail points"] += told.killed
+            examine(order, told, tally)
+            shutil.rmtree(room / "now")
+    writes = {(name, "half") for name, _ in some if name.startswith("write")}
+    assert hit == writes | {(name, when) for name, _ in some for when in ("before", "after")}
+
+
+def test_the_tours_pass_every_kind_of_step(nursery: Nursery, room: Path) -> None:
+    points: set[str] = set()
+    for records, name in enumerate(TOURS):
+        (room / name).mkdir()
+        points |= set(steps(nursery, room / name, Tour(name, records * (RICH + 100))))
+    columns = {f"{verb} {file}" for verb in ("create", "write", "sync") for file in ("keys", "values", "rows", "index")}
+    catalogue = {
+        f"{verb} catalog.sqlite{part}" for part in ("", "-wal") for verb in ("create", "write", "sync", "truncate")
+    }
+    names = {"rename index", "rename catalog.sqlite", "unlink keys", "unlink index", "sync_directory directory"}
+    assert columns | catalogue | names <= points
+
+
+@dataclass
+class Lives:
+    """Database after database, each of which sees many writers."""
+
+    room: Path
+    random: np.random.Generator
+    stock: dict[int, State]  # what databases begin with, by their schema
+    number: int = 0
+
+    def next(self) -> Life:
+        """A new one, empty or with as many records as an index takes."""
+        self.number += 1
+        which = int(self.random.integers(len(SCHEMAS)))
+        folder = self.room / f"life-{self.number}"
+        state: State = {}
+        if self.number % 4 == 3:
+            shutil.copytree(self.room / f"stock-{which}", folder)
+            state = self.stock[which]
+        else:
+            folder.mkdir()
+        seed = int(self.random.integers(1 << 30))
+        return Life(folder / "db", Seeded(seed, SCHEMAS[which]), SCHEMAS[which], state)
+
+
+def doom(random: np.random.Generator, points: list[str]) -> tuple[dict[str, Any], float | None]:
+    """How the next child dies: more of its order, and seconds, None where it kills itself."""
+    more = {
+        "count": int(random.integers(1, 25)),
+        "pages": [None, 1, 20][int(random.integers(3))],
+        "aside": bool(random.random() < 0.2),
+        "relaxed": bool(random.random() < 0.2),
+    }
+    if random.random() < 0.6:
+        return more, float(random.uniform(0, 0.004 if random.random() < 0.3 else 0.06))
+    kill = Kill(str(random.choice(WHEN)), int(random.integers(4)), str(random.choice(points)))
+    return {**more, "kill": kill}, None
+
+
+@pytest.mark.parametrize("kills", [25, pytest.param(1200, marks=SLOW)])
+def test_killed_at_any_moment_a_database_lives_on(
+    nursery: Nursery, room: Path, tally: Counter[str], kills: int
+) -> None:
+    random = np.random.default_rng(kills)
+    points = sorted(set(steps(nursery, room, Tour("life", 0))))
+    stock = {}
+    for which, schema in enumerate(SCHEMAS):
+        (room / f"stock-{which}").mkdir()
+        stock[which] = stocked(room / f"stock-{which}" / "db", schema, RICH + 50)
+    lives = Lives(room, random, stock)
+    life, before = lives.next(), tally["kills"]
+    while tally["kills"] < before + kills:
+        more, seconds = doom(random, points)
+        order = life.order(**more)
+        told = nursery.run(order, seconds)
+        tally["kills: fail points"] += told.killed and seconds is None
+        life.survived(order, told, tally, ("r", "rw") if random.random() < 0.4 else ("r",))
+        if random.random() < 0.03:
+            shutil.rmtree(life.path.parent)
+            life = lives.next()
+
+
+def test_a_reader_is_told_that_a_creation_was_cut_short(nursery: Nursery, room: Path) -> None:
+    (room / "half").mkdir()
+    path = room / "half" / "db"
+    order = Order(path, SCHEMAS[0], {}, Tour("life", 0), 0, 1, kill=Kill("before", 0, "unlink catalog.sqlite-journal"))
+    assert nursery.run(order).killed
+    with pytest.raises(softdb.NotADatabase, match='mode="rw"'):
+        softdb.open(path, mode="r")

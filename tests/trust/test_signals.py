@@ -1,0 +1,393 @@
+"""Ctrl-C, other signals, exceptions from outside: the state is old or new, the handle goes on, no lock stays."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import crowd_batches as batches
+import numpy as np
+import pytest
+import torch
+from crowd_interrupt import HELPERS, Interruption, moments
+from crowd_process import SECONDS, other
+
+import softdb
+from softdb.store import files
+
+# a generator that an interrupt closes, or a directory that it leaves half listed, is told to nobody but pytest
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+QUICK, SLOW = 25, pytest.param(10**6, marks=pytest.mark.slow)  # moments tried at most
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+def made(path: Path | None) -> softdb.SoftDB:
+    db = batches.open_empty(path)
+    for batch in range(5):
+        batches.write(db, batch)
+    return db
+
+
+QUERY = torch.zeros(1, batches.DIM)
+
+VERBS: dict[str, Callable[[softdb.SoftDB, int, Path], Any]] = {
+    "insert": lambda db, n, _: batches.write(db, n),
+    "upsert": lambda db, n, _: db.upsert(batches.ids(3), **batches.content(3)),
+    "update": lambda db, n, _: db.update(batches.ids(3), keys=batches.content(3)["keys"]),
+    "delete": lambda db, n, _: db.delete(batches.ids(4)),
+    "compact": lambda db, n, _: db.compact(),
+    "payloads": lambda db, n, _: db.update(batches.ids(3), payloads=batches.content(3)["payloads"]),
+    "search": lambda db, n, _: db.search(QUERY, k=3).ids,
+    "attend": lambda db, n, _: db.attend(QUERY),
+    "scan": lambda db, n, _: list(db.scan(9)),
+    "count": lambda db, n, _: db.count({"batch": {"$gte": n}}),
+    "get": lambda db, n, _: db.get(batches.ids(1)),
+    "verify": lambda db, n, _: db.verify(),
+    "refresh": lambda db, n, _: db.refresh(),
+    "snapshot": lambda db, n, copies: db.snapshot(copies / str(n)),
+}
+WRITES = ("insert", "upsert", "update", "delete")
+
+
+def elsewhere(work: Callable[[], Any]) -> None:
+    """Do something in another thread of the same handle, which must never wait for an interrupted one."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive(), "another thread waits for ever"
+    if raised:
+        raise raised[0]
+
+
+def whole(db: softdb.SoftDB, number: int) -> None:
+    """Raise AssertionError unless the handle reads, agrees with itself, and writes on."""
+    found = batches.whole(list(db.scan(1000)))
+    assert {0, 1, 2, 3} <= found
+    assert len(db) == db.count({"of": batches.SIZE}) == batches.SIZE * len(found), "snapshot and catalogue differ"
+    assert db.delete(batches.ids(number)) == (batches.SIZE if number in found else 0)
+    if 4 not in found:
+        batches.write(db, 4)
+
+
+def sampled(count: int, most: int, seed: int = 0) -> list[int]:
+    """So many of the moments 1 … count, at random."""
+    return sorted(np.random.default_rng(seed).permutation(np.arange(1, count + 1))[:most].tolist())
+
+
+# -- at every moment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [QUICK, SLOW])
+@pytest.mark.parametrize("verb", [pytest.param(verb, marks=ACQUIRED if verb in WRITES else ()) for verb in VERBS])
+def test_an_interrupt_at_any_moment_leaves_old_or_new(path: Path, tally: Counter[str], verb: str, most: int) -> None:
+    work, copies = VERBS[verb], path.parent / "copies"
+    copies.mkdir()
+    db = made(path)
+    work(db, 100, copies)
+    whole(db, 100)
+    count = moments(lambda: work(db, 101, copies))
+    whole(db, 101)
+    for number, at in enumerate(sampled(count, most), 102):
+        interruption = Interruption(at)
+        interruption.during(lambda n=number: work(db, n, copies))  # type: ignore[misc]
+        tally["interrupts"] += 1
+        try:
+            elsewhere(lambda: db.search(QUERY, k=3))
+            elsewhere(lambda n=number: whole(db, n))  # type: ignore[misc]
+            whole(db, 100)
+        except BaseException as error:
+            raise AssertionError(f"{verb}, interrupted at {at} of {count}: {interruption.where}") from error
+    db.verify()
+    db.close()
+    with softdb.open(path, verify=True) as again:
+        assert batches.seen(again) == {0, 1, 2, 3, 4}
+    assert not [file for file in path.rglob("*") if file.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("verb", ["insert", "delete"])
+def test_whoever_keeps_the_traceback_of_an_interrupt_keeps_no_lock(path: Path, verb: str) -> None:
+    db = made(path)
+    counted = Interruption(0)
+    counted.during(lambda: VERBS[verb](db, 100, path))
+    whole(db, 100)
+    kept: list[KeyboardInterrupt] = []
+    for number, at in enumerate(range(1, counted.moments), 101):
+        interruption = Interruption(at)
+        error = interruption.during(lambda n=number: VERBS[verb](db, n, path))  # type: ignore[misc]
+        if error is None or not interruption.where.startswith(HELPERS):
+            error = None  # its traceback keeps the frames
+            db.delete(batches.ids(number))
+            continue
+        kept.append(error)
+        try:
+            elsewhere(lambda: db.count({}))
+        except BaseException as held:
+            raise AssertionError(f"the lock is held since an interrupt at {interruption.where}") from held
+    assert kept
+
+
+@pytest.mark.parametrize("most", [QUICK, SLOW])
+def test_an_interrupt_while_opening_leaves_no_lock(path: Path, tally: Counter[str], most: int) -> None:
+    made(path).close()
+    lost = 0  # descriptors whose number an interrupt has swallowed: they hold no lock
+    before = len(os.listdir("/proc/self/fd"))
+    count = moments(lambda: softdb.open(path).close())
+    for at in sampled(count, most):
+        opened: list[softdb.SoftDB] = []
+        interruption = Interruption(at)
+        kept = interruption.during(lambda: opened.append(softdb.open(path)))  # noqa: B023
+        tally["interrupts"] += 1
+        for db in opened:
+            db.close()
+        try:
+            softdb.open(path).close()
+        except softdb.DatabaseLocked as error:
+            raise AssertionError(f"opening, interrupted at {at} of {count}: {interruption.where}") from error
+        del kept
+        lost += "open" in interruption.where.rpartition("/")[2]
+    gc.collect()  # the frames of a traceback
+    assert len(os.listdir("/proc/self/fd")) <= before + lost
+
+
+@pytest.mark.parametrize("most", [QUICK, SLOW])
+def test_an_interrupt_while_creating_leaves_what_can_be_opened(tmp_path: Path, tally: Counter[str], most: int) -> None:
+    count = moments(lambda: batches.open_empty(tmp_path / "first").close())
+    for at in sampled(count, most):
+        path = tmp_path / str(at)
+        interruption = Interruption(at)
+        opened: list[softdb.SoftDB] = []
+        interruption.during(lambda: opened.append(batches.open_empty(path)))  # noqa: B023
+        tally["interrupts"] += 1
+        for db in opened:
+            db.close()
+        with batches.open_empty(path) as db:
+            batches.write(db, 1)
+            assert batches.seen(db) == {1}, f"creating, interrupted at {at} of {count}: {interruption.where}"
+
+
+@pytest.mark.parametrize("most", [QUICK, SLOW])
+def test_an_interrupted_close_can_be_repeated(path: Path, tally: Counter[str], most: int) -> None:
+    made(path).close()
+    count = moments(softdb.open(path).close)
+    for at in sampled(count, most):
+        db = softdb.open(path)
+        interruption = Interruption(at)
+        interruption.during(db.close)
+        tally["interrupts"] += 1
+        db.close()
+        with softdb.open(path) as again:
+            assert len(again) == 5 * batches.SIZE, f"closing, interrupted at {at} of {count}: {interruption.where}"
+
+
+@pytest.mark.parametrize("most", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int) -> None:
+    """The next one may begin, and closing does not wait for it."""
+    db = softdb.open(path, dim=8)
+    keys = np.random.default_rng(0).standard_normal((5000, 8))
+    db.insert(range(5000), keys)
+    db.build_index("ivf-sq8")
+    count = moments(lambda: db.build_index("ivf-sq8"))
+    early = list(range(1, min(count, 120), 120 // most))
+    for at in sorted({*early, *sampled(count, most)}):
+        interruption = Interruption(at)
+        interruption.during(lambda: db.build_index("ivf-sq8"))
+        tally["interrupts"] += 1
+        try:
+            elsewhere(lambda: db.search(keys[:2], k=3))
+            assert db.build_index("flat")["kind"] == "flat"
+            elsewhere(lambda: db.insert([-1], keys[:1]))
+            db.delete([-1])
+        except BaseException as error:
+            raise AssertionError(f"building, interrupted at {at} of {count}: {interruption.where}") from error
+    elsewhere(db.close)
+    with softdb.open(path, verify=True) as again:
+        assert len(again) == 5000
+
+
+# -- real signals ------------------------------------------------------------------------------------------------------
+
+
+def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
+    """Uses every verb while another thread sends signals; then says how many came, and which batches it holds."""
+    random, db = np.random.default_rng(seed), made(path)
+    for name in VERBS:
+        VERBS[name](db, 99, path.parent)  # what is compiled is compiled
+    over, main, sent, number = threading.Event(), threading.main_thread().ident, 0, 100
+    assert main is not None
+
+    def send() -> None:
+        for pause in random.exponential(0.004, signals):
+            time.sleep(pause)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.05)
+        over.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    names = [name for name in VERBS if name != "snapshot"]
+    while not over.is_set():
+        try:
+            while not over.is_set():
+                number += 1
+                VERBS[names[number % len(names)]](db, number, path)
+        except KeyboardInterrupt:
+            sent += 1
+    thread.join()
+    db.refresh()
+    found = batches.whole(list(db.scan(1000)))
+    assert len(db) == batches.SIZE * len(found)
+    elsewhere(lambda: batches.write(db, 98))
+    db.close()
+    line.send((sent, found | {98}))
+
+
+@pytest.mark.parametrize("signals", [100, pytest.param(3000, marks=pytest.mark.slow)])
+def test_real_signals_at_random_moments(path: Path, tally: Counter[str], signals: int) -> None:
+    seed = 0
+    with other(signalled, path, signals, seed) as process:
+        sent, held = process.hear(10 * SECONDS)
+        process.end()
+    tally["signals"] += sent
+    assert sent > signals // 3, "too few came in the midst of something"
+    with softdb.open(path, verify=True) as again:
+        assert batches.whole(list(again.scan(1000))) == held, f"seed {seed}"
+
+
+def test_a_second_interrupt_does_not_leave_a_thread_writing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    db = softdb.open(path, dim=1024)
+    db.insert(range(600), np.zeros((600, 1024)))
+    go, real, calls = threading.Event(), files.write_at, list[int]()
+
+    def late(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            go.wait(20)  # a slow disk
+        real(*args)
+
+    monkeypatch.setattr(files, "write_at", late)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def impatient() -> None:
+        end = time.monotonic() + SECONDS
+        while not calls:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.01)
+        for _ in range(2):
+            time.sleep(0.3)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(1.0)
+        go.set()
+
+    thread = threading.Thread(target=impatient, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        db.insert(range(1000, 1400), np.ones((400, 1024)))
+    db.insert(range(2000, 2400), np.full((400, 1024), 2.0))  # acknowledged
+    thread.join()
+    time.sleep(0.3)
+    assert float(db[2000].key[0]) == 2.0
+    db.verify()
+    db.close()
+
+
+class Thrown(Exception):
+    """What no code of ours expects."""
+
+
+@pytest.mark.parametrize("times", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_exceptions_set_in_other_threads(path: Path, tally: Counter[str], times: int) -> None:
+    random, db = np.random.default_rng(1), made(path)
+    names = [name for name in VERBS if name not in ("snapshot", *WRITES)] + ["insert"]
+    for number in range(100, 100 + times):
+        begun, ended = threading.Event(), threading.Event()
+
+        def work(number: int = number, begun: threading.Event = begun, ended: threading.Event = ended) -> None:
+            with contextlib.suppress(Thrown):
+                begun.set()
+                try:
+                    for name in names:
+                        VERBS[name](db, number, path)
+                finally:
+                    ended.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert begun.wait(SECONDS)
+        time.sleep(float(random.uniform(0, 0.004)))
+        if not ended.is_set() and thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Thrown))
+        thread.join(SECONDS)
+        assert not thread.is_alive(), f"the thread of exception {number} hangs"
+        tally["exceptions set in other threads"] += 1
+        db.refresh()
+        found = batches.whole(list(db.scan(1000)))
+        assert {0, 1, 2, 3, 4} <= found
+        assert len(db) == batches.SIZE * len(found)
+        db.delete(batches.ids(number))
+    db.close()
+    with softdb.open(path, verify=True) as again:
+        assert {0, 1, 2, 3, 4} <= batches.seen(again)
+
+
+def test_an_exception_thrown_into_a_scan_ends_it_alone(path: Path) -> None:
+    with made(path) as db:
+        scan: Any = db.scan(10)
+        next(scan)
+        with pytest.raises(Thrown, match="in"):
+            scan.throw(Thrown("in"))
+        with pytest.raises(StopIteration):
+            next(scan)
+        half = db.scan(10)
+        next(half)  # and one that nobody goes on with
+        elsewhere(lambda: batches.write(db, 9))
+        assert batches.seen(db) == {0, 1, 2, 3, 4, 9}
+
+
+def writes_on(line: Connection, path: Path) -> None:
+    db = batches.open_empty(path)
+    for batch in range(10**6):
+        batches.write(db, batch)
+        line.send(batch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_process_ended_by_a_signal_leaves_whole_batches_and_no_lock(path: Path, number: int) -> None:
+    last = 0
+    with other(writes_on, path) as writer:
+        while last < 20:
+            last = writer.hear()
+        if number == signal.SIGINT:
+            os.kill(writer.pid, number)
+            writer.process.join(SECONDS)
+        else:
+            writer.kill(number)
+        with contextlib.suppress(EOFError, AssertionError):  # at its end it tells of the KeyboardInterrupt
+            while writer.line.poll():
+                last = writer.hear()
+        with softdb.open(path, verify=True) as db:
+            assert set(range(last + 1)) <= batches.seen(db) <= set(range(last + 2))
