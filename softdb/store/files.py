@@ -24,6 +24,7 @@ __all__ = [
     "occupied",
     "publish",
     "reading",
+    "release",
     "remove",
     "settle",
     "sync_directory",
@@ -200,6 +201,13 @@ def acquire(path: Path) -> int | None:
         disk.close(descriptor)
         raise
     return descriptor
+
+
+def release(lock: io.FileIO) -> None:
+    """Let go of a lock, also where a child that has just been forked has not closed its descriptor yet."""
+    if not lock.closed:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        lock.close()
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ class Store:
         """Each lets go, whatever another raises, and in an order in which an interrupt leaves no lock behind."""
         with contextlib.ExitStack() as rest:
             if self._writer is not None:
-                rest.callback(self._writer.close)
+                rest.callback(files.release, self._writer)
             if self._catalog is not None:
                 rest.callback(self._catalog.close)
             if self._commits is not None:

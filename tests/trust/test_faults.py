@@ -171,6 +171,7 @@ def test_nothing_new_is_written_behind_a_log_whose_sync_has_failed(bases: dict[s
     shutil.copytree(base.folder, room / "first")
     with tapped(broken, room), passed_over():
         world = World(room / "first" / "db", SCHEMA)
+        write(world, "before")  # the log has its head
         broken.point = "sync catalog.sqlite-wal"
         with pytest.raises(softdb.WriteFailed, match="disk I/O error"):
             write(world, "a")
