@@ -54,6 +54,8 @@ class Catalog:
             if write:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
+                connection.execute("PRAGMA fullfsync = ON")  # macOS: an fsync stops at the drive's cache there
+                connection.execute("PRAGMA checkpoint_fullfsync = ON")
             return cls(connection, version)
         except BaseException as error:
             if connection is not None:
@@ -284,7 +286,7 @@ class Catalog:
     def fold(self) -> None:
         """Fold the log in before anything is written behind it: what a sync has failed on may only look as if on disk.
 
-        Nothing happens while somebody reads it.
+        Nothing happens while somebody reads it. Raises apsw.Error, on a full disk for one.
         """
         self.connection.set_busy_timeout(0)
         try:

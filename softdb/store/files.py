@@ -90,10 +90,15 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Replace a file by new content, so that any moment shows the old one or the new one whole."""
     fresh = path.with_name(path.name + ".tmp")
     remove(fresh)  # of an attempt that was cut short; or a pipe, or somebody's file, of that name
-    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        _write(descriptor, memoryview(data), 0)
-        disk.sync(descriptor)
-    disk.rename(fresh, path)
+    try:
+        with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+            _write(descriptor, memoryview(data), 0)
+            disk.sync(descriptor)
+        disk.rename(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            remove(fresh)  # a full disk has no room for it
+        raise
     sync_directory(path.parent)
 
 

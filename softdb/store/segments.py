@@ -247,7 +247,9 @@ def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CorruptionError(f"{path.name} cannot be read ({error}); restore it from a copy") from error
+        raise CorruptionError(
+            f"{path.name} cannot be read ({error}); mend the cause, or restore it from a copy"
+        ) from error
     with opened as file:
         begins = file.read(len(head))
         size = file.seek(0, io.SEEK_END)

@@ -60,6 +60,7 @@ class Store:
         self.path = path
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
+        self._unfolded = False  # whether the log that another writer has left is still there
         self._stale = False  # whether the snapshot may be behind what this handle has done
         self._writer: io.FileIO | None = None  # the lock file: closing it twice, after an interrupt, does no harm
         self._relaxed = relaxed and path is not None and mode == "rw"
@@ -100,12 +101,19 @@ class Store:
         if writing:
             if self.path is not None:  # commits of a killed process that all have seen, and that no sync has covered
                 files.settle(self.path / "catalog.sqlite-wal")
-                self._catalog.fold()
+                with contextlib.suppress(apsw.FullError, apsw.IOError):
+                    self._fold()
             if self._catalog.version < FORMAT:
                 self._upgrade()
             late = commits.late(self) if self._relaxed else None
             self._commits = Commits(self._catalog, self._columns, self.path, late)
             self._columns.clean({entry.number for entry in self._catalog.segments()})
+
+    def _fold(self) -> None:
+        """Fold in the log that another writer has left; on a full disk the first write tries again."""
+        self._unfolded = True
+        self.catalog.fold()
+        self._unfolded = False
 
     def _require_new(self, acknowledged: int) -> None:
         """Raise CorruptionError where an empty catalogue stands beside data: a new one would have them removed."""
@@ -494,6 +502,8 @@ class Store:
         _ = self.snapshot  # of a verb that was interrupted
         verb = None
         try:
+            if self._unfolded:
+                self._fold()
             verb = self._transactions.begin()
             yield
             self._stale = True  # an interrupt may come before the snapshot does

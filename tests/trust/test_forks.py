@@ -274,7 +274,10 @@ def test_a_fork_within_a_write_of_the_same_thread_leaves_that_write_alone(path: 
             child.append(pid)
             os.waitpid(pid, 0)
 
-        db.insert(batches.ids(3), **stopping(3, fork))
+        words = stopping(3, fork)
+        for payload in words["payloads"].payloads:
+            payload["text"] = "x" * 500_000  # more than SQLite keeps in memory: part of it is in the log at the fork
+        db.insert(batches.ids(3), **words)
         assert child
         batches.write(db, 4)
         assert batches.seen(db) == {0, 1, 2, 3, 4}

@@ -227,6 +227,26 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
         assert len(again) == 5000
 
 
+def test_an_interrupt_while_an_index_is_loaded_leaves_its_lock_free(path: Path, tally: Counter[str]) -> None:
+    keys = np.random.default_rng(0).standard_normal((5000, 8))
+    with softdb.open(path, dim=8) as db:
+        db.insert(range(5000), keys)
+        db.build_index("ivf-sq8")
+    with softdb.open(path) as db:
+        count = moments(lambda: db.search(keys[:1], k=3))
+    for at in sampled(count, QUICK):
+        db = softdb.open(path)
+        interruption = Interruption(at)
+        interruption.during(lambda: db.search(keys[:1], k=3))  # noqa: B023
+        tally["interrupts"] += 1
+        try:
+            elsewhere(lambda: db.search(keys[:1], k=3))  # noqa: B023
+            elsewhere(db.compact)
+            elsewhere(db.close)
+        except BaseException as error:
+            raise AssertionError(f"searching, interrupted at {at} of {count}: {interruption.where}") from error
+
+
 # -- real signals ------------------------------------------------------------------------------------------------------
 
 
