@@ -14,8 +14,8 @@ _OURS = {  # what a creation that was cut short may have left: after a power cut
 }  # fmt: skip
 
 
-def enter(path: Path, writing: bool, may_create: bool) -> int | None:
-    """Check that the path is ours and make it if it may be made. A writer gets the lock: its descriptor, to be closed.
+def enter(path: Path, writing: bool, may_create: bool) -> files.Lock | None:
+    """Check that the path is ours and make it if it may be made. A writer gets the lock.
 
     Raises NotADatabase, and DatabaseLocked where another process writes.
     """

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from softdb.store import disk
 
 __all__ = [
+    "Lock",
     "acquire",
     "clear",
     "copy",
@@ -24,7 +25,6 @@ __all__ = [
     "occupied",
     "publish",
     "reading",
-    "release",
     "remove",
     "settle",
     "sync_directory",
@@ -190,9 +190,10 @@ def occupied(path: Path) -> int:
     return total
 
 
-def acquire(path: Path) -> int | None:
-    """An exclusive lock on a file until its descriptor is closed or the process ends; None while another holds it."""
-    descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+def acquire(path: Path) -> Lock | None:
+    """An exclusive lock on a file until it is released or the process ends; None while another holds it."""
+    lock = Lock(disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))
+    descriptor = lock.fileno()
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
@@ -200,19 +201,39 @@ def acquire(path: Path) -> int | None:
         disk.truncate(descriptor, 0)
         disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # for the message of whoever comes second, nothing else
     except BlockingIOError:
-        disk.close(descriptor)
+        lock.close()
         return None
     except BaseException:
-        disk.close(descriptor)
+        lock.release()
         raise
-    return descriptor
+    return lock
 
 
-def release(lock: io.FileIO) -> None:
-    """Let go of a lock, also where a child that has just been forked has not closed its descriptor yet."""
-    if not lock.closed:
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        lock.close()
+class Lock:
+    """A lock on a file, for as long as its descriptor is open anywhere."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        """The descriptor; -1 when it is closed."""
+        return self._descriptor
+
+    def release(self) -> None:
+        """Let go, though a child that has just been forked still has the descriptor; an interrupt leaves no lock."""
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self.close()
+
+    def close(self) -> None:
+        """In a child: let go of the descriptor alone. Once is enough."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            disk.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
 
 
 @contextlib.contextmanager

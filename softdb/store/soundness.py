@@ -65,9 +65,10 @@ def _records(
     """Slots, rows, payload texts and checksums of a segment's records, some at a time."""
     for low in range(0, len(segment), AT_ONCE):
         rows = segment.rows_of(slice(low, low + AT_ONCE))
-        if only is not None and not np.isin(rows, only).any():
+        asked = rows if only is None else only[(only >= rows[0]) & (only <= rows[-1])]
+        if not len(asked):
             continue
-        found = fetch(int(rows[0]), int(rows[-1]))
+        found = fetch(int(asked.min()), int(asked.max()))
         named = np.array([row for row, *_ in found], np.int64)
         held = np.isin(named, rows if only is None else only)
         if held.any():

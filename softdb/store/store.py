@@ -7,7 +7,6 @@ snapshot.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +61,7 @@ class Store:
         self._lock = threading.RLock()  # one user of the connection at a time
         self._unfolded = False  # whether the log that another writer has left is still there
         self._stale = False  # whether the snapshot may be behind what this handle has done
-        self._writer: io.FileIO | None = None  # the lock file: closing it twice, after an interrupt, does no harm
+        self._writer: files.Lock | None = None
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
@@ -81,8 +80,7 @@ class Store:
     def _open(self, create: Schema | None) -> None:
         writing = self.mode == "rw"
         if self.path is not None:
-            lock = enter(self.path, writing, create is not None)
-            self._writer = None if lock is None else io.FileIO(lock, "r+")
+            self._writer = enter(self.path, writing, create is not None)
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
         if not self._catalog.version:
@@ -142,7 +140,7 @@ class Store:
         """Each lets go, whatever another raises, and in an order in which an interrupt leaves no lock behind."""
         with contextlib.ExitStack() as rest:
             if self._writer is not None:
-                rest.callback(files.release, self._writer)
+                rest.callback(self._writer.release)
             if self._catalog is not None:
                 rest.callback(self._catalog.close)
             if self._commits is not None:
