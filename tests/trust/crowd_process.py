@@ -115,9 +115,9 @@ class Forked:
             pipe.write(pickle.dumps(found))
         os._exit(0)
 
-    def found(self) -> Any:
+    def found(self, seconds: float = SECONDS) -> Any:
         """What the child's work gave; AssertionError where it raised or hangs."""
-        end, data = time.monotonic() + SECONDS, b""
+        end, data = time.monotonic() + seconds, b""
         while True:
             ready = select.select([self.pipe], [], [], max(0.0, end - time.monotonic()))[0]
             if not ready:

@@ -311,7 +311,7 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
         lambda _: db.attend(query),
         lambda i: db.count({"batch": {"$gte": i % 7}}),
         lambda _: db.compact(),
-        lambda _: batches.whole(list(db.scan(10**6))),
+        lambda _: list(db.scan(10**6)),
     ]
     threads = [threading.Thread(target=repeated, args=(work,)) for work in works]
     for thread in threads:
@@ -400,6 +400,34 @@ def test_a_child_whose_directory_is_gone_has_a_closed_handle(path: Path) -> None
         assert Forked(child).found() == "closed"
         path.with_name("elsewhere").rename(path)
         assert batches.seen(db) == {0, 1}
+
+
+@pytest.mark.xfail(
+    sys.version_info < (3, 12),
+    strict=True,
+    reason="until Python 3.12 functools.cached_property has one lock for all objects of a class; a thread "
+    "within Records.payloads or Hits.ids at a fork keeps the child from it for ever, and threads wait for each other. "
+    "Mend: a cached_property of our own without a lock, as 3.12 has it, in answers, snapshot and wherever it is used",
+)
+def test_a_child_reads_payloads_though_a_thread_of_its_parent_was_at_it(path: Path) -> None:
+    lock = getattr(vars(softdb.Records)["payloads"], "lock", threading.Lock())
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            go.wait(SECONDS)
+
+    with made(path, 1) as db:
+        thread = threading.Thread(target=hold)
+        thread.start()
+        try:
+            assert held.wait(SECONDS)
+            child = Forked(lambda: db.get(batches.ids(0)).payloads[0]["batch"])
+            assert child.found(5) == 0
+        finally:
+            go.set()
+            thread.join()
 
 
 def searches(line: Connection, path: Path) -> None:

@@ -265,15 +265,24 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
         time.sleep(0.05)
         over.set()
 
+    inside = [False]
+
+    def interrupt(*_: object) -> None:
+        if inside[0]:  # in the midst of a verb, not of this function
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     thread = threading.Thread(target=send)
     thread.start()
     names = [name for name in VERBS if name != "snapshot"]
     while not over.is_set():
+        number += 1
         try:
-            while not over.is_set():
-                number += 1
-                VERBS[names[number % len(names)]](db, number, path)
+            inside[0] = True
+            VERBS[names[number % len(names)]](db, number, path)
+            inside[0] = False
         except KeyboardInterrupt:
+            inside[0] = False
             sent += 1
     thread.join()
     db.refresh()
