@@ -145,7 +145,7 @@ IMPOSSIBLE: dict[str, Craft] = {
     "a state of null": loosened("state", "UPDATE state SET generation = NULL"),
     "used beyond capacity": sql("UPDATE segments SET used = capacity + 1"),
     "used negative": sql("UPDATE segments SET used = -1"),
-    "capacity 2^40": both(sparse("keys-00000000.npy", (1 << 40, 4)), sql("UPDATE segments SET capacity = 1 << 40")),
+    "capacity 2^39": both(sparse("keys-00000000.npy", (1 << 39, 4)), sql("UPDATE segments SET capacity = 1 << 39")),
     "capacity and used 2^36": both(
         sparse("keys-00000000.npy", (1 << 36, 4)),
         sql("UPDATE segments SET capacity = 1 << 36, used = 1 << 36"),
