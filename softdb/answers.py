@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from softdb.check import Id, integer, precise, shown
 from softdb.errors import CorruptionError, StaleRead
+from softdb.lazy import cached_property
 
 __all__ = ["Estimate", "Explanation", "Hits", "Pooled", "Record", "Records", "Samples", "parsed"]
 

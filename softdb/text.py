@@ -11,7 +11,6 @@ import shlex
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.errors import BadInput, MissingDependency
+from softdb.lazy import cached_property
 from softdb.store import files
 
 __all__ = ["NOTE", "HashedNGrams", "SentenceEncoder", "encoder_name", "note_encoder", "noted_encoder", "unit"]

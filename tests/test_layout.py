@@ -9,7 +9,7 @@ import softdb
 
 ROOT = Path(softdb.__file__).parent
 LINE = [
-    "errors", "check", "scores", "weights", "store", "answers", "compiled", "index", "pool", "stream", "soft",
+    "errors", "lazy", "check", "scores", "weights", "store", "answers", "compiled", "index", "pool", "stream", "soft",
     "functional", "database", "opening", "nn", "text", "formats", "train", "plots", "data", "demo",
     "bench", "cli", "__main__",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from softdb.check import Id, Metric
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
+from softdb.lazy import cached_property
 from softdb.scores import Fold
 from softdb.store import Snapshot
 

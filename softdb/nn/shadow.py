@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +19,7 @@ from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, Closed
 from softdb.index.choose import KINDS
+from softdb.lazy import cached_property
 from softdb.opening import open
 from softdb.store import Snapshot
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import apsw
 
-from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError
+from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
 __all__ = ["connect", "reading", "typed"]
 
@@ -72,9 +72,11 @@ def _harden(connection: apsw.Connection) -> None:
 
 
 def typed(error: apsw.Error) -> SoftDBError:
-    """What SQLite says when it cannot read, in our words."""
+    """What SQLite says, in our words."""
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
+    if isinstance(error, apsw.FullError):
+        return WriteFailed(f"the disk is full ({error}); nothing is lost: make room, then open the database again")
     return CorruptionError(f"catalog.sqlite cannot be read ({error}); restore the directory from a copy")
 
 

@@ -214,7 +214,7 @@ class Store:
 
     def refresh(self) -> int:
         """Move to the newest generation, and return it."""
-        with self.lock, self.reading() as snapshot:
+        with self._lock, self.reading() as snapshot:
             return snapshot.generation
 
     def _move_on(self) -> None:
@@ -355,14 +355,14 @@ class Store:
         A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
         Cost: see `Matches.of`.
         """
-        with self.lock, self.reading() as snapshot:
+        with self._lock, self.reading() as snapshot:
             return snapshot, self._matches.of(where, self.catalog, snapshot)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self.lock, self.writing():
+        with self._lock, self.writing():
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
@@ -379,7 +379,7 @@ class Store:
 
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self.lock, self.writing():
+        with self._lock, self.writing():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
@@ -389,7 +389,7 @@ class Store:
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self.lock, self.writing():
+        with self._lock, self.writing():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -412,7 +412,7 @@ class Store:
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self.lock, self.writing():
+        with self._lock, self.writing():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
@@ -433,13 +433,13 @@ class Store:
 
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self.lock, self.writing(durable=True):
+        with self._lock, self.writing(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self.lock, self.writing(durable=True):
+        with self._lock, self.writing(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -484,7 +484,7 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self.lock, self.writing(durable=True):
+        with self._lock, self.writing(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))

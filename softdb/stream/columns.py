@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb.lazy import cached_property
 from softdb.store.snapshot import Block, Segment, Snapshot
 
 __all__ = ["Columns", "Live", "Source"]

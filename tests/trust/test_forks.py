@@ -402,13 +402,6 @@ def test_a_child_whose_directory_is_gone_has_a_closed_handle(path: Path) -> None
         assert batches.seen(db) == {0, 1}
 
 
-@pytest.mark.xfail(
-    sys.version_info < (3, 12),
-    strict=True,
-    reason="until Python 3.12 functools.cached_property has one lock for all objects of a class; a thread "
-    "within Records.payloads or Hits.ids at a fork keeps the child from it for ever, and threads wait for each other. "
-    "Mend: a cached_property of our own without a lock, as 3.12 has it, in answers, snapshot and wherever it is used",
-)
 def test_a_child_reads_payloads_though_a_thread_of_its_parent_was_at_it(path: Path) -> None:
     lock = getattr(vars(softdb.Records)["payloads"], "lock", threading.Lock())
     held, go = threading.Event(), threading.Event()
