@@ -22,7 +22,16 @@ from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
 from softdb.store import files
 
-__all__ = ["NOTE", "HashedNGrams", "SentenceEncoder", "encoder_name", "note_encoder", "noted_encoder", "unit"]
+__all__ = [
+    "NOTE",
+    "HashedNGrams",
+    "SentenceEncoder",
+    "copy_note",
+    "encoder_name",
+    "note_encoder",
+    "noted_encoder",
+    "unit",
+]
 
 Vectors = NDArray[np.float32]
 
@@ -244,6 +253,13 @@ def noted_encoder(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return name if isinstance(name, str) else None
+
+
+def copy_note(path: Path, destination: Path) -> None:
+    """Note the encoder of one database, if it has a note, in the directory of its copy."""
+    name = noted_encoder(path)
+    if name is not None:
+        note_encoder(destination, name)
 
 
 def _lies_in(one: Path, folder: Path) -> bool:

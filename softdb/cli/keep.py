@@ -76,13 +76,11 @@ def snapshot(
     as_json: AsJson = False,
 ) -> None:
     """Copy a database, consistent even while another process writes to it."""
-    from softdb.text import note_encoder, noted_encoder
+    from softdb.text import copy_note
 
     with opened(path) as db:
         report = db.snapshot(destination)
-    encoder = noted_encoder(path)
-    if encoder is not None:
-        note_encoder(destination, encoder)
+    copy_note(path, destination)
     if as_json:
         print_json(report)
         return

@@ -18,12 +18,10 @@ _SHOWN = 20  # lost records; --json gives up to a thousand
 def repair(path: Path, destination: Path, words: dict[str, Any], as_json: bool) -> None:
     """Salvage a database, and say what was lost."""
     import softdb
-    from softdb.text import note_encoder, noted_encoder
+    from softdb.text import copy_note
 
     report = softdb.salvage(path, destination, **words)
-    encoder = noted_encoder(path)
-    if encoder is not None:
-        note_encoder(destination, encoder)
+    copy_note(path, destination)
     if as_json:
         print_json(report)
         return

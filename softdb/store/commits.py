@@ -8,9 +8,10 @@ second ago, which is what other processes see, too.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
-import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ def late(store: Flushed) -> Callable[[], None]:
 
     def flush() -> None:
         held = known()
-        if held is not None:
+        if held is not None and held.waiting:
             with contextlib.suppress(SoftDBError):  # the next verb says so
                 held.flush()
 
@@ -70,6 +71,16 @@ def _flush_all() -> None:
 atexit.register(_flush_all)
 
 
+def _sleep(asleep: _thread.LockType, late: Callable[[], None]) -> None:
+    """What a thread does for relaxed changes. Nothing here or at its start is a lock that an interrupt could keep."""
+    if asleep.acquire(blocking=False):
+        try:
+            time.sleep(DELAY)
+        finally:
+            asleep.release()
+        late()
+
+
 class Verb:
     """One change that has begun."""
 
@@ -84,7 +95,7 @@ class Commits:
         self.waiting = 0  # relaxed changes not on disk
         self._catalog, self._columns, self._late = catalog, columns, late
         self._mark = None if directory is None else Committed(directory)
-        self._timer: threading.Timer | None = None
+        self._asleep = _thread.allocate_lock()  # held by the thread that will call `late`
         self.verb: Verb | None = None  # what has begun and not ended
         self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
         if directory is not None:
@@ -101,42 +112,51 @@ class Commits:
         self.undo()
         if not self.waiting:
             self._catalog.rollback()
-        self.verb = verb = Verb()
-        if not self._catalog.connection.in_transaction:
+        verb, connection = Verb(), self._catalog.connection
+        if not connection.in_transaction:
+            self.verb = verb
             self._catalog.begin(write=True)
         if self.relaxed:
-            self._catalog.connection.execute("SAVEPOINT verb")
+            try:
+                connection.execute("SAVEPOINT verb")
+            finally:  # an interrupt may come when that has happened
+                self.verb = verb
         return verb
 
     def undo(self) -> None:
         """Undo the verb, if one has begun and not ended."""
         if self.verb is None:
             return
-        self.verb.over, self.verb = True, None
-        if self.waiting and self._catalog.connection.in_transaction:
-            self._catalog.connection.execute("ROLLBACK TO verb; RELEASE verb")
-        else:
-            self._catalog.rollback()
+        self.verb.over = True
+        connection = self._catalog.connection
+        if not connection.in_transaction:
+            self.verb = None
+            return
+        undoing = "ROLLBACK TO verb; RELEASE verb" if self.waiting else "ROLLBACK"
+        try:
+            connection.execute(undoing)
+        finally:
+            self.verb = None
 
     def end(self, durable: bool) -> None:
         """The verb has happened: on disk when this returns, unless verbs gather and it needs not be."""
         if self.verb is None:
             return  # undone
         if self.relaxed:
-            self._catalog.connection.execute("RELEASE verb")
+            self.waiting += 1  # before: an interrupt leaves one too many rather than one too few
+            connection = self._catalog.connection
+            try:
+                connection.execute("RELEASE verb")
+            finally:
+                self.verb = None
         if not self.relaxed or durable:
             self.flush()
             return
-        self.verb = None
-        self.waiting += 1
-        if self._timer is None and self._late is not None:
-            self._timer = threading.Timer(DELAY, self._late)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._late is not None and not self._asleep.locked():
+            _thread.start_new_thread(_sleep, (self._asleep, self._late))
 
     def flush(self) -> None:
         """Bring every change to disk."""
-        self._stop()
         self._columns.settle()
         if self._catalog.connection.in_transaction:
             self._catalog.commit()
@@ -145,7 +165,6 @@ class Commits:
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""
-        self._stop()
         self.verb, self.waiting = None, 0
         with contextlib.suppress(apsw.Error):
             self._catalog.rollback()
@@ -158,7 +177,6 @@ class Commits:
 
     def close(self) -> None:
         """Let go of the file beside the catalogue, not of the connection."""
-        self._stop()
         mark, self._mark = self._mark, None
         if mark is not None:
             mark.close()
@@ -182,8 +200,3 @@ class Commits:
             finally:
                 connection.set_busy_timeout(BUSY)
         return apsw.SQLITE_OK
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -117,13 +117,13 @@ class _Written(NamedTuple):
 
 def _replace(store: Store, numbers: set[int]) -> int:
     """Make one segment of several, and return how many rows that removed."""
-    with store.lock, store.writing(durable=True):
+    with store.lock, store.within, store.writing(durable=True):
         group, number = _Group.of(store, numbers), gaps.reserve(store.catalog)
     if group is None:
         return 0
     # in memory everything happens under the lock: a column that the catalogue does not know is let go of by any commit
     written = None if store.path is None else _written_aside(store, group, number)
-    with store.lock, store.writing(durable=True):  # before anything is unlinked
+    with store.lock, store.within, store.writing(durable=True):  # before anything is unlinked
         current = _Group.of(store, numbers)
         if current is None:
             store.columns.remove([number])

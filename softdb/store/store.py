@@ -59,6 +59,7 @@ class Store:
         self.path = path
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
+        self._within = threading.Lock()  # held by a verb that writes: one that has begun without it was interrupted
         self._unfolded = False  # whether the log that another writer has left is still there
         self._stale = False  # whether the snapshot may be behind what this handle has done
         self._writer: files.Lock | None = None
@@ -150,8 +151,13 @@ class Store:
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """To be held by whoever reads or writes in several steps: `with store.lock, store.reading():`."""
+        """To be held by whoever reads in several steps: `with store.lock, store.reading():`."""
         return self._lock
+
+    @property
+    def within(self) -> AbstractContextManager[Any]:
+        """To be held by whoever writes: `with store.lock, store.within, store.writing():`."""
+        return self._within
 
     @property
     def closed(self) -> bool:
@@ -162,6 +168,7 @@ class Store:
     def catalog(self) -> Catalog:
         """The connection. Raises Closed."""
         self.require_open()
+        self._settle_interrupted()
         assert self._catalog is not None
         return self._catalog
 
@@ -170,7 +177,7 @@ class Store:
         """The generation that this handle reads: the newest, for a writer; that of the last `refresh`, for a reader."""
         if self._stale and self._catalog is not None:  # an interrupt came between a commit and its snapshot
             with self._lock:
-                if self._commits is None or self._commits.verb is None:
+                if not self._in_verb:
                     self.refresh()
         return self._snapshot
 
@@ -183,14 +190,14 @@ class Store:
         """See `fork.Connected`. What waits to be flushed comes to disk first: a child sees what is there."""
         if not self._lock.acquire(timeout=seconds):
             return None
-        if self._commits is not None and self._commits.waiting and self._commits.verb is None:
+        if self.waiting and not self._in_verb:
             with contextlib.suppress(SoftDBError):  # the next verb says so
                 self.flush()
         return self._lock.release
 
     def let_go(self, held: bool) -> None:
         """See `fork.Connected`."""
-        self._lock = threading.RLock()
+        self._lock, self._within = threading.RLock(), threading.Lock()
         self.mode = "r"
         transactions, self._commits = self._commits, None
         if transactions is not None:
@@ -214,8 +221,11 @@ class Store:
 
     def refresh(self) -> int:
         """Move to the newest generation, and return it."""
-        with self._lock, self.reading() as snapshot:
-            return snapshot.generation
+        with self._lock:
+            if self._commits is None:
+                self.catalog.rollback()  # what an interrupt has left open would hold the generation
+            with self.reading() as snapshot:
+                return snapshot.generation
 
     def _move_on(self) -> None:
         """Make the snapshot that of the generation which the open transaction reads."""
@@ -362,7 +372,7 @@ class Store:
 
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self._lock, self.writing():
+        with self._lock, self._within, self.writing():
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
@@ -379,7 +389,7 @@ class Store:
 
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self._lock, self.writing():
+        with self._lock, self._within, self.writing():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
@@ -389,7 +399,7 @@ class Store:
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self._lock, self.writing():
+        with self._lock, self._within, self.writing():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -412,7 +422,7 @@ class Store:
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self._lock, self.writing():
+        with self._lock, self._within, self.writing():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
@@ -433,13 +443,13 @@ class Store:
 
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self._lock, self.writing(durable=True):
+        with self._lock, self._within, self.writing(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self._lock, self.writing(durable=True):
+        with self._lock, self._within, self.writing(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -484,7 +494,7 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self._lock, self.writing(durable=True):
+        with self._lock, self._within, self.writing(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))
@@ -493,8 +503,9 @@ class Store:
     def writing(self, durable: bool = False) -> Iterator[None]:
         """One verb: all of it or nothing; afterwards the snapshot is what the catalogue says.
 
-        `durable`: on disk when this ends, with all before it, relaxed or not. The caller holds `lock`: an interrupt may
-        keep this generator from ever being resumed, or have it closed when another verb has begun.
+        `durable`: on disk when this ends, with all before it, relaxed or not. The caller holds `lock` and `within`: an
+        interrupt may keep this generator from ever being resumed, or have it closed when another verb has begun, but it
+        cannot come between the end of a `with` and the release of a lock, which is not Python code.
         """
         self.require_writable()
         _ = self.snapshot  # of a verb that was interrupted
@@ -514,6 +525,19 @@ class Store:
             if not (verb and verb.over) and self._lock._is_owned():  # type: ignore[attr-defined]
                 self._settle_verb()
 
+    @property
+    def _in_verb(self) -> bool:
+        """Whether a verb has begun and goes on."""
+        return self._commits is not None and self._commits.verb is not None and self._within.locked()
+
+    def _settle_interrupted(self) -> None:
+        """Undo the verb that has begun and does not go on."""
+        if self._commits is None or self._commits.verb is None or self._within.locked():
+            return
+        with self._lock:
+            if self._commits.verb is not None and not self._in_verb:
+                self._settle_verb()
+
     def _settle_verb(self) -> None:
         """Undo what has not ended, and see what there is."""
         self._stale = True
@@ -531,6 +555,7 @@ class Store:
         """Bring relaxed changes to disk. Raises WriteFailed."""
         with self._lock:
             self.require_writable()
+            self._settle_interrupted()
             try:
                 self._transactions.flush()
             except (OSError, apsw.Error, MemoryError) as error:

@@ -43,9 +43,9 @@ def write(db: softdb.SoftDB, batch: int) -> None:
     db.insert(ids(batch), **content(batch))
 
 
-def open_empty(path: Any) -> softdb.SoftDB:
+def open_empty(path: Any, **how: Any) -> softdb.SoftDB:
     """A new database for such batches."""
-    return softdb.open(path, dim=DIM, value_dim=2, metric="l2")
+    return softdb.open(path, dim=DIM, value_dim=2, metric="l2", **how)
 
 
 def whole(records: list[softdb.Records], in_part: Callable[[int], bool] = lambda _: False) -> set[int]:

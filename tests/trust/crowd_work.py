@@ -31,7 +31,8 @@ torch.set_num_threads(1)
 LASTING, REPLACED = 330, 20  # batches that are there from the beginning; the first of them are replaced all the time
 MOST = 1_000_000  # batches
 COMING, THERE, GOING, GONE = 1, 2, 3, 4
-KEPT = 600  # batches beyond which the deleting thread deletes
+KEPT = 30  # batches beyond those that last: with more, the deleting thread deletes
+PATIENCE = 60  # seconds that a slow machine gets to do everything once
 
 States = NDArray[np.int8]
 
@@ -139,6 +140,8 @@ def reads(line: Connection, path: Path, states: Any, seed: int) -> None:
 class Crowd:
     """The writing process: eight threads on one handle, until one of them fails or time is up."""
 
+    EACH = ("batches written", "batches replaced", "batches deleted", "compactions")  # what must have happened
+
     def __init__(self, path: Path, states: Any, seed: int) -> None:
         self.db = softdb.open(path)
         self.path, self.raw = path, states
@@ -171,10 +174,10 @@ class Crowd:
 
     def delete(self, turn: int) -> None:
         there = np.flatnonzero(self.states[LASTING : LASTING + 10**5] == THERE) + LASTING
-        if len(there) < KEPT - LASTING:
+        if len(there) <= KEPT:
             time.sleep(0.01)
             return
-        number = int(there[turn % 100])
+        number = int(there[turn % KEPT])
         self.states[number] = GOING
         gone = self.db.delete(where={"batch": number}) if turn % 2 else self.db.delete(batches.ids(number))
         self.states[number] = GONE
@@ -226,8 +229,13 @@ def writes(line: Connection, path: Path, states: Any, seconds: float, seed: int)
     threads = [threading.Thread(target=crowd.repeat, args=(work,)) for work in crowd.works(seed)]
     for thread in threads:
         thread.start()
-    most, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end and not crowd.stop.wait(0.05):
+    most, start = 0, time.monotonic()
+
+    def over() -> bool:
+        took = time.monotonic() - start
+        return took > seconds and (took > seconds + PATIENCE or all(crowd.counts[one] for one in crowd.EACH))
+
+    while not over() and not crowd.stop.wait(0.05):
         most = max(most, (path / "catalog.sqlite-wal").stat().st_size)
     crowd.stop.set()
     for thread in threads:

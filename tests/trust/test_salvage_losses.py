@@ -22,7 +22,7 @@ from rot_worlds import Damage, World, files_of, make
 from tap import Op, Tap, tapped
 
 import softdb
-from softdb.store import placing, sifting
+from softdb.store.salvage import placing, sifting
 
 # SQLite says twice what failed: as an exception, and where a file's method cannot raise, as one that was ignored
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softdb.store import files
-from softdb.store.cells import Damaged, record
-from softdb.store.log import Log
-from softdb.store.pages import Cell, Pages
+from softdb.store.salvage.cells import Damaged, record
+from softdb.store.salvage.log import Log
+from softdb.store.salvage.pages import Cell, Pages
 
 
 def made(path: Path, seed: int, size: int, folded: bool) -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,7 @@ from softdb import check
 from softdb.check import Schema
 from softdb.errors import BadInput
 from softdb.store import files
-from softdb.store.remains import Remains
+from softdb.store.salvage.remains import Remains
 
 __all__ = ["schema_of"]
 

@@ -19,10 +19,10 @@ import apsw
 from softdb.errors import BadInput, NotADatabase
 from softdb.store import files, format
 from softdb.store.catalog import State
-from softdb.store.cells import Value
 from softdb.store.filters import field_names
-from softdb.store.log import Log
-from softdb.store.pages import PAGE, Cell, Pages
+from softdb.store.salvage.cells import Value
+from softdb.store.salvage.log import Log
+from softdb.store.salvage.pages import PAGE, Cell, Pages
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
 __all__ = ["Remains", "Run", "is_dead"]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Schema
 from softdb.store import files
-from softdb.store.remains import Remains
+from softdb.store.salvage.remains import Remains
 from softdb.store.segments import MAX_ROWS, header
 
 __all__ = ["Column", "at_once", "columns", "crcs_in", "file_of", "place", "read_slots", "rows_in"]

@@ -18,11 +18,11 @@ from softdb.check import Array, Id, Schema
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.store import committed, disk, files
 from softdb.store.append import Batch
-from softdb.store.covered import place_runs
-from softdb.store.placing import Column, at_once, columns, file_of, place, read_slots
-from softdb.store.remains import Remains
-from softdb.store.settings import schema_of
-from softdb.store.sifting import sift
+from softdb.store.salvage.covered import place_runs
+from softdb.store.salvage.placing import Column, at_once, columns, file_of, place, read_slots
+from softdb.store.salvage.remains import Remains
+from softdb.store.salvage.settings import schema_of
+from softdb.store.salvage.sifting import sift
 from softdb.store.store import Store
 
 __all__ = ["salvage"]

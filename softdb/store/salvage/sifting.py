@@ -15,8 +15,8 @@ from zlib import crc32
 
 import apsw
 
-from softdb.store.cells import Value
-from softdb.store.remains import Remains, is_dead
+from softdb.store.salvage.cells import Value
+from softdb.store.salvage.remains import Remains, is_dead
 
 __all__ = ["TABLES", "sift"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import apsw
 
-from softdb.store.cells import Damaged, Spot, Value, freed, local_size, record, spot
-from softdb.store.log import Log
+from softdb.store.salvage.cells import Damaged, Spot, Value, freed, local_size, record, spot
+from softdb.store.salvage.log import Log
 
 __all__ = ["PAGE", "Cell", "Pages"]
 

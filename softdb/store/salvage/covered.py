@@ -14,8 +14,8 @@ import apsw
 import numpy as np
 
 from softdb.store import files
-from softdb.store.placing import Column, Numbers, at_once, crcs_in, file_of, read_slots, rows_in
-from softdb.store.remains import Remains, Run, is_dead
+from softdb.store.salvage.placing import Column, Numbers, at_once, crcs_in, file_of, read_slots, rows_in
+from softdb.store.salvage.remains import Remains, Run, is_dead
 from softdb.store.segments import SegmentEntry
 
 __all__ = ["place_runs"]
