@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import softdb
+from softdb.store import disk
 from softdb.store.format import FORMAT
 
 
@@ -366,3 +367,28 @@ def test_a_full_disk_leaves_what_was_acknowledged(path: Path, monkeypatch: pytes
     with softdb.open(path, verify=True) as db:
         db.insert(["x"], np.ones((1, 4)))
         assert len(db) == 301
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_segments_that_overlap_or_leave_rows_out_are_corruption(path: Path, shift: int) -> None:
+    make(path)  # three segments
+    connection = apsw.Connection(str(path / "catalog.sqlite"))
+    connection.execute("UPDATE segments SET first_row = first_row + ? WHERE segment = 1", (shift,))
+    connection.close()
+    with pytest.raises(softdb.CorruptionError, match="impossible segment"):
+        softdb.open(path)
+
+
+def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_folding(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, synced = tmp_path / "found", list[int]()
+    make(path)
+    with softdb.open(path) as db:
+        db.insert(["last"], np.ones((1, 4)))
+        shutil.copytree(path, found)  # as a kill leaves it
+    log = (found / "catalog.sqlite-wal").stat().st_ino
+    with softdb.open(found, mode="r") as reader, reader._store.reading():
+        monkeypatch.setattr(disk, "sync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+        softdb.open(found).close()
+    assert log in synced

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -189,9 +192,6 @@ def test_a_disk_that_refuses_a_flush_undoes_what_waited_and_says_so(
         put(db, "b")
         db.delete(["a"])
 
-        def refuse(descriptor: int) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
         with monkeypatch.context() as patch:
             patch.setattr(disk, "sync", refuse)
             with pytest.raises(softdb.WriteFailed, match=r"since the last flush \(2 changes\)"):
@@ -207,16 +207,87 @@ def test_a_disk_that_refuses_a_flush_undoes_what_waited_and_says_so(
 def test_a_close_that_cannot_flush_says_so_and_lets_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db = relaxed(path)
     put(db, "a")
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
         patch.setattr(disk, "sync", refuse)
         with pytest.raises(softdb.WriteFailed, match=r"since the last flush \(1 changes\)"):
             db.close()
     with relaxed(path) as again:
         assert len(again) == 0
+
+
+def refuse(descriptor: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("teller", ["close", "insert", "flush"])
+def test_what_a_flush_of_its_own_accord_lost_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+    monkeypatch.setattr(commits, "DELAY", 0.05)
+    db = relaxed(path)
+    put(db, "a")
+    db.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync", refuse)
+        put(db, "b", "c")
+        deadline = time.monotonic() + 20
+        while db.stats()["unflushed"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(db) == db.count({}) == 1, "what is lost is seen on"
+        assert db.search([[1.0, 1.0]], k=3).ids == [["a", None, None]]
+    verbs = {"close": db.close, "insert": lambda: put(db, "d"), "flush": db.flush}
+    with pytest.raises(softdb.WriteFailed, match=r"since the last flush \(1 changes\)"):
+        verbs[teller]()
+    db.close()
+    assert flushed(path) == {"a"}
+
+
+@pytest.mark.usefixtures("never")
+def test_a_handle_that_is_forgotten_flushes(path: Path) -> None:
+    db = relaxed(path)
+    put(db, "a")
+    del db
+    gc.collect()
+    assert flushed(path) == {"a"}
+
+
+def test_what_is_written_while_the_interpreter_ends_comes_to_disk(path: Path) -> None:
+    late = "import atexit; atexit.register(lambda: db.insert(['last'], [[1, 2]], [[3]]))"  # before softdb's: runs after
+    subprocess.run([sys.executable, "-c", late + SCRIPT, str(path)], check=True)
+    assert flushed(path) == {"kept", "late", "last"}
+
+
+@pytest.mark.usefixtures("never")
+def test_a_snapshot_while_another_thread_writes(path: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            put(db, f"r{number}")
+            number += 1
+
+    with relaxed(path) as db:
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            for turn in range(10):
+                before = len(db)
+                assert db.snapshot(tmp_path / str(turn))["records"] >= before
+                assert len(flushed(tmp_path / str(turn))) >= before
+        finally:
+            stop.set()
+            thread.join()
+
+
+@pytest.mark.usefixtures("never")
+def test_where_no_thread_can_be_had_a_verb_comes_to_disk_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    with relaxed(path) as db:
+        monkeypatch.setattr(_thread, "start_new_thread", none)
+        put(db, "a")
+        assert db.stats()["unflushed"] == 0
+        assert flushed(path) == {"a"}
 
 
 def test_memory_and_full_durability_have_nothing_to_flush(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,15 @@ def payloads(value: object, count: int) -> Iterator[str | None]:
             raise BadInput(f"payloads are {shown(value)}; expected a list with one JSON value for each of {count} ids")
         value = [value]
     filled(value, "payloads", count)
-    return (None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(value))
+    return (None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(_drawn(value)))
+
+
+def _drawn(value: Iterable[Any]) -> Iterator[Any]:
+    """Its items. What reads files to make them may fail, which is not the database's disk."""
+    try:
+        yield from value
+    except (OSError, MemoryError, UnicodeDecodeError) as error:
+        raise BadInput(f"payloads could not be drawn ({type(error).__name__}: {error}); mend the cause") from error
 
 
 def json_text(value: object, name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -41,8 +41,7 @@ class Catalog:
     def __init__(self, connection: apsw.Connection, version: int) -> None:
         self.connection = connection
         self.version = version  # of the format; 0: nothing is laid out yet
-        self._steps: int | None = None  # thousands that the present statement may still take; None: as many as it likes
-        connection.set_progress_handler(self._spent, 1000)
+        self._steps = 0  # thousands that the present query may still take
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
@@ -125,28 +124,29 @@ class Catalog:
 
     def all(self, sql: str, bindings: Sequence[Any] = ()) -> list[Any]:
         """Every row of a query."""
-        with self._bounded():
-            return self.connection.execute(sql, bindings).fetchall()
+        found: list[Any] = self._bounded(apsw.Cursor.fetchall, sql, bindings)
+        return found
 
     def one(self, sql: str, bindings: Sequence[Any] = ()) -> Any:
         """The one row of a query."""
-        with self._bounded():
-            return self.connection.execute(sql, bindings).fetchone()
+        return self._bounded(apsw.Cursor.fetchone, sql, bindings)
 
-    @contextlib.contextmanager
-    def _bounded(self) -> Iterator[None]:
-        """Stop what takes more steps than a file of this size can need: its pages lead round in circles."""
+    def _bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
+        """Stop what takes more steps than a file of this size can need: its pages lead round in circles.
+
+        Nothing of Python runs within a statement that writes: an interrupt there would make SQLite undo them all.
+        """
+        connection = self.connection
         self._steps = STEPS + self.capacity() // 80
         try:
-            yield
+            connection.set_progress_handler(self._spent, 1000)
+            return fetch(connection.execute(sql, bindings))
         except apsw.InterruptError as error:
             raise CorruptionError("catalog.sqlite has pages that lead to themselves; restore it from a copy") from error
         finally:
-            self._steps = None
+            connection.set_progress_handler(None)
 
     def _spent(self) -> bool:
-        if self._steps is None:
-            return False
         self._steps -= 1
         return self._steps < 0
 
@@ -272,8 +272,8 @@ class Catalog:
 
     def shrink(self) -> None:
         """Give free pages back, when they are many, and fold the WAL in; what is in use elsewhere waits."""
-        self.connection.set_busy_timeout(0)
         try:
+            self.connection.set_busy_timeout(0)
             # VACUUM needs room itself: on a full disk it waits, too
             with contextlib.suppress(apsw.BusyError, apsw.LockedError, apsw.FullError):
                 if 4 * self._pragma("freelist_count") > self._pragma("page_count"):
@@ -288,8 +288,8 @@ class Catalog:
 
         Nothing happens while somebody reads it. Raises apsw.Error, on a full disk for one.
         """
-        self.connection.set_busy_timeout(0)
         try:
+            self.connection.set_busy_timeout(0)
             with contextlib.suppress(apsw.BusyError, apsw.LockedError):
                 self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
         finally:

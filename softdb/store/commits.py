@@ -19,7 +19,6 @@ from typing import Protocol
 
 import apsw
 
-from softdb.errors import SoftDBError
 from softdb.store.catalog import Catalog
 from softdb.store.committed import Committed
 from softdb.store.connect import BUSY
@@ -36,15 +35,12 @@ PATIENCE = 1000  # milliseconds
 class Flushed(Protocol):
     """Who holds relaxed changes."""
 
-    @property
-    def waiting(self) -> int:
-        """How many."""
-
-    def flush(self) -> None:
-        """Bring them to disk. Raises SoftDBError."""
+    def flush_late(self) -> None:
+        """Bring them to disk, if there are any. Raises nothing: the next verb tells what failed, or closing."""
 
 
 _open: weakref.WeakSet[Flushed] = weakref.WeakSet()
+_ending = False  # whether the interpreter is: nobody will come to flush
 
 
 def late(store: Flushed) -> Callable[[], None]:
@@ -54,18 +50,17 @@ def late(store: Flushed) -> Callable[[], None]:
 
     def flush() -> None:
         held = known()
-        if held is not None and held.waiting:
-            with contextlib.suppress(SoftDBError):  # the next verb says so
-                held.flush()
+        if held is not None:
+            held.flush_late()
 
     return flush
 
 
 def _flush_all() -> None:
+    global _ending
+    _ending = True
     for store in list(_open):
-        with contextlib.suppress(SoftDBError):
-            if store.waiting:
-                store.flush()
+        store.flush_late()
 
 
 atexit.register(_flush_all)
@@ -81,12 +76,6 @@ def _sleep(asleep: _thread.LockType, late: Callable[[], None]) -> None:
         late()
 
 
-class Verb:
-    """One change that has begun."""
-
-    over = False  # undone by who came after an interrupt
-
-
 class Commits:
     """A writer's transactions. The caller keeps threads apart, and calls nothing more after one has raised."""
 
@@ -96,7 +85,7 @@ class Commits:
         self._catalog, self._columns, self._late = catalog, columns, late
         self._mark = None if directory is None else Committed(directory)
         self._asleep = _thread.allocate_lock()  # held by the thread that will call `late`
-        self.verb: Verb | None = None  # what has begun and not ended
+        self.in_verb = False  # whether one has begun and not ended
         self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
         if directory is not None:
             catalog.connection.set_wal_hook(self._checkpoint)
@@ -107,65 +96,82 @@ class Commits:
         """Whether verbs gather."""
         return self._late is not None
 
-    def begin(self) -> Verb:
+    # An interrupt may come after any call, before any function: what must follow a statement stands in a `finally`, and
+    # what is left of a verb is undone by whoever comes next.
+
+    def begin(self) -> None:
         """Start a verb. What an interrupt has left of another is undone."""
         self.undo()
         if not self.waiting:
             self._catalog.rollback()
-        verb, connection = Verb(), self._catalog.connection
+        connection = self._catalog.connection
         if not connection.in_transaction:
-            self.verb = verb
+            self.in_verb = True
             self._catalog.begin(write=True)
         if self.relaxed:
             try:
                 connection.execute("SAVEPOINT verb")
-            finally:  # an interrupt may come when that has happened
-                self.verb = verb
-        return verb
+            finally:
+                self.in_verb = True
 
     def undo(self) -> None:
-        """Undo the verb, if one has begun and not ended."""
-        if self.verb is None:
+        """Undo the verb, if one has begun and not ended. Raises apsw.Error, also where SQLite has undone more."""
+        if not self.in_verb:
             return
-        self.verb.over = True
         connection = self._catalog.connection
-        if not connection.in_transaction:
-            self.verb = None
-            return
-        undoing = "ROLLBACK TO verb; RELEASE verb" if self.waiting else "ROLLBACK"
-        try:
-            connection.execute(undoing)
-        finally:
-            self.verb = None
+        if connection.in_transaction:
+            undoing = "ROLLBACK TO verb; RELEASE verb" if self.waiting else "ROLLBACK"
+            try:
+                connection.execute(undoing)
+            finally:
+                self.in_verb = False
+        elif self.waiting:
+            raise apsw.AbortError("SQLite undid what was to be flushed")
+        self.in_verb = False
 
     def end(self, durable: bool) -> None:
         """The verb has happened: on disk when this returns, unless verbs gather and it needs not be."""
-        if self.verb is None:
+        if not self.in_verb:
             return  # undone
         if self.relaxed:
-            self.waiting += 1  # before: an interrupt leaves one too many rather than one too few
+            durable = durable or _ending or not self._wake()
+            self.waiting += 1
             connection = self._catalog.connection
             try:
                 connection.execute("RELEASE verb")
             finally:
-                self.verb = None
-        if not self.relaxed or durable:
+                self.in_verb = False
+        if durable or not self.relaxed:
             self.flush()
-            return
-        if self._late is not None and not self._asleep.locked():
-            _thread.start_new_thread(_sleep, (self._asleep, self._late))
 
     def flush(self) -> None:
         """Bring every change to disk."""
         self._columns.settle()
-        if self._catalog.connection.in_transaction:
-            self._catalog.commit()
-        self.verb, self.waiting = None, 0
+        connection = self._catalog.connection
+        if connection.in_transaction:
+            try:
+                connection.execute("COMMIT")
+            except apsw.Error:
+                raise
+            except BaseException:
+                if not self._catalog.connection.in_transaction:  # it has happened
+                    self.in_verb, self.waiting = False, 0
+                raise
+        self.in_verb, self.waiting = False, 0
         self.acknowledge()
+
+    def _wake(self) -> bool:
+        """See to it that somebody flushes in a while; whether somebody will."""
+        if self._late is not None and not self._asleep.locked():
+            try:
+                _thread.start_new_thread(_sleep, (self._asleep, self._late))
+            except RuntimeError:  # no more threads
+                return False
+        return True
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""
-        self.verb, self.waiting = None, 0
+        self.in_verb, self.waiting = False, 0
         with contextlib.suppress(apsw.Error):
             self._catalog.rollback()
 
@@ -188,8 +194,8 @@ class Commits:
         """
         if pages >= PAGES and self.broken is None:
             patient = pages >= MOST_PAGES
-            connection.set_busy_timeout(PATIENCE if patient else 0)
             try:
+                connection.set_busy_timeout(PATIENCE if patient else 0)
                 connection.wal_checkpoint(
                     name, apsw.SQLITE_CHECKPOINT_RESTART if patient else apsw.SQLITE_CHECKPOINT_PASSIVE
                 )

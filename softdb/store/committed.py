@@ -10,6 +10,7 @@ come to disk itself: a file that is absent, or is no such line, says nothing, an
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from zlib import crc32
@@ -27,13 +28,11 @@ _LINE = len("00000000000000000000 01234567\n")
 class Committed:
     """A writer's hold on the file."""
 
+    _descriptor = -1
+
     def __init__(self, directory: Path) -> None:
         self._descriptor = disk.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
-        try:
-            disk.truncate(self._descriptor, _LINE)
-        except BaseException:
-            disk.close(self._descriptor)
-            raise
+        disk.truncate(self._descriptor, _LINE)
 
     def put(self, generation: int) -> None:
         """Leave a generation that is on disk. Raises OSError."""
@@ -41,8 +40,14 @@ class Committed:
         disk.write(self._descriptor, f"{digits} {crc32(digits.encode()):08x}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let go of the file."""
-        disk.close(self._descriptor)
+        """Let go of the file. Once is enough."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            disk.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
 
 
 def last(directory: Path) -> int:

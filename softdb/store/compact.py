@@ -165,7 +165,7 @@ def _write(store: Store, group: _Group, number: int) -> _Written | None:
                 values = group.snapshot.values_at(places).numpy().astype(store.schema.value_dtype, copy=False)
             yield Part(keys, values, rows[low : low + AT_ONCE] if has_gaps else None)
 
-    store.columns.create(number, count, has_gaps)
+    store.columns.create(number, count, has_gaps, aside=True)
     store.columns.fill(number, count, parts())
     entry = SegmentEntry(number, int(rows[0]), count, count)
     return _Written(entry, checksum(rows) if has_gaps else None)

@@ -35,7 +35,7 @@ def enter(path: Path, writing: bool, may_create: bool) -> files.Lock | None:
         return None
     lock = files.acquire(path / "lock")
     if lock is None:
-        holder = (path / "lock").read_text().strip() or "unknown"
+        holder = (path / "lock").read_text(errors="replace").strip() or "unknown"
         raise DatabaseLocked(
             f"{path} is being written by process {holder}; close it there, or open this one with mode='r'"
         )

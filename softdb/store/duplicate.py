@@ -40,8 +40,6 @@ def duplicate(store: Store, path: Path) -> dict[str, Any]:
         WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
     """
     _require_free(store, path)
-    if store.relaxed:
-        store.flush()
     existed = path.is_dir()
     try:
         files.make_directory(path)
@@ -67,10 +65,13 @@ def _require_free(store: Store, path: Path) -> None:
 def _copied(store: Store, path: Path) -> dict[str, Any]:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
-        with store.lock, store.reading() as snapshot:
-            entries, missing = store.catalog.segments(), gaps.read(store.catalog)
-            indexes = _open_indexes(store, opened)
-            store.catalog.copy(unfinished)
+        with store.lock:
+            if store.waiting:  # SQLite copies no catalogue within a transaction that writes
+                store.flush()
+            with store.reading() as snapshot:
+                entries, missing = store.catalog.segments(), gaps.read(store.catalog)
+                indexes = _open_indexes(store, opened)
+                store.catalog.copy(unfinished)
         columns, segments = Columns(path, store.schema), {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)

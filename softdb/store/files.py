@@ -192,8 +192,8 @@ def occupied(path: Path) -> int:
 
 def acquire(path: Path) -> Lock | None:
     """An exclusive lock on a file until it is released or the process ends; None while another holds it."""
-    lock = Lock(disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK))
-    descriptor = lock.fileno()
+    lock = Lock()
+    lock.descriptor = descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
@@ -212,22 +212,17 @@ def acquire(path: Path) -> Lock | None:
 class Lock:
     """A lock on a file, for as long as its descriptor is open anywhere."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        """The descriptor; -1 when it is closed."""
-        return self._descriptor
+    descriptor = -1  # when it is closed
 
     def release(self) -> None:
         """Let go, though a child that has just been forked still has the descriptor; an interrupt leaves no lock."""
-        if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        if self.descriptor >= 0:
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
         """In a child: let go of the descriptor alone. Once is enough."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             disk.close(descriptor)
 

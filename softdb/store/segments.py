@@ -101,8 +101,12 @@ class Columns:
         self._all = {**self._shapes, "rows": (np.dtype(np.int64), ())}
         self._arrays: dict[tuple[str, int], Array] = {}  # whole columns, mapped or held
 
-    def create(self, number: int, capacity: int, gaps: bool = False) -> None:
-        """Make a segment's files at their final size, their names on disk, before any row refers to them."""
+    def create(self, number: int, capacity: int, gaps: bool = False, *, aside: bool = False) -> None:
+        """Make a segment's files at their final size, their names on disk, before any row refers to them.
+
+        `aside`: other threads may write meanwhile; what comes to disk does not wait for `settle`.
+        """
+        named = aside or not self.relaxed
         for column, (dtype, width) in (self._all if gaps else self._shapes).items():
             shape = (capacity, *width)
             if self.directory is None:
@@ -110,8 +114,8 @@ class Columns:
             else:
                 head = header(dtype, shape)
                 files.remove(self._path(column, number))  # an orphan of an append that did not commit
-                self._unnamed = self.relaxed
-                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), not self.relaxed)
+                self._unnamed = self._unnamed or not named
+                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), named)
 
     @contextlib.contextmanager
     def writing(self, pieces: list[Piece]) -> Iterator[None]:
@@ -152,11 +156,12 @@ class Columns:
     def settle(self) -> None:
         """Bring what was written relaxed, and the names of new files, to disk."""
         self.wait()
-        for path in sorted(self._unsettled):
+        while self._unsettled:
+            path = min(self._unsettled)
             files.settle(path)
+            self._unsettled.discard(path)
         if self._unnamed and self.directory is not None:
             files.sync_directory(self.directory)
-        self._unsettled.clear()
         self._unnamed = False
 
     def fill(self, number: int, capacity: int, parts: Iterable[Part]) -> None:

@@ -24,6 +24,7 @@ from softdb.errors import (
     Closed,
     CorruptionError,
     DuplicateId,
+    NestedWrite,
     NotADatabase,
     ReadOnly,
     SoftDBError,
@@ -34,7 +35,7 @@ from softdb.store import commits, committed, files, fork, gaps
 from softdb.store.append import Batch, append
 from softdb.store.catalog import Catalog
 from softdb.store.commits import Commits
-from softdb.store.connect import reading
+from softdb.store.connect import reading, typed
 from softdb.store.directory import enter
 from softdb.store.format import FORMAT
 from softdb.store.matches import Matches
@@ -66,15 +67,18 @@ class Store:
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
+        self._unheard: WriteFailed | None = None  # what was lost when nobody had asked for anything
+        self._reads: object | None = None  # whoever has begun the transaction that reads
         self._matches = Matches()
         self._looked: dict[int, int] = {}  # how many labels of each segment have been looked at
         self._catalog: Catalog | None = None
-        try:
-            self._open(create)
-        except BaseException:
-            self.close()
-            raise
-        fork.watch(self)
+        fork.watch(self)  # first: a child may be forked meanwhile
+        with self._lock:
+            try:
+                self._open(create)
+            except BaseException:
+                self.close()
+                raise
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -129,13 +133,23 @@ class Store:
                 self.catalog.rollback()
 
     def close(self) -> None:
-        """Let go of files and lock; safe to call twice. Raises WriteFailed where relaxed changes are lost."""
+        """Let go of files and lock; safe to call twice. Raises WriteFailed where relaxed changes are lost.
+
+        Called in the middle of a verb, by a signal's handler, it undoes that one.
+        """
         with self._lock:
             try:
-                if self._commits is not None and self._commits.waiting:
-                    self.flush()
+                if self._in_verb:
+                    self._settle_verb()
+                if self.waiting:
+                    self._flush()
             finally:
                 self._let_go()
+            self._tell()
+
+    def __del__(self) -> None:
+        if getattr(self, "_commits", None) is not None and self._writer is not None and self._writer.descriptor >= 0:
+            self.flush_late()
 
     def _let_go(self) -> None:
         """Each lets go, whatever another raises, and in an order in which an interrupt leaves no lock behind."""
@@ -156,7 +170,12 @@ class Store:
 
     @property
     def within(self) -> AbstractContextManager[Any]:
-        """To be held by whoever writes: `with store.lock, store.within, store.writing():`."""
+        """To be held by whoever writes: `with store.lock, store.within, store.writing():`.
+
+        Raises NestedWrite where this thread, which holds `lock`, writes already.
+        """
+        if self._within.locked():
+            raise NestedWrite("this thread is in the middle of another write; let that one end first")
         return self._within
 
     @property
@@ -190,9 +209,7 @@ class Store:
         """See `fork.Connected`. What waits to be flushed comes to disk first: a child sees what is there."""
         if not self._lock.acquire(timeout=seconds):
             return None
-        if self.waiting and not self._in_verb:
-            with contextlib.suppress(SoftDBError):  # the next verb says so
-                self.flush()
+        self.flush_late()
         return self._lock.release
 
     def let_go(self, held: bool) -> None:
@@ -297,15 +314,32 @@ class Store:
     def _reading(self) -> Iterator[None]:
         """One generation for a few statements; nested in a transaction it does nothing."""
         if self.catalog.connection.in_transaction:
-            yield
+            with contextlib.nullcontext() if self._in_verb else reading():
+                yield
             return
+        mine, dropped = object(), False
+        self._reads = mine
         try:
             with reading():
                 self.catalog.begin(write=False)
                 yield
+        except GeneratorExit:  # of one that an interrupt has left, dropped at last, in whatever thread
+            dropped = True
+            if not self._lock._is_owned() and self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
+                try:
+                    self._end_reading(mine)
+                finally:
+                    self._lock.release()
+            raise
         finally:
-            if self._catalog is not None:
-                self._catalog.rollback()
+            if not dropped:
+                self._end_reading(mine)
+
+    def _end_reading(self, mine: object) -> None:
+        """End the transaction that one has begun, unless it is another's now."""
+        if self._reads is mine and self._catalog is not None:
+            self._reads = None
+            self._catalog.rollback()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Snapshot]:
@@ -372,7 +406,7 @@ class Store:
 
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self._lock, self._within, self.writing():
+        with self._lock, self.within, self.writing():
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
@@ -389,7 +423,7 @@ class Store:
 
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self._lock, self._within, self.writing():
+        with self._lock, self.within, self.writing():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
@@ -399,7 +433,7 @@ class Store:
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self._lock, self._within, self.writing():
+        with self._lock, self.within, self.writing():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -422,7 +456,7 @@ class Store:
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self._lock, self._within, self.writing():
+        with self._lock, self.within, self.writing():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
@@ -443,13 +477,13 @@ class Store:
 
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self._lock, self._within, self.writing(durable=True):
+        with self._lock, self.within, self.writing(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self._lock, self._within, self.writing(durable=True):
+        with self._lock, self.within, self.writing(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -494,7 +528,7 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self._lock, self._within, self.writing(durable=True):
+        with self._lock, self.within, self.writing(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))
@@ -509,33 +543,38 @@ class Store:
         """
         self.require_writable()
         _ = self.snapshot  # of a verb that was interrupted
-        verb = None
+        dropped, self._reads = False, None
         try:
             if self._unfolded:
                 self._fold()
-            verb = self._transactions.begin()
+            self._transactions.begin()
             yield
             self._stale = True  # an interrupt may come before the snapshot does
             self._transactions.end(durable)
+        except GeneratorExit:  # of one that an interrupt has left, dropped at last, in whatever thread
+            dropped = True
+            raise
+        except (apsw.BusyError, apsw.LockedError) as error:  # nothing was written: another program has it locked
+            raise typed(error) from error
         except (OSError, apsw.Error, MemoryError) as error:
             raise self._failed(error) from error
         except UnicodeDecodeError as error:
             raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
         finally:
-            if not (verb and verb.over) and self._lock._is_owned():  # type: ignore[attr-defined]
+            if not dropped:
                 self._settle_verb()
 
     @property
     def _in_verb(self) -> bool:
         """Whether a verb has begun and goes on."""
-        return self._commits is not None and self._commits.verb is not None and self._within.locked()
+        return self._commits is not None and self._commits.in_verb and self._within.locked()
 
     def _settle_interrupted(self) -> None:
         """Undo the verb that has begun and does not go on."""
-        if self._commits is None or self._commits.verb is None or self._within.locked():
+        if self._commits is None or not self._commits.in_verb or self._within.locked():
             return
         with self._lock:
-            if self._commits.verb is not None and not self._in_verb:
+            if self._commits.in_verb and not self._in_verb:
                 self._settle_verb()
 
     def _settle_verb(self) -> None:
@@ -545,21 +584,47 @@ class Store:
             try:
                 self._commits.undo()
             except apsw.Error as error:
-                self._failed(error)
-            if self._commits.broken is not None and self._failure is None:
-                self._failed(self._commits.broken)
+                self._unheard = self._failed(error)
+            self._heed_checkpoint()
         with contextlib.suppress(*([] if self._failure is None else [SoftDBError])):
             self.refresh()  # a commit that raised may have come to disk
 
+    def _heed_checkpoint(self) -> None:
+        """Take no more writes after a checkpoint that failed; what was committed is safe."""
+        if self._commits is not None and self._commits.broken is not None and self._failure is None:
+            self._failed(self._commits.broken)
+
     def flush(self) -> None:
         """Bring relaxed changes to disk. Raises WriteFailed."""
+        with self._lock, self.within:
+            self._flush()
+
+    def flush_late(self) -> None:
+        """The same for nobody: what is lost is told by the next verb, or by `close`."""
         with self._lock:
-            self.require_writable()
-            self._settle_interrupted()
+            if not self.waiting or self._within.locked():
+                return
             try:
-                self._transactions.flush()
-            except (OSError, apsw.Error, MemoryError) as error:
-                raise self._failed(error) from error
+                self.flush()
+            except WriteFailed as error:
+                self._unheard = error
+            except SoftDBError:
+                pass
+
+    def _flush(self) -> None:
+        self.require_writable()
+        self._settle_interrupted()
+        try:
+            self._transactions.flush()
+        except (OSError, apsw.Error, MemoryError) as error:
+            raise self._failed(error) from error
+        self._heed_checkpoint()
+
+    def _tell(self) -> None:
+        """Raise what nobody has heard yet."""
+        error, self._unheard = self._unheard, None
+        if error is not None:
+            raise error
 
     @property
     def waiting(self) -> int:
@@ -573,14 +638,17 @@ class Store:
 
     @property
     def _transactions(self) -> Commits:
-        assert self._commits is not None  # a writer has them
+        if self._commits is None:
+            self.require_open()
+            raise ReadOnly("the process has forked in the middle of this write; only the parent's goes on")
         return self._commits
 
     def _failed(self, error: Exception) -> WriteFailed:
         """Take no more writes."""
         lost = self.waiting
-        self._failure = f"{type(error).__name__}: {error}"
-        self._transactions.give_up()
+        self._failure, self._stale = f"{type(error).__name__}: {error}", True
+        if self._commits is not None:
+            self._commits.give_up()
         also = f" and what was done since the last flush ({lost} changes) is undone" if lost else ""
         return WriteFailed(
             f"the disk refused a write ({self._failure}){also}; nothing more is written through this handle: "
@@ -592,5 +660,6 @@ class Store:
         self.require_open()
         if self.mode != "rw":
             raise ReadOnly("this handle is read-only; open the database with mode='rw' to write")
+        self._tell()
         if self._failure is not None:
             raise WriteFailed(f"an earlier write failed ({self._failure}); open the database again")

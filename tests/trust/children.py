@@ -122,15 +122,14 @@ def live(order: Order, say: Callable[[str], None]) -> None:
     if order.aside:
         segments.BACKGROUND_BYTES = 1
     commits.DELAY = 0.005
+    if order.pages is not None:
+        commits.PAGES = order.pages
     with contextlib.ExitStack() as around:
         if order.kill is not None or order.watch:
             around.enter_context(tapped(Suicide(order, say), order.path.parent))
         say("start")
         world, state = World(order.path, order.schema, order.relaxed), order.state
         for n in range(order.first, order.first + order.count):
-            if order.pages is not None:
-                with world.db._store._lock:  # a relaxed one has a thread that flushes
-                    world.db._store.catalog.connection.wal_autocheckpoint(order.pages)
             one = order.acts(n, state)
             say(f"begin {n}")
             one.do(world)

@@ -233,3 +233,23 @@ def test_a_limit_on_the_size_of_files_is_as_good_as_a_full_disk(tmp_path: Path, 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     live_on(tmp_path / "db", acknowledged(tmp_path / "db", state, state), n)
     tally["faults: file systems filled"] += 1
+
+
+def test_a_sync_that_fails_when_a_commit_folds_the_log_in_ends_writing(
+    bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, room = bases["plain"], bases["plain"].folder.with_name("hooked")
+    shutil.copytree(base.folder, room)
+    monkeypatch.setattr("softdb.store.commits.PAGES", 1)  # every commit folds
+    broken = Point()
+    with tapped(broken, room), passed_over():
+        world = World(room / "db", SCHEMA)
+        broken.point = "sync catalog.sqlite"
+        write(world, "done")  # on disk, in the log
+        broken.point = None
+        try:
+            with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):
+                write(world, "more")
+        finally:
+            world.db.close()
+            shutil.rmtree(room)

@@ -155,3 +155,17 @@ def test_a_line_that_unpacks_to_more_than_memory_is_refused(
         tally["hostile: files tried"] += 1
         with pytest.raises(softdb.BadInput, match=r"line 2: longer than 1,048,576 bytes"):
             list(read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "name", ["../catalog.sqlite", "/etc/passwd", "ivf-0123456789abcdef.faiss/../../x", "", "..", 7]
+)
+def test_a_signature_makes_no_name_of_an_index_lead_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: Any
+) -> None:
+    monkeypatch.setenv("SOFTDB_KEY_FILE", str(tmp_path / "key"))
+    entry = dict.fromkeys(("kind", "metric", "bytes", "sha256", *cache._KEPT), 0) | {"file": name}
+    entry["hmac"] = cache._signature(entry)
+    monkeypatch.setattr(files, "reading", lambda path: pytest.fail(f"{path} is opened"))
+    assert cache.load(tmp_path, entry, check.Metric.L2) is None
+    assert "its entry is not one that softdb writes" in caplog.text

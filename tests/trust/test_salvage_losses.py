@@ -22,7 +22,7 @@ from rot_worlds import Damage, World, files_of, make
 from tap import Op, Tap, tapped
 
 import softdb
-from softdb.store.salvage import placing, sifting
+from softdb.store.salvage import placing, run, sifting
 
 # SQLite says twice what failed: as an exception, and where a file's method cannot raise, as one that was ignored
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -395,3 +395,21 @@ def test_whatever_happens_nothing_is_saved_that_was_not_stored(
             assert truth in allowed, f"{one!r} was never stored so; {report}"
 
     tried()
+
+
+def test_bytes_that_change_while_they_are_read_are_lost_and_named(
+    copied: Callable[[str], tuple[World, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, path = copied("logged")
+    keys, read = (path / "keys-00000000.npy").stat().st_ino, placing.read_slots
+
+    def changing(file: Any, size: int, low: int, high: int) -> Any:
+        for slot, one in zip(range(low, high), read(file, size, low, high), strict=True):
+            other = os.fstat(file.fileno()).st_ino == keys and slot == 6
+            yield bytes([one[0] ^ 1]) + one[1:] if other else one
+
+    monkeypatch.setattr(run, "read_slots", changing)  # not that of `placing`: the first look finds all as it was
+    report, found = salvaged(path, tmp_path / "saved", world)
+    assert len(found) == len(world.state) - 1
+    assert wrong(found, world, []) == ""
+    assert [one["why"] for one in report["lost"]] == ["its bytes changed while they were read"]

@@ -1,0 +1,401 @@
+"""What comes in the middle of a verb: a signal's handler, a lazy payload, a fork, a traceback that is dropped late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import apsw
+import numpy as np
+import pytest
+
+import softdb
+from softdb.store import catalog, commits, files, segments
+
+DIM = 4
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+@pytest.fixture(autouse=True)
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No flush of its own accord."""
+    monkeypatch.setattr(commits, "DELAY", 1e6)
+
+
+def made(path: Path, durability: Any, *ids: str) -> softdb.SoftDB:
+    db = softdb.open(path, dim=DIM, durability=durability)
+    if ids:
+        put(db, *ids)
+        db.flush()
+    return db
+
+
+def put(db: softdb.SoftDB, *ids: str, payloads: Any = None) -> None:
+    db.insert(list(ids), np.ones((len(ids), DIM)), payloads=payloads)
+
+
+def there(path: Path) -> set[str]:
+    """What is on disk, whole."""
+    with softdb.open(path, mode="r", verify=True) as db:
+        return {str(one) for records in db.scan(10**6) for one in records.ids}
+
+
+def after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, work: Callable[[], Any]) -> None:
+    """Do something once, right after a function."""
+    real = getattr(owner, name)
+    done: list[bool] = []
+
+    def both(*args: Any, **words: Any) -> Any:
+        result = real(*args, **words)
+        if not done:
+            done.append(True)
+            work()
+        return result
+
+    monkeypatch.setattr(owner, name, both)
+
+
+@contextlib.contextmanager
+def handler(work: Callable[[], Any]) -> Iterator[None]:
+    """SIGUSR1 does that."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: work())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def signalled() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+# -- a signal's handler ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_handler_that_closes_within_a_verb_undoes_that_one_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    db = made(path, durability, "a", "b")
+    put(db, "waits")
+    after(monkeypatch, catalog.Catalog, "bury", signalled)  # between the deletion and the insertion of an upsert
+    with handler(db.close), pytest.raises(softdb.Closed):
+        db.upsert(["a", "b"], np.zeros((2, DIM)))
+    assert there(path) == {"a", "b", "waits"}
+    with softdb.open(path) as again:
+        assert again.get(["a"]).keys.tolist() == [[1.0] * DIM]
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+@pytest.mark.parametrize("verb", ["flush", "insert", "delete"])
+def test_a_handler_that_writes_within_a_verb_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, verb: str
+) -> None:
+    refused: list[softdb.SoftDBError] = []
+    works: dict[str, Callable[[], Any]] = {
+        "flush": lambda: db.flush(),
+        "insert": lambda: put(db, "x"),
+        "delete": lambda: db.delete(["a"]),
+    }
+
+    def work() -> None:
+        try:
+            works[verb]()
+        except softdb.NestedWrite as error:
+            refused.append(error)
+
+    with made(path, durability, "a", "b") as db, handler(work):
+        after(monkeypatch, catalog.Catalog, "bury", signalled)
+        db.upsert(["a", "c"], np.zeros((2, DIM)))
+        assert "in the middle of another write" in str(refused[0])
+        put(db, "d")
+    assert there(path) == {"a", "b", "c", "d"}
+
+
+def test_a_handler_that_writes_within_a_flush_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[softdb.SoftDBError] = []
+
+    def work() -> None:
+        try:
+            put(db, "x")
+        except softdb.NestedWrite as error:
+            refused.append(error)
+
+    with made(path, "relaxed", "a") as db, handler(work):
+        put(db, "b")
+        after(monkeypatch, files, "settle", signalled)
+        db.flush()
+        assert refused
+        assert there(path) == {"a", "b"}
+
+
+# -- lazy payloads -----------------------------------------------------------------------------------------------------
+
+
+class Lazy(Sequence[Any]):
+    """Two payloads that are made when they are drawn."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: Any) -> Any:
+        if i > 1:
+            raise IndexError(i)
+        return self.make() if i else {}
+
+
+def missing() -> Any:
+    raise FileNotFoundError("captions/2.json")
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_payload_that_cannot_be_drawn_is_not_the_disk_s_fault(path: Path, durability: str) -> None:
+    with made(path, durability, "a") as db:
+        put(db, "b")
+        with pytest.raises(softdb.BadInput, match=r"FileNotFoundError: captions/2\.json"):
+            put(db, "c", "d", payloads=Lazy(missing))
+        put(db, "e")
+    assert there(path) == {"a", "b", "e"}
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_payload_that_flushes_commits_no_half(path: Path, durability: str) -> None:
+    with made(path, durability, "a", "b") as db:
+        with pytest.raises(softdb.NestedWrite):
+            db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=Lazy(db.flush))
+        assert there(path) == {"a", "b"}
+        assert db.get(["a"]).keys.tolist() == [[1.0] * DIM]
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_child_forked_by_a_payload_writes_nothing(path: Path, durability: str) -> None:
+    def fork() -> Any:
+        children.append(os.fork())
+
+    children: list[int] = []
+    with made(path, durability, "a") as db:
+        try:
+            db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=Lazy(fork))
+        except BaseException as error:
+            os._exit(0 if not children[0] and isinstance(error, softdb.ReadOnly) else 1)
+        if not children[0]:
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+        put(db, "c")
+    assert there(path) == {"a", "b", "c"}
+
+
+# -- interrupts whose traceback somebody keeps for a while -------------------------------------------------------------
+
+
+def interrupted_reading(db: softdb.SoftDB) -> KeyboardInterrupt:
+    """An interrupt that leaves a reading transaction, until it is dropped."""
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is contextlib._GeneratorContextManager.__exit__.__code__:
+            generator = frame.f_locals["self"].gen
+            if generator.__qualname__ == "Store.reading":
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(look)
+        db.count({"n": 1})
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.setprofile(None)
+    raise AssertionError("nothing was interrupted")
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_traceback_dropped_while_another_thread_writes_undoes_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    within, dropped = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        within.set()
+        assert dropped.wait(20)
+
+    with made(path, durability, "a") as db:
+        put(db, "b")
+        kept = [interrupted_reading(db)]
+        after(monkeypatch, catalog.Catalog, "put_segment", pause)  # between two statements of the other's
+        thread = threading.Thread(target=put, args=(db, "c"))
+        thread.start()
+        assert within.wait(20)
+        kept.clear()
+        dropped.set()
+        thread.join()
+        put(db, "d")
+        assert len(db) == db.count({}) == 4
+    assert there(path) == {"a", "b", "c", "d"}
+
+
+def test_a_traceback_dropped_later_undoes_nothing_that_waits(path: Path) -> None:
+    with made(path, "relaxed", "a") as db:
+        kept = [interrupted_reading(db)]
+        put(db, "b")
+        kept.clear()
+        assert db.stats()["unflushed"] == 1
+        assert "b" in db
+    assert there(path) == {"a", "b"}
+
+
+def test_nothing_of_python_runs_within_a_statement_that_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt there would make SQLite undo the whole transaction, with all that waits to be flushed."""
+    within: list[bool] = []
+    real = catalog.Catalog._spent
+
+    def spent(self: catalog.Catalog) -> bool:
+        within.append(writing)
+        return real(self)
+
+    monkeypatch.setattr(catalog.Catalog, "_spent", spent)
+    writing, ids = False, [f"r{i}" for i in range(20_000)]
+    with made(path, "relaxed") as db:
+        put(db, *ids)
+        list(db.scan(10**6))
+        assert within, "the present test tests nothing"
+        connection, within[:] = db._store.catalog.connection, []
+        writing = True
+        connection.execute("SAVEPOINT test; DELETE FROM records WHERE row >= 0; ROLLBACK TO test; RELEASE test")
+        writing = False
+        assert not any(within)
+        assert len(db) == len(ids)
+
+
+# -- at the same time --------------------------------------------------------------------------------------------------
+
+
+def test_a_child_forked_while_another_thread_opens_keeps_nobody_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path, "full", "a").close()
+    within, forked = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        within.set()
+        forked.wait(0.5)  # a fork waits for whoever is in the middle of something
+
+    after(monkeypatch, catalog.Catalog, "schema", pause)
+    handles: list[softdb.SoftDB] = []
+    thread = threading.Thread(target=lambda: handles.append(softdb.open(path)))
+    thread.start()
+    assert within.wait(20)
+    ours, its = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(its, b"1")
+        signal.pause()
+        os._exit(0)
+    try:
+        forked.set()
+        thread.join()
+        assert os.read(ours, 1) == b"1"
+        handles[0]._store._writer.close()  # type: ignore[union-attr]  # as the death of this process would
+        with softdb.open(path) as db:
+            put(db, "b")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ours)
+        os.close(its)
+
+
+def told(log: list[str], name: str, first: list[Callable[[], None]]) -> Callable[..., Any]:
+    """One of the functions of files, with a line in the log, and something else before it."""
+    real: Callable[..., Any] = getattr(files, name)
+
+    def both(one: Path, *rest: Any) -> Any:
+        if first and one.name.startswith("rows"):  # the last of a segment's files
+            first.pop()()
+        log.append(f"{name} {one.name}")
+        return real(one, *rest)
+
+    return both
+
+
+def test_what_is_compacted_while_others_flush_has_its_names_on_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    with made(path, "relaxed") as db:
+        put(db, *(f"a{i}" for i in range(256)))
+        put(db, *(f"b{i}" for i in range(300)))
+        db.delete([f"a{i}" for i in range(0, 200, 2)])
+        db.flush()
+
+        def flush() -> None:
+            db.update(["b1"], payloads=[{"n": 1}])
+            db.flush()
+
+        def elsewhere() -> None:
+            thread = threading.Thread(target=flush)
+            thread.start()
+            thread.join()
+
+        for name in ("sync_directory", "remove", "create"):
+            monkeypatch.setattr(files, name, told(log, name, [elsewhere] if name == "create" else []))
+        db.compact()
+    created = max(i for i, what in enumerate(log) if what.startswith("create"))
+    removed = min(i for i, what in enumerate(log) if what in ("remove keys-00000000.npy", "remove keys-00000001.npy"))
+    assert "sync_directory db" in log[created:removed], log
+
+
+LOCKS = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_catalogue_that_another_program_locks_can_be_written_to_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    with made(path, durability, "a") as db:
+        db._store.catalog.connection.set_busy_timeout(50)
+        other = subprocess.Popen(
+            [sys.executable, "-c", LOCKS, path / "catalog.sqlite"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(softdb.DatabaseLocked, match="another process keeps"):
+            put(db, "b")
+        other.communicate(b"enough")
+        put(db, "c")
+    assert there(path) == {"a", "c"}
+
+
+def test_a_checkpoint_that_failed_takes_back_nothing_that_was_acknowledged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(path, "relaxed", "a") as db:
+        put(db, "b")
+        after(
+            monkeypatch, segments.Columns, "settle", lambda: setattr(db._store._commits, "broken", apsw.IOError("EIO"))
+        )
+        db.flush()
+        with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):
+            put(db, "c")
+        assert len(db) == 2
+    assert there(path) == {"a", "b"}
