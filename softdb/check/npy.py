@@ -76,6 +76,8 @@ def _archived(path: Path) -> NDArray[Any]:
         if name is None:
             raise BadInput(f"{path.name} holds {shown(names)}; expected one array, or one called keys")
         member = archive.infolist()[names.index(name)]
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others blow up a million times
+            raise ValueError("it is compressed in a way that NumPy does not write")
         with archive.open(member) as file:
             head = _head(file)
             if member.file_size != head.start + head.bytes:

@@ -34,7 +34,8 @@ def repair(path: Path, destination: Path, words: dict[str, Any], as_json: bool) 
         console.print(f"note: {safe(note)}")
     if report["unconfirmed_records"]:
         console.print(
-            f"note: {report['unconfirmed_records']:,} ids were not found in the index of ids; --json lists them"
+            f"note: {report['unconfirmed_records']:,} records are saved whose id is not in the index of ids, "
+            "or that are marked as deleted; --json lists them"
         )
     _show_lost(report["lost"], report["lost_records"])
 

@@ -47,24 +47,30 @@ APPLICATION = 0x736F6674  # "soft"
 FORMAT = 2
 CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
 
-_SAME = """
+_SEGMENTS = """
 CREATE TABLE segments(segment INTEGER PRIMARY KEY, first_row INTEGER NOT NULL, capacity INTEGER NOT NULL,
                       used INTEGER NOT NULL) STRICT;
+"""
+_SAME = """
 CREATE TABLE tombstones(chunk INTEGER PRIMARY KEY, dead BLOB NOT NULL) STRICT;
 CREATE TABLE indexes(name TEXT PRIMARY KEY, entry TEXT NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT;
 """
 
-_TABLES = {
-    1: _SAME
-    + """
+_TABLES = {  # in the order in which SQLite has laid them out
+    1: """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY) STRICT, WITHOUT ROWID;
 CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL) STRICT;
 CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT) STRICT;
+"""
+    + _SEGMENTS
+    + """
 CREATE TABLE batches(segment INTEGER, slot INTEGER, count INTEGER NOT NULL, keys_crc INTEGER NOT NULL,
                      values_crc INTEGER, PRIMARY KEY(segment, slot)) STRICT, WITHOUT ROWID;
-""",
-    2: _SAME
+"""
+    + _SAME,
+    2: _SEGMENTS
+    + _SAME
     + """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT;

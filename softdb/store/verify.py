@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import apsw
 import numpy as np
@@ -27,33 +28,41 @@ def verify(store: Store) -> int:
     Raises CorruptionError that lists every damaged part: file and rows. Cost: every byte is read once.
     """
     with store.lock, store.reading() as snapshot:
-        try:
-            damage = _catalogue(store) + _rows(snapshot, gaps.read(store.catalog))
-            if store.catalog.present_version() == 1:
-                damage += runs(store.catalog, snapshot.segments)
-            else:
-                damage += [str(one) for segment in snapshot.segments for one in damaged(store.checksums, segment)]
-        except (apsw.CorruptError, apsw.IOError, CorruptionError) as error:
-            damage = [f"catalog.sqlite: {error}"]
+        damage: list[str] = []
+        for part in (_catalogue, _rows, _records):
+            try:
+                damage += part(store, snapshot)
+            except (apsw.CorruptError, apsw.IOError, CorruptionError) as error:
+                damage.append(f"catalog.sqlite: {error}" if isinstance(error, apsw.Error) else str(error))
+        damage = list(dict.fromkeys(damage))
         if damage:
             raise CorruptionError(f"{len(damage)} damaged: " + "; ".join(damage) + ": restore them from a copy")
         return snapshot.count
 
 
-def _catalogue(store: Store) -> list[str]:
+def _records(store: Store, snapshot: Snapshot) -> Iterator[str]:
+    """Records whose bytes do not give their checksums."""
+    if store.catalog.present_version() == 1:
+        yield from runs(store.catalog, snapshot.segments)
+        return
+    for segment in snapshot.segments:
+        yield from map(str, damaged(store.checksums, segment))
+
+
+def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     """What SQLite finds, and whether records and tombstones say the same."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
         return damage  # what its pages say is not worth asking
-    live = np.zeros(store.snapshot.size, np.bool_)
+    live = np.zeros(snapshot.size, np.bool_)
     rows = np.fromiter((row for (row,) in store.catalog.connection.execute("SELECT row FROM records")), np.int64)
-    positions = store.snapshot.positions(rows)
+    positions = snapshot.positions(rows)
     inside = positions >= 0
     live[positions[inside]] = True
-    wrong = int(np.count_nonzero(live != store.snapshot.live)) + int(np.count_nonzero(~inside))
+    wrong = int(np.count_nonzero(live != snapshot.live)) + int(np.count_nonzero(~inside))
     if wrong:
         damage.append(f"catalog.sqlite: {wrong} rows are live in one table and dead in the other")
-    nowhere = int(np.count_nonzero(store.snapshot.positions(store.catalog.dead()) < 0))
+    nowhere = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
     if nowhere:
         damage.append(f"catalog.sqlite: {nowhere} rows are marked dead that no segment holds")
     return damage + _texts(store.catalog)
@@ -78,9 +87,9 @@ def _texts(catalog: Catalog) -> list[str]:
     return [f"catalog.sqlite: ids or payloads that are not text or JSON, rows {', '.join(bad[:9])}"] if bad else []
 
 
-def _rows(snapshot: Snapshot, missing: gaps.Gaps) -> list[str]:
+def _rows(store: Store, snapshot: Snapshot) -> list[str]:
     """Row columns whose bytes do not give their checksum, or that do not ascend."""
-    damage = []
+    damage, missing = [], gaps.read(store.catalog)
     for number, column in ((segment.number, segment.rows) for segment in snapshot.segments):
         if column is not None and checksum(column) != missing.checksums.get(number):
             damage.append(f"rows-{number:08d}.npy differs from its checksum")

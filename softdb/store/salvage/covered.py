@@ -77,7 +77,11 @@ def _place(
     scratch.executemany(
         f"UPDATE found SET {column.name}_file = ? WHERE row = ?", [(entry.number, row) for row in rows.tolist()]
     )
-    for run in runs:
+    reach = 0
+    for run in sorted(runs, key=lambda run: run.slot):
+        if run.slot < reach:
+            continue  # none covers what another does
+        reach = run.slot + run.length
         expected = run.keys_crc if column.name == "keys" else run.values_crc
         stop = run.slot + run.length
         if stop > min(entry.used, len(crcs)) or _crc(path, column, run.slot, stop) != expected:

@@ -35,6 +35,11 @@ class Log:
         if len(head) == _HEADER:
             self._replay(head)
 
+    @property
+    def last(self) -> int:
+        """The greatest number of a page that is in the log."""
+        return max(self._offsets, default=0)
+
     def page(self, number: int) -> bytes | None:
         """The newest bytes of a page, None where they are not in the log."""
         offset = self._offsets.get(number)
@@ -55,12 +60,16 @@ class Log:
         offset = _HEADER
         while True:
             frame = _read(self._file.fileno(), offset, _FRAME + size)
-            if len(frame) < _FRAME + size or frame[8:16] != salts:
-                self.cut = bool(waiting) or 0 < len(frame) < _FRAME + size
+            if len(frame) < _FRAME + size:
+                self.cut = bool(waiting or frame)
                 return
             number, commit = struct.unpack_from(">II", frame)
             sums = _summed(frame[:8] + frame[_FRAME:], order, sums)
-            if not number or sums != struct.unpack_from(">II", frame, 16):
+            good = number and sums == struct.unpack_from(">II", frame, 16)
+            if frame[8:16] != salts:  # of an older round; or a damaged frame of this one, whose checksum leads on
+                self.cut = bool(waiting or good)
+                return
+            if not good:
                 self.cut = True
                 return
             waiting[number] = offset + _FRAME

@@ -36,7 +36,9 @@ class Pages:
 
     def __init__(self, file: apsw.VFSFile, log: Log | None, size: int = PAGE) -> None:
         self._file, self.log, self.size = file, log if log is not None and log.size == size else None, size
-        self.count = -(-file.xFileSize() // size) if self.log is None else self.log.pages
+        self.count = -(-file.xFileSize() // size)
+        if self.log is not None:  # no page beyond both can be read, whatever the log says of their number
+            self.count = min(self.log.pages, max(self.count, self.log.last))
         self.damaged: set[int] = set()  # pages with something on them that could not be read
         self.seen: set[int] = set()  # pages of the trees that were walked
 
@@ -140,11 +142,12 @@ class Pages:
         parts, missing = [data[at.body : at.body + local]], at.size - local
         if missing > self.count * self.size:
             raise Damaged
-        following = int.from_bytes(data[at.stop - 4 : at.stop])
+        following, seen = int.from_bytes(data[at.stop - 4 : at.stop]), set[int]()
         while missing > 0:
             more = self.page(following)
-            if more is None:
+            if more is None or following in seen:
                 raise Damaged
+            seen.add(following)
             parts.append(more[4 : 4 + missing])
             missing -= len(parts[-1])
             following = int.from_bytes(more[:4])

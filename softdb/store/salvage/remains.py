@@ -65,6 +65,13 @@ class Remains:
                 log = Log(opened.enter_context(files.reading(path.with_name(path.name + "-wal"))))
             self._pages(file, log)
             self.log_cut = log is not None and log.cut
+            self.folded = False  # whether a log that is cut had been folded in, as far as can be seen
+            if self.log_cut:  # then its good part may be older than the file
+                before = self._generation()
+                self._pages(file, None)
+                self.folded = self._generation() > before and self._adds_up()
+                if not self.folded:
+                    self._pages(file, log)
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -106,6 +113,18 @@ class Remains:
             self.version = 1 if "batches" in self._roots else format.FORMAT
         self._roots = {**dict(_laid_out(self.version)), **self._roots}
 
+    def _generation(self) -> int:
+        state = self.state()
+        return -1 if state is None else state.generation
+
+    def _adds_up(self) -> bool:
+        """Whether there are as many records as there should be: a catalogue that was folded in half has others."""
+        seen = self.pages.seen.copy()
+        try:
+            return sum(1 for _ in self.records()) == self.expected() == sum(1 for _ in self.ids())
+        finally:
+            self.pages.seen = seen
+
     @property
     def damaged(self) -> list[int]:
         """Pages that could not be read whole, as far as was looked."""
@@ -113,8 +132,8 @@ class Remains:
 
     @property
     def found(self) -> bool:
-        """Whether there is a table of records: the schema says so, or there are pages of one."""
-        if self._named or self.pages.kind(self._roots["records"]) in _TABLE:
+        """Whether there is a table of records: the schema says so, or there is an entry of one."""
+        if self._named:
             return True
         seen = self.pages.seen.copy()
         try:

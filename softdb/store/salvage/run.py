@@ -56,8 +56,8 @@ def salvage(
             read from the column files, `metric` and `num_classes` are nowhere else.
 
     Returns `records` (how many are saved), `lost_records` and, of the first 1000 of these, `lost`: row, id (None where
-    it is not known) and why; `unconfirmed_records` and `unconfirmed`: ids of records that are saved, but whose id alone
-    was not found in the index, which is damaged; `notes`.
+    it is not known) and why; `unconfirmed_records` and `unconfirmed`: ids of records that are saved, but whose id was
+    not found in the index, which is damaged, or that are marked as deleted though the index has them; `notes`.
 
     Cost: columns are read twice, what is saved is written once; about a minute per million records.
 
@@ -134,9 +134,11 @@ def _missing(remains: Remains, path: Path) -> list[str]:
     if state is not None and state.generation < acknowledged:
         return [
             f"{acknowledged - state.generation} generations are missing, the last of {acknowledged}: they were in "
-            "catalog.sqlite-wal, which is damaged or gone; what they deleted is back"
+            "catalog.sqlite-wal, which is damaged or gone; what they deleted or replaced is back"
         ]
-    return ["catalog.sqlite-wal does not end in a commit; what came after is lost"] if remains.log_cut else []
+    if remains.log_cut and not (remains.folded and state is not None and state.generation == acknowledged):
+        return ["catalog.sqlite-wal does not end in a commit; what came after is lost, what that deleted is back"]
+    return []
 
 
 # -- the records -----------------------------------------------------------------------------------------------------
@@ -221,8 +223,14 @@ class _Salvage:
             array, right = self._read(column, [getattr(one, column.name) for one in some])
             arrays.append(array)
             good &= right
-        changed = [(some[i].row,) for i in np.flatnonzero(~good)]
-        scratch.executemany("UPDATE found SET why = 'its bytes changed while they were read' WHERE row = ?", changed)
+        because = "UPDATE found SET why = ? WHERE row = ?"
+        changed = "its bytes changed while they were read"
+        scratch.executemany(because, [(changed, some[i].row) for i in np.flatnonzero(~good)])
+        if self.schema.num_classes is not None:
+            known = (arrays[1] >= 0) & (arrays[1] < self.schema.num_classes)
+            strange = f"its label is none of {self.schema.num_classes} classes"
+            scratch.executemany(because, [(strange, some[i].row) for i in np.flatnonzero(good & ~known)])
+            good &= known
         kept = [some[i] for i in np.flatnonzero(good)]
         if kept:
             keys, values = arrays[0][good], arrays[1][good] if len(arrays) > 1 else None
@@ -256,6 +264,8 @@ class _Salvage:
         more, pages = self.remains.expected() - saved - lost, self.remains.damaged
         if more > 0:
             self.notes.append(f"{more} records more are lost, nothing of them is left in catalog.sqlite")
+        elif more < 0:
+            self.notes.append(f"by its counts {-more} of the records were deleted, or rows are lost that said so")
         if pages:
             shown = ", ".join(map(str, pages[:20])) + (", …" if len(pages) > 20 else "")
             self.notes.append(f"catalog.sqlite: damaged pages, of {self.remains.pages.size} bytes: {shown}")

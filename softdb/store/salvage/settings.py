@@ -23,13 +23,16 @@ _SETTINGS = ("dim", "value_dim", "num_classes", "dtype", "metric")
 def schema_of(remains: Remains, path: Path, words: dict[str, Any], notes: list[str]) -> Schema:
     """What the records are, by the settings, else by the words, else by the headers of column files."""
     settings = {name: value for name, value in remains.settings().items() if name in _SETTINGS}
-    try:
+    given = {name: one for name, one in words.items() if one is not None}
+    headers, known = _headers(path), {name: one for name, one in settings.items() if one is not None}
+    # version 1 has no checksum of its settings: what contradicts them may be right
+    better = {} if remains.version > 1 else {**{name: headers[name] for name in headers if name in known}, **given}
+    stored = None
+    with contextlib.suppress(KeyError, BadInput):
         stored = check.schema(**{name: settings[name] for name in _SETTINGS}, stored=None)
-    except (KeyError, BadInput):
-        said = {**_headers(path), **{name: one for name, one in settings.items() if one is not None}}
-        said |= {name: one for name, one in words.items() if one is not None}
-        return _guessed(said, sorted(set(_SETTINGS) - set(settings)), notes)
-    return check.schema(**words, stored=stored)
+    if stored is not None and all(known.get(name) == one for name, one in better.items()):
+        return check.schema(**words, stored=stored)
+    return _guessed({**headers, **known, **better, **given}, sorted(set(_SETTINGS) - set(settings)), notes)
 
 
 def _guessed(said: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:

@@ -26,7 +26,7 @@ TABLES = """
 CREATE TABLE found(row INTEGER PRIMARY KEY, id, payload TEXT, key_crc INTEGER, value_crc INTEGER, why TEXT,
                    sure INTEGER NOT NULL DEFAULT 0,
                    keys_file INTEGER, keys_slot INTEGER, values_file INTEGER, values_slot INTEGER);
-CREATE TABLE known(row INTEGER PRIMARY KEY, id);
+CREATE TABLE known(row INTEGER, id, PRIMARY KEY(row, id)) WITHOUT ROWID;
 """
 
 
@@ -43,8 +43,8 @@ def sift(remains: Remains, scratch: apsw.Connection) -> None:
 
 
 def _known(remains: Remains, scratch: apsw.Connection) -> None:
-    """Rows and ids by the index; an id that is NULL stands for several."""
-    sql = "INSERT INTO known VALUES(?, ?) ON CONFLICT(row) DO UPDATE SET id = NULL WHERE id IS NOT excluded.id"
+    """Rows and ids by the index."""
+    sql = "INSERT OR IGNORE INTO known VALUES(?, ?)"
     for some in _batches((row, one) for row, one in remains.ids() if row >= 0):
         scratch.executemany(sql, some)
 
@@ -100,12 +100,12 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
     )
     scratch.execute(
         "UPDATE found SET why = 'catalog.sqlite: its id is ' || substr(quote(found.id), 1, 80) || ' in the table, ' "
-        "|| coalesce(substr(quote(known.id), 1, 80), 'several') || ' in the index' "
+        "|| substr(quote(known.id), 1, 80) || ' in the index' "
         "FROM known WHERE known.row = found.row AND why IS NULL AND NOT sure"
     )
     scratch.execute(
-        "INSERT INTO found(row, id, why) SELECT row, id, 'catalog.sqlite: the page that held it is damaged' "
-        "FROM known WHERE row NOT IN (SELECT row FROM found)"
+        "INSERT INTO found(row, id, why) SELECT row, min(id), 'catalog.sqlite: the page that held it is damaged' "
+        "FROM known WHERE row NOT IN (SELECT row FROM found) GROUP BY row"
     )
     scratch.execute("UPDATE found SET id = known.id FROM known WHERE known.row = found.row AND found.id IS NULL")
     _bury(remains, scratch)
@@ -121,13 +121,15 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
 
 
 def _bury(remains: Remains, scratch: apsw.Connection) -> None:
-    """Records that the index does not have are gone if they have a tombstone."""
+    """Records with a tombstone are gone; where the index has them, they are doubtful: one of the two is wrong."""
     dead, low = remains.dead(), -1
-    sql = "SELECT row FROM found WHERE why IS NULL AND NOT sure AND row > ? ORDER BY row LIMIT ?"
+    sql = "SELECT row FROM found WHERE why IS NULL AND row > ? ORDER BY row LIMIT ?"
     while rows := scratch.execute(sql, (low, _AT_ONCE)).fetchall():
         low = int(rows[-1][0])  # type: ignore[arg-type]
         gone = [row for row in rows if is_dead(dead, int(row[0]))]  # type: ignore[arg-type]
-        scratch.executemany("UPDATE found SET why = 'it is marked as deleted' WHERE row = ?", gone)
+        scratch.executemany(
+            "UPDATE found SET sure = 0, why = iif(sure, NULL, 'it is marked as deleted') WHERE row = ?", gone
+        )
 
 
 def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:

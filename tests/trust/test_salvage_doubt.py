@@ -1,0 +1,254 @@
+"""Salvage and verify where parts of a database contradict each other, or claim more than there is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+import pytest
+
+import softdb
+from softdb.check import numbers_in
+from softdb.store import files
+from softdb.store.salvage import covered
+from softdb.store.salvage.log import Log
+from softdb.store.salvage.pages import Pages
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DIM, PAGE = 4, 4096
+FRAME = 24 + PAGE  # bytes, of a log
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+def made(path: Path, count: int = 20) -> softdb.SoftDB:
+    db = softdb.open(path, dim=DIM)
+    for i in range(count):
+        db.insert([f"r{i}"], np.full((1, DIM), i), payloads=[{"i": i}])
+    return db
+
+
+def saved(report: dict[str, Any]) -> set[str]:
+    """The ids of what was saved."""
+    with softdb.open(report["path"], mode="r", verify=True) as db:
+        return {str(one) for records in db.scan(10**6) for one in records.ids}
+
+
+def changed(path: Path, statement: str, *bindings: Any) -> None:
+    """Run SQL on a catalogue, of which nothing is protected."""
+    connection = apsw.Connection(str(path / "catalog.sqlite"))
+    connection.execute(statement, bindings)
+    connection.close()
+
+
+def flipped(path: Path, at: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def killed(path: Path, count: int = 20, folded: bool = False) -> Path:
+    """A database as a kill leaves it, with a log, which may have been folded in before."""
+    db, left = made(path, count), path.with_name("killed")
+    if folded:
+        other = apsw.Connection(str(path / "catalog.sqlite"))
+        other.execute("SELECT count(*) FROM records").fetchall()
+        frames, done = other.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        assert frames == done > 20
+    shutil.copytree(path, left)
+    (left / "catalog.sqlite-shm").unlink()
+    if folded:
+        other.close()
+    db.close()
+    return left
+
+
+# -- what contradicts --------------------------------------------------------------------------------------------------
+
+
+def test_a_record_in_table_and_index_that_has_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Path) -> None:
+    with made(path) as db:
+        db.delete(["r3"])
+    bits = np.zeros(8192, np.bool_)
+    bits[[3, 5]] = True
+    changed(path, "UPDATE tombstones SET dead = ?", np.packbits(bits, bitorder="little").tobytes())
+    report = softdb.salvage(path, tmp_path / "saved")
+    assert saved(report) == {f"r{i}" for i in range(20)} - {"r3"}
+    assert report["unconfirmed"] == ["r5"]
+    assert report["notes"] == ["by its counts 1 of the records were deleted, or rows are lost that said so"]
+
+
+def test_one_entry_of_the_index_of_ids_costs_no_other_record(path: Path, tmp_path: Path) -> None:
+    made(path).close()
+    file = path / "catalog.sqlite"
+    data = file.read_bytes()
+    assert data.count(b"r6\x06") == 1
+    file.write_bytes(data.replace(b"r6\x06", b"r6\x07"))
+    report = softdb.salvage(path, tmp_path / "saved")
+    assert saved(report) == {f"r{i}" for i in range(20)}
+    assert report["unconfirmed"] == ["r6"]
+
+
+def test_a_damaged_log_that_was_folded_in_covers_nothing(path: Path, tmp_path: Path) -> None:
+    left = killed(path, folded=True)
+    flipped(left / "catalog.sqlite-wal", 32 + 10 * FRAME + 100)
+    report = softdb.salvage(left, tmp_path / "saved")
+    assert saved(report) == {f"r{i}" for i in range(20)}
+    assert report["notes"] == []
+    (left / "committed").unlink()  # then nobody knows whether there was more
+    assert "catalog.sqlite-wal does not end" in softdb.salvage(left, tmp_path / "again")["notes"][0]
+
+
+@pytest.mark.parametrize("at", [8, 12])
+def test_a_damaged_salt_is_damage(path: Path, tmp_path: Path, at: int) -> None:
+    left = killed(path)
+    log = left / "catalog.sqlite-wal"
+    data = log.read_bytes()
+    frames = range((len(data) - 32) // FRAME)
+    commits = [i for i in frames if data[32 + i * FRAME + 4 : 32 + i * FRAME + 8] != bytes(4)]
+    flipped(log, 32 + (commits[-3] + 1) * FRAME + at)
+    (left / "committed").unlink()
+    report = softdb.salvage(left, tmp_path / "saved")
+    assert saved(report) < {f"r{i}" for i in range(20)}
+    assert "catalog.sqlite-wal does not end in a commit" in report["notes"][0]
+
+
+def test_verify_tells_all_that_it_finds(path: Path) -> None:
+    made(path).close()
+    with softdb.open(path, mode="r") as db:
+        changed(path, "UPDATE settings SET crc = crc + 1 WHERE name = 'metric'")
+        flipped(path / "keys-00000000.npy", 128 + 5 * DIM * 4)
+        with pytest.raises(softdb.CorruptionError, match=r"2 damaged: .*'metric'.*row 5 differs"):
+            db.verify()
+
+
+# -- format 1, which has few checksums ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(path: Path) -> Path:
+    shutil.copytree(GOLDEN / "format-1" / "compacted" / "db", path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["compacted", "killed"])
+def test_the_trees_of_format_1_are_found_without_a_schema(path: Path, tmp_path: Path, name: str) -> None:
+    source = GOLDEN / "format-1" / name / "db"
+    shutil.copytree(source, path)
+    with contextlib.closing(apsw.Connection(str(path / "catalog.sqlite"))) as connection:
+        connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+    with (path / "catalog.sqlite").open("r+b") as file:
+        file.write(bytes(PAGE))
+    report = softdb.salvage(path, tmp_path / "saved")
+    shutil.copytree(source, tmp_path / "sound")
+    there = softdb.salvage(tmp_path / "sound", tmp_path / "other")["records"]
+    assert there == report["records"] + report["lost_records"]
+    # `gaps` was made last, wherever there was room, and says what lies in compacted segments
+    assert report["records"] == {"compacted": 2, "killed": 9}[name]
+
+
+def test_a_catalogue_whose_records_cannot_be_found_is_no_empty_one(old: Path, tmp_path: Path) -> None:
+    softdb.open(old).close()  # brings it up to date: its trees lie elsewhere
+    with (old / "catalog.sqlite").open("r+b") as file:
+        file.write(bytes(PAGE))
+    with pytest.raises(softdb.CorruptionError, match="holds no records that can be found"):
+        softdb.salvage(old, tmp_path / "saved", metric="l2", num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong", "words", "count"),
+    [
+        ("dim", 5, {}, 101),
+        ("dim", 5, {"dim": 4}, 101),
+        ("num_classes", 4, {"num_classes": 5}, 101),
+        ("num_classes", 4, {}, 80),
+    ],
+)
+def test_settings_without_checksums_are_held_against_files_and_words(
+    old: Path, tmp_path: Path, setting: str, wrong: int, words: dict[str, Any], count: int
+) -> None:
+    changed(old, "UPDATE settings SET value = ? WHERE name = ?", wrong, setting)
+    report = softdb.salvage(old, tmp_path / "saved", **words)
+    assert report["records"] == count
+    saved(report)
+    assert report["lost_records"] == 101 - count
+    assert all("label is none of 4 classes" in one["why"] for one in report["lost"])
+
+
+def test_checksums_of_overlapping_runs_are_not_all_read(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slot in range(1, 40):
+        changed(old, "INSERT OR IGNORE INTO batches SELECT segment, ?, 40, 0, NULL FROM segments LIMIT 1", slot)
+    read: dict[Path, list[tuple[int, int]]] = {}
+    real = covered._crc
+
+    def crc(path: Path, column: Any, low: int, high: int) -> int:
+        read.setdefault(path, []).append((low, high))
+        return real(path, column, low, high)
+
+    monkeypatch.setattr(covered, "_crc", crc)
+    softdb.salvage(old, tmp_path / "saved")
+    assert read
+    for spans in read.values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+# -- what claims too much ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pages(path: Path, log: Any = None) -> Iterator[Pages]:
+    file = apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])
+    try:
+        yield Pages(file, log)
+    finally:
+        file.xClose()
+
+
+def test_a_value_whose_pages_lead_to_themselves_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    connection = apsw.Connection(str(path))
+    connection.execute("CREATE TABLE t(row INTEGER PRIMARY KEY, a)")
+    connection.execute("INSERT INTO t VALUES(1, ?)", (bytes(40_000),))
+    connection.close()
+    with pages(path) as sound:
+        assert [cell.columns is not None for cell in sound.walk(2)] == [True]
+    with path.open("r+b") as file:  # the second page of the value says that the first one follows
+        file.seek(3 * PAGE)
+        file.write(struct.pack(">I", 3))
+    with pages(path) as damaged:
+        assert [cell.columns for cell in damaged.walk(2)] == [None]
+
+
+def test_a_log_that_claims_pages_which_are_nowhere_is_not_believed(path: Path) -> None:
+    left = killed(path)
+    with files.reading(left / "catalog.sqlite-wal") as file:
+        log = Log(file)
+        known = log.pages
+        log.pages = 2**32 - 1
+        with pages(left / "catalog.sqlite", log) as found:
+            assert found.count == known
+
+
+def test_an_archive_that_numpy_does_not_write_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "keys.npy", np.zeros((1000, 4), np.float32))
+    with zipfile.ZipFile(tmp_path / "keys.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.write(tmp_path / "keys.npy", "keys.npy")
+    with pytest.raises(softdb.BadInput, match="compressed in a way that NumPy does not write"):
+        numbers_in(tmp_path / "keys.npz")
+    np.savez_compressed(tmp_path / "good.npz", keys=np.ones((3, 4)))
+    assert numbers_in(tmp_path / "good.npz").shape == (3, 4)
