@@ -192,6 +192,14 @@ def test_a_mark_that_is_none_says_nothing_and_is_made_anew(path: Path, content: 
         assert committed.last(path) == db.stats()["generation"]
 
 
+def test_a_header_that_forbids_writing_is_told_when_a_writer_opens(path: Path) -> None:
+    flip(path / "catalog.sqlite", 18)  # its write version: 3 is one that SQLite does not know
+    with pytest.raises(softdb.CorruptionError, match="may not be written to"):
+        softdb.open(path)
+    with softdb.open(path, mode="r") as db:
+        assert len(db) == 19
+
+
 def test_an_emptied_catalogue_beside_data_is_no_new_database(path: Path) -> None:
     (path / "catalog.sqlite").write_bytes(b"")
     files = sorted(path.glob("*.npy"))

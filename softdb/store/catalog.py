@@ -51,6 +51,11 @@ class Catalog:
             connection = connect(path, write)
             version = format.recognise(connection, str(path))
             if write:
+                if connection.readonly("main"):  # else the first write would be what says so
+                    raise CorruptionError(
+                        f"{path} may not be written to: its permissions forbid that, or its header, which is damaged "
+                        "then; mend that, or open it with mode='r'"
+                    )
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA fullfsync = ON")  # macOS: an fsync stops at the drive's cache there
