@@ -175,7 +175,8 @@ class Build:
         self._step = Step(what, done, whole)
         if self._told is not None:
             self._told(what, done, whole)
-        if not threading.main_thread().is_alive():
+        # CPython takes the main thread for dead once a Ctrl-C has come into this question: not asked there
+        if self._thread is not None and not threading.main_thread().is_alive():
             self._stop = self._stop or "the program ended"
         if self._stop is not None:
             raise Cancelled(self._reason())

@@ -73,12 +73,12 @@ class Store:
         self._looked: dict[int, int] = {}  # how many labels of each segment have been looked at
         self._catalog: Catalog | None = None
         fork.watch(self)  # first: a child may be forked meanwhile
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 self._open(create)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 

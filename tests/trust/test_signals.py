@@ -234,7 +234,7 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
     db.insert(range(5000), keys)
     db.build_index("ivf-sq8")
     count = moments(lambda: db.build_index("ivf-sq8"))
-    early = list(range(1, min(count, 120), 120 // most))
+    early = list(range(1, min(count, 120), max(1, 120 // most)))
     for at in sorted({*early, *sampled(count, most)}):
         interruption = Interruption(at)
         interruption.during(lambda: db.build_index("ivf-sq8"))
