@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ QUICK, SLOW = 25, pytest.param(10**6, marks=pytest.mark.slow)  # moments tried a
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "db"
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Whoever starts these tests in the background may have Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def made(path: Path | None, **how: Any) -> softdb.SoftDB:
@@ -422,6 +430,7 @@ def test_an_exception_thrown_into_a_scan_ends_it_alone(path: Path) -> None:
 
 
 def writes_on(line: Connection, path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     db = batches.open_empty(path)
     for batch in range(10**6):
         batches.write(db, batch)

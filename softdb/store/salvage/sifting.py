@@ -21,6 +21,7 @@ from softdb.store.salvage.remains import Remains, is_dead
 __all__ = ["TABLES", "sift"]
 
 _AT_ONCE = 8192
+_TWICE = "catalog.sqlite has two versions of it"
 
 TABLES = """
 CREATE TABLE found(row INTEGER PRIMARY KEY, id, payload TEXT, key_crc INTEGER, value_crc INTEGER, why TEXT,
@@ -53,7 +54,7 @@ def _found(remains: Remains, scratch: apsw.Connection) -> None:
     """Records as the table has them."""
     sql = (
         "INSERT INTO found(row, id, payload, key_crc, value_crc, why) VALUES(?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT(row) DO UPDATE SET why = 'catalog.sqlite has two versions of it' "
+        f"ON CONFLICT(row) DO UPDATE SET why = '{_TWICE}' "
         "WHERE found.id IS NOT excluded.id OR found.payload IS NOT excluded.payload OR found.why IS NOT excluded.why "
         "OR found.key_crc IS NOT excluded.key_crc OR found.value_crc IS NOT excluded.value_crc"
     )
@@ -107,7 +108,10 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
         "INSERT INTO found(row, id, why) SELECT row, min(id), 'catalog.sqlite: the page that held it is damaged' "
         "FROM known WHERE row NOT IN (SELECT row FROM found) GROUP BY row"
     )
-    scratch.execute("UPDATE found SET id = known.id FROM known WHERE known.row = found.row AND found.id IS NULL")
+    scratch.execute(
+        "UPDATE found SET id = known.id FROM known WHERE known.row = found.row AND (found.id IS NULL OR why = ?)",
+        (_TWICE,),
+    )
     _bury(remains, scratch)
     scratch.execute("CREATE INDEX by_id ON found(id)")
     scratch.execute(
