@@ -139,7 +139,7 @@ class Store:
         """
         with self._lock:
             try:
-                if self._in_verb:
+                if self._commits is not None and self._commits.in_verb:
                     self._settle_verb()
                 if self.waiting:
                     self._flush()
@@ -596,8 +596,10 @@ class Store:
 
     def flush(self) -> None:
         """Bring relaxed changes to disk. Raises WriteFailed."""
-        with self._lock, self.within:
-            self._flush()
+        with self._lock:
+            self._settle_interrupted()  # before `within` is held: that says that a verb goes on
+            with self.within:
+                self._flush()
 
     def flush_late(self) -> None:
         """The same for nobody: what is lost is told by the next verb, or by `close`."""
@@ -613,7 +615,6 @@ class Store:
 
     def _flush(self) -> None:
         self.require_writable()
-        self._settle_interrupted()
         try:
             self._transactions.flush()
         except (OSError, apsw.Error, MemoryError) as error:

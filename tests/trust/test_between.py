@@ -203,24 +203,50 @@ def test_a_child_forked_by_a_payload_writes_nothing(path: Path, durability: str)
 # -- interrupts whose traceback somebody keeps for a while -------------------------------------------------------------
 
 
-def interrupted_reading(db: softdb.SoftDB) -> KeyboardInterrupt:
-    """An interrupt that leaves a reading transaction, until it is dropped."""
+def interrupted(leaving: str, work: Callable[[], Any]) -> KeyboardInterrupt:
+    """An interrupt that comes when one of the store's blocks ends, and leaves its transaction until it is dropped."""
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is contextlib._GeneratorContextManager.__exit__.__code__:
             generator = frame.f_locals["self"].gen
-            if generator.__qualname__ == "Store.reading":
+            if generator.__qualname__ == leaving:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
     try:
         sys.setprofile(look)
-        db.count({"n": 1})
+        work()
     except KeyboardInterrupt as error:
         return error
     finally:
         sys.setprofile(None)
     raise AssertionError("nothing was interrupted")
+
+
+def interrupted_reading(db: softdb.SoftDB) -> KeyboardInterrupt:
+    return interrupted("Store.reading", lambda: db.count({"n": 1}))
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_flush_commits_nothing_of_a_verb_that_was_interrupted(path: Path, durability: str) -> None:
+    with made(path, durability, "a", "b") as db:
+        put(db, "c")
+        bad = [{}, {1, 2}]  # found when the old records are deleted already
+        kept = [interrupted("Store.writing", lambda: db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=bad))]
+        db.flush()
+        assert there(path) == {"a", "b", "c"}
+        kept.clear()
+        put(db, "d")
+    assert there(path) == {"a", "b", "c", "d"}
+
+
+def test_a_build_in_the_callers_thread_does_not_ask_whether_the_program_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython takes the main thread for dead once a Ctrl-C has come into that question."""
+    with made(path, "full", "a", "b") as db:
+        monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
+        assert db.build_index("flat")["kind"] == "flat"
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])

@@ -21,6 +21,7 @@ from softdb.store import files
 from softdb.store.salvage import covered
 from softdb.store.salvage.log import Log
 from softdb.store.salvage.pages import Pages
+from softdb.store.salvage.remains import Remains
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DIM, PAGE = 4, 4096
@@ -110,6 +111,23 @@ def test_a_damaged_log_that_was_folded_in_covers_nothing(path: Path, tmp_path: P
     assert report["notes"] == []
     (left / "committed").unlink()  # then nobody knows whether there was more
     assert "catalog.sqlite-wal does not end" in softdb.salvage(left, tmp_path / "again")["notes"][0]
+
+
+def test_a_catalogue_that_was_folded_in_half_is_not_taken_for_newer(path: Path) -> None:
+    left = killed(path)
+    log = left / "catalog.sqlite-wal"
+    data = log.read_bytes()
+    newest = {data[at + 3]: data[at + 24 : at + FRAME] for at in range(32, len(data) - FRAME + 1, FRAME)}
+    with (left / "catalog.sqlite").open("r+b") as file:  # what a checkpoint does first: the state, not yet the records
+        for number in (one for one in sorted(newest) if one < 8):
+            file.seek((number - 1) * PAGE)
+            file.write(newest[number])
+    flipped(log, 32 + 30 * FRAME + 100)
+    with contextlib.closing(Remains(left / "catalog.sqlite")) as remains:
+        state = remains.state()
+        assert not remains.folded
+        assert state is not None
+        assert state.generation < 20
 
 
 @pytest.mark.parametrize("at", [8, 12])
