@@ -53,43 +53,54 @@ def log_normal(x: Any) -> Any:
 
 @compiled
 def far(
-    near: Any,  # (q, c) int64 rows that are considered one by one, negative = none
-    codes: Any,  # (q, c) float32 their logits, as their codes have it
-    means: Any,  # (q, lists) float32 mean of the logits in a list
-    deviations: Any,  # (q, lists) float32
-    sizes: Any,  # (lists,) float32
-    probed: Any,  # how many lists were searched: those that look best
+    found: Any,  # (q,) int64 how many records are near, and looked at one by one
+    near: Any,  # (5, q) float64 of the others in the lists searched, as `beyond.caps` has it, in logits:
+    # the last of the near by its code (-inf: there are no others), cap, deviation from codes, share hidden, edge
+    means: Any,  # (q, lists) float64 mean of the logits in a list
+    deviations: Any,  # (q, lists) float64
+    excess: Any,  # (lists,) float64 how many times as far as others the farthest record of a list lies
+    sizes: Any,  # (lists,) int64
+    searched: Any,  # (q, lists) bool
+    visible: Any,  # deviations from which on too few draws would show a record
     least: Any,  # a record matters by its weight: NaN; or by its chance to reach this logit
-    logits: Any,  # (q, lists) float32, written to: log of how much a record of each list matters
-    left: Any,  # (q, lists) float32, written to: about how many of it are not near
+    caps: Any,  # (q, lists) float64 the largest logit that a record of a list may have; lowered where it was searched
+    logits: Any,  # (q, lists) float64, written to: log of how much a record of each list matters
+    hiding: Any,  # (q, lists) float64, written to: half the log of the mean square of the weights not shown
+    left: Any,  # (q, lists) float64, written to: about how many of it are not near
 ) -> None:
     """What is thought of the lists. Cost q lists."""
-    (q, c), lists = near.shape, len(sizes)
-    above = np.empty(lists)
+    q, lists = means.shape
+    above, counts = np.empty(lists), not math.isnan(least)
     for i in range(q):
-        count, last = 0, np.inf
-        for j in range(c):
-            if near[i, j] >= 0:
-                count += 1
-                last = min(last, np.float64(codes[i, j]))
-        last_probed, total = np.partition(means[i], lists - probed)[lists - probed], 0.0
+        last, cap, noise, share, edge = near[0, i], near[1, i], near[2, i], near[3, i], near[4, i]
+        total = 0.0
         for j in range(lists):
-            mean, deviation, inside = np.float64(means[i, j]), np.float64(deviations[i, j]), 0.0
-            log, chance = mean + deviation**2, 0.5 * math.erfc((least - mean) / deviation * math.sqrt(0.5))
-            if means[i, j] >= last_probed:
-                inside = -np.inf  # unless the search found as many as it was asked for
-                if count == c:
-                    below = (last - mean) / deviation
-                    inside = log_normal(below)
-                    log += 0.5 * min(log_normal(below - 2 * deviation) - max(inside, -1e6), 0.0)
-                    chance = max(chance + math.expm1(inside), 0.0) / max(math.exp(inside), 1e-300)
-            # of so many, the largest lies about here, and their mean square no higher
-            log = min(log, mean + deviation * math.sqrt(2 * math.log(sizes[j] + 2)))
-            logits[i, j] = log if math.isnan(least) else 0.5 * math.log(max(chance, 1e-12))
-            above[j] = sizes[j] * -math.expm1(inside)  # thought to be near; in all there are `count`
+            mean, deviation, inside = means[i, j], deviations[i, j], -np.inf
+            log, wide = mean + deviation**2, deviation * excess[j]
+            chance, away = 0.5 * math.erfc((least - mean) / deviation * math.sqrt(0.5)), (least - mean) / wide
+            hidden = mean + wide**2 + 0.5 * log_normal(2 * wide - visible)
+            above[j] = 0.0
+            if searched[i, j] and last > -np.inf:
+                coded = math.sqrt(max(deviation**2 - noise**2, 0.25 * deviation**2))
+                below = (last - mean) / coded
+                inside = log_normal(below)
+                # the codes of those left lie below the last; what they weigh differs from that by the noise
+                cut = 0.5 * min(log_normal(below - 2 * coded) - max(inside, -1e6), 0.0)
+                log = min(mean + coded**2 + cut, last) + noise**2
+                chance = max(chance + math.expm1(inside), 0.0) / max(math.exp(inside), 1e-300)
+                hidden, away = min(log, edge + noise**2) + share, (least - edge) / max(noise, 1e-300)
+                above[j] = sizes[j] * -math.expm1(inside)  # thought to be near
+            elif searched[i, j]:
+                above[j], hidden, away = sizes[j], -np.inf, np.inf
+            else:  # of so many, the largest lies about here, and their mean square no higher
+                log = min(log, mean + deviation * math.sqrt(2 * math.log(sizes[j] + 2)))
+            if searched[i, j]:
+                caps[i, j] = min(caps[i, j], cap)
+            logits[i, j] = 0.5 * math.log(max(chance, 1e-12)) if counts else log
+            hiding[i, j] = 0.5 * log_normal(-max(away, visible)) if counts else min(hidden, caps[i, j])
             total += above[j]
         for j in range(lists):
-            left[i, j] = sizes[j] - above[j] * min(1.0, count / max(total, 1.0))
+            left[i, j] = sizes[j] - above[j] * min(1.0, found[i] / max(total, 1.0))
 
 
 @summed
@@ -176,109 +187,138 @@ def _from_list(frame: Any, which: Any, chance: Any, shift: Any, table: Any, rows
 
 
 @compiled
-def _share(near: Any, near_logits: Any, far_logits: Any, far_sizes: Any, plain: Any, shares: Any, sizes: Any) -> None:
-    """How much of the draws each near row, and each record of a list, is worth; and how many of each there are."""
-    c, lists = len(near), len(far_logits)
-    top = np.float32(-np.inf)
-    for j in range(c):
-        if near[j] >= 0:
-            top = max(top, near_logits[j])
+def _shares(logits: Any, caps: Any, left: Any, plain: Any, capped: Any, shares: Any) -> None:
+    """What a record of each list is worth of the draws: some by what it is thought to weigh, some by what it may."""
+    lists = len(logits)
+    top, most = -np.inf, -np.inf
     for j in range(lists):
-        top = max(top, far_logits[j])
-    total, whole = 0.0, 0.0
-    for j in range(c):
-        there = near[j] >= 0
-        sizes[j], shares[j] = (1.0, np.exp(np.float64(near_logits[j] - top))) if there else (0.0, 0.0)
-        total += shares[j]
-        whole += sizes[j]
+        if left[j] > 0:
+            top, most = max(top, logits[j]), max(most, caps[j])
+    total, whole, largest = 0.0, 0.0, 0.0
     for j in range(lists):
-        sizes[c + j], shares[c + j] = far_sizes[j], np.exp(np.float64(far_logits[j] - top))
-        total += sizes[c + j] * shares[c + j]
-        whole += sizes[c + j]
-    for j in range(c + lists):
-        shares[j] = (1 - plain) * shares[j] / total + plain / whole
+        total += left[j] * np.exp(logits[j] - top) if top > -np.inf else 0.0
+        largest += left[j] * np.exp(caps[j] - most) if most > -np.inf else 0.0
+        whole += left[j]
+    for j in range(lists):
+        shares[j] = plain / max(whole, 1e-300)
+        if total > 0:
+            shares[j] += (1 - plain - capped) * np.exp(logits[j] - top) / total
+        if largest > 0:
+            shares[j] += capped * np.exp(caps[j] - most) / largest
 
 
 @compiled
-def _from_near(near: Any, shares: Any, factor: Any, seed: Any, table: Any, rows: Any, logs: Any) -> Any:
-    """Draws of the near rows, which are noted, too. Returns their count."""
-    count = 0
-    for j in range(len(near)):
-        if near[j] >= 0:
-            _note(table, near[j])
-            chance = min(1.0, factor * shares[j])
-            if np.float64(hashed(near[j], seed)) < chance * WHOLE:
-                if count < len(rows):
-                    rows[count], logs[count] = near[j], -np.log(chance)
-                count += 1
-    return count
+def _bound(
+    logits: Any,
+    caps: Any,
+    hiding: Any,
+    left: Any,
+    shares: Any,
+    factor: Any,
+    starts: Any,
+    least: Any,
+    found: Any,
+) -> None:
+    """What records that are not drawn may add, for one query: see `draw`. Cost lists."""
+    lists = len(logits)
+    most, top, hidden, whole = -np.inf, -np.inf, 0.0, 0.0
+    for j in range(lists):
+        if starts[j] < starts[j + 1]:
+            top = max(top, 2 * hiding[j], 2 * logits[j])
+    for j in range(lists):
+        chance = min(1.0, factor * shares[j])
+        reaches = math.isnan(least) or caps[j] >= least
+        if chance < 1 and reaches and starts[j] < starts[j + 1]:
+            most = max(most, (caps[j] if math.isnan(least) else 0.0) - np.log(chance))
+            if top > -np.inf:
+                hidden += left[j] / chance * np.exp(2 * hiding[j] - top)
+                whole += left[j] / chance * np.exp(2 * logits[j] - top)
+    found[0], found[1], found[2] = most, top + np.log(hidden), top + np.log(whole)
 
 
 @compiled
 def draw(
-    near: Any,  # (q, c) int64 rows that are considered one by one, negative = none
-    near_logits: Any,  # (q, c) float32 log of how much each matters
-    far_logits: Any,  # (q, lists) float32 log of how much a record of each list matters
-    far_sizes: Any,  # (q, lists) float32 about how many of a list are not near
+    near: Any,  # (q, c) int64 rows that are taken already, negative = none
+    logits: Any,  # (q, lists) float64 log of how much a record of each list matters
+    caps: Any,  # (q, lists) float64 the largest logit that one of its records may have
+    hiding: Any,  # (q, lists) float64 half the log of the mean square of the weights that draws may not show
+    left: Any,  # (q, lists) float64 about how many of a list are not near
     frame: Any,  # Frame: the rows of each list by their random numbers
     budget: Any,  # about how many to draw
     plain: Any,  # share of the budget that goes to all alike
+    capped: Any,  # and that goes by the caps
+    least: Any,  # a record that may not reach this logit adds nothing; NaN: all do, by their weight
     seeds: Any,  # (q,) uint64
     rows: Any,  # (q, w) int64, written to
     logs: Any,  # (q, w) float32, written to: log of the inverse of a row's probability
     counts: Any,  # (q,) int64, written to; above w where there was no room
+    bounds: Any,  # (3, q) float64, written to: log of the largest term that a record not drawn may be; log of Σ y² / p
+    # over what draws may not show, and over all
 ) -> None:
-    """Rows drawn for each query. Every record has a positive probability. Cost q (c + lists) STEPS, and the draws."""
-    (q, c), lists = near.shape, far_logits.shape[1]
+    """Rows drawn from the lists for each query. Every record has a positive probability. Cost q lists STEPS, the draws.
+
+    The term of a record is its weight over its probability; where only those count that reach `least`, 1 over it. The
+    sum is over the records that may hide, y² the mean square of what they may weigh, p their probability.
+    """
+    (q, c), lists = near.shape, logits.shape[1]
     length = 64
     while length < 2 * c:
         length *= 2
-    table, shares, sizes = np.empty(length, np.int64), np.empty(c + lists), np.empty(c + lists)
+    table, shares = np.empty(length, np.int64), np.empty(lists)
     for i in range(q):
         table[:] = _EMPTY
-        _share(near[i], near_logits[i], far_logits[i], far_sizes[i], plain, shares, sizes)
-        factor = _factor(shares, sizes, budget)
-        count = _from_near(near[i], shares, factor, seeds[i], table, rows[i], logs[i])
+        for j in range(c):
+            if near[i, j] >= 0:
+                _note(table, near[i, j])
+        _shares(logits[i], hiding[i], left[i], plain, capped, shares)
+        factor = _factor(shares, left[i], budget)
+        _bound(logits[i], caps[i], hiding[i], left[i], shares, factor, frame.starts, least, bounds[:, i])
+        count = 0
         for j in range(lists):
             if j + AHEAD < lists:
                 start = _guess(frame.starts[j + AHEAD], frame.starts[j + AHEAD + 1], hashed(j + AHEAD, seeds[i]))
                 fetch(frame.chances.ctypes.data + 4 * start, 1)
-            if frame.starts[j] < frame.starts[j + 1]:
-                chance = min(1.0, factor * shares[c + j])
-                count = _from_list(frame, j, chance, hashed(j, seeds[i]), table, rows[i], logs[i], count)
+            if frame.starts[j] == frame.starts[j + 1]:
+                continue
+            chance = min(1.0, factor * shares[j])
+            count = _from_list(frame, j, chance, hashed(j, seeds[i]), table, rows[i], logs[i], count)
         counts[i] = count
 
 
 @compiled
 def thin(
     rows: Any,  # (q, w) int64
-    logits: Any,  # (q, w) float32 how much each matters, its log-weight included; -inf = not at all
+    logits: Any,  # (q, w) float64 how much each matters, its log-weight included; -inf = not at all
+    scales: Any,  # (w,) float64 at least 1: by how much more the values of some matter
     logs: Any,  # (q, w) float32 log of the inverse of its probability
     budget: Any,  # about how many to keep
     seeds: Any,  # (q,) uint64
     kept: Any,  # (q, k) int64, written to: places of those that are kept
     kept_logs: Any,  # (q, k) float32, written to
     counts: Any,  # (q,) int64, written to; above k where there was no room
+    largest: Any,  # (q,) float64, written to: log of the term of each that was not sure to be kept; -inf: all were
 ) -> None:
-    """Keeps some of the rows drawn, each by its true weight."""
+    """Keeps some of the rows drawn, each in proportion to its true weight. Cost q w STEPS."""
     q, w = rows.shape
     shares, sizes = np.empty(w), np.empty(w)
     for i in range(q):
-        top = np.float32(-np.inf)
+        top, total = -np.inf, 0.0
         for j in range(w):
             top = max(top, logits[i, j])
-        total = 0.0
         for j in range(w):
-            there = logits[i, j] > -np.inf
-            shares[j] = np.exp(np.float64(logits[i, j] - top)) if there else 0.0
-            sizes[j] = 1.0 if shares[j] > 0 else 0.0
+            shares[j] = np.exp(logits[i, j] - top) * scales[j] if logits[i, j] > -np.inf else 0.0
             total += shares[j]
         for j in range(w):
             shares[j] /= max(total, 1e-300)
+            sizes[j] = 1.0 if shares[j] > 0 else 0.0  # lost beside the others, to the last digit
         factor = _factor(shares, sizes, budget)
-        count = 0
+        count, largest[i] = 0, -np.inf
         for j in range(w):
-            chance = min(1.0, factor * shares[j]) if sizes[j] > 0 else 0.0
+            if not sizes[j] > 0:
+                continue
+            chance = min(1.0, factor * shares[j])
+            if chance < 1:
+                largest[i] = top + np.log(total / factor)
             if np.float64(hashed(rows[i, j], seeds[i])) < chance * WHOLE:
                 if count < kept.shape[1]:
                     kept[i, count], kept_logs[i, count] = j, logs[i, j] - np.log(chance)

@@ -11,7 +11,20 @@ from softdb.compiled.draw import hashed
 from softdb.compiled.memory import address_of, fetch, half, lines_of, whole, wide
 from softdb.compiled.tile import LANES, ROWS, product
 
-__all__ = ["HALF", "LABEL", "NONE", "WIDE", "f_quantile", "pooled", "spread", "sums"]
+__all__ = [
+    "HALF",
+    "LABEL",
+    "NONE",
+    "SIGNS",
+    "TILE",
+    "WIDE",
+    "directions",
+    "f_quantile",
+    "f_quantiles",
+    "pooled",
+    "spread",
+    "sums",
+]
 
 WIDE, HALF, LABEL, NONE = 0, 1, 2, 3  # what a value is: float32, float16, a class, or of no interest
 AHEAD = 6  # candidates whose values are on their way from memory while one is added
@@ -125,18 +138,21 @@ def spread(
     kind: Any,  # WIDE, HALF, LABEL or NONE
     output: Any,  # (q, v) the answer
     lse: Any,  # (q,) its normaliser
-    confidence: Any,  # normal quantile of it
-    skewed: Any,  # what the effective number of squared weights is worth of itself
+    salt: Any,  # of the random signs: parts that are merged need their own
     weights: Any,  # (q, k), written to: shares of the answer
-    found: Any,  # (4, q) float64, written to: bar and standard error, of the output and of Z relative to it
+    found: Any,  # (3, q) float64, written to: Σ c, Σ c², Σ c ‖v - o‖², c = (1 - p) w²
+    first: Any,  # (q, v) float64, written to: Σ c (v - o)
+    signed: Any,  # (q, SIGNS, v') float32, written to: Σ ±√c (v - o)
+    roots: Any,  # (q, SIGNS) float64, written to: Σ ±√c
 ) -> None:
-    """The error of an answer that was drawn. Cost q k v SIGNS operations; the values are read from cache."""
+    """What the error of an answer that was drawn is made of. Cost q k v SIGNS operations; values come from cache."""
     (q, k), v = logits.shape, output.shape[1]
-    size, wide_v = _bytes(kind, v), (v + TILE - 1) // TILE * TILE
+    size, wide_v = _bytes(kind, v), signed.shape[2]
     signs, parts = np.empty((SIGNS, CHUNK), np.float32), np.zeros((CHUNK, wide_v), np.float32)
-    signed, some, centred = np.empty((SIGNS, wide_v), np.float32), np.empty((SIGNS, wide_v), np.float32), np.empty(v)
+    some, centred = np.empty((SIGNS, wide_v), np.float32), np.empty(v)
     for i in range(q):
-        signed[:] = 0
+        signed[i] = 0
+        first[i], roots[i] = 0.0, 0.0
         variance, noise, noises, held = 0.0, 0.0, 0.0, 0
         for j in range(k):
             weight = np.exp(np.float64(logits[i, j] - lse[i])) if logits[i, j] > -np.inf else 0.0
@@ -152,23 +168,21 @@ def spread(
                 centred[t] = -output[i, t]
             _add(1.0, address_of(positions[i, j], addresses, starts, size), kind, v, centred)
             variance += square * _product(centred, centred)
-            bits, root = hashed(j, 0), np.sqrt(square)
+            bits, root = hashed(positions[i, j], salt), np.sqrt(square)
             for sign in range(SIGNS):
-                signs[sign, held] = np.float32(1) if (bits >> np.uint32(sign)) & np.uint32(1) else np.float32(-1)
+                one = np.float32(1) if (bits >> np.uint32(sign)) & np.uint32(1) else np.float32(-1)
+                signs[sign, held] = one
+                roots[i, sign] += one * root
             for t in range(v):
                 parts[held, t] = root * centred[t]
+                first[i, t] += square * centred[t]
             held += 1
             if held == CHUNK:
-                _add_signed(signs, parts, held, some, signed)
+                _add_signed(signs, parts, held, some, signed[i])
                 held = 0
         if held:
-            _add_signed(signs, parts, held, some, signed)
-        draws = max(skewed * noise * noise / noises, 2.0) if noises > 0 else 2.0
-        directions = _directions(signed, variance, min(v, k))
-        found[0, i] = np.sqrt(variance * f_quantile(confidence, directions, draws))
-        found[1, i] = np.sqrt(variance)
-        found[2, i] = np.sqrt(noise * f_quantile(confidence, 1.0, draws))
-        found[3, i] = np.sqrt(noise)
+            _add_signed(signs, parts, held, some, signed[i])
+        found[0, i], found[1, i], found[2, i] = noise, noises, variance
 
 
 @compiled
@@ -184,14 +198,22 @@ def _add_signed(signs: Any, parts: Any, held: Any, some: Any, sums: Any) -> None
 
 
 @compiled
-def _directions(signed: Any, variance: Any, most: Any) -> Any:
-    """Among how many directions the error is spread, tr(C)² / tr(C²)."""
-    square = 0.0
-    for a in range(SIGNS):
-        for b in range(a):
-            square += _product(signed[a], signed[b]) ** 2
-    square /= SIGNS * (SIGNS - 1) / 2
-    return min(max(variance * variance / square, 1.0), float(most)) if square > 0 else 1.0
+def directions(signed: Any, variance: Any, out: Any) -> None:
+    """Among how many directions each error is spread, tr(C)² / tr(C²), C its covariance."""
+    for i in range(len(signed)):
+        square = 0.0
+        for a in range(SIGNS):
+            for b in range(a):
+                square += _product(signed[i, a], signed[i, b]) ** 2
+        square /= SIGNS * (SIGNS - 1) / 2
+        out[i] = max(variance[i] * variance[i] / square, 1.0) if square > 0 else 1.0
+
+
+@compiled
+def f_quantiles(z: Any, above: Any, below: Any, out: Any) -> None:
+    """`f_quantile` of many degrees of freedom."""
+    for i in range(len(out)):
+        out[i] = f_quantile(z, above[i], below[i])
 
 
 @compiled

@@ -10,7 +10,7 @@ from softdb.compiled.decorators import compiled, summed
 from softdb.compiled.memory import address_of, fetch, half, lines_of, wide
 from softdb.compiled.tile import bits, real
 
-__all__ = ["COSINE", "DOT", "L2", "rerank", "score"]
+__all__ = ["COSINE", "DOT", "L2", "rerank", "score", "score_precisely"]
 
 DOT, COSINE, L2 = 0, 1, 2  # metrics
 AHEAD = 6  # candidates whose keys are on their way from memory while one is scored
@@ -162,3 +162,52 @@ def score(
                 if positions[i, candidate] >= 0:
                     address = address_of(positions[i, candidate], addresses, starts, size)
                     scores[i, candidate] = _score(address, halves, metric, query, d)
+
+
+@summed
+def _precise_score(address: Any, halves: Any, metric: Any, query: Any, d: Any) -> Any:
+    """As `_score`, summed in float64."""
+    total = 0.0
+    if metric == L2:
+        for j in range(d):
+            key = half(address, j) if halves else wide(address, j)
+            apart = np.float64(wide(query, j)) - np.float64(key)
+            total += apart * apart
+        return -total
+    if halves:
+        for j in range(d):
+            total += np.float64(wide(query, j)) * np.float64(half(address, j))
+    else:
+        for j in range(d):
+            total += np.float64(wide(query, j)) * np.float64(wide(address, j))
+    if metric == COSINE:
+        square = _square(address, halves, d)
+        return total / np.sqrt(square) if square > 0 else 0.0
+    return total
+
+
+@compiled
+def score_precisely(
+    queries: Any,  # (q · d,) float32; of length 1 for the cosine
+    positions: Any,  # (q, c) int64, negative = none
+    addresses: Any,  # (s,) int64 where the keys of each segment begin
+    starts: Any,  # (s + 1,) int64 position of each segment's first record
+    d: Any,
+    halves: Any,  # whether keys are float16, else float32
+    metric: Any,  # DOT, COSINE or L2
+    scores: Any,  # (q, c) float64, written to: -inf = none
+) -> None:
+    """As `score`, in float64: at a low temperature the last digits of a score decide."""
+    q, c = positions.shape
+    size = d * (2 if halves else 4)
+    lines = lines_of(size)
+    for i in range(q):
+        query = queries.ctypes.data + 4 * i * d
+        for candidate in range(-AHEAD, c):
+            if candidate + AHEAD < c and positions[i, candidate + AHEAD] >= 0:
+                fetch(address_of(positions[i, candidate + AHEAD], addresses, starts, size), lines)
+            if candidate >= 0:
+                scores[i, candidate] = -np.inf
+                if positions[i, candidate] >= 0:
+                    address = address_of(positions[i, candidate], addresses, starts, size)
+                    scores[i, candidate] = _precise_score(address, halves, metric, query, d)

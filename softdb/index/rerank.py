@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.compiled.threads import available, by_lines
@@ -14,7 +15,7 @@ from softdb.index.contract import Floats, Rows, prepared
 from softdb.scores import score_of
 from softdb.store import Snapshot
 
-__all__ = ["best", "ordered", "scores_at"]
+__all__ = ["best", "ordered", "precise_scores_at", "scores_at"]
 
 CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # what the loops call a metric
 GATHERED = 1 << 22  # numbers of keys copied at once, where there are no compiled loops: 16 MB
@@ -59,6 +60,21 @@ def scores_at(
     scores = np.empty(positions.shape, np.float32)
     if scores.size:
         _shared(rerank.score, snapshot, queries, positions, metric, scores)
+    return scores
+
+
+def precise_scores_at(
+    snapshot: Snapshot,
+    queries: Floats,  # (q, d)
+    positions: Rows,  # (q, c), -1 = none
+    metric: Metric,
+) -> NDArray[np.float64]:  # (q, c)
+    """As `scores_at`, summed in float64."""
+    from softdb.compiled import rerank
+
+    scores = np.empty(positions.shape)
+    if scores.size:
+        _shared(rerank.score_precisely, snapshot, queries, positions, metric, scores)
     return scores
 
 

@@ -1,47 +1,52 @@
-"""The tail beyond the nearest, sampled: records drawn from the whole database with known probabilities.
+"""What an estimate is made of: records scored surely, and records drawn from the others with known probabilities.
 
-The records whose codes are nearest are considered one by one, the others by the lists of an IVF index, each in
-proportion to how much it is thought to matter: the root of the mean square of its weight exp(logit),
+Surely, with probability 1: the records whose codes are nearest, and those set apart (`softdb.index.reach`). The others
+are drawn by the lists of an IVF index. A record of a list is drawn in proportion to how much it is thought to matter,
+the root of the mean square of its weight exp(logit),
 
-    near:  exp(ŝ + ε²)                  ŝ the logit that the code gives, ε the standard error of the codes
-    far:   exp(μ + σ²) P^½              μ, σ mean and deviation of the logits in a list, taken as normal; where the
+    exp(μ + σ²) P^½                     μ, σ mean and deviation of the logits in a list, taken as normal; where the
                                         list was searched, P = Φ((τ - μ - 2 σ²) / σ) / Φ((τ - μ) / σ), as what lies
                                         above the last of the near, τ, is among them; at most
                                         μ + σ √(2 log m), about the largest of the m in the list
 
-A share of the draws goes to all records alike. What is thought decides how large the error is, never whether the answer
-is right: sums over those drawn, divided by their probabilities, are unbiased (Horvitz and Thompson 1952).
+and, a share `CAPPED` of the draws, in proportion to the most that it may weigh, exp(cap). A share goes to all records
+alike. What is thought decides how large the error is, never whether the answer is right: sums over those drawn, divided
+by their probabilities, are unbiased (Horvitz and Thompson 1952). The caps decide what the error bar must allow for in
+records that were not drawn: a term, weight over probability, of at most `unseen`. docs/error-bars.md derives both.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.compiled.threads import by_lines
 from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
-from softdb.index.rerank import scores_at
+from softdb.index.reach import Numbers, measured
+from softdb.index.rerank import precise_scores_at
 from softdb.store import Snapshot
 
 __all__ = ["FEWEST", "Drawn", "Frame", "Tail", "kept", "seeds_of"]
 
 FEWEST = 10_000  # records that are all pooled sooner than drawn from
-SAMPLED = 1 << 14  # stored keys that the spread of the lists is taken from
-CALIBRATED = 64  # stored keys that the error of the codes is taken from, as queries
-PRIOR = 8  # records' worth of belief that a list spreads as all do
-PLAIN = 0.1  # share of the draws that goes to all records alike
+SAMPLED = 1 << 14  # stored keys that the shape of the lists is taken from
+PLAIN, CAPPED = 0.1, 0.5  # share of the draws that goes to all records alike, and by what they may weigh at most
+CERTAIN = 5.0  # deviations from what is thought of a record that none is expected to exceed: 3e-7 of normal ones
 SCANNED = 1 << 16  # codes that are looked at one by one, for a deviation of 1 of the logits in a list
 ROOM = 8.0  # standard deviations of the number drawn that there is room for
 PERMANENT = 1 << 40  # seed of the order inside the lists; draws shift it
+ROUNDING = 1e-6  # of ‖q‖ + ‖c‖, squared: what a list's mean score may be off by in float32
 
 
 class Frame(NamedTuple):
-    """The rows of each list in the order of their permanent random numbers: 12 bytes a record."""
+    """The rows of each list, less those set apart, by their permanent random numbers: 12 bytes a record."""
 
     rows: Rows  # (n,)
     chances: NDArray[np.uint32]  # (n,) ascending within a list
@@ -49,22 +54,34 @@ class Frame(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Rows drawn for each query, and the log of the inverse of each one's probability."""
+    """Records for each query, scored exactly."""
 
-    rows: Rows  # (q, w), -1 = none
-    log_weights: Floats  # (q, w)
+    positions: Rows  # (q, w), -1 = none
+    scores: Numbers  # (q, w) by the index's metric, -inf for none
+    log_weights: Floats  # (q, w) log of the inverse of each one's probability
+    unseen: Numbers  # (q,) log of the largest term, weight over probability, that a record not drawn may be
+    hidden: Numbers  # (q,) log of Σ y² / p, y their weights, over what too few draws may show
+    expected: Numbers  # (q,) the same over all that may be drawn, as it is thought to be
+    scales: Numbers  # (w,) how far their values may reach, in units of `Reach.value_radius`
 
 
-class Thought(NamedTuple):
-    """What is known before anything is drawn: logits of the nearest by their codes, and of each list."""
+class _Lists(NamedTuple):
+    """The lists as queries see them."""
 
-    near: Rows  # (q, c), -1 = none
-    near_logits: Floats  # (q, c) log of how much each matters
-    codes: Floats  # (q, c)
-    means: Floats  # (q, lists)
-    deviations: Floats  # (q, lists)
-    probed: int  # how many lists were searched
-    least: float  # the logit that matters; NaN: weights matter
+    nearness: Numbers  # (q, lists) score of the centroid
+    means: Numbers  # (q, lists) mean of the scores in a list
+    deviations: Numbers  # (q, lists)
+    caps: Numbers  # (q, lists) the largest score that one of its records may have
+
+
+class _Near(NamedTuple):
+    """The records whose codes are nearest, scored exactly, and what the other ones of the lists searched may score."""
+
+    rows: Rows  # (q, c), -1 = none
+    positions: Rows  # (q, c + apart) theirs, then those of the records set apart
+    scores: Numbers  # (q, c + apart)
+    searched: NDArray[np.bool_]  # (q, lists)
+    others: Numbers  # (5, q) the score of the last by its code, the cap, and so on: see `compiled.beyond.caps`
 
 
 class Tail:
@@ -73,159 +90,242 @@ class Tail:
     def __init__(self, index: Index, snapshot: Snapshot) -> None:
         inner = index.inner
         self.index = index
-        self.frame = _frame(inner.invlists)
-        self.sizes = np.diff(self.frame.starts).astype(np.float32)  # (lists,)
         self.centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)  # (lists, d)
+        rows, starts = _lists(inner.invlists)
+        self.reach = measured(index, snapshot, rows, starts, self.centroids)
+        self.lengths, self.mean_lengths = (
+            np.einsum("ld,ld->l", one, one, dtype=np.float64) for one in (self.centroids, self.reach.means)
+        )  # ‖c‖², ‖m‖²
+        self.frame = _frame(rows, starts, self.reach.is_apart)
+        self.sizes = np.diff(self.frame.starts)  # (lists,)
+        self.held = len(self.frame.rows) + len(self.reach.apart)
         live = np.flatnonzero(snapshot.live)
         some = np.sort(np.random.default_rng(3).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False))
         keys = prepared(snapshot.keys_at(some).numpy(), index.metric)
-        home = inner.quantizer.search(keys, 1)[1][:, 0]
-        left = keys - self.centroids[home]
-        self._spread(left, home, inner.nlist)
-        self._calibrate(snapshot, keys)
+        self._shape(keys - self.reach.means[inner.quantizer.search(keys, 1)[1][:, 0]])
+        self._words = _words(inner)
 
-    def _spread(
+    def _shape(
         self,
         left: Floats,  # (m, d) keys seen from their centroids
-        home: Rows,  # (m,)
-        lists: int,
     ) -> None:
         """How keys lie around their centroids: one covariance, scaled for each list."""
         squares = np.einsum("md,md->m", left, left, dtype=np.float64)
         whole = max(float(squares.mean()), 1e-12)
-        found = np.bincount(home, squares, lists) + PRIOR * whole
-        self.scale = (found / (np.bincount(home, minlength=lists) + PRIOR) / whole).astype(np.float32)  # (lists,)
         values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
-        roots = vectors * np.sqrt(np.maximum(values, 0))  # times its transpose it is the covariance
-        self.root = roots.astype(np.float32)  # (d, d)
-        self.reach = np.float32(whole)  # mean squared distance from the centroid
-        self.reach_spread = np.float32(squares.var())
-
-    def _calibrate(self, snapshot: Snapshot, keys: Floats) -> None:
-        """How far scores by codes lie from the true ones, for a query of length 1."""
-        asked = np.ascontiguousarray(keys[:: max(1, len(keys) // CALIBRATED)][:CALIBRATED])
-        rows, codes = self.index.find_scored(asked, 128, None, None)
-        true = scores_at(snapshot, asked, snapshot.positions(rows), self.index.metric)
-        there = (rows >= 0) & np.isfinite(true)
-        error = true[there] - codes[there]
-        lengths = float(np.linalg.norm(asked, axis=1).mean()) if self.index.metric is Metric.DOT else 1.0
-        self.bias, self.error = (float(error.mean()), float(error.std())) if len(error) else (0.0, 0.0)
-        self.bias, self.error = self.bias / max(lengths, 1e-12), self.error / max(lengths, 1e-12)
+        self.root = (vectors * np.sqrt(np.maximum(values, 0) / whole)).astype(np.float32)  # (d, d) of trace 1
+        self.spread = float(squares.var()) / whole**2  # of ‖k - c‖², relative to its mean
+        radii, largest = self.reach.mean_radii, self.reach.radii
+        self.excess = np.divide(largest, radii, out=np.ones_like(radii), where=radii > 0)  # (lists,)
 
     def draw(
         self,
+        snapshot: Snapshot,
         queries: Floats,  # (q, d) prepared
         factor: float,  # logits are this times the score
         near: int,
         budget: int,
         seed: int,
+        doubt: float,  # the probability with which what is said of records not drawn may be wrong
+        least: float = np.nan,  # records matter only if they score so much; NaN: by their weight
     ) -> Drawn:
-        """About `budget` rows for each query, by their weights; dead ones among them.
+        """The `near` nearest by their codes, the records set apart, and about `budget` drawn from the others.
 
-        Cost of a search, and q (near + lists).
+        Dead records are among them. Where half of all would be near, all are taken. Cost of a search of the lists that
+        may matter, q lists, and (near + apart + budget) d for the scores of each query.
         """
-        means, deviations = self._logits(queries, factor)
-        effort = self._effort(float(deviations.mean()))
-        rows, codes, error = self._near(queries, near, effort)
-        near_logits = (factor * codes + (factor * error) ** 2).astype(np.float32)
-        coded = (factor * codes).astype(np.float32)
-        return self._loose(Thought(rows, near_logits, coded, means, deviations, effort, np.nan), queries, budget, seed)
+        if 2 * near >= self.held:
+            return self._everything(snapshot, queries)
+        lists = self._seen_by(queries)
+        found = self._near(snapshot, queries, lists, factor, near, budget, doubt)
+        rows, logs, bounds = self._loose(queries, lists, found, factor, least, budget, seed, _visible(doubt, budget))
+        unseen, hidden, expected = bounds
+        positions = snapshot.positions(rows)
+        scores = precise_scores_at(snapshot, queries, positions, self.index.metric)
+        return Drawn(
+            np.concatenate([found.positions, positions], axis=1),
+            np.concatenate([found.scores, scores], axis=1),
+            np.concatenate([np.zeros(found.scores.shape, np.float32), logs], axis=1),
+            unseen,
+            hidden,
+            expected,
+            np.concatenate([np.ones(near), self.reach.scales, np.ones(rows.shape[1])]),
+        )
 
-    def draw_within(
-        self,
-        queries: Floats,  # (q, d) prepared
-        least: float,
-        near: int,
-        budget: int,
-        seed: int,
-    ) -> Drawn:
-        """As `draw`, by their chances to score at least so much."""
-        means, deviations = self._logits(queries, 1.0)
-        effort = self._effort(1.0)
-        rows, codes, error = self._near(queries, near, effort)
-        beyond = torch.from_numpy((codes - least) / np.maximum(error, 1e-12)).double()
-        chances = (0.5 * torch.special.log_ndtr(beyond)).clamp(min=-14).float().numpy()
-        return self._loose(Thought(rows, chances, codes, means, deviations, effort, least), queries, budget, seed)
+    def _everything(self, snapshot: Snapshot, queries: Floats) -> Drawn:
+        """Every record that the index holds, scored exactly."""
+        rows = np.concatenate([self.frame.rows, self.reach.apart])
+        positions = snapshot.positions(rows)
+        scales = np.concatenate([np.ones(len(self.frame.rows)), self.reach.scales])
+        there = (positions >= 0) & snapshot.live[positions]
+        everyone = np.broadcast_to(positions[there], (len(queries), int(np.count_nonzero(there)))).copy()
+        scores = precise_scores_at(snapshot, queries, everyone, self.index.metric)
+        certain, none = np.zeros(everyone.shape, np.float32), np.full(len(queries), -np.inf)
+        return Drawn(everyone, scores, certain, none, none, none, scales[there])
 
     def _near(
-        self, queries: Floats, near: int, effort: int
-    ) -> tuple[Rows, Floats, Floats]:  # (q, near), (q, near), (q, 1)
-        """Rows whose codes are nearest, what they score by them, and the standard error of that."""
-        rows, codes = self.index.find_scored(queries, near, None, effort)
-        dot = self.index.metric is Metric.DOT
-        scale = np.linalg.norm(queries, axis=1, keepdims=True) if dot else np.ones((len(queries), 1))
-        return rows, (codes + self.bias * scale).astype(np.float32), (self.error * scale).astype(np.float32)
+        self, snapshot: Snapshot, queries: Floats, lists: _Lists, factor: float, count: int, budget: int, doubt: float
+    ) -> _Near:
+        """Search the lists that may hold something heavy, and score what is found."""
+        from softdb.compiled import beyond as loops
 
-    def _loose(self, thought: Thought, queries: Floats, budget: int, seed: int) -> Drawn:
-        draw = functools.partial(_drawn, thought, self.sizes, self.frame, float(budget), seeds_of(queries, seed))
-        found, logs, most = draw(int(budget + ROOM * budget**0.5 + 16))
-        if most > found.shape[1]:
-            found, logs, most = draw(most)
-        return Drawn(found[:, :most], logs[:, :most])
+        order, searches = self._to_search(lists, factor, budget)
+        rows, codes = self._search(queries, lists.nearness, order, searches, count)
+        searched = np.zeros(lists.means.shape, np.bool_)
+        np.put_along_axis(searched, order, np.arange(order.shape[1]) < searches[:, None], 1)
+        rows[(rows >= 0) & self.reach.is_apart[rows]] = -1
+        apart = np.broadcast_to(snapshot.positions(self.reach.apart), (len(rows), len(self.reach.apart)))
+        positions = np.concatenate([snapshot.positions(rows), apart], axis=1)
+        scores = precise_scores_at(snapshot, queries, positions, self.index.metric)
+        reach, usual = self.reach, max(self.reach.mean_error, 1e-300)
+        others, l2 = np.empty((5, len(rows))), self.index.metric is Metric.L2
+        codes_of = queries, codes, scores, self._words, l2, reach.errors, reach.log_shares, usual
+        loops.caps(*codes_of, factor, CERTAIN, _visible(doubt, budget), others)
+        return _Near(rows, positions, scores, searched, others)
 
-    def _effort(self, deviation: float) -> int:
-        """How many lists to search: where weights in a list are about alike, draws from it do as well."""
-        codes = SCANNED * min(max(deviation, 0.25), 16.0)
-        lists = len(self.sizes)
-        return min(lists, max(1, round(codes * lists / max(1.0, float(self.sizes.sum())))))
+    def _to_search(self, lists: _Lists, factor: float, budget: int) -> tuple[Rows, Rows]:  # (q, most), (q,)
+        """Which lists to search for each query, the highest caps first, and how many of them.
 
-    def _logits(self, queries: Floats, factor: float) -> tuple[Floats, Floats]:  # (q, lists), (q, lists)
-        """Mean and deviation of the logits in each list."""
-        if self.index.metric is not Metric.L2:
-            turned = queries @ self.root
-            variance = np.einsum("qd,qd->q", turned, turned)[:, None] * self.scale
-            return factor * (queries @ self.centroids.T), factor * np.sqrt(variance) + np.float32(1e-6)
-        products = queries @ self.centroids.T
-        apart = (queries**2).sum(1)[:, None] - 2 * products + (self.centroids**2).sum(1)
-        turned, moved = queries @ self.root, self.centroids @ self.root
-        along = (turned**2).sum(1)[:, None] - 2 * turned @ moved.T + (moved**2).sum(1)
-        variance = 4 * np.maximum(along, 0) * self.scale + self.reach_spread * self.scale**2
-        return -factor * (np.maximum(apart, 0) + self.reach * self.scale), factor * np.sqrt(variance) + np.float32(1e-6)
+        As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where weights in a list are
+        about alike, draws from it do as well. And so many that those not searched, by their caps, can hold no term
+        that is larger than a hundredth of what all lists are thought to hold.
+        """
+        from softdb.compiled import beyond as loops
+
+        q, n = lists.means.shape
+        deviation = np.clip(factor * lists.deviations.mean(), 0.25, 16.0)
+        enough = min(n, max(1, round(SCANNED * float(deviation) * n / max(1, int(self.sizes.sum())))))
+        order, counts = np.empty((q, n), np.int64), np.empty(q, np.int64)
+        small = 0.01 * CAPPED * budget
+        loops.to_search(lists.means, lists.deviations, lists.caps, self.sizes, factor, small, enough, order, counts)
+        return order[:, : int(counts.max(initial=1))], counts
+
+    def _search(
+        self, queries: Floats, nearness: Numbers, order: Rows, searches: Rows, count: int
+    ) -> tuple[Rows, Floats]:  # (q, count), (q, count)
+        """FAISS' search of chosen lists: rows and scores by their codes, -1 and -inf for none."""
+        faiss, (q, most), l2 = faiss_module(), order.shape, self.index.metric is Metric.L2
+        lists = np.where(np.arange(most) < searches[:, None], order, -1)
+        distances = np.take_along_axis(-nearness if l2 else nearness, order, 1).astype(np.float32)
+        rows, codes = np.empty((q, count), np.int64), np.empty((q, count), np.float32)
+        asked, pointer = np.ascontiguousarray(queries), faiss.swig_ptr
+        self.index.inner.search_preassigned_c(
+            q, pointer(asked), count, pointer(lists), pointer(distances), pointer(codes), pointer(rows), False,
+            faiss.SearchParametersIVF(nprobe=most),
+        )  # fmt: skip
+        if l2:
+            np.negative(codes, out=codes)
+        codes[rows < 0] = -np.inf
+        return rows, codes
+
+    def _loose(
+        self,
+        queries: Floats,
+        lists: _Lists,
+        found: _Near,
+        factor: float,
+        least: float,
+        budget: int,
+        seed: int,
+        visible: float,
+    ) -> tuple[Rows, Floats, Numbers]:  # (q, w), (q, w), (3, q)
+        """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `Drawn` has it."""
+        from softdb.compiled import draw as loops
+
+        q, each = len(queries), (found.rows.shape[1] + len(self.sizes)) * loops.STEPS
+        caps, logits, hiding, left = factor * lists.caps, *np.empty((3, *lists.caps.shape))
+        seeds, counts, bounds = seeds_of(queries, seed), np.zeros(q, np.int64), np.empty((3, q))
+        others = found.others * np.array([factor, factor, factor, 1, factor])[:, None]
+        seen = (found.rows >= 0).sum(1), others, factor * lists.means, factor * lists.deviations, self.excess
+        loops.far(*seen, self.sizes, found.searched, visible, factor * least, caps, logits, hiding, left)
+
+        def draw(width: int) -> tuple[Rows, Floats, int]:
+            rows, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
+
+            def work(part: slice) -> None:
+                asked = found.rows[part], logits[part], caps[part], hiding[part], left[part], self.frame
+                out = rows[part], logs[part], counts[part], bounds[:, part]
+                loops.draw(*asked, float(budget), PLAIN, CAPPED, factor * least, seeds[part], *out)
+
+            by_lines(work, q, q * each * 4)
+            return rows, logs, int(counts.max(initial=0))
+
+        rows, logs, most = draw(_room(budget))
+        if most > rows.shape[1]:
+            rows, logs, most = draw(most)
+        return rows[:, :most], logs[:, :most], bounds
+
+    def _seen_by(self, queries: Floats) -> _Lists:
+        """Means, deviations and caps of the scores in each list. Cost q d (lists + d)."""
+        reach, l2 = self.reach, self.index.metric is Metric.L2
+        products = (queries @ reach.means.T).astype(np.float64)
+        nearness = (queries @ self.centroids.T).astype(np.float64)
+        squares = np.einsum("qd,qd->q", queries, queries, dtype=np.float64)[:, None]
+        rounding = ROUNDING * (np.sqrt(squares) + np.sqrt(self.mean_lengths)) ** 2
+        turned = (queries @ self.root).astype(np.float64)
+        if not l2:
+            means = products
+            deviations = np.sqrt(np.einsum("qd,qd->q", turned, turned))[:, None] * reach.mean_radii
+            certain = products + np.sqrt(squares) * reach.radii
+        else:
+            nearness = 2 * nearness - self.lengths - squares
+            apart = np.maximum(squares - 2 * products + self.mean_lengths, 0)
+            moved = (reach.means @ self.root).astype(np.float64)
+            along = (turned**2).sum(1)[:, None] - 2 * turned @ moved.T + (moved**2).sum(1)
+            means = -(apart + reach.mean_radii**2)
+            deviations = np.sqrt(4 * np.maximum(along, 0) + self.spread * reach.mean_radii**2) * reach.mean_radii
+            certain = -np.square(np.maximum(np.sqrt(apart) - reach.radii, 0))
+        deviations = deviations + 1e-12 * (1 + np.abs(means))
+        likely = means + CERTAIN * deviations * self.excess
+        if l2:
+            likely = np.minimum(likely + reach.mean_radii**2, 0)
+        return _Lists(nearness, means, deviations, np.minimum(certain, likely) + rounding)
 
 
-def _drawn(
-    thought: Thought,
-    sizes: Floats,
-    frame: Frame,
-    budget: float,
-    seeds: NDArray[np.uint64],
-    width: int,
-) -> tuple[Rows, Floats, int]:
-    """Rows and log-weights, each (q, width), and the most that a query drew, which may be more."""
-    from softdb.compiled import draw as loops
-
-    near, near_logits, codes, means, deviations, probed, least = thought
-    q, each = len(near), (near.shape[1] + len(sizes)) * loops.STEPS
-    found, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
-    far_logits, far_sizes = np.empty_like(means), np.empty_like(means)
-    counts = np.zeros(q, np.int64)
-
-    def work(part: slice) -> None:
-        far = far_logits[part], far_sizes[part]
-        loops.far(near[part], codes[part], means[part], deviations[part], sizes, probed, least, *far)
-        asked = near[part], near_logits[part], *far
-        loops.draw(*asked, frame, budget, PLAIN, seeds[part], found[part], logs[part], counts[part])
-
-    by_lines(work, q, q * each * 4)
-    return found, logs, int(counts.max(initial=0))
+def _words(inner: Any) -> Floats:
+    """What the codes stand for, (parts, 16, d / parts); no parts for codes other than FAISS' packed 4-bit ones."""
+    faiss = faiss_module()
+    if not isinstance(inner, faiss.IndexIVFPQFastScan):
+        return np.empty((0, 16, 1), np.float32)
+    words: Floats = faiss.vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
+    return words
 
 
-def _frame(lists: Any) -> Frame:
-    """Every list's rows, ordered by their random numbers."""
-    from softdb.compiled import draw as loops
-
+def _lists(lists: Any) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
+    """The rows of every list, one after the other, and where each list begins."""
     faiss = faiss_module()
     sizes = [lists.list_size(i) for i in range(lists.nlist)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    rows, chances = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.uint32)
+    rows = np.empty(starts[-1], np.int64)
     for i, size in enumerate(sizes):
         if size:
-            part = slice(starts[i], starts[i + 1])
-            rows[part] = faiss.rev_swig_ptr(lists.get_ids(i), size)
-            loops.hashes(rows[part], PERMANENT, chances[part])
-            order = np.argsort(chances[part])
-            rows[part], chances[part] = rows[part][order], chances[part][order]
+            rows[starts[i] : starts[i + 1]] = faiss.rev_swig_ptr(lists.get_ids(i), size)
+    return rows, starts
+
+
+def _frame(rows: Rows, starts: Rows, is_apart: NDArray[np.bool_]) -> Frame:
+    """Every list's rows, less those set apart, ordered by their random numbers."""
+    from softdb.compiled import draw as loops
+
+    stays = ~is_apart[rows]
+    ends = np.concatenate([[0], np.cumsum(stays)])
+    rows, starts = rows[stays], ends[starts].astype(np.int64)
+    chances = np.empty(len(rows), np.uint32)
+    loops.hashes(rows, PERMANENT, chances)
+    for low, high in itertools.pairwise(starts):
+        order = np.argsort(chances[low:high])
+        rows[low:high], chances[low:high] = rows[low:high][order], chances[low:high][order]
     return Frame(rows, chances, starts)
+
+
+def _visible(doubt: float, budget: int) -> float:
+    """Deviations that some of `budget` records exceed, but for that doubt: Φ(-x) = log(1 / doubt) / budget."""
+    return statistics.NormalDist().inv_cdf(max(0.5, 1 - math.log(1 / doubt) / budget))
+
+
+def _room(budget: int) -> int:
+    """So many places do for about so many draws."""
+    return int(budget + ROOM * budget**0.5 + 16)
 
 
 def seeds_of(
@@ -246,25 +346,30 @@ def _factors(seed: int, count: int) -> NDArray[np.uint64]:  # (count,)
 
 
 def kept(
-    rows: Rows,  # (q, w), -1 = none
-    logits: Floats,  # (q, w) with the log-weights; -inf = takes no part
-    log_weights: Floats,  # (q, w)
+    drawn: Drawn,
+    logits: Numbers,  # (q, w) with the log-weights; -inf = takes no part
     budget: int,
     seeds: NDArray[np.uint64],  # (q,)
-) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-    """Some of the draws, each kept in proportion to its weight: their places, -1 = none, and new log-weights."""
+) -> tuple[Rows, Floats, Numbers]:  # (q, k), (q, k), (q,)
+    """Some of the records, each kept in proportion to its weight: their places, -1 = none, and new log-weights.
+
+    And the log of the term, weight over probability, of each that was not sure to be kept; -inf where all were.
+    """
     from softdb.compiled import draw as loops
 
-    k = min(rows.shape[1], int(budget + ROOM * budget**0.5 + 16))
-    places, logs = np.full((len(rows), k), -1, np.int64), np.zeros((len(rows), k), np.float32)
-    counts = np.empty(len(rows), np.int64)
+    q, counts, largest = len(logits), np.empty(len(logits), np.int64), np.empty(len(logits))
 
-    def work(part: slice) -> None:
-        drawn = rows[part], logits[part], log_weights[part]
-        loops.thin(*drawn, float(budget), seeds[part], places[part], logs[part], counts[part])
+    def keep(k: int) -> tuple[Rows, Floats, int]:
+        places, logs = np.full((q, k), -1, np.int64), np.zeros((q, k), np.float32)
 
-    by_lines(work, len(rows), rows.size * loops.STEPS * 4)
-    most = min(k, int(counts.max(initial=0)))
-    if counts.max(initial=0) > k:
-        raise AssertionError("more draws were kept than there is room for")
-    return places[:, :most], logs[:, :most]
+        def work(part: slice) -> None:
+            given = drawn.positions[part], logits[part], drawn.scales, drawn.log_weights[part], float(budget)
+            loops.thin(*given, seeds[part], places[part], logs[part], counts[part], largest[part])
+
+        by_lines(work, q, logits.size * loops.STEPS * 4)
+        return places, logs, int(counts.max(initial=0))
+
+    places, logs, most = keep(min(logits.shape[1], _room(budget)))
+    if most > places.shape[1]:
+        places, logs, most = keep(most)
+    return places[:, :most], logs[:, :most], largest

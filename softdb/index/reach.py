@@ -1,0 +1,207 @@
+"""How far records reach beyond what the index knows of them: code errors, radii of the lists, and the records apart.
+
+An estimate may leave a record undrawn only where something bounds its weight. What bounds it is measured once, in one
+pass over the keys: the error ‖k - k̂‖ of each code, the distance ‖k - m‖ of each key from the mean of its list, the
+distance ‖v - v̄‖ of each value from the mean. The few records in which one of them is extreme would make every bound
+loose: they are set apart, and scored exactly for every query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Metric
+from softdb.compiled.threads import share_out, workers
+from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared
+from softdb.store import Snapshot
+
+__all__ = ["Reach", "measured"]
+
+SHARE = 0.0002  # of the records that may be set apart for the error of the code, the radius, the value
+LONG = 0.01  # likewise for its length, where scores are products: a long key may carry most of the weight
+ORDINARY, FACTOR = 0.9, 1.5  # no farther than so many times what this share of the records stays below
+SAMPLED = 1 << 14  # values that their mean is taken from
+GATHERED = 1 << 22  # numbers copied at once
+PARTS, FINER = 16, 16  # of the errors that are told apart, and how often the last of these is halved
+
+Numbers = NDArray[np.float64]
+
+
+class Reach(NamedTuple):
+    """What is known of the records that an index holds, those set apart left out of every maximum."""
+
+    apart: Rows  # (m,) ascending: scored for every query
+    is_apart: Live  # (covered,) over rows
+    scales: Numbers  # (m,) how far their values reach, in units of `value_radius`, at least 1
+    error: float  # the largest ‖k - k̂‖; inf where codes cannot be decoded
+    mean_error: float  # root of the mean square
+    errors: Numbers  # (levels,) the upper ends of so many parts of the errors
+    log_shares: Numbers  # (levels,) log of the share of the records in each part
+    means: Floats  # (lists, d) of the keys
+    radii: Numbers  # (lists,) the largest ‖k - m‖
+    mean_radii: Numbers  # (lists,) root of the mean square
+    centre: Numbers  # (v,) mean of some values; of labels nothing
+    value_radius: float  # the largest ‖v - centre‖
+
+
+class _Measures(NamedTuple):
+    """Of each record in the order of the lists; NaN where it is gone, or where it does not matter."""
+
+    errors: Numbers
+    radii: Numbers
+    values: Numbers
+    lengths: Numbers
+
+
+_SHARES = SHARE, SHARE, SHARE, LONG  # of each measure
+
+
+def measured(
+    index: Index,
+    snapshot: Snapshot,
+    rows: Rows,  # (n,) of the lists, one list after the other
+    starts: Rows,  # (lists + 1,)
+    centroids: Floats,  # (lists, d)
+) -> Reach:
+    """One pass over keys and values. Cost n (d + v); memory: three numbers a record, given back at the end."""
+    centre = _centre(snapshot)
+    found, means = _Measures(*np.full((len(_SHARES), len(rows)), np.nan)), centroids.copy()
+    codes = _codes_of(index)
+
+    def work(lists: range) -> None:
+        for batch in _batches(lists, starts, GATHERED // max(1, centroids.shape[1])):
+            _measure(index, snapshot, rows, starts, centroids, batch, codes, centre, means, found)
+
+    lists, numbers = len(starts) - 1, len(rows) * centroids.shape[1]
+    count = max(1, min(lists, workers(numbers)))
+    share_out(work, [range(lists * i // count, lists * (i + 1) // count) for i in range(count)])
+    if not np.isfinite(found.errors).any():  # no codes that can be read: the radius takes their place
+        found = found._replace(errors=found.radii)
+    limits = [_limit(one, share) for one, share in zip(found, _SHARES, strict=True)]
+    outside = np.zeros(len(rows), np.bool_)
+    for one, limit in zip(found, limits, strict=True):
+        outside |= one > limit
+    radii, mean_radii = _by_list(np.where(outside, np.nan, found.radii), starts)
+    inside = found.errors[~outside & np.isfinite(found.errors)]
+    is_apart = np.zeros(index.covered, np.bool_)
+    is_apart[rows[outside]] = True
+    order = np.argsort(rows[outside])
+    radius = max(limits[2], 1e-300)
+    return Reach(
+        rows[outside][order], is_apart, np.maximum(np.nan_to_num(found.values[outside][order]) / radius, 1.0),
+        float(inside.max(initial=0.0)), float(np.sqrt(np.square(inside).mean())) if len(inside) else 0.0,
+        *_levels(inside), means, radii, mean_radii, centre, limits[2],
+    )  # fmt: skip
+
+
+def _measure(
+    index: Index,
+    snapshot: Snapshot,
+    rows: Rows,
+    starts: Rows,
+    centroids: Floats,
+    lists: range,
+    codes: Callable[[int, int, Floats, Floats, Numbers], None] | None,
+    centre: Numbers,
+    means: Floats,  # (lists, d), written to
+    out: _Measures,
+) -> None:
+    """Some lists, whose keys and values are copied at once."""
+    from softdb.compiled import codes as loops
+
+    part, nothing = slice(starts[lists.start], starts[lists.stop]), np.zeros(centroids.shape[1], np.float32)
+    positions = snapshot.positions(rows[part])
+    gone = positions < 0
+    keys = snapshot.keys_at(positions)
+    ready = prepared(keys.numpy(), index.metric)
+    for which in lists:
+        here = slice(starts[which] - part.start, starts[which + 1] - part.start)
+        there = slice(starts[which], starts[which + 1])
+        if here.stop == here.start:
+            continue
+        if not gone[here].all():
+            means[which] = ready[here][~gone[here]].mean(0, dtype=np.float64)
+        loops.distances(ready[here], means[which], out.radii[there])
+        if index.metric is Metric.DOT:
+            loops.distances(ready[here], nothing, out.lengths[there])
+        if codes is not None:
+            codes(which, here.stop - here.start, ready[here], centroids[which], out.errors[there])
+    if len(centre):
+        own = snapshot.segments[0].values is None
+        values = keys if own else snapshot.values_at(positions)
+        loops.distances(np.ascontiguousarray(values.float().numpy()), centre, out.values[part])
+    else:
+        out.values[part] = 0
+    for one in out:
+        one[part][gone] = np.nan
+
+
+def _codes_of(index: Index) -> Callable[[int, int, Floats, Floats, Numbers], None] | None:
+    """What works out the code errors of a list; None for codes other than FAISS' packed 4-bit ones."""
+    from softdb.compiled import codes as loops
+
+    faiss, inner = faiss_module(), index.inner
+    if not isinstance(inner, faiss.IndexIVFPQFastScan) or inner.bbs != 32:
+        return None
+    lists = faiss.downcast_InvertedLists(inner.invlists)
+    words = faiss.vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
+    nothing = np.zeros(inner.d, np.float32)
+
+    def errors(which: int, size: int, keys: Floats, centroid: Floats, out: Numbers) -> None:
+        blocks = -(-int(size) // lists.n_per_block)
+        packed = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size).reshape(blocks, -1)
+        loops.packed_errors(keys, packed, words, centroid if inner.by_residual else nothing, out)
+
+    return errors
+
+
+def _batches(lists: range, starts: Rows, most: int) -> list[range]:
+    """Runs of lists with about so many records each."""
+    found, first = [], lists.start
+    for which in lists:
+        if starts[which + 1] - starts[first] > most and which > first:
+            found.append(range(first, which))
+            first = which
+    return [*found, range(first, lists.stop)] if lists else []
+
+
+def _centre(snapshot: Snapshot) -> Numbers:
+    """The mean of some values, (v,); of labels (0,)."""
+    live = np.flatnonzero(snapshot.live)
+    some = np.random.default_rng(4).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False)
+    values = snapshot.values_at(np.sort(some))
+    return values.double().mean(0).numpy() if values.is_floating_point() else np.zeros(0)
+
+
+def _limit(measure: Numbers, share: float) -> float:
+    """What is extreme: the few that stand out of the others."""
+    there = measure[np.isfinite(measure)]
+    if not len(there):
+        return 0.0
+    ordinary, rare = np.quantile(there, (ORDINARY, 1 - share))
+    return min(float(there.max()), max(FACTOR * float(ordinary), float(rare)))
+
+
+def _levels(errors: Numbers) -> tuple[Numbers, Numbers]:  # (levels,), (levels,)
+    """The upper ends of parts of the errors, the finer the larger they are, and log of the share of each."""
+    ends = np.concatenate([np.arange(1, PARTS) / PARTS, 1 - 0.5 ** np.arange(1, FINER + 1) / PARTS, [1.0]])
+    shares = np.log(np.diff(ends, prepend=0))
+    return (np.quantile(errors, ends) if len(errors) else np.zeros(len(ends))), shares
+
+
+def _by_list(radii: Numbers, starts: Rows) -> tuple[Numbers, Numbers]:  # (lists,), (lists,)
+    """The largest and the root mean square of each list, 0 of an empty one."""
+    there = np.isfinite(radii)
+    filled = np.where(there, radii, 0.0)
+    largest, squares, counts = np.zeros((3, len(starts) - 1))
+    some = np.flatnonzero(np.diff(starts))  # reduceat takes no empty ranges
+    if len(some):
+        at = starts[some]
+        largest[some] = np.maximum.reduceat(filled, at)
+        squares[some] = np.add.reduceat(np.square(filled), at)
+        counts[some] = np.add.reduceat(there.astype(np.float64), at)
+    return largest, np.sqrt(squares / np.maximum(counts, 1))
