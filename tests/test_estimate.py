@@ -54,7 +54,7 @@ def queries() -> Any:
 
 def always_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over so few records costs less than any draw: forbid it."""
-    monkeypatch.setattr("softdb.soft.estimate._Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.soft.rounds.Plan._exact_seconds", lambda *_: np.inf)
 
 
 def drawn(db: softdb.SoftDB, queries: Any, seed: int | None = None, **more: Any) -> softdb.Pooled:

@@ -223,7 +223,7 @@ def gradient(
 def test_estimated_retrieval_is_right_on_average(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.soft.estimate._Plan._exact_seconds", lambda *_: np.inf)  # always draw
+    monkeypatch.setattr("softdb.soft.rounds.Plan._exact_seconds", lambda *_: np.inf)  # always draw
     loss, grad = gradient(retrieval_loss, *clustered, temperature=0.1)
     losses, grads = [], []
     for seed in range(40):
@@ -246,7 +246,7 @@ def test_estimated_retrieval_is_right_on_average(
 def test_an_estimate_without_a_generator_is_the_same_every_time(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.soft.estimate._Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.soft.rounds.Plan._exact_seconds", lambda *_: np.inf)
     first, second = (gradient(retrieval_loss, *clustered, temperature=0.1, rtol=0.05) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
@@ -449,7 +449,7 @@ def test_the_brier_score_of_a_distribution() -> None:
 def test_an_estimated_pooled_loss_falls_under_descent(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.soft.estimate._Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.soft.rounds.Plan._exact_seconds", lambda *_: np.inf)
     db, queries, positives = clustered
     targets = db.get([mine[1] for mine in positives]).keys
     generator = torch.Generator().manual_seed(0)

@@ -96,7 +96,7 @@ def far(
                 log = min(log, mean + deviation * math.sqrt(2 * math.log(sizes[j] + 2)))
             if searched[i, j]:
                 caps[i, j] = min(caps[i, j], cap)
-            logits[i, j] = 0.5 * math.log(max(chance, 1e-12)) if counts else log
+            logits[i, j] = 0.5 * math.log(max(chance, 1e-12)) if counts else min(log, caps[i, j])
             hiding[i, j] = 0.5 * log_normal(-max(away, visible)) if counts else min(hidden, caps[i, j])
             total += above[j]
         for j in range(lists):
@@ -220,20 +220,20 @@ def _bound(
     found: Any,
 ) -> None:
     """What records that are not drawn may add, for one query: see `draw`. Cost lists."""
-    lists = len(logits)
-    most, top, hidden, whole = -np.inf, -np.inf, 0.0, 0.0
-    for j in range(lists):
+    most, weighs = -np.inf, math.isnan(least)
+    hidden_top, hidden, top, whole = -np.inf, 0.0, -np.inf, 0.0
+    for j in range(len(logits)):
         if starts[j] < starts[j + 1]:
-            top = max(top, 2 * hiding[j], 2 * logits[j])
-    for j in range(lists):
+            hidden_top, top = max(hidden_top, hiding[j]), max(top, logits[j])
+    for j in range(len(logits)):
         chance = min(1.0, factor * shares[j])
-        reaches = math.isnan(least) or caps[j] >= least
-        if chance < 1 and reaches and starts[j] < starts[j + 1]:
-            most = max(most, (caps[j] if math.isnan(least) else 0.0) - np.log(chance))
+        if chance < 1 and (weighs or caps[j] >= least) and starts[j] < starts[j + 1]:
+            most = max(most, (caps[j] if weighs else 0.0) - np.log(chance))
+            if hidden_top > -np.inf:
+                hidden += left[j] / chance * np.exp(2 * (hiding[j] - hidden_top))
             if top > -np.inf:
-                hidden += left[j] / chance * np.exp(2 * hiding[j] - top)
-                whole += left[j] / chance * np.exp(2 * logits[j] - top)
-    found[0], found[1], found[2] = most, top + np.log(hidden), top + np.log(whole)
+                whole += left[j] / chance * np.exp(2 * (logits[j] - top))
+    found[0], found[1], found[2] = most, 2 * hidden_top + np.log(hidden), 2 * top + np.log(whole)
 
 
 @compiled
