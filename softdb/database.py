@@ -257,7 +257,9 @@ class SoftDB:
                 where that costs less, and where nothing can be drawn: no IVF index, one of another metric than the
                 score's, a mask. BadInput for weights other than softmax, and scores without an index form.
             confidence: the share of answers whose error shall be within their `bar`.
-            max_candidates: pool so many records for a query at most, whether the tolerance is met or not.
+            max_candidates: pool so many records for a query at most, whether the tolerance is met or not; `bar` is inf
+                where nothing can be said of what was not drawn. More may be scored to narrow the bar, unless the
+                queries want a gradient.
             generator: draws anew with each call, as training wants; None: the same draw every time.
             where: a filter on the payload.
             mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.

@@ -140,7 +140,7 @@ def test_records_score_no_more_than_their_caps(name: str) -> None:
     tail, snapshot = tail_of(db), db._store.snapshot
     asked = prepared(world.queries, tail.index.metric)
     lists = tail._seen_by(asked)
-    found = tail._near(snapshot, asked, lists, 1.0, 300, 400, 0.05)
+    found = tail._near(snapshot, asked, lists, 1.0, 300, 400, 0.05, np.nan)
     keys = prepared(world.keys, tail.index.metric).astype(np.float64)
     above = 0
     for i, query in enumerate(asked.astype(np.float64)):
@@ -251,3 +251,37 @@ def test_a_sure_part_narrows_the_bar_by_its_share() -> None:
     one, other = bars(joined([drawn, certain]), 0.95), bars(drawn, 0.95)
     np.testing.assert_allclose(one.stderr, other.stderr / 4, rtol=1e-6)
     np.testing.assert_allclose(one.bar, other.bar / 4, rtol=1e-5)
+
+
+# -- what codes and lists do not resolve -------------------------------------------------------------------------------
+
+
+def test_features_that_few_records_have_cannot_hide() -> None:
+    """Dense embeddings with rare flags: neither codes nor the spread of a list tell who carries a flag."""
+    random = np.random.default_rng(0)
+
+    def unit(count: int) -> Array:
+        found: Array = random.standard_normal((count, 48))
+        return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+    keys = np.concatenate([unit(N), np.zeros((N, 16))], axis=1).astype(np.float32)
+    flagged = np.flatnonzero(random.random(N) < 0.02)
+    keys[flagged, 48 + random.integers(0, 16, len(flagged))] = 1
+    queries = np.concatenate([unit(10), np.eye(16)[:10]], axis=1).astype(np.float32)
+    scores = queries.astype(float) @ keys.T.astype(float)
+    with softdb.open(None, dim=64) as db:
+        db.insert(range(N), keys)
+        db.build_index("ivf")
+        for temperature in (0.05, 0.1):
+            weights = np.exp(scores / temperature - scores.max(1, keepdims=True) / temperature)
+            truth = weights @ keys / weights.sum(1, keepdims=True)
+            inside, beyond = [], 0
+            for generator in generators(10):
+                found = db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=400, generator=generator)
+                error = np.linalg.norm(found.output.double().numpy() - truth, axis=1) - 2e-6
+                inside.append((error <= found.bar.numpy()).mean())
+                beyond += int((found.met.numpy() & (error > 3 * found.bar.numpy())).sum())
+            assert np.mean(inside) > 0.85
+            assert beyond == 0
+        counted = db.count_within(queries, 0.7, max_candidates=400)
+        assert (np.abs(counted.value.numpy() - (scores >= 0.7).sum(1)) <= counted.bar.numpy()).all()

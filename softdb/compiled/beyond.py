@@ -10,7 +10,9 @@ import numpy as np
 from softdb.compiled.decorators import compiled
 from softdb.compiled.draw import log_normal
 
-__all__ = ["caps", "log_sums", "to_search"]
+__all__ = ["caps", "log_sums", "peaks", "to_search"]
+
+MORE = 3.0  # deviations that the other parts of a code may add to one that is extreme
 
 
 @compiled
@@ -62,6 +64,38 @@ def _rounding(query: Any, words: Any, l2: Any) -> Any:
 
 
 @compiled
+def _peak(query: Any, words: Any, origin: Any, parts: Any) -> Any:
+    """The most that the error of a single part of a code may add to a product with the query."""
+    count, _, width = words.shape
+    most = 0.0
+    for m in range(count):
+        square = 0.0
+        for t in range(width):
+            square += (np.float64(query[m * width + t]) - np.float64(origin[m * width + t])) ** 2
+        most = max(most, math.sqrt(square) * parts[m])
+    return most
+
+
+@compiled
+def peaks(
+    queries: Any,  # (q, d) float32
+    means: Any,  # (lists, d) float32
+    extents: Any,  # (lists, d) float32 the largest |k_j - m_j| in a list
+    l2: Any,  # whether scores are squared distances, else products
+    out: Any,  # (q, lists) float64, written to
+) -> None:
+    """The most that a single coordinate may move the score of a record from that of the mean. Cost q lists d."""
+    (q, d), lists = queries.shape, len(means)
+    for i in range(q):
+        for j in range(lists):
+            most = np.float32(0)
+            for t in range(d):
+                side = 2 * (queries[i, t] - means[j, t]) if l2 else queries[i, t]
+                most = max(most, abs(side) * extents[j, t])
+            out[i, j] = most
+
+
+@compiled
 def caps(
     queries: Any,  # (q, d) float32
     codes: Any,  # (q, c) float32 scores by codes, -inf = none
@@ -71,6 +105,8 @@ def caps(
     errors: Any,  # (levels,) float64 ‖k - k̂‖ of parts of the records, the last the largest
     log_shares: Any,  # (levels,) float64 log of the share of the records in each part
     usual: Any,  # root of the mean square of ‖k - k̂‖
+    parts: Any,  # (parts,) float64 the largest error of each part of the codes
+    origin: Any,  # (d,) float32 where keys lie about: 0 for products
     factor: Any,  # logits are this times the score
     certain: Any,  # deviations that no error exceeds
     visible: Any,  # deviations of an error from which on too few draws would show it
@@ -105,6 +141,11 @@ def caps(
             wide = max(deviation / usual, length / root)
         if last == -np.inf:
             wide = 0.0
+        noise = wide * usual
+        # what codes leave unresolved in a few records may lie all in one part of them
+        peak = _peak(queries[i], words, origin, parts) * (2 if l2 else 1)
+        if largest > 0 and last > -np.inf:
+            wide = max(wide, (peak + MORE * noise) / (certain * largest))
         top = -np.inf
         for level in range(levels):
             spread = factor * wide * errors[level]
@@ -113,7 +154,6 @@ def caps(
         for level in range(levels):
             spread = factor * wide * errors[level]
             hidden += math.exp(2 * spread * spread + log_normal(2 * spread - visible) + log_shares[level] - top)
-        noise = wide * usual
         found[0, i], found[2, i], found[4, i] = last, noise, edge
         found[1, i] = min(sure, edge + certain * wide * largest) if last > -np.inf else -np.inf
         found[3, i] = 0.5 * (top + math.log(hidden)) - (factor * noise) ** 2

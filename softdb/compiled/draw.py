@@ -58,7 +58,7 @@ def far(
     # the last of the near by its code (-inf: there are no others), cap, deviation from codes, share hidden, edge
     means: Any,  # (q, lists) float64 mean of the logits in a list
     deviations: Any,  # (q, lists) float64
-    excess: Any,  # (lists,) float64 how many times as far as others the farthest record of a list lies
+    excess: Any,  # (q, lists) float64 how many times as far as others the farthest record of a list may lie
     sizes: Any,  # (lists,) int64
     searched: Any,  # (q, lists) bool
     visible: Any,  # deviations from which on too few draws would show a record
@@ -76,7 +76,7 @@ def far(
         total = 0.0
         for j in range(lists):
             mean, deviation, inside = means[i, j], deviations[i, j], -np.inf
-            log, wide = mean + deviation**2, deviation * excess[j]
+            log, wide = mean + deviation**2, deviation * excess[i, j]
             chance, away = 0.5 * math.erfc((least - mean) / deviation * math.sqrt(0.5)), (least - mean) / wide
             hidden = mean + wide**2 + 0.5 * log_normal(2 * wide - visible)
             above[j] = 0.0

@@ -9,7 +9,7 @@ loose: they are set apart, and scored exactly for every query.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from softdb.compiled.threads import share_out, workers
 from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared
 from softdb.store import Snapshot
 
-__all__ = ["Reach", "measured"]
+__all__ = ["Reach", "measured", "words_of"]
 
 SHARE = 0.0002  # of the records that may be set apart for the error of the code, the radius, the value
 LONG = 0.01  # likewise for its length, where scores are products: a long key may carry most of the weight
@@ -44,6 +44,8 @@ class Reach(NamedTuple):
     means: Floats  # (lists, d) of the keys
     radii: Numbers  # (lists,) the largest ‖k - m‖
     mean_radii: Numbers  # (lists,) root of the mean square
+    extents: Floats  # (lists, d) the largest |k_j - m_j|
+    part_errors: Numbers  # (parts,) the largest error of each part of the codes; none where they cannot be decoded
     centre: Numbers  # (v,) mean of some values; of labels nothing
     value_radius: float  # the largest ‖v - centre‖
 
@@ -90,11 +92,12 @@ def measured(
     is_apart = np.zeros(index.covered, np.bool_)
     is_apart[rows[outside]] = True
     order = np.argsort(rows[outside])
+    peaks = _peaks(index, snapshot, rows, starts, centroids, means, outside)
     radius = max(limits[2], 1e-300)
     return Reach(
         rows[outside][order], is_apart, np.maximum(np.nan_to_num(found.values[outside][order]) / radius, 1.0),
         float(inside.max(initial=0.0)), float(np.sqrt(np.square(inside).mean())) if len(inside) else 0.0,
-        *_levels(inside), means, radii, mean_radii, centre, limits[2],
+        *_levels(inside), means, radii, mean_radii, *peaks, centre, limits[2],
     )  # fmt: skip
 
 
@@ -140,21 +143,64 @@ def _measure(
         one[part][gone] = np.nan
 
 
+def _peaks(
+    index: Index, snapshot: Snapshot, rows: Rows, starts: Rows, centroids: Floats, means: Floats, outside: Live
+) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
+    """How far records reach in a single coordinate, or err in a single part of their codes: a second pass."""
+    from softdb.compiled import codes as loops
+
+    extents, words, packed = np.zeros(centroids.shape, np.float32), words_of(index.inner), _packed(index)
+    largest, nothing = np.zeros(len(words)), np.zeros(centroids.shape[1], np.float32)
+    for lists in _batches(range(len(starts) - 1), starts, GATHERED // max(1, centroids.shape[1])):
+        part = slice(starts[lists.start], starts[lists.stop])
+        positions = snapshot.positions(rows[part])
+        ready = prepared(snapshot.keys_at(positions).numpy(), index.metric)
+        skip = outside[part] | (positions < 0)
+        for which in lists:
+            here = slice(starts[which] - part.start, starts[which + 1] - part.start)
+            loops.extents(ready[here], means[which], skip[here], extents[which])
+            if packed is not None and here.stop > here.start:
+                base = centroids[which] if index.inner.by_residual else nothing
+                codes = packed(which, here.stop - here.start)
+                loops.part_errors(ready[here], codes, words, base, skip[here], largest)
+    return extents, largest
+
+
+def words_of(inner: Any) -> Floats:
+    """What the codes stand for, (parts, 16, d / parts); no parts for codes other than FAISS' packed 4-bit ones."""
+    if not isinstance(inner, faiss_module().IndexIVFPQFastScan) or inner.bbs != 32:
+        return np.empty((0, 16, 1), np.float32)
+    words: Floats = faiss_module().vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
+    return words
+
+
+def _packed(index: Index) -> Callable[[int, int], NDArray[np.uint8]] | None:
+    """Where the codes of a list lie, (blocks, bytes); None for codes other than FAISS' packed 4-bit ones."""
+    faiss = faiss_module()
+    if not len(words_of(index.inner)):
+        return None
+    lists = faiss.downcast_InvertedLists(index.inner.invlists)
+
+    def packed(which: int, size: int) -> NDArray[np.uint8]:
+        blocks = -(-int(size) // lists.n_per_block)
+        found: NDArray[np.uint8] = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size)
+        return found.reshape(blocks, -1)
+
+    return packed
+
+
 def _codes_of(index: Index) -> Callable[[int, int, Floats, Floats, Numbers], None] | None:
     """What works out the code errors of a list; None for codes other than FAISS' packed 4-bit ones."""
     from softdb.compiled import codes as loops
 
-    faiss, inner = faiss_module(), index.inner
-    if not isinstance(inner, faiss.IndexIVFPQFastScan) or inner.bbs != 32:
+    packed, words = _packed(index), words_of(index.inner)
+    if packed is None:
         return None
-    lists = faiss.downcast_InvertedLists(inner.invlists)
-    words = faiss.vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
-    nothing = np.zeros(inner.d, np.float32)
+    nothing = np.zeros(index.inner.d, np.float32)
 
     def errors(which: int, size: int, keys: Floats, centroid: Floats, out: Numbers) -> None:
-        blocks = -(-int(size) // lists.n_per_block)
-        packed = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size).reshape(blocks, -1)
-        loops.packed_errors(keys, packed, words, centroid if inner.by_residual else nothing, out)
+        base = centroid if index.inner.by_residual else nothing
+        loops.packed_errors(keys, packed(which, size), words, base, out)
 
     return errors
 

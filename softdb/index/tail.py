@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.compiled.threads import by_lines
 from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
-from softdb.index.reach import Numbers, measured
+from softdb.index.reach import Numbers, measured, words_of
 from softdb.index.rerank import precise_scores_at
 from softdb.store import Snapshot
 
@@ -71,6 +71,7 @@ class _Lists(NamedTuple):
     nearness: Numbers  # (q, lists) score of the centroid
     means: Numbers  # (q, lists) mean of the scores in a list
     deviations: Numbers  # (q, lists)
+    excess: Numbers  # (q, lists) how many times as far from it as the others the farthest may lie
     caps: Numbers  # (q, lists) the largest score that one of its records may have
 
 
@@ -103,7 +104,7 @@ class Tail:
         some = np.sort(np.random.default_rng(3).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False))
         keys = prepared(snapshot.keys_at(some).numpy(), index.metric)
         self._shape(keys - self.reach.means[inner.quantizer.search(keys, 1)[1][:, 0]])
-        self._words = _words(inner)
+        self._words = words_of(inner)
 
     def _shape(
         self,
@@ -115,6 +116,7 @@ class Tail:
         values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
         self.root = (vectors * np.sqrt(np.maximum(values, 0) / whole)).astype(np.float32)  # (d, d) of trace 1
         self.spread = float(squares.var()) / whole**2  # of ‖k - c‖², relative to its mean
+        self.origin = self.reach.means.mean(0)
         radii, largest = self.reach.mean_radii, self.reach.radii
         self.excess = np.divide(largest, radii, out=np.ones_like(radii), where=radii > 0)  # (lists,)
 
@@ -136,8 +138,8 @@ class Tail:
         """
         if 2 * near >= self.held:
             return self._everything(snapshot, queries)
-        lists = self._seen_by(queries)
-        found = self._near(snapshot, queries, lists, factor, near, budget, doubt)
+        lists = self._seen_by(queries, counts=not np.isnan(least))
+        found = self._near(snapshot, queries, lists, factor, near, budget, doubt, least)
         rows, logs, bounds = self._loose(queries, lists, found, factor, least, budget, seed, _visible(doubt, budget))
         unseen, hidden, expected = bounds
         positions = snapshot.positions(rows)
@@ -164,12 +166,20 @@ class Tail:
         return Drawn(everyone, scores, certain, none, none, none, scales[there])
 
     def _near(
-        self, snapshot: Snapshot, queries: Floats, lists: _Lists, factor: float, count: int, budget: int, doubt: float
+        self,
+        snapshot: Snapshot,
+        queries: Floats,
+        lists: _Lists,
+        factor: float,
+        count: int,
+        budget: int,
+        doubt: float,
+        least: float,
     ) -> _Near:
         """Search the lists that may hold something heavy, and score what is found."""
         from softdb.compiled import beyond as loops
 
-        order, searches = self._to_search(lists, factor, budget)
+        order, searches = self._to_search(lists, factor, budget, least)
         rows, codes = self._search(queries, lists.nearness, order, searches, count)
         searched = np.zeros(lists.means.shape, np.bool_)
         np.put_along_axis(searched, order, np.arange(order.shape[1]) < searches[:, None], 1)
@@ -179,16 +189,20 @@ class Tail:
         scores = precise_scores_at(snapshot, queries, positions, self.index.metric)
         reach, usual = self.reach, max(self.reach.mean_error, 1e-300)
         others, l2 = np.empty((5, len(rows))), self.index.metric is Metric.L2
-        codes_of = queries, codes, scores, self._words, l2, reach.errors, reach.log_shares, usual
+        origin = self.origin if l2 else np.zeros_like(self.origin)
+        known = reach.errors, reach.log_shares, usual, reach.part_errors, origin
+        codes_of = queries, codes, scores, self._words, l2, *known
         loops.caps(*codes_of, factor, CERTAIN, _visible(doubt, budget), others)
         return _Near(rows, positions, scores, searched, others)
 
-    def _to_search(self, lists: _Lists, factor: float, budget: int) -> tuple[Rows, Rows]:  # (q, most), (q,)
+    def _to_search(
+        self, lists: _Lists, factor: float, budget: int, least: float
+    ) -> tuple[Rows, Rows]:  # (q, most), (q,)
         """Which lists to search for each query, the highest caps first, and how many of them.
 
         As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where weights in a list are
         about alike, draws from it do as well. And so many that those not searched, by their caps, can hold no term
-        that is larger than a hundredth of what all lists are thought to hold.
+        that is larger than a hundredth of what all lists are thought to hold. For a count all that may hold one.
         """
         from softdb.compiled import beyond as loops
 
@@ -198,6 +212,8 @@ class Tail:
         order, counts = np.empty((q, n), np.int64), np.empty(q, np.int64)
         small = 0.01 * CAPPED * budget
         loops.to_search(lists.means, lists.deviations, lists.caps, self.sizes, factor, small, enough, order, counts)
+        if not np.isnan(least):  # every list that may hold one
+            counts = np.maximum(counts, (lists.caps >= least).sum(1))
         return order[:, : int(counts.max(initial=1))], counts
 
     def _search(
@@ -236,7 +252,7 @@ class Tail:
         caps, logits, hiding, left = factor * lists.caps, *np.empty((3, *lists.caps.shape))
         seeds, counts, bounds = seeds_of(queries, seed), np.zeros(q, np.int64), np.empty((3, q))
         others = found.others * np.array([factor, factor, factor, 1, factor])[:, None]
-        seen = (found.rows >= 0).sum(1), others, factor * lists.means, factor * lists.deviations, self.excess
+        seen = (found.rows >= 0).sum(1), others, factor * lists.means, factor * lists.deviations, lists.excess
         loops.far(*seen, self.sizes, found.searched, visible, factor * least, caps, logits, hiding, left)
 
         def draw(width: int) -> tuple[Rows, Floats, int]:
@@ -255,8 +271,13 @@ class Tail:
             rows, logs, most = draw(most)
         return rows[:, :most], logs[:, :most], bounds
 
-    def _seen_by(self, queries: Floats) -> _Lists:
-        """Means, deviations and caps of the scores in each list. Cost q d (lists + d)."""
+    def _seen_by(self, queries: Floats, counts: bool = False) -> _Lists:
+        """Means, deviations and caps of the scores in each list. Cost q d (lists + d).
+
+        For a count only what is certain is a cap: one record more is an error, however little it weighs.
+        """
+        from softdb.compiled import beyond as loops
+
         reach, l2 = self.reach, self.index.metric is Metric.L2
         products = (queries @ reach.means.T).astype(np.float64)
         nearness = (queries @ self.centroids.T).astype(np.float64)
@@ -276,19 +297,13 @@ class Tail:
             deviations = np.sqrt(4 * np.maximum(along, 0) + self.spread * reach.mean_radii**2) * reach.mean_radii
             certain = -np.square(np.maximum(np.sqrt(apart) - reach.radii, 0))
         deviations = deviations + 1e-12 * (1 + np.abs(means))
-        likely = means + CERTAIN * deviations * self.excess
+        peaks = np.empty(means.shape)
+        loops.peaks(queries, reach.means, reach.extents, l2, peaks)  # of features that few records have
+        excess = np.maximum(self.excess, (peaks / deviations + loops.MORE) / CERTAIN)
+        likely = np.full_like(certain, np.inf) if counts else means + CERTAIN * deviations * excess
         if l2:
             likely = np.minimum(likely + reach.mean_radii**2, 0)
-        return _Lists(nearness, means, deviations, np.minimum(certain, likely) + rounding)
-
-
-def _words(inner: Any) -> Floats:
-    """What the codes stand for, (parts, 16, d / parts); no parts for codes other than FAISS' packed 4-bit ones."""
-    faiss = faiss_module()
-    if not isinstance(inner, faiss.IndexIVFPQFastScan):
-        return np.empty((0, 16, 1), np.float32)
-    words: Floats = faiss.vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
-    return words
+        return _Lists(nearness, means, deviations, excess, np.minimum(certain, likely) + rounding)
 
 
 def _lists(lists: Any) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)

@@ -168,7 +168,7 @@ class Plan(NamedTuple):
         scores = torch.from_numpy(chosen.scores)
         if metric_in_place(query.score, query.queries, self.snapshot) is None:
             scores = score_rows(query.score, query.queries, self.snapshot, positions)
-        precise = not scores.requires_grad and scores.device.type == "cpu"
+        precise = not scores.requires_grad and scores.device.type == "cpu" and self.young is None
         # a copy for the error, which has no gradient
         exact_logits = scores.detach().cpu().double() / divisor(temperature, torch.float64)
         logits: Numbers = exact_logits.numpy() + chosen.log_weights.astype(np.float64)

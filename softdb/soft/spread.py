@@ -153,11 +153,12 @@ def _moved(
     variance = part.variance + 2 * np.einsum("qv,qv->q", shift, part.first) + far * part.noise
     signed = share[:, None, None].astype(np.float32) * part.signed
     signed[:, :, :v] += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
-    scaled = (share, part.unseen), (square, part.hidden), (share, part.thinned)
+    least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
+    scaled = (least, part.unseen), (lesser, part.hidden), (share, part.thinned)
     return (
         square * part.noise, square**2 * part.noises, square * np.maximum(variance, 0),
         square[:, None] * (part.first + shift * part.noise[:, None]), signed, share[:, None] * part.roots,
-        *(np.where(share > 0, scale * one, 0) for scale, one in scaled),
+        *(np.multiply(scale, one, out=np.zeros_like(one), where=one != 0) for scale, one in scaled),
         np.where(share > 0, part.reach + np.sqrt(far), 0),
     )  # fmt: skip
 
@@ -176,8 +177,9 @@ def bars(spread: Spread, confidence: float) -> Bars:
     from softdb.compiled import pooling
 
     z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
-    squares = np.where(spread.noises > 0, spread.noises, 1)
-    draws = np.maximum(np.where(spread.noises > 0, SKEWED * spread.noise**2 / squares, 2.0), 2.0)
+    squares = np.where((spread.noises > 0) & np.isfinite(spread.noises), spread.noises, np.inf)
+    with np.errstate(invalid="ignore", over="ignore"):
+        draws = np.nan_to_num(np.maximum(SKEWED * spread.noise**2 / squares, 2.0), nan=2.0, posinf=2.0)
     many, few, wide = np.ones(len(draws)), np.empty(len(draws)), np.empty(len(draws))
     pooling.directions(spread.signed, spread.variance, many)
     many = np.minimum(many, max(1, spread.output.shape[1]))
