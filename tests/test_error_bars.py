@@ -261,8 +261,9 @@ def test_features_that_few_records_have_cannot_hide() -> None:
     random = np.random.default_rng(0)
 
     def unit(count: int) -> Array:
-        found: Array = random.standard_normal((count, 48))
-        return found / np.linalg.norm(found, axis=1, keepdims=True)
+        drawn = random.standard_normal((count, 48))
+        found: Array = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+        return found
 
     keys = np.concatenate([unit(N), np.zeros((N, 16))], axis=1).astype(np.float32)
     flagged = np.flatnonzero(random.random(N) < 0.02)

@@ -378,7 +378,8 @@ def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries:
     many = truth > 100
     bias, spread = torch.stack(relative)[:, many].mean(0), torch.stack(relative)[:, many].std(0)
     assert (bias.abs() < 5 * spread / 40**0.5 + 1e-3).double().mean() >= 0.95
-    assert bias.mean().abs() <= 0.3 * spread.mean()
+    doubt = float(spread.square().sum().sqrt()) / len(spread) / 40**0.5  # of the mean over queries
+    assert float(bias.mean().abs()) <= 4 * doubt + 1e-4
 
 
 def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:

@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -248,7 +248,7 @@ def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeyp
     asked: dict[bool, set[bytes]] = {False: set(), True: set()}
     reached: dict[bool, list[float]] = {False: [], True: []}
     halves: list[bool] = []
-    recall_plain, search_plain = build._Exam.recall, build._Exam._search
+    recall_plain, search_plain, candidates_plain = build._Exam.recall, build._Exam._search, build._Exam._candidates
 
     def recall_seen(self: build._Exam, effort: int, candidates: int, held: bool = False) -> float:
         halves.append(held)
@@ -261,8 +261,13 @@ def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeyp
             asked[halves[-1]] |= {query.numpy().tobytes() for query in queries}
         return search_plain(self, queries, effort, candidates)
 
+    def candidates_seen(self: build._Exam, queries: torch.Tensor, *others: Any) -> object:
+        asked[halves[-1]] |= {query.numpy().tobytes() for query in queries}
+        return candidates_plain(self, queries, *others)
+
     monkeypatch.setattr(build._Exam, "recall", recall_seen)
     monkeypatch.setattr(build._Exam, "_search", search_seen)
+    monkeypatch.setattr(build._Exam, "_candidates", candidates_seen)
     report = db.build_index("ivf", recall=0.6, queries=world(1)[1])
     assert len(asked[False]) == len(asked[True]) == 20
     assert not asked[False] & asked[True]

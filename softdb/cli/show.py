@@ -120,7 +120,9 @@ def listed(facts: dict[str, Any]) -> str:
 
 
 def plain(value: object) -> str:
-    """A number as people read it."""
+    """A number, or facts, as people read them."""
+    if isinstance(value, dict):
+        return f"({listed(value)})"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -13,12 +13,14 @@ from torch import Tensor
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index.choose import KINDS, TRIED, Plan, Progress, budget, choose, plans
-from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
+from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module, prepared
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, engines, gpu_faiss, place
 from softdb.index.gpu_search import find, nearest
 from softdb.index.ivf import POINTS_A_LIST, lists_for
-from softdb.index.tune import Setting, recalls_of, seconds_of, settle, steadied
+from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
+from softdb.index.search import FLOOR, border_of
+from softdb.index.tune import Setting, hits_of, recalls_of, seconds_of, settle, steadied
 from softdb.store import Snapshot
 
 __all__ = ["KINDS", "Progress", "Target", "build", "checked", "possible", "tuned"]
@@ -29,6 +31,7 @@ QUERIES = 1024  # half of which the effort is tuned on, and half the recall is r
 BLOCK = 10_000  # records added at once: a build that is cancelled ends with them
 TRAINED = 1 << 14  # records that codes are trained on at least
 BUILT = 3  # indexes at most, where the one that looked best on a sample does not reach the recall
+NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys whose recall is told apart
 AIMS = 4  # times that the aim is raised where the other half's recall is lower than that of the half tuned on
 
 
@@ -118,7 +121,13 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     start = time.perf_counter()
     asked, own = _questions(snapshot, target.queries)
     index.tuned_for = target.k + 1
+    lengths = lengths_of(snapshot, snapshot.size) if index.metric is Metric.DOT else None
+    index.room = index.longest = None
+    if lengths is not None and board_of(index) is None:
+        index.room = most_of(snapshot)
+        index.longest = longest_of(snapshot, lengths[: border_of(snapshot, index)], index.room)
     exam = _Exam(snapshot, index, asked, own, target.k)
+    exam.leave_out()
     setting, measured = _aimed(exam, target.recall, say)
     index.effort, index.candidates = setting.effort, setting.candidates
     index.report = {
@@ -131,6 +140,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         "measured_on": "queries given" if own is None else "stored keys, each without itself",
         index.effort_name: index.effort,
         "candidates": index.candidates,
+        **({} if lengths is None else _by_norm(exam, setting, lengths)),
         "records": snapshot.count,
         "bytes": int(index.dump().nbytes),
         "tune_seconds": round(time.perf_counter() - start, 2),
@@ -143,9 +153,14 @@ def _aimed(exam: _Exam, recall: float, say: Progress) -> tuple[Setting, float]:
     def told(done: int, whole: int) -> None:
         say("measuring", done, whole)
 
+    def settled(goal: float) -> Setting:
+        return steadied(exam, exam.index.effort_most, settle(exam, exam.index, goal, told))
+
     goal, kept = recall, None
     for aim in range(AIMS):
-        setting = steadied(exam, exam.index.effort_most, settle(exam, exam.index, goal, told))
+        setting = settled(goal)
+        if exam.afford(setting):  # others are now for the index to find
+            setting = settled(goal)
         measured = exam.recall(setting.effort, setting.candidates, held=True)
         if kept is None or kept[1] < recall or measured >= recall:
             kept = setting, measured
@@ -157,14 +172,46 @@ def _aimed(exam: _Exam, recall: float, say: Progress) -> tuple[Setting, float]:
     return kept
 
 
+def _by_norm(exam: _Exam, setting: Setting, lengths: Floats) -> dict[str, Any]:
+    """For inner products, how many outliers are compared, and the recall of long keys and of others."""
+    index = exam.index
+    hit, counts, truth = exam.hits(setting)
+    classes = (lengths[truth, None] <= np.nanquantile(lengths, EDGES)).sum(2)
+    found: dict[str, Any] = {}
+    for number, name in enumerate(NORMS):
+        mine = counts & (classes == number)
+        of = int(mine.sum())
+        found[name] = {"recall": round(float(hit[mine].mean()), 4) if of else None, "of": of}
+    return {"outliers": 0 if index.longest is None else len(index.longest), "recall_by_norm": found}
+
+
 class _Exam:
-    """Questions to a whole database: one half to tune on, the other held aside."""
+    """Questions to a whole database: one half to tune on, the other held aside.
+
+    Where outliers of norm are compared with every query, tuning is on what is left for the index to find: so it finds
+    the nearest of the others, too, when a filter or a deletion leaves the outliers out.
+    """
 
     def __init__(self, snapshot: Snapshot, index: Index, asked: Tensor, own: Rows | None, k: int) -> None:
         self.snapshot, self.index, self.asked, self.own = snapshot, index, asked, own
         self.wanted = k + (own is not None)
         self.truth = nearest(board_of(index), snapshot, asked, self.wanted, index.metric)
         self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query
+        self.left: tuple[Selected, Rows] | None = None  # the rows without outliers, and the truth (q / 2, k) among them
+
+    def leave_out(self) -> None:
+        """Leave the outliers of the index out of what is tuned on."""
+        longest, snapshot = self.index.longest, self.snapshot
+        if longest is None or not len(longest):
+            return
+        allowed = snapshot.live.copy()
+        allowed[border_of(snapshot, self.index) :] = False  # younger ones are not the index's either
+        allowed[snapshot.positions(longest)] = False
+        rows = np.zeros(self.index.covered, np.bool_)
+        rows[snapshot.rows(np.flatnonzero(allowed))] = True
+        truth = nearest(None, snapshot, self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
+        self.left = Selected(rows), truth
+        self.known.clear()
 
     def recall(self, effort: int, candidates: int, held: bool = False) -> float:
         """The share of the true nearest that a search finds."""
@@ -178,10 +225,48 @@ class _Exam:
     def _recalls(self, effort: int, candidates: int, held: bool) -> NDArray[np.float64]:
         name = (effort, candidates, held)
         if name not in self.known:
-            half = slice(1, None, 2) if held and len(self.asked) > 1 else slice(0, None, 2)
-            found = self._search(self.asked[half], effort, candidates)
-            self.known[name] = recalls_of(found, self.truth[half], None if self.own is None else self.own[half])
+            half = self._half(held)
+            own = None if self.own is None else self.own[half]
+            if self.left is None or held:
+                found, truth = self._search(self.asked[half], effort, candidates), self.truth[half]
+            else:
+                found, truth = self._candidates(self.asked[half], effort, candidates, self.left[0]), self.left[1]
+            self.known[name] = recalls_of(found, truth, own)
         return self.known[name]
+
+    def _half(self, held: bool) -> slice:
+        return slice(1, None, 2) if held and len(self.asked) > 1 else slice(0, None, 2)
+
+    def _candidates(self, queries: Tensor, effort: int, candidates: int, selected: Selected) -> Rows:
+        """What a search scores exactly: the nearest of these that count are those that it finds."""
+        vectors = prepared(queries.float().numpy(), self.index.metric)
+        c = max(FLOOR, candidates * self.wanted)
+        return self.snapshot.positions(self.index.find(vectors, c, selected, effort))
+
+    def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k), (q, k), (q, k)
+        """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
+        half = self._half(held=True)
+        found, truth = self._search(self.asked[half], setting.effort, setting.candidates), self.truth[half]
+        return *hits_of(found, truth, None if self.own is None else self.own[half]), truth
+
+    def afford(self, setting: Setting) -> bool:
+        """Keep as many outliers of norm as a search with this setting has the time for; whether any had to go."""
+        index, every = self.index, self.index.longest
+        if every is None or not len(every):
+            return False
+        asked = np.ascontiguousarray(self.asked[self._half(held=False)].float().numpy())
+
+        def search(queries: Floats) -> Rows:
+            return self._search(torch.from_numpy(queries), setting.effort, setting.candidates)
+
+        index.longest = every[:0]
+        index.longest = affordable(self.snapshot, every, asked, search)
+        if len(index.longest) == len(every):
+            index.longest = every
+            return False
+        index.room = len(index.longest)
+        self.leave_out()
+        return True
 
     def seconds(self, effort: int, candidates: int) -> float:
         """What a whole search costs."""

@@ -48,6 +48,8 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
         "bytes": len(data),
         "sha256": hashlib.sha256(data.data).hexdigest(),
         **{attribute: getattr(index, attribute) for attribute in _KEPT},
+        "room": index.room,
+        "longest": None if index.longest is None else index.longest.tolist(),
     }
     entry["hmac"] = _signature(entry)
     files.write_whole(folder / name, data.data)
@@ -66,6 +68,8 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         index = KINDS[entry["kind"]](metric, faiss_module().deserialize_index(np.frombuffer(data, np.uint8)))
         if dim is not None and index.inner.d != dim:
             raise ValueError(f"it is of keys {index.inner.d} wide")
+        longest = entry.get("longest")  # an older softdb wrote neither
+        index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
         return None

@@ -70,6 +70,8 @@ class Index(ABC):
         self.effort = 1
         self.candidates = 10  # looked at again by exact score, for each of the k asked for
         self.tuned_for = 10  # the k for which effort and candidates were measured
+        self.room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
+        self.longest: Rows | None = None  # their rows, the longest first; None: not known
         self.report: dict[str, Any] = {}
 
     @classmethod
@@ -99,6 +101,7 @@ class Index(ABC):
         """Take records in."""
         self.inner.add_with_ids(prepared(keys, self.metric), rows)
         self.covered = int(rows[-1]) + 1
+        self.longest = None
 
     def find(
         self,
@@ -136,7 +139,7 @@ class Index(ABC):
     def restored(self, inner: Any) -> Index:
         """This index around another FAISS index of its kind."""
         twin = type(self)(self.metric, inner)
-        for name in ("covered", "effort", "candidates", "tuned_for"):
+        for name in ("covered", "effort", "candidates", "tuned_for", "room", "longest"):
             setattr(twin, name, getattr(self, name))
         twin.report = dict(self.report)
         return twin

@@ -11,7 +11,8 @@ from torch import Tensor
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, Live, Rows, Selected, prepared
 from softdb.index.flat import nearest
-from softdb.index.rerank import best
+from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
+from softdb.index.rerank import best, ordered
 from softdb.store import Snapshot
 
 __all__ = ["among", "border_of", "find", "serves"]
@@ -40,8 +41,9 @@ def find(
     """Positions of the k nearest that are allowed and live, -1 only beyond their number.
 
     `certain`: how many of them shall be found with the recall that the index was tuned to, all k where it is None; the
-    others are what is found on the way. Rows younger than the index are compared exactly and merged. Cost of the
-    index's search, its candidates for each certain one in exact scores, and the young rows.
+    others are what is found on the way. Rows younger than the index, and outliers of norm, are compared exactly and
+    merged. Cost of the index's search, its candidates for each certain one in exact scores, the young rows and the
+    outliers.
     """
     if index is None or not serves(snapshot, index, k, allowed):
         return nearest(snapshot, queries, k, metric, allowed)
@@ -94,6 +96,7 @@ class _Choice:
         self.inside = inside  # of them in the index
         self.share = max(1, inside) / max(1, held)  # of the rows that the index holds
         self.selected = selected  # None: all of them
+        self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
 
 
 class _Fit:
@@ -160,13 +163,14 @@ def _covered(
     """The k best of the rows that the index holds."""
     effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
     c, vectors = max(FLOOR, index.candidates * certain, k), prepared(queries, index.metric)
+    outliers = _outliers(snapshot, index, fit, chosen, allowed)
     if chosen.selected is None:
         found = _placed(snapshot, index, index.find(vectors, c, None, effort))
-        return best(snapshot, queries, found, k, index.metric)
+        return _best(snapshot, queries, found, k, index.metric, outliers)
     c = min(c, max(1, chosen.inside))
     if chosen.share >= MOSTLY:
         found = _placed(snapshot, index, index.find(vectors, c, chosen.selected, int(np.ceil(effort / chosen.share))))
-        return best(snapshot, queries, found, k, index.metric)
+        return _best(snapshot, queries, found, k, index.metric, outliers)
     found = np.full((len(queries), k), -1, np.int64)
     exactly = np.ones(len(queries), np.bool_)
     steps = _steps(snapshot, index, vectors, effort, chosen, allowed)
@@ -174,10 +178,42 @@ def _covered(
         mine = np.flatnonzero(steps == step)
         own = _selected(snapshot, index, vectors[mine], c, chosen, effort << step)
         if own is not None:
-            found[mine], exactly[mine] = best(snapshot, queries[mine], own, k, index.metric), False
+            found[mine] = _best(snapshot, queries[mine], own, k, index.metric, outliers)
+            exactly[mine] = False
     if exactly.any():
         asked = torch.from_numpy(queries[exactly])
         found[exactly] = nearest(snapshot, asked, k, index.metric, _older(snapshot, fit, allowed))
+    return found
+
+
+def _outliers(
+    snapshot: Snapshot, index: Index, fit: _Fit, chosen: _Choice, allowed: Live | None
+) -> tuple[Outliers, Rows] | None:
+    """The outliers of norm and their positions, -1 for those that do not count."""
+    known = chosen.outliers
+    if index.metric is not Metric.DOT or (known is not None and known[0].named is index.longest):
+        return known
+    room = index.room
+    if room is None:  # of an older softdb, or tuned on a GPU: by operations
+        scored = index.candidates * index.tuned_for
+        room = max(LEAST, int(SHARE * (scored + _codes(index, index.effort) / CODES)))
+    outliers = outliers_of(snapshot, index, fit.border, room)
+    chosen.outliers = known = outliers, outliers.positions(snapshot, allowed)
+    return known
+
+
+def _best(
+    snapshot: Snapshot,
+    queries: Floats,  # (q, d)
+    positions: Rows,  # (q, c), -1 = none
+    k: int,
+    metric: Metric,
+    outliers: tuple[Outliers, Rows] | None,
+) -> Rows:  # (q, k)
+    """The k best candidates and, where there are k, outliers of norm that are better."""
+    found, scores = ordered(snapshot, queries, positions, k, metric)
+    if outliers is not None:
+        outliers[0].take_part(queries, outliers[1], found, scores)
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Index, Live, Rows
 
-__all__ = ["Exam", "Setting", "recall_of", "recalls_of", "seconds_of", "settle", "steadied"]
+__all__ = ["Exam", "Setting", "hits_of", "recall_of", "recalls_of", "seconds_of", "settle", "steadied"]
 
 LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
 FLAT = 0.002  # recall that two doublings of effort must bring, or no more effort will
@@ -114,12 +114,21 @@ def recalls_of(
     own: Rows | None = None,  # (q,) positions that do not count
 ) -> NDArray[np.float64]:  # (q,)
     """The same for each query; 0 where there is nothing to find."""
-    hit: Live = (truth[:, :, None] == found[:, None, :]).any(2)
+    hit, counts = hits_of(found, truth, own)
+    recalls: NDArray[np.float64] = hit.sum(1) / np.maximum(1, counts.sum(1))
+    return recalls
+
+
+def hits_of(
+    found: Rows,  # (q, c)
+    truth: Rows,  # (q, k), -1 = none
+    own: Rows | None = None,  # (q,) positions that do not count
+) -> tuple[Live, Live]:  # (q, k), (q, k)
+    """Which of the true nearest were found, and which of them count."""
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]
-    recalls: NDArray[np.float64] = (hit & counts).sum(1) / np.maximum(1, counts.sum(1))
-    return recalls
+    return (truth[:, :, None] == found[:, None, :]).any(2) & counts, counts
 
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:

@@ -63,7 +63,7 @@ def count_within(ball: Ball, tolerance: Tolerance, seed: int) -> Estimate:
         left = rest
         for look in range(LOOKS + 1):  # wider, where much of the bar is for what was not drawn
             value[left], bar[left], blind = _estimated(ball, ball.tail, left, drawn, look, tolerance.confidence, seed)
-            left = left[(blind > BLIND * bar[left]) & (bar[left] > _allowed(tolerance, value[left]))]
+            left = left[blind & (bar[left] > _allowed(tolerance, value[left]))]
             if not len(left):
                 break
         fits = bar[rest] <= _allowed(tolerance, value[rest])
@@ -82,8 +82,12 @@ def _allowed(tolerance: Tolerance, counts: Numbers) -> Numbers:
 
 def _estimated(
     ball: Ball, tail: Tail, which: Positions, drawn: int, look: int, confidence: float, seed: int
-) -> tuple[Numbers, Numbers, Numbers]:  # (q,), (q,), (q,)
-    """Counts, their error bars, and how much of each is for records that were not drawn."""
+) -> tuple[Numbers, Numbers, Live]:  # (q,), (q,), (q,)
+    """Counts, their error bars, and whether too much of each is for records that were not drawn.
+
+    The last is told from what was expected, not from what was drawn: to look again where a draw found little, and not
+    where it found much, would make counts too large.
+    """
     asked, snapshot = prepared(ball.queries[which], tail.index.metric), ball.snapshot
     near, doubt = min(int(NEAR * drawn * WIDER**look), tail.held), math.log(1 / (1 - confidence))
     found = tail.draw(snapshot, asked, 1.0, near, drawn, seed, 1 - confidence, ball.least)
@@ -107,10 +111,10 @@ def _estimated(
     by_chance = found.log_weights > 0
     wrong = inside & by_chance & (found.log_weights > found.unseen[:, None] + 1e-6)  # where none was said to be
     few = ((positions >= 0).sum(1) < LEAST) & (found.unseen > -np.inf)  # so few tell nothing of the others
-    blind[few | wrong.any(1)] = np.inf
-    bar += blind
+    bar += np.where(few | wrong.any(1), np.inf, blind)
     if ball.border < snapshot.size:
         young = ball.keep.copy()
         young[: ball.border] = False
         counts += ball.exactly(which, young)
-    return counts, bar, blind
+    usual = np.sqrt(f_quantile(confidence, 1.0, 50.0) * np.exp(found.expected))
+    return counts, bar, blind > BLIND * (blind + usual)

@@ -1,0 +1,173 @@
+"""The longest keys under inner products: what of the nearest is found, with and without their comparison, and its time.
+
+    python benchmarks/outliers.py --out benchmarks/results/outliers.json
+
+Keys in random directions with log-normal or Pareto norms, queries in random directions, which tuning has not seen. The
+truth is exact search, checked in float64. "On" and "off" are one index with the same effort, with its outliers of norm
+and without them; times are taken in turn, and their ratio is that of each pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import command, commit, machine, versions, write_json
+from numpy.typing import NDArray
+
+import softdb
+from softdb.index.contract import Index
+
+Array = NDArray[Any]
+OUTLIERS = 0.001  # of the records: those whose recall is told apart
+NORMS = ("log-normal 0.25", "log-normal 0.5", "log-normal 1", "pareto 3")
+
+
+class World:
+    """Keys of unlike lengths in a database with an index, queries, and the true nearest."""
+
+    def __init__(self, norms: str, n: int, dim: int, queries: int, folder: Path) -> None:
+        random = np.random.default_rng(0)
+        keys = random.standard_normal((n, dim), np.float32)
+        keys *= (_norms(norms, n, random) / np.linalg.norm(keys, axis=1))[:, None].astype(np.float32)
+        self.queries = random.standard_normal((queries, dim), np.float32)
+        self.db = softdb.open(folder, dim=dim)
+        for low in range(0, n, 100_000):
+            self.db.insert(range(low, min(n, low + 100_000)), keys[low : low + 100_000])
+        start = time.perf_counter()
+        self.report = self.db.build_index("ivf", recall=0.95)
+        self.seconds = time.perf_counter() - start
+        self.db.watch(share=0.0)  # its checks take time of their own
+        self.truth = self.db.search(self.queries, k=10, exact=True).rows.numpy()
+        self._check(keys)
+        rank = np.empty(n, np.int64)
+        rank[np.argsort(-np.linalg.norm(keys, axis=1))] = np.arange(n)
+        self.is_outlier = rank < OUTLIERS * n  # (n,)
+        self.on = self._index()
+        self.off = self.on.restored(self.on.inner)
+        self.off.longest = np.empty(0, np.int64)
+
+    def _check(self, keys: Array) -> None:
+        """Raise where exact search is not exact."""
+        for i in range(0, len(self.queries), max(1, len(self.queries) // 20)):
+            scores = keys.astype(np.float64) @ self.queries[i].astype(np.float64)
+            if set(np.argsort(-scores)[:10].tolist()) != set(self.truth[i].tolist()):
+                raise AssertionError(f"exact search is wrong for query {i}")
+
+    def _index(self) -> Index:
+        index = self.db._finder._index
+        if index is None or index.longest is None or not len(index.longest):
+            raise AssertionError("the index has no outliers")
+        return index
+
+    def use(self, index: Index) -> None:
+        """Search by this index from now on."""
+        self.db._finder._held = (index, self.db._finder._held[1])
+
+    def recalls(self, index: Index) -> dict[str, Any]:
+        """Shares of the true nearest that are found: all, and those that are outliers of norm."""
+        self.use(index)
+        found: dict[str, Any] = {}
+        for k in (1, 10):
+            rows = self.db.search(self.queries, k=k).rows.numpy()
+            truth = self.truth[:, :k]
+            hit, counts = (truth[:, :, None] == rows[:, None]).any(2), self.is_outlier[truth]
+            found[f"top-{k}"] = round(float(hit.mean()), 4)
+            found[f"top-{k}, outliers"] = round(float(hit[counts].mean()), 4)
+            found[f"top-{k}, outliers there are"] = int(counts.sum())
+        return found
+
+    def times(self, q: int, rounds: int) -> dict[str, Any]:
+        """Milliseconds of a query, on and off, and their ratio; the two in turn, who is first changing."""
+        calls = 20 if q == 1 else max(1, 256 // q)
+        pairs: list[tuple[float, float]] = []
+        for turn in range(rounds + 2):
+            seconds = {}
+            for index in (self.on, self.off) if turn % 2 else (self.off, self.on):
+                self.use(index)
+                asked = [self._part(q, turn * calls + call) for call in range(calls)]
+                self.db.search(asked[0], k=10)
+                start = time.perf_counter()
+                for one in asked:
+                    self.db.search(one, k=10)
+                seconds[index is self.on] = (time.perf_counter() - start) / calls / q
+            pairs.append((seconds[True], seconds[False]))
+        on, off = np.array(pairs[2:]).T
+        low, middle, high = np.quantile(on / off, [0.25, 0.5, 0.75])
+        return {
+            "ms_on": round(float(np.median(on)) * 1e3, 4),
+            "ms_off": round(float(np.median(off)) * 1e3, 4),
+            "ratio": round(float(middle), 4),
+            "ratio_quartiles": [round(float(low), 4), round(float(high), 4)],
+        }
+
+    def _part(self, q: int, which: int) -> Array:
+        """Queries of one call."""
+        low = which * q % (len(self.queries) - q + 1)
+        return self.queries[low : low + q]
+
+
+def _norms(kind: str, n: int, random: np.random.Generator) -> Array:
+    name, number = kind.split()
+    if name == "pareto":
+        return 1 + random.pareto(float(number), n)
+    return np.exp(float(number) * random.standard_normal(n))
+
+
+def measured(norms: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One world's recall and times."""
+    world = World(norms, given.n, given.dim, given.queries, folder)
+    result: dict[str, Any] = {
+        "norms": norms,
+        "index": {name: world.report[name] for name in ("codes", "nprobe", "candidates", "outliers", "recall")},
+        "recall_by_norm": world.report["recall_by_norm"],
+        "build_seconds": round(world.seconds, 1),
+        "on": world.recalls(world.on),
+        "off": world.recalls(world.off),
+    }
+    if result["on"]["top-1, outliers"] < 0.99:
+        raise AssertionError(f"outliers of norm are missed: {result['on']}")
+    result["times"] = {f"q={q}": world.times(q, given.rounds) for q in (1, 64, 256)}
+    world.db.close()
+    return result
+
+
+def main() -> None:
+    """Each world, written as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=["log-normal 0.5", "pareto 3"])
+    parser.add_argument("--n", type=int, default=600_000)
+    parser.add_argument("--dim", type=int, default=48)
+    parser.add_argument("--queries", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    import faiss
+
+    faiss.omp_set_num_threads(given.threads)
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+        "command": command(),
+        "commit": commit(),
+        "threads": given.threads,
+        "data": {"n": given.n, "dim": given.dim, "queries": given.queries, "outliers": OUTLIERS},
+        "worlds": [],
+    }
+    for norms in given.norms:
+        with tempfile.TemporaryDirectory() as folder:
+            result["worlds"].append(measured(norms, given, Path(folder) / "db"))
+        print(result["worlds"][-1], flush=True)
+    if given.out:
+        write_json(given.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Outliers of norm: the longest keys, which every search for the largest inner product compares exactly.
+
+A key's length is a factor of its inner products, so the longest keys are most often among the nearest; and it is a
+factor of the error of its code, so they are what codes find least surely. They are few: their rows are kept with the
+index, a copy of their keys is made when it is first searched, and every query is compared with all of them that its
+filter lets through. Where lengths hardly vary there are none, nor for the cosine and L2, where length has no such part.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from softdb.check import Metric
+from softdb.compiled.threads import available, by_lines
+from softdb.index.contract import Floats, Index, Live, Rows
+from softdb.index.rerank import ordered
+from softdb.store import Snapshot
+
+__all__ = [
+    "LEAST",
+    "SHARE",
+    "Outliers",
+    "affordable",
+    "lengths_of",
+    "longest_of",
+    "most_of",
+    "outliers_of",
+]
+
+SHARE = 0.04  # of the time of a search that comparing them may take, alone and in a batch
+LEAST = 32  # that are compared all the same: in half a microsecond
+MOST = 0.01  # of the records
+CLEARLY = 1.5  # times as long as the median key that an outlier is at least
+BLOCK = 1 << 14  # keys measured at once
+TIMED, BATCHES = 64, 5  # queries that are timed, one by one and together, and how often together
+
+
+class Outliers:
+    """The longest of the keys that an index holds. Never changed once made: safe to use from several threads."""
+
+    def __init__(self, snapshot: Snapshot, rows: Rows) -> None:
+        positions = snapshot.positions(rows)
+        self.named = rows  # those asked for, some of which the snapshot may lack
+        keys = snapshot.keys_at(positions).float().numpy()
+        lengths = np.sqrt(np.einsum("md,md->m", keys, keys, dtype=np.float64))
+        order = np.argsort(-lengths, kind="stable")
+        order = order[positions[order] >= 0]
+        self.count, unit = len(order), _unit()
+        padded = -(-self.count // unit) * unit
+        self.rows = np.full(padded, -1, np.int64)  # the longest first, then -1
+        self.rows[: self.count] = rows[order]
+        self.lengths = np.zeros(padded)
+        self.lengths[: self.count] = lengths[order]
+        self.keys = np.zeros((padded, -(-keys.shape[1] // unit) * unit), np.float32)
+        self.keys[: self.count, : keys.shape[1]] = keys[order]
+        self.flat, self.take_in = self.keys.reshape(-1), _loop()
+
+    def positions(self, snapshot: Snapshot, allowed: Live | None) -> Rows:  # (m,)
+        """Where those lie that are live and allowed, -1 for the others."""
+        found = snapshot.positions(self.rows)
+        there = found >= 0
+        there[there] = snapshot.live[found[there]]
+        if allowed is not None:
+            there[there] = allowed[found[there]]
+        return np.where(there, found, -1)
+
+    def take_part(
+        self,
+        queries: Floats,  # (q, d)
+        positions: Rows,  # (m,) from `positions`
+        found: Rows,  # (q, k), changed: best first, -1 = none
+        scores: Floats,  # (q, k), changed
+    ) -> None:
+        """Make of the k best that were found the k best of those and of the outliers; nothing where fewer were found.
+
+        Cost 2 q m d at most, less where the longest are far longer than the others.
+        """
+        (m, width), (q, d), take_in = self.keys.shape, queries.shape, self.take_in
+        if not found.size or not self.count:
+            return
+        if take_in is None:
+            _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
+            return
+        keys, lengths, asked = self.flat, self.lengths, queries
+        if d < width:
+            asked = np.zeros((q, width), np.float32)
+            asked[:, :d] = queries
+
+        def work(part: slice) -> None:
+            take_in(asked[part].reshape(-1), positions, keys, lengths, found[part], scores[part])
+
+        if q == 1:  # which feels microseconds
+            take_in(asked.reshape(-1), positions, keys, lengths, found, scores)
+        else:
+            by_lines(work, q, q * m * width)
+
+
+def _unit() -> int:
+    """What the numbers of keys and their width are multiples of."""
+    if not available():
+        return 1
+    from softdb.compiled.tile import LANES, ROWS
+
+    return max(LANES, ROWS)
+
+
+def _loop() -> Callable[..., None] | None:
+    """The compiled comparison, where there is one."""
+    if not available():
+        return None
+    from softdb.compiled.longest import take_in
+
+    found: Callable[..., None] = take_in
+    return found
+
+
+def _take_part(
+    products: Floats,  # (q, m)
+    positions: Rows,  # (m,)
+    found: Rows,  # (q, k), changed
+    scores: Floats,  # (q, k), changed
+) -> None:
+    """The same without compiled loops."""
+    products[:, positions < 0] = -np.inf
+    better = (products >= scores[:, -1:]) & (found[:, -1:] >= 0)
+    k = found.shape[1]
+    for i in np.flatnonzero(better.any(1)):
+        new = np.flatnonzero(better[i])
+        new = new[~np.isin(positions[new], found[i])]
+        both = np.concatenate([found[i], positions[new]])
+        values = np.concatenate([scores[i], products[i, new]])
+        best = np.lexsort((both, -values))[:k]
+        found[i], scores[i] = both[best], values[best]
+
+
+_MADE: weakref.WeakKeyDictionary[Index, Outliers] = weakref.WeakKeyDictionary()
+
+
+def outliers_of(snapshot: Snapshot, index: Index, border: int, room: int) -> Outliers:
+    """The outliers of an index, at most so many where they are looked for; kept from one search to the next.
+
+    Looked for among the keys of the snapshot before a position, at a cost of n d, where they are not known: in a new
+    index, in one that has taken records in, and where half of them have been deleted.
+    """
+    longest = index.longest
+    if longest is None or 2 * _live(snapshot, longest) < len(longest):
+        longest = index.longest = longest_of(snapshot, lengths_of(snapshot, border), room)
+    made = _MADE.get(index)
+    if made is None or made.named is not longest:
+        made = _MADE[index] = Outliers(snapshot, longest)
+    return made
+
+
+def _live(snapshot: Snapshot, rows: Rows) -> int:
+    """How many rows are live."""
+    found = snapshot.positions(rows)
+    return int(np.count_nonzero(snapshot.live[found[found >= 0]]))
+
+
+def longest_of(snapshot: Snapshot, lengths: Floats, room: int) -> Rows:
+    """Rows of the longest keys that are clearly longer than most, the longest first, at most so many."""
+    there = lengths[~np.isnan(lengths)]
+    if not len(there):
+        return np.empty(0, np.int64)
+    long = np.flatnonzero(lengths > CLEARLY * np.median(there))
+    if len(long) > room:
+        long = long[np.argpartition(-lengths[long], room - 1)[:room]]
+    return snapshot.rows(long[np.lexsort((long, -lengths[long]))])
+
+
+def lengths_of(snapshot: Snapshot, border: int) -> Floats:  # (border,)
+    """‖k‖ of the live keys before a position, NaN for dead ones. Cost n d."""
+    lengths = np.full(border, np.nan, np.float32)
+    for block in snapshot.blocks(BLOCK):
+        positions = block.positions.numpy()
+        if positions[0] >= border:
+            break
+        inside = positions < border
+        found = torch.linalg.vector_norm(block.keys, dim=1, dtype=torch.float64)
+        lengths[positions[inside]] = found.numpy()[inside]
+    return lengths
+
+
+def most_of(snapshot: Snapshot) -> int:
+    """How many outliers there may be, whatever they cost."""
+    return max(LEAST, round(MOST * snapshot.count))
+
+
+def affordable(
+    snapshot: Snapshot,
+    longest: Rows,  # (m,) the longest first
+    queries: Floats,  # (q, d)
+    search: Callable[[Floats], Rows],  # queries -> (q, k) positions, without the outliers
+) -> Rows:
+    """As many of the longest as are compared within SHARE of the search's time, LEAST at least: by the clock."""
+    while len(longest) > LEAST:
+        share = _share(snapshot, Outliers(snapshot, longest), queries[:TIMED], search)
+        if share <= SHARE:
+            break
+        longest = longest[: max(LEAST, int(len(longest) * SHARE / share))]
+    return longest
+
+
+def _share(snapshot: Snapshot, outliers: Outliers, queries: Floats, search: Callable[[Floats], Rows]) -> float:
+    """The time of comparing outliers over that of a search: of batches or of single queries, whichever is more."""
+    positions, first = outliers.positions(snapshot, None), search(queries)
+    found, scores = ordered(snapshot, queries, first, first.shape[1], Metric.DOT)
+
+    def seconds(part: slice) -> tuple[float, float]:
+        asked, mine, theirs = queries[part], found[part].copy(), scores[part].copy()
+        start = time.perf_counter()
+        search(asked)
+        searched = time.perf_counter()
+        outliers.take_part(asked, positions, mine, theirs)
+        return time.perf_counter() - searched, searched - start
+
+    batches = np.median([seconds(slice(None)) for _ in range(BATCHES)], axis=0)
+    alone = np.median([seconds(slice(place, place + 1)) for place in range(len(queries))], axis=0)
+    return float(max(batches[0] / batches[1], alone[0] / alone[1]))
