@@ -245,6 +245,14 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
         assert ("recall_by_norm" in report) == (metric == "dot")
 
 
+def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
+    with softdb.open(None, dim=8) as db:
+        db.insert(range(5000), directions(5000, 8, rng))
+        classes = db.build_index("ivf-rabitq", recall=0.3)["recall_by_norm"]
+    assert [classes[name]["of"] for name in ("longest 1%", "next 9%")] == [0, 0]
+    assert classes["rest"]["of"] > 1000
+
+
 def test_they_take_no_more_time_than_is_theirs(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outliers, "TIMED", 8)
     keys, queries = rng.standard_normal((8000, 48)), rng.standard_normal((64, 48)).astype(np.float32)

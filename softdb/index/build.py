@@ -32,6 +32,7 @@ BLOCK = 10_000  # records added at once: a build that is cancelled ends with the
 TRAINED = 1 << 14  # records that codes are trained on at least
 BUILT = 3  # indexes at most, where the one that looked best on a sample does not reach the recall
 NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys whose recall is told apart
+ALIKE = 1.001  # lengths whose ratio is at most this are not told apart: rounding must not make classes
 AIMS = 4  # times that the aim is raised where the other half's recall is lower than that of the half tuned on
 
 
@@ -159,7 +160,7 @@ def _aimed(exam: _Exam, recall: float, say: Progress) -> tuple[Setting, float]:
     goal, kept = recall, None
     for aim in range(AIMS):
         setting = settled(goal)
-        if exam.afford(setting):  # others are now for the index to find
+        if kept is None and exam.afford(setting):  # the others are now for the index to find
             setting = settled(goal)
         measured = exam.recall(setting.effort, setting.candidates, held=True)
         if kept is None or kept[1] < recall or measured >= recall:
@@ -176,7 +177,7 @@ def _by_norm(exam: _Exam, setting: Setting, lengths: Floats) -> dict[str, Any]:
     """For inner products, how many outliers are compared, and the recall of long keys and of others."""
     index = exam.index
     hit, counts, truth = exam.hits(setting)
-    classes = (lengths[truth, None] <= np.nanquantile(lengths, EDGES)).sum(2)
+    classes = (lengths[truth, None] <= ALIKE * np.nanquantile(lengths, EDGES)).sum(2)
     found: dict[str, Any] = {}
     for number, name in enumerate(NORMS):
         mine = counts & (classes == number)

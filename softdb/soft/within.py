@@ -110,7 +110,7 @@ def _estimated(
     blind = np.minimum(np.sqrt(2 * doubt * np.exp(found.hidden)), doubt * np.exp(found.unseen))
     by_chance = found.log_weights > 0
     wrong = inside & by_chance & (found.log_weights > found.unseen[:, None] + 1e-6)  # where none was said to be
-    few = ((positions >= 0).sum(1) < LEAST) & (found.unseen > -np.inf)  # so few tell nothing of the others
+    few = (drawn < LEAST) & (found.unseen > -np.inf)  # so few tell nothing of the others
     bar += np.where(few | wrong.any(1), np.inf, blind)
     if ball.border < snapshot.size:
         young = ball.keep.copy()
