@@ -69,7 +69,7 @@ def measured(
     starts: Rows,  # (lists + 1,)
     centroids: Floats,  # (lists, d)
 ) -> Reach:
-    """One pass over keys and values. Cost n (d + v); memory: three numbers a record, given back at the end."""
+    """Two passes over keys, one over values. Cost n (d + v); memory: three numbers a record, given back at the end."""
     centre = _centre(snapshot)
     found, means = _Measures(*np.full((len(_SHARES), len(rows)), np.nan)), centroids.copy()
     codes = _codes_of(index)
