@@ -19,12 +19,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Record, Records, Samples
-from softdb.check import Array, Id
-from softdb.errors import BadInput, ReadOnly, SoftDBError, WriteFailed
-from softdb.index import Finder
-from softdb.index.background import Build
-from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
-from softdb.soft import (
+from softdb.attend import (
     Ball,
     SoftQuery,
     attend_all,
@@ -36,6 +31,11 @@ from softdb.soft import (
     log_partition,
     soft_query,
 )
+from softdb.check import Array, Id
+from softdb.errors import BadInput, ReadOnly, SoftDBError, WriteFailed
+from softdb.index import Finder
+from softdb.index.background import Build
+from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.store import Batch, Snapshot, Store
 from softdb.store.compact import compact
 from softdb.store.duplicate import duplicate

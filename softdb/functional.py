@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softdb.attend import Columns, indifferent, scan, soft_query, stream
 from softdb.check import positive, shown
 from softdb.errors import BadInput
 from softdb.scores import Kernel, ScaledDot, Score, ScoreFunction, query_width
-from softdb.soft import indifferent, soft_query
-from softdb.stream import Columns, scan, stream
 from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting, valid_mask, weighting
 
 __all__ = ["Attended", "attention"]

@@ -12,6 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from softdb.answers import Explanation, Hits, Pooled, Resolve
+from softdb.attend import Task, scan
+from softdb.attend.blocks import Tile, pool_into
+from softdb.attend.explain import explained
+from softdb.attend.request import Live, Positions, SoftQuery, own_scores
 from softdb.check import Metric
 from softdb.errors import StaleRead
 from softdb.nn.encoding import EncodedScore, Encoding
@@ -19,12 +23,8 @@ from softdb.nn.shadow import Version
 from softdb.pool import State, merge, pool
 from softdb.scores import Fold, fold
 from softdb.scores.contract import alike
-from softdb.soft.explain import explained
-from softdb.soft.query import Live, Positions, SoftQuery, own_scores
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
-from softdb.stream import Task, scan
-from softdb.stream.blocks import Tile, pool_into
 
 __all__ = ["attend_all", "attend_nearest", "candidates", "scored", "served", "young"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Resolve
+from softdb.attend.request import own_scores
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scores import Score, ScoreFunction
 from softdb.scores.contract import alike
-from softdb.soft.query import own_scores
 from softdb.store import Snapshot
 
 __all__ = ["EncodedScore", "Encoding", "evaluating", "probed"]

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from softdb import check
 from softdb.answers import Hits
+from softdb.attend import SoftQuery, Task, drawn, score_rows
+from softdb.attend.request import candidates
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
@@ -18,10 +20,7 @@ from softdb.nn.eager import eager
 from softdb.nn.positives import handle, live
 from softdb.pool import pool
 from softdb.scores import Score, ScoreFunction
-from softdb.soft import SoftQuery, drawn, score_rows
-from softdb.soft.query import candidates
 from softdb.store import Snapshot
-from softdb.stream import Task
 from softdb.weights import softmax
 
 __all__ = ["Drawn", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from softdb import check
+from softdb.attend import log_all, log_partition, score_rows
+from softdb.attend.request import candidates
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
@@ -19,8 +21,6 @@ from softdb.nn.negatives import mined, shared_scores, without
 from softdb.nn.positives import Positives, asked, handle, live
 from softdb.nn.targets import class_labels, require_shape
 from softdb.scores import Kernel, Score, ScoreFunction
-from softdb.soft import log_all, log_partition, score_rows
-from softdb.soft.query import candidates
 from softdb.weights import softmax
 
 __all__ = ["Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss"]

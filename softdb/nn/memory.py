@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from softdb import check
 from softdb.answers import Hits, Pooled
+from softdb.attend import soft_query
+from softdb.attend.explain import explained
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
@@ -24,8 +26,6 @@ from softdb.nn.origin import DIGEST, Followed, Origin
 from softdb.nn.refresh import Policy
 from softdb.pool import pool
 from softdb.scores import score_of
-from softdb.soft import soft_query
-from softdb.soft.explain import explained
 from softdb.weights import Softmax, softmax
 
 __all__ = ["Memory"]

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softdb.attend import Task
+from softdb.attend.blocks import Tile
+from softdb.attend.request import candidates
 from softdb.database import SoftDB
 from softdb.nn.positives import Positives, Rows
-from softdb.soft.query import candidates
-from softdb.stream import Task
-from softdb.stream.blocks import Tile
 
 __all__ = ["mined", "shared_scores", "without"]
 

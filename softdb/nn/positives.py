@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
+from softdb.attend import SoftQuery
 from softdb.check import Id, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.scores import Score, ScoreFunction
-from softdb.soft import SoftQuery
 from softdb.store import Snapshot
 
 __all__ = ["Positives", "asked"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Pooled
+from softdb.attend import score_rows
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
@@ -17,7 +18,6 @@ from softdb.nn.eager import eager
 from softdb.nn.positives import handle
 from softdb.nn.targets import require_shape
 from softdb.scores import Score, ScoreFunction
-from softdb.soft import score_rows
 
 __all__ = ["GradientReport", "Telemetry", "gradient_report"]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Hits, Pooled
+from softdb.attend.request import SoftQuery, soft_query
 from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, Cancelled, StaleRead
@@ -27,7 +28,6 @@ from softdb.nn.held import Held
 from softdb.nn.refresh import InBackground, Policy, policy_of
 from softdb.nn.shadow import NOTHING, Shadow, Version
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
-from softdb.soft.query import SoftQuery, soft_query
 from softdb.store import Snapshot
 from softdb.weights import weighting
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from model_world import Array, Id, Kind, as_filtered
-from test_filters import meets
+from reference_filters import meets
 
 import softdb
 

@@ -1,0 +1,302 @@
+"""The soft query in blocks of plain torch operations: any score, any device, any dtype.
+
+Forward is one pass with an online softmax (Milakov and Gimelshein 2018); backward recomputes each block's scores
+(Dao et al. 2022, algorithm 4) and goes through the score by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.attend.source import Columns, Live, Source
+from softdb.errors import BadInput
+from softdb.scores import Score, ScoreFunction
+
+__all__ = [
+    "Blocks", "Once", "Solved", "Task", "Tile", "along", "hidden_parameters", "pool_into", "softmax_over", "width_of",
+]  # fmt: skip
+
+BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
+BLOCK_ROWS = 1 << 16
+TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block
+
+
+class Tile(NamedTuple):
+    """A chunk of the queries and a block of records that meet."""
+
+    chunk: slice  # of the queries
+    positions: Tensor  # (m,) ascending
+    keys: Tensor  # (m, d)
+    values: Tensor  # (m, v) or labels (m,)
+    dead: Tensor | None  # (chunk, m) bool; None: all take part
+
+
+def width_of(source: Source, num_classes: int | None, value_dim: int) -> int:
+    """v, the width of the answer. Raises BadInput for labels without `num_classes`."""
+    if isinstance(source, Columns):
+        shape: Sequence[int] = source.values.shape
+    elif source.segments:
+        first = source.segments[0]
+        shape = (first.keys if first.values is None else first.values).shape
+    else:
+        return num_classes or value_dim
+    if len(shape) == 2:
+        return shape[1]
+    if num_classes is None:
+        raise BadInput("the values are class labels; give num_classes, the width of the distribution to return")
+    return num_classes
+
+
+@dataclass(frozen=True)
+class Task:
+    """A soft query but for its queries."""
+
+    source: Source
+    score: Score | ScoreFunction
+    temperature: float
+    allowed: Live | None
+    mask: Tensor | None
+    num_classes: int | None
+    width: int  # v
+
+    def tiles(self, queries: Tensor) -> Iterator[Tile]:
+        """Every meeting of a chunk of the queries with a block of the records."""
+        bytes_a_record = queries.element_size() * (queries.shape[1] + self.width)
+        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(self.source.live)))
+        chunk_size = max(1, TILE // rows)
+        places = _Places(self.source.live)
+        for block in self.source.blocks(rows, self.allowed):
+            keys = block.keys.to(queries.device).to(queries.dtype)
+            values = keys if block.values is block.keys else block.values.to(queries.device)
+            if values.is_floating_point():
+                values = values.to(queries.dtype)
+            columns = None if self.mask is None else places.of(block.positions).to(self.mask.device)
+            for low in range(0, len(queries), chunk_size):
+                chunk = slice(low, low + chunk_size)
+                dead = None
+                if self.mask is not None and columns is not None:
+                    dead = ~self.mask[chunk].index_select(1, columns).to(queries.device)
+                yield Tile(chunk, block.positions, keys, values, dead)
+
+    def scores(
+        self,
+        queries: Tensor,  # (chunk, d)
+        tile: Tile,
+    ) -> Tensor:  # (chunk, m), -inf where dead
+        """The score, checked. Raises BadInput for a wrong shape or NaN."""
+        scores = self.score(queries, tile.keys)
+        expected = (len(queries), len(tile.keys))
+        if tuple(scores.shape) != expected:
+            raise BadInput(
+                f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and shared keys "
+                f"{tuple(tile.keys.shape)}; expected {expected}"
+            )
+        scores = scores.to(queries.dtype)
+        if bool(scores.detach().isnan().any()):
+            raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
+        return scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
+
+
+class _Places:
+    """Places of records among the live ones, asked for in ascending order. An index over all would be 8 n bytes."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.before, self.end = 0, 0  # how many live records stand before position `end`
+
+    def of(
+        self,
+        positions: Tensor,  # (m,) ascending, of live records
+    ) -> Tensor:  # (m,)
+        low, high = int(positions[0]), int(positions[-1]) + 1
+        before = self.before + int(np.count_nonzero(self.live[self.end : low]))
+        places = before - 1 + torch.from_numpy(np.cumsum(self.live[low:high]))
+        self.before, self.end = int(places[-1]) + 1, high
+        return places[positions - low]
+
+
+class _State(NamedTuple):
+    """The online softmax: Σ exp((s - top) / T) v, the largest score so far, Σ exp((s - top) / T)."""
+
+    output: Tensor  # (q, v)
+    top: Tensor  # (q,)
+    total: Tensor  # (q,)
+
+    def absorb(
+        self,
+        chunk: slice,  # of the queries
+        scores: Tensor,  # (chunk, m)
+        values: Tensor,  # (m, v) or labels (m,)
+        temperature: float,
+    ) -> None:
+        """Takes a block in, in place."""
+        output, top, total = self.output[chunk], self.top[chunk], self.total[chunk]
+        new = torch.maximum(top, scores.amax(dim=1))
+        shift = new.masked_fill(new == -torch.inf, 0)
+        decay = ((top - shift) / temperature).exp_()
+        parts = (scores - shift.unsqueeze(1)).div_(temperature).exp_()
+        total.mul_(decay).add_(parts.sum(dim=1))
+        output.mul_(decay.unsqueeze(1))
+        pool_into(output, parts, values)
+        top.copy_(new)
+
+
+class Solved(NamedTuple):
+    """What a soft query found, and what its gradient needs."""
+
+    output: Tensor  # (q, v)
+    lse: Tensor  # (q,)
+    mean: Tensor  # (q, v): Σ u v / Σ u, of which a value's difference pulls; the output itself for softmax
+    empty: Tensor  # (q,) bool: nothing takes part
+    of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # scores of a chunk (c, m) -> weights w and pulls u
+
+
+def softmax_over(queries: Tensor, task: Task) -> Solved:
+    """One pass of the online softmax; w = u = exp((s - top) / T) / total."""
+    q = len(queries)
+    state = _State(queries.new_zeros(q, task.width), queries.new_full((q,), -torch.inf), queries.new_zeros(q))
+    for tile in task.tiles(queries):
+        state.absorb(tile.chunk, task.scores(queries[tile.chunk], tile), tile.values, task.temperature)
+    empty = state.total == 0
+    top, total = state.top.masked_fill(empty, 0), state.total.masked_fill(empty, 1)
+    output = state.output.div_(total.unsqueeze(1))
+    lse = (total.log() + top / task.temperature).masked_fill(empty, -torch.inf)
+
+    def of(scores: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        # top and total rather than lse: s / T - lse loses digits where s / T is large. At most 0, but a score computed
+        # twice may differ in its last digit, which a tiny temperature makes infinite
+        weights = (scores - top[chunk].unsqueeze(1)).clamp_(max=0).div_(task.temperature).exp_()
+        weights.div_(total[chunk].unsqueeze(1))
+        return weights, weights
+
+    return Solved(output, lse, output, empty, of)
+
+
+class Blocks(torch.autograd.Function):
+    """A soft query over a task's records: output (q, v) and lse (q,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor | None,  # (n, d), the task's own, given where it wants a gradient
+        values: Tensor | None,  # (n, v), likewise
+        task: Task,
+        solve: Callable[[Tensor, Task], Solved],
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`solve` makes the weights."""
+        with torch.autocast(queries.device.type, enabled=False):
+            solved = solve(queries, task)
+        ctx.task, ctx.columns, ctx.of = task, (keys, values), solved.of
+        ctx.save_for_backward(queries, solved.mean, solved.empty, *parameters)
+        return solved.output, solved.lse
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the queries, the columns that want them, and each parameter."""
+        queries, _, _, *parameters = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+            grads = _backward(ctx, output_grad, lse_grad)
+        query_grad, key_grad, value_grad, *parameter_grads = Once.guarded(
+            grads, (queries, *parameters, output_grad, lse_grad, *(one for one in ctx.columns if one is not None))
+        )
+        return query_grad, key_grad, value_grad, None, None, *parameter_grads
+
+
+class Once(torch.autograd.Function):
+    """A gradient that refuses to be differentiated: torch's own guard stays silent where the loss is linear."""
+
+    @staticmethod
+    def guarded(grads: list[Tensor | None], sources: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """The gradients, guarded if someone may differentiate them again."""
+        if not torch.is_grad_enabled():
+            return grads
+        return [None if grad is None else Once.apply(grad, *sources) for grad in grads]  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        """The same gradient, which depends on its sources."""
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Refused."""
+        raise BadInput(
+            "the soft query over every record has no second derivative; ask a database for the k nearest (k=), which "
+            "is made of plain torch operations, or leave out create_graph=True"
+        )
+
+
+def along(
+    grad: Tensor,  # (q, v)
+    values: Tensor,  # (m, v) or labels (m,)
+) -> Tensor:  # (q, m)
+    """g·v of every record."""
+    return grad @ values.mT if values.is_floating_point() else grad.index_select(1, values)
+
+
+def pool_into(
+    output: Tensor,  # (c, v) added to
+    weights: Tensor,  # (c, m)
+    values: Tensor,  # (m, v) or labels (m,)
+) -> None:
+    """output += Σ w v."""
+    if values.is_floating_point():
+        output.addmm_(weights, values)
+    else:
+        output.index_add_(1, values, weights)
+
+
+def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | None]:
+    """Gradients of the queries, of keys and values where they want one, and of each parameter.
+
+    ds = (u (g·v - g·mean) + g_lse w) / T, dv = w g.
+    """
+    task: Task = ctx.task
+    queries, mean, empty, *parameters = ctx.saved_tensors
+    output_grad = output_grad.masked_fill(empty.unsqueeze(1), 0)
+    lse_grad = lse_grad.masked_fill(empty, 0)
+    offset = (output_grad * mean).sum(dim=1)
+    query_grad, *parameter_grads = [torch.zeros_like(tensor) for tensor in (queries, *parameters)]
+    key_grad, value_grad = (None if column is None else torch.zeros_like(column) for column in ctx.columns)
+    for tile in task.tiles(queries):
+        chunk = tile.chunk
+        with torch.enable_grad():
+            part, keys = queries[chunk].detach().requires_grad_(), tile.keys
+            if key_grad is not None:
+                keys = keys.detach().requires_grad_()
+            scores = task.scores(part, tile._replace(keys=keys))
+        weights, pulls = ctx.of(scores.detach(), chunk)
+        if value_grad is not None:
+            _add_at(value_grad, tile.positions, weights.mT @ output_grad[chunk])
+        if not scores.requires_grad:  # a constant
+            continue
+        score_grad = along(output_grad[chunk], tile.values).sub_(offset[chunk].unsqueeze(1)).mul_(pulls)
+        score_grad.addcmul_(weights, lse_grad[chunk].unsqueeze(1)).div_(task.temperature)
+        wanted = (part, *parameters) if key_grad is None else (part, *parameters, keys)
+        found = torch.autograd.grad(scores, wanted, score_grad, allow_unused=True)
+        for grad, add in zip((query_grad[chunk], *parameter_grads), found, strict=False):
+            if add is not None:
+                grad.add_(add)
+        if key_grad is not None and found[-1] is not None:
+            _add_at(key_grad, tile.positions, found[-1])
+    return [query_grad, key_grad, value_grad, *parameter_grads]
+
+
+def _add_at(grad: Tensor, positions: Tensor, found: Tensor) -> None:
+    grad.index_add_(0, positions.to(grad.device), found.to(grad.device).to(grad.dtype))
+
+
+def hidden_parameters(task: Task, queries: Tensor) -> bool:
+    """Whether the score depends on tensors that want gradients."""
+    block = next(task.source.blocks(1), None)
+    if block is None:
+        return False
+    return bool(task.score(queries[:1].detach(), block.keys.to(queries.device).to(queries.dtype)).requires_grad)

@@ -1,0 +1,120 @@
+"""How many records lie within a radius, estimated from some that are drawn through the index."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from softdb.answers import Estimate
+from softdb.attend.error import SKEWED, f_quantile
+from softdb.attend.request import Live, Positions
+from softdb.check import Tolerance
+from softdb.compiled.threads import available
+from softdb.index.contract import Floats, prepared
+from softdb.index.tail import FEWEST, Tail
+from softdb.store import Snapshot
+
+__all__ = ["count_within"]
+
+FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
+NEAR = 1.3  # times as many codes are looked at one by one
+SLOWER = 30  # times as long as in a pass over all it takes to draw and score a record
+LEAST = 50  # records that must be drawn, or nothing is known of those that are not
+LOOKS, WIDER = 2, 8  # how often it is looked wider for what lies inside, and how much wider
+BLIND = 0.3  # of the bar, at most, may be for what was not drawn
+BOUNDARY = 50  # records drawn just outside, which stand for those missed just inside
+
+Numbers = NDArray[np.float64]
+
+
+class Ball(NamedTuple):
+    """What is counted: the records that score at least so much."""
+
+    queries: Floats  # (q, d)
+    least: float
+    snapshot: Snapshot
+    keep: Live  # (size,) the records that take part
+    tail: Tail | None  # None: nothing can draw
+    border: int  # the first position that it does not cover
+    exactly: Callable[[Positions, Live], Numbers]  # which queries, of which records -> their counts
+
+
+def count_within(ball: Ball, tolerance: Tolerance, seed: int) -> Estimate:
+    """How many records there are, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
+
+    Its variance is Σ 1[s ≥ least] (1 - p) / p². One more record counts as drawn, as uncertain as those just outside, so
+    that few draws, or none, do not pass for certainty; and the bar allows for records that draws may not show, in lists
+    that may hold some (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers
+    where that costs less. The records younger than the index are compared one by one.
+    """
+    rest, drawn = np.arange(len(ball.queries)), FIRST
+    value, bar = np.zeros(len(rest)), np.full(len(rest), np.inf)
+    taking_part = int(np.count_nonzero(ball.keep))
+    while ball.tail is not None and available() and taking_part >= FEWEST and len(rest):
+        most = tolerance.most or taking_part // SLOWER
+        if drawn > most and tolerance.most is None:
+            break
+        drawn = min(drawn, most)
+        left = rest
+        for look in range(LOOKS + 1):  # wider, where much of the bar is for what was not drawn
+            value[left], bar[left], blind = _estimated(ball, ball.tail, left, drawn, look, tolerance.confidence, seed)
+            left = left[blind & (bar[left] > _allowed(tolerance, value[left]))]
+            if not len(left):
+                break
+        fits = bar[rest] <= _allowed(tolerance, value[rest])
+        rest = rest[:0] if drawn == tolerance.most else rest[~fits]
+        drawn *= GROWTH
+    exact = np.zeros(len(value), np.bool_)
+    if len(rest):
+        value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
+    met = bar <= _allowed(tolerance, value)
+    return Estimate(*(torch.from_numpy(one) for one in (value, bar, met, exact)))
+
+
+def _allowed(tolerance: Tolerance, counts: Numbers) -> Numbers:
+    return tolerance.atol + tolerance.rtol * np.maximum(counts, 1)
+
+
+def _estimated(
+    ball: Ball, tail: Tail, which: Positions, drawn: int, look: int, confidence: float, seed: int
+) -> tuple[Numbers, Numbers, Live]:  # (q,), (q,), (q,)
+    """Counts, their error bars, and whether too much of each is for records that were not drawn.
+
+    The last is told from what was expected, not from what was drawn: to look again where a draw found little, and not
+    where it found much, would make counts too large.
+    """
+    asked, snapshot = prepared(ball.queries[which], tail.index.metric), ball.snapshot
+    near, doubt = min(int(NEAR * drawn * WIDER**look), tail.held), math.log(1 / (1 - confidence))
+    found = tail.draw(snapshot, asked, 1.0, near, drawn, seed, 1 - confidence, ball.least)
+    positions = found.positions
+    positions[(positions < 0) | ~ball.keep[positions]] = -1
+    inside = (positions >= 0) & (found.scores >= ball.least)
+    weights = np.exp(found.log_weights.astype(np.float64))
+    counts: Numbers = (weights * inside).sum(1)
+    noise = (weights * weights - weights) * inside
+    outside = np.where((positions >= 0) & ~inside & (found.log_weights > 0), -found.scores, np.inf)
+    nearest = np.argsort(outside, axis=1, kind="stable")[:, :BOUNDARY]
+    there = np.isfinite(np.take_along_axis(outside, nearest, 1))
+    just = np.take_along_axis(weights * weights - weights, nearest, 1) * there
+    one_more = just.sum(1) / np.maximum(there.sum(1), 1)
+    variance, squares = noise.sum(1), np.square(noise).sum(1)
+    some = found.unseen > -np.inf  # else no record that was not drawn can lie inside
+    variance, squares = variance + one_more * some, squares + np.square(one_more) * some
+    draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
+    bar = np.sqrt(variance * [f_quantile(confidence, 1.0, one) for one in draws])
+    blind = np.minimum(np.sqrt(2 * doubt * np.exp(found.hidden)), doubt * np.exp(found.unseen))
+    by_chance = found.log_weights > 0
+    wrong = inside & by_chance & (found.log_weights > found.unseen[:, None] + 1e-6)  # where none was said to be
+    few = (drawn < LEAST) & (found.unseen > -np.inf)  # so few tell nothing of the others
+    bar += np.where(few | wrong.any(1), np.inf, blind)
+    if ball.border < snapshot.size:
+        young = ball.keep.copy()
+        young[: ball.border] = False
+        counts += ball.exactly(which, young)
+    usual = np.sqrt(f_quantile(confidence, 1.0, 50.0) * np.exp(found.expected))
+    return counts, bar, blind > BLIND * (blind + usual)

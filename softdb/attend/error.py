@@ -1,0 +1,212 @@
+"""Drawn candidates pooled in place, and what the error of the answer is made of: parts of it merge, a bar follows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.attend.request import Positions
+from softdb.compiled.threads import by_lines
+from softdb.index.contract import Floats
+from softdb.store import Snapshot
+
+__all__ = ["SKEWED", "Bars", "Spread", "bars", "f_quantile", "joined", "pooled_at", "spread_at", "sure"]
+
+SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
+
+Numbers = NDArray[np.float64]
+
+
+class Spread(NamedTuple):
+    """What the error of a drawn answer is made of, c = (1 - p) w² of each candidate, w its weight, p its probability.
+
+    Of parts that share no record the spreads merge into that of the whole (`joined`).
+    """
+
+    output: Numbers  # (q, v) the answer
+    lse: Numbers  # (q,)
+    noise: Numbers  # (q,) Σ c: the variance of Ẑ / Z
+    noises: Numbers  # (q,) Σ c²
+    variance: Numbers  # (q,) Σ c ‖v - o‖²
+    first: Numbers  # (q, v) Σ c (v - o)
+    signed: Floats  # (q, SIGNS, v') Σ ±√c (v - o)
+    roots: Numbers  # (q, SIGNS) Σ ±√c
+    unseen: Numbers  # (q,) the largest term w / p that a record not drawn may be
+    hidden: Numbers  # (q,) Σ w² / p over those that draws may not show
+    thinned: Numbers  # (q,) the largest term that was left to chance among those whose weights are known
+    reach: Numbers  # (q,) no value is farther than that from the answer
+
+
+class Bars(NamedTuple):
+    """How far a drawn answer may be from the one over all records."""
+
+    bar: Numbers  # (q,) quantile of ‖ô - o‖
+    stderr: Numbers  # (q,)
+    lse_bar: Numbers  # (q,) quantile of |Ẑ / Z - 1|
+    lse_stderr: Numbers  # (q,)
+    blind: Numbers  # (q,) how much of the bar is for what was not drawn
+
+
+def pooled_at(
+    logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
+    snapshot: Snapshot,
+    positions: Positions,  # (q, k), -1 = none
+    width: int,  # v; 0: nothing is pooled
+) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
+    """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v.
+
+    As `softdb.pool.sampled`, without a gradient and without a copy of the values.
+    """
+    from softdb.compiled import pooling
+
+    output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
+    column = _values(snapshot, width)
+
+    def work(part: slice) -> None:
+        pooling.pooled(logits[part], positions[part], *column, output[part], lse[part])
+
+    by_lines(work, len(logits), logits.size * (4 * width + 64))
+    return torch.from_numpy(output), torch.from_numpy(lse)
+
+
+def spread_at(
+    logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
+    log_weights: Floats,  # (q, k) log(1/p)
+    snapshot: Snapshot,
+    positions: Positions,  # (q, k), -1 = none
+    output: NDArray[np.floating],  # (q, v) the answer; v = 0: nothing was pooled
+    lse: NDArray[np.floating],  # (q,) its normaliser
+    salt: int = 0,  # parts that are merged need their own
+) -> tuple[Spread, Tensor]:  # and the candidates' weights, (q, k)
+    """What the error of an answer is made of whose candidates were drawn independently.
+
+    stderr² = Σ c ‖v - o‖², c = (1 - p) w² (Särndal, Swensson and Wretman 1992, section 5.6); of Z relative to it Σ c.
+    Cost q k v SIGNS.
+    """
+    from softdb.compiled import pooling
+
+    (q, k), v = logits.shape, output.shape[1]
+    weights, found = np.empty((q, k), logits.dtype), np.empty((3, q))
+    first, roots = np.empty((q, v)), np.empty((q, pooling.SIGNS))
+    signed = np.empty((q, pooling.SIGNS, -(-v // pooling.TILE) * pooling.TILE), np.float32)
+    column = _values(snapshot, v)
+
+    def work(part: slice) -> None:
+        drawn = logits[part], log_weights[part], positions[part]
+        written = weights[part], found[:, part], first[part], signed[part], roots[part]
+        pooling.spread(*drawn, *column, output[part], lse[part], salt, *written)
+
+    by_lines(work, q, logits.size * (4 * v * pooling.SIGNS + 64))
+    wide, none = output.astype(np.float64), np.zeros(q)
+    noise, noises, variance = found
+    given = wide, lse.astype(np.float64), noise, noises, variance, first, signed, roots
+    spread = Spread(*given, none, none, none, none)
+    return spread, torch.from_numpy(weights)
+
+
+def sure(output: Numbers, lse: Numbers) -> Spread:
+    """The spread of an answer without error."""
+    from softdb.compiled import pooling
+
+    (q, v), signs = output.shape, pooling.SIGNS
+    none, signed = np.zeros(q), np.zeros((q, signs, -(-v // pooling.TILE) * pooling.TILE), np.float32)
+    return Spread(output, lse, none, none, none, np.zeros((q, v)), signed, np.zeros((q, signs)), none, none, none, none)
+
+
+def joined(parts: Sequence[Spread]) -> Spread:
+    """The spread of the whole, from parts that share no record. Associative and commutative up to rounding.
+
+    With z = Z_part / Z and the shift s = o_part - o, each sum is moved to the new centre and scaled: w becomes z w, so
+    c becomes z² c; Σ c ‖v - o‖² = z² (Σ c ‖v - o_part‖² + 2 s·Σ c (v - o_part) + ‖s‖² Σ c), and so on.
+    """
+    lses = np.stack([part.lse for part in parts])  # (parts, q)
+    top = np.where(np.isneginf(lses.max(0)), 0, lses.max(0))
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(np.exp(lses - top).sum(0))
+    shares = np.exp(lses - np.where(np.isneginf(lse), 0, lse))  # (parts, q)
+    output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
+    moved = [_moved(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
+    sums = (sum(column) for column in zip(*(one[:6] for one in moved), strict=True))
+    noise, noises, variance, first, signed, roots = sums
+    unseen, hidden, thinned, reach = zip(*(one[6:] for one in moved), strict=True)
+    return Spread(
+        output, lse, noise, noises, variance, first, signed, roots,
+        np.max(unseen, axis=0), np.sum(hidden, axis=0), np.max(thinned, axis=0), np.max(reach, axis=0),
+    )  # fmt: skip
+
+
+def _moved(
+    part: Spread,
+    share: Numbers,  # (q,)
+    shift: Numbers,  # (q, v)
+) -> tuple[Any, ...]:
+    """The sums of a part, seen from the answer of the whole."""
+    square, v = share**2, shift.shape[1]
+    far = np.einsum("qv,qv->q", shift, shift)
+    variance = part.variance + 2 * np.einsum("qv,qv->q", shift, part.first) + far * part.noise
+    signed = share[:, None, None].astype(np.float32) * part.signed
+    signed[:, :, :v] += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
+    least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
+    scaled = (least, part.unseen), (lesser, part.hidden), (share, part.thinned)
+    return (
+        square * part.noise, square**2 * part.noises, square * np.maximum(variance, 0),
+        square[:, None] * (part.first + shift * part.noise[:, None]), signed, share[:, None] * part.roots,
+        *(np.multiply(scale, one, out=np.zeros_like(one), where=one != 0) for scale, one in scaled),
+        np.where(share > 0, part.reach + np.sqrt(far), 0),
+    )  # fmt: skip
+
+
+def bars(spread: Spread, confidence: float) -> Bars:
+    """Standard errors and error bars; docs/error-bars.md derives them.
+
+    What the draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom: ‖ô - o‖²
+    spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ c (v - o)(v - o)ᵀ, which is about
+    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
+    is the mean of (y·y')² over y = Σ ±√c (v - o), random signs (Hutchinson 1989). The covariance itself is known from
+    m = (Σ c)² / Σ c² effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights that
+    stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a sum of
+    positive terms), and at most L times the largest term. What is known but left to chance: L / 3 times its largest.
+    """
+    from softdb.compiled import pooling
+
+    z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
+    squares = np.where((spread.noises > 0) & np.isfinite(spread.noises), spread.noises, np.inf)
+    with np.errstate(invalid="ignore", over="ignore"):
+        draws = np.nan_to_num(np.maximum(SKEWED * spread.noise**2 / squares, 2.0), nan=2.0, posinf=2.0)
+    many, few, wide = np.ones(len(draws)), np.empty(len(draws)), np.empty(len(draws))
+    pooling.directions(spread.signed, spread.variance, many)
+    many = np.minimum(many, max(1, spread.output.shape[1]))
+    pooling.f_quantiles(z, many, draws, wide)
+    pooling.f_quantiles(z, np.ones(len(draws)), draws, few)
+    blind = np.minimum(np.sqrt(2 * doubt * spread.hidden), doubt * spread.unseen)
+    known = doubt / 3 * spread.thinned
+    return Bars(
+        np.hypot(np.sqrt(spread.variance * wide), spread.reach * blind) + spread.reach * known,
+        np.sqrt(spread.variance),
+        np.hypot(np.sqrt(spread.noise * few), blind) + known,
+        np.sqrt(spread.noise),
+        blind,
+    )
+
+
+def f_quantile(confidence: float, above: float, below: float) -> float:
+    """The quantile of F with so many degrees of freedom above and below, to a tenth."""
+    from softdb.compiled import pooling
+
+    return float(pooling.f_quantile(statistics.NormalDist().inv_cdf(confidence), above, below))
+
+
+def _values(snapshot: Snapshot, width: int) -> tuple[Any, Any, int]:
+    """Where the values of each segment begin, the segments' first positions, and what a value is."""
+    from softdb.compiled import pooling
+
+    first = snapshot.segments[0].values_or_keys.dtype
+    kinds = {"float32": pooling.WIDE, "float16": pooling.HALF, "int32": pooling.LABEL}
+    return snapshot.value_addresses, snapshot.starts, kinds[first.name] if width else pooling.NONE

@@ -1,0 +1,102 @@
+"""Reading order = data order = import order."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import softdb
+
+ROOT = Path(softdb.__file__).parent
+LINE = [
+    "errors", "lazy", "check", "scores", "weights", "pool", "store", "answers", "compiled", "index", "attend",
+    "functional", "database", "opening", "nn", "text", "formats", "train", "plots", "data", "demo",
+    "bench", "cli", "__main__",
+]  # fmt: skip
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of softdb that a file imports, by their place in the line."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "softdb":
+            parts = node.module.split(".")[1:]
+            names |= {parts[0]} if parts else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("softdb.")}
+    return names
+
+
+def part(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def test_every_file_has_its_place_in_the_line() -> None:
+    assert {part(path) for path in ROOT.rglob("*.py")} - {"__init__"} == set(LINE)
+
+
+def test_a_file_imports_only_what_stands_before_it() -> None:
+    for path in ROOT.rglob("*.py"):
+        if path == ROOT / "__init__.py":
+            continue
+        here = LINE.index(part(path))
+        for name in imported(path) & set(LINE):
+            assert LINE.index(name) <= here, f"{path.relative_to(ROOT)} imports {name}, which stands after it"
+
+
+CHANGES = {
+    "chmod", "fdatasync", "fsync", "ftruncate", "link", "makedirs", "mkdir", "posix_fallocate", "pwrite", "pwritev",
+    "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
+}  # fmt: skip
+OF_PATHS = {
+    "hardlink_to",
+    "mkdir",
+    "rename",
+    "rmdir",
+    "rmtree",
+    "symlink_to",
+    "touch",
+    "unlink",
+    "write_bytes",
+    "write_text",
+}
+WRITES = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "'w", "'a", "'x", "'r+")
+
+
+def changes(path: Path) -> list[str]:
+    """Calls in a file that change files: of os and shutil, of paths, and `open` for writing."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        module, _, name = ast.unparse(node.func).rpartition(".")
+        if (
+            (module in ("os", "shutil") and name in CHANGES | OF_PATHS)
+            or (module not in ("files", "disk") and name in OF_PATHS)
+            or (module != "disk" and name in ("open", "fdopen") and any(flag in ast.unparse(node) for flag in WRITES))
+        ):
+            found.append(f"{path.name}:{node.lineno} {module}.{name}")
+    return found
+
+
+def test_the_files_of_a_database_are_changed_in_one_thin_layer_alone() -> None:
+    parts = [ROOT / "store", ROOT / "index", ROOT / "database.py", ROOT / "opening.py", ROOT / "text.py"]
+    sources = [path for part in parts for path in ([part] if part.suffix else part.glob("*.py"))]
+    assert len(changes(ROOT / "store" / "disk.py")) > 5  # the search sees them
+    assert [one for path in sources if path.name != "disk.py" for one in changes(path)] == []
+
+
+def test_the_walk_sees_imports(tmp_path: Path) -> None:
+    sample = tmp_path / "sample.py"
+    sample.write_text("from softdb import check\nfrom softdb.store.files import remove\nimport softdb.cli\n")
+    assert imported(sample) == {"check", "store", "cli"}
+
+
+def test_importing_softdb_leaves_faiss_and_the_command_line_alone() -> None:
+    import subprocess
+    import sys
+
+    code = "import softdb, sys; print(sorted({'faiss', 'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,288 @@
+"""Error bars in every world: they hold, say when nothing can be said, and merge; what they stand on holds, too."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import worlds
+from scipy import stats
+from worlds import exact, suite
+
+import softdb
+from softdb.attend.error import Spread, bars, joined, pooled_at, spread_at, sure
+from softdb.check import Metric
+from softdb.index.contract import prepared
+from softdb.index.tail import Tail
+
+Array = np.ndarray[Any, Any]
+N = 12_000  # a little more than are worth an estimate
+
+
+@functools.cache
+def filled(name: str) -> tuple[softdb.SoftDB, suite.World]:
+    """A database of a world, with an index."""
+    world = suite.world(name, N, 12)
+    values = world.values
+    shape: dict[str, Any] = {"num_classes": world.num_classes} if world.num_classes else {}
+    if values is not None and not world.num_classes:
+        shape = {"value_dim": values.shape[1]}
+    kind: Any = {"metric": world.metric, "dtype": world.dtype}
+    db = softdb.open(None, dim=world.keys.shape[1], **kind, **shape)
+    old = slice(0, N - world.young)
+    db.insert(range(old.stop), world.keys[old], None if values is None else values[old])
+    db.build_index("ivf")
+    if world.young:
+        new = slice(N - world.young, N)
+        db.insert(range(N - world.young, N), world.keys[new], None if values is None else values[new])
+    return db, world
+
+
+def tail_of(db: softdb.SoftDB) -> Tail:
+    tail, _ = db._finder.tail(db._store.snapshot)
+    assert tail is not None
+    return tail
+
+
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
+
+
+# -- coverage ----------------------------------------------------------------------------------------------------------
+
+HARD = [
+    "gaussian-32", "lognormal-0.5", "student-2", "uniform-2", "spiked", "outlier-hidden", "hubs", "labels",
+    "values-pareto", "young", "near-duplicates",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_the_bar_holds_in_hard_worlds(name: str) -> None:
+    db, world = filled(name)
+    spread = float((world.keys[:2000].astype(float) @ world.queries.T.astype(float)).std())
+    for temperature in (0.01, spread / 4, spread):
+        truth = exact.answers(world, [temperature])[0]
+        scale = np.maximum(np.linalg.norm(truth.output, axis=1), 1.0)
+        inside, total, beyond = 0, 0, 0
+        for generator in generators(12):
+            found = db.attend(
+                world.queries, temperature=temperature, rtol=0.05, max_candidates=400, generator=generator
+            )
+            assert not found.exact.any()
+            error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1) - 2e-6 * scale
+            inside, total = inside + int((error <= found.bar.numpy()).sum()), total + len(error)
+            beyond += int((found.met.numpy() & (error > 3 * found.bar.numpy())).sum())
+            assert found.bar.isfinite().all()
+        assert stats.binomtest(inside, total, 0.95, "less").pvalue > 1e-4, f"{inside} of {total} at {temperature}"
+        assert beyond == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3, 1e-2])
+def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
+    """Shares of what is drawn underflow; what remains is kept."""
+    for name in ("uniform-2", "lognormal-1"):
+        db, world = filled(name)
+        truth = exact.answers(world, [temperature])[0]
+        found = db.attend(world.queries, temperature=temperature, rtol=0.05, max_candidates=400)
+        error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1)
+        allowed = found.bar.numpy() + 2e-6 * np.linalg.norm(truth.output, axis=1).max()
+        assert (error <= allowed).mean() > 0.7
+        assert (error <= 3 * allowed).all()
+
+
+def test_more_confidence_takes_a_wider_bar() -> None:
+    db, world = filled("gaussian-32")
+    found = [
+        db.attend(world.queries, temperature=4, rtol=0.05, max_candidates=400, confidence=one).bar
+        for one in (0.5, 0.95, 0.99, 0.999)
+    ]
+    for less, more in itertools.pairwise(found):
+        assert (more > less).all()
+
+
+def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
+    db, world = filled("queries-far-away")
+    truth = exact.answers(world, [1e-4])[0]
+    found = db.log_partition(world.queries, temperature=1e-4, max_candidates=400)
+    error = np.abs(np.expm1(np.clip(found.value.double().numpy() - truth.lse, -700, 700)))
+    assert (error <= found.bar.numpy()).all()
+
+
+def test_what_a_gradient_is_wanted_of_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    db, world = filled("lognormal-0.5")
+    looks: list[int] = []
+    draw = Tail.draw
+
+    def spied(self: Tail, snapshot: Any, queries: Any, factor: float, near: int, *more: Any) -> Any:
+        looks.append(near)
+        return draw(self, snapshot, queries, factor, near, *more)
+
+    monkeypatch.setattr(Tail, "draw", spied)
+    asked = torch.from_numpy(world.queries).requires_grad_()
+    db.attend(asked, temperature=0.05, rtol=0.05, max_candidates=100)
+    assert len(looks) == 1
+    with torch.no_grad():
+        db.attend(asked, temperature=0.05, rtol=0.05, max_candidates=100)
+    assert max(looks) > looks[0]
+
+
+# -- what it stands on -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gaussian-32", "uniform-2", "clustered-equal", "lognormal-1", "hubs"])
+def test_records_score_no_more_than_their_caps(name: str) -> None:
+    """Of more than 100,000 pairs of a query and a record one may: five deviations are no certainty."""
+    db, world = filled(name)
+    tail, snapshot = tail_of(db), db._store.snapshot
+    asked = prepared(world.queries, tail.index.metric)
+    lists = tail._seen_by(asked)
+    found = tail._near(snapshot, asked, lists, 1.0, 300, 400, 0.05, np.nan)
+    keys = prepared(world.keys, tail.index.metric).astype(np.float64)
+    above = 0
+    for i, query in enumerate(asked.astype(np.float64)):
+        scores = -np.square(keys - query).sum(1) if tail.index.metric is Metric.L2 else keys @ query
+        near = set(found.rows[i].tolist())
+        for which, (low, high) in enumerate(itertools.pairwise(tail.frame.starts)):
+            rows = tail.frame.rows[low:high]
+            above += int((scores[rows] > lists.caps[i, which] + 1e-9).sum())
+            if found.searched[i, which]:
+                others = np.array([row for row in rows.tolist() if row not in near], np.int64)
+                above += int((scores[others] > found.others[1, i] + 1e-9).sum())
+    assert above <= 1
+
+
+def test_code_errors_are_those_of_the_index() -> None:
+    import faiss
+
+    db, world = filled("clustered-equal")
+    tail = tail_of(db)
+    keys, inner = prepared(world.keys, tail.index.metric), tail.index.inner
+    errors = []
+    for which in range(inner.nlist):
+        rows = faiss.rev_swig_ptr(inner.invlists.get_ids(which), inner.invlists.list_size(which)).copy()
+        codes = np.zeros((len(rows), inner.sa_code_size()), np.uint8)
+        lists, mine = np.full(len(rows), which), np.ascontiguousarray(keys[rows])
+        pointer = faiss.swig_ptr
+        inner.encode_vectors(len(rows), pointer(mine), pointer(lists), pointer(codes), True)
+        errors.append(np.linalg.norm(mine - inner.sa_decode(codes), axis=1))
+    every = np.concatenate(errors)
+    np.testing.assert_allclose(tail.reach.mean_error, np.sqrt(np.square(every).mean()), rtol=0.01)
+    np.testing.assert_allclose(tail.reach.errors[7], np.quantile(every, 0.5), rtol=0.01)
+
+
+def test_what_is_extreme_is_set_apart() -> None:
+    keys = np.random.default_rng(0).standard_normal((N, 16)).astype(np.float32)
+    values = np.random.default_rng(1).standard_normal((N, 3)).astype(np.float32)
+    keys[17] *= 30
+    values[4711] *= 1e4
+    with softdb.open(None, dim=16, value_dim=3) as db:
+        db.insert(range(N), keys, values)
+        db.build_index("ivf")
+        reach = tail_of(db).reach
+        assert {17, 4711} <= set(reach.apart.tolist())
+        assert len(reach.apart) < 0.02 * N
+        assert reach.value_radius < 20
+        assert reach.scales[reach.apart == 4711] > 100
+        query = np.random.default_rng(2).standard_normal((8, 16)).astype(np.float32)
+        truth = db.attend(query, temperature=8)
+        for generator in generators(10):
+            found = db.attend(query, temperature=8, rtol=0.05, max_candidates=400, generator=generator)
+            assert ((found.output - truth.output).norm(dim=1) <= found.bar).float().mean() >= 0.75
+
+
+def test_draws_that_contradict_the_caps_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    db, world = filled("gaussian-32")
+    draw = Tail.draw
+
+    def wrong(*given: Any) -> Any:
+        found = draw(*given)
+        return found._replace(unseen=found.unseen - 50)
+
+    monkeypatch.setattr(Tail, "draw", wrong)
+    monkeypatch.setattr("softdb.attend.rounds.LOOKS", 0)
+    found = db.attend(world.queries, temperature=8, rtol=0.05, max_candidates=400)
+    assert found.bar.isinf().all()
+    assert not found.met.any()
+
+
+# -- parts merge -------------------------------------------------------------------------------------------------------
+
+
+def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> Spread:
+    output, lse = pooled_at(logits, snapshot, positions, 5)
+    found, _ = spread_at(logits, logs, snapshot, positions, output.numpy(), lse.numpy(), salt)
+    none = np.full(len(logits), 0.01)
+    return found._replace(unseen=none, hidden=none**2, thinned=none, reach=np.full(len(logits), 4.0))
+
+
+def test_four_parts_give_what_one_does() -> None:
+    random = np.random.default_rng(0)
+    keys, q, k = random.standard_normal((400, 5)), 6, 400
+    snapshot, positions = worlds.snapshot(keys), np.tile(np.arange(400), (6, 1))
+    logits, logs = 2 * random.standard_normal((q, k)), random.exponential(1, (q, k)).astype(np.float32)
+    logits[3, :100] = -np.inf  # one part holds nothing for a query
+    whole = spread_of(snapshot, logits, logs, positions, 0)
+    cuts = [slice(i * 100, i * 100 + 100) for i in range(4)]
+    parts = [spread_of(snapshot, logits[:, c], logs[:, c], positions[:, c], 0) for c in cuts]
+    for merged in (joined(parts), joined([joined(parts[:2]), joined(parts[2:])]), joined(parts[::-1])):
+        for name in ("output", "lse", "noise", "noises", "variance", "first", "roots"):
+            np.testing.assert_allclose(getattr(merged, name), getattr(whole, name), rtol=1e-6, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(merged.signed, whole.signed, rtol=1e-4, atol=1e-5)
+        assert (merged.unseen <= whole.unseen).all()
+        assert (merged.hidden <= whole.hidden + 1e-12).all()
+        one, other = bars(merged, 0.95), bars(whole, 0.95)
+        np.testing.assert_allclose(one.stderr, other.stderr, rtol=1e-6)
+        np.testing.assert_allclose(one.lse_stderr, other.lse_stderr, rtol=1e-6)
+    alone = joined([sure(whole.output, whole.lse)])
+    assert (bars(alone, 0.95).bar == 0).all()
+
+
+def test_a_sure_part_narrows_the_bar_by_its_share() -> None:
+    random = np.random.default_rng(1)
+    keys, positions = random.standard_normal((200, 5)), np.tile(np.arange(200), (3, 1))
+    snapshot = worlds.snapshot(keys)
+    logits, logs = random.standard_normal((3, 200)), random.exponential(1, (3, 200)).astype(np.float32)
+    drawn = spread_of(snapshot, logits, logs, positions, 0)
+    certain = sure(drawn.output, drawn.lse + np.log(3))  # the same answer, from three times the weight
+    one, other = bars(joined([drawn, certain]), 0.95), bars(drawn, 0.95)
+    np.testing.assert_allclose(one.stderr, other.stderr / 4, rtol=1e-6)
+    np.testing.assert_allclose(one.bar, other.bar / 4, rtol=1e-5)
+
+
+# -- what codes and lists do not resolve -------------------------------------------------------------------------------
+
+
+def test_features_that_few_records_have_cannot_hide() -> None:
+    """Dense embeddings with rare flags: neither codes nor the spread of a list tell who carries a flag."""
+    random = np.random.default_rng(0)
+
+    def unit(count: int) -> Array:
+        drawn = random.standard_normal((count, 48))
+        found: Array = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+        return found
+
+    keys = np.concatenate([unit(N), np.zeros((N, 16))], axis=1).astype(np.float32)
+    flagged = np.flatnonzero(random.random(N) < 0.02)
+    keys[flagged, 48 + random.integers(0, 16, len(flagged))] = 1
+    queries = np.concatenate([unit(10), np.eye(16)[:10]], axis=1).astype(np.float32)
+    scores = queries.astype(float) @ keys.T.astype(float)
+    with softdb.open(None, dim=64) as db:
+        db.insert(range(N), keys)
+        db.build_index("ivf")
+        for temperature in (0.05, 0.1):
+            weights = np.exp(scores / temperature - scores.max(1, keepdims=True) / temperature)
+            truth = weights @ keys / weights.sum(1, keepdims=True)
+            inside, beyond = [], 0
+            for generator in generators(10):
+                found = db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=400, generator=generator)
+                error = np.linalg.norm(found.output.double().numpy() - truth, axis=1) - 2e-6
+                inside.append((error <= found.bar.numpy()).mean())
+                beyond += int((found.met.numpy() & (error > 3 * found.bar.numpy())).sum())
+            assert np.mean(inside) > 0.85
+            assert beyond == 0
+        counted = db.count_within(queries, 0.7, max_candidates=400)
+        assert (np.abs(counted.value.numpy() - (scores >= 0.7).sum(1)) <= counted.bar.numpy()).all()

@@ -1,0 +1,510 @@
+"""Soft queries to a tolerance: unbiased draws, error bars that hold, gradients, filters, young and dead rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import worlds
+from scipy import stats
+from sklearn.neighbors import KernelDensity
+
+import softdb
+from softdb.attend.error import bars, f_quantile, pooled_at, spread_at
+from softdb.index.tail import Tail
+from softdb.pool import sampled
+from softdb.scores import Gaussian, Laplacian, NegativeL2
+
+Array = np.ndarray[Any, Any]
+N, D = 30_000, 16
+
+
+def clusters(seed: int = 0, n: int = N) -> Any:
+    random = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).standard_normal((60, D))
+    keys = centres[random.integers(0, 60, n)] + 0.7 * random.standard_normal((n, D))
+    return (keys / np.linalg.norm(keys, axis=1, keepdims=True)).astype(np.float32)
+
+
+def filled(metric: Any = "dot", **more: Any) -> softdb.SoftDB:
+    db = softdb.open(None, dim=D, metric=metric, **more)
+    keys = clusters()
+    values: Any = None
+    if db.stats()["value_dim"]:
+        values = np.random.default_rng(5).standard_normal((N, db.stats()["value_dim"]))
+    elif db.stats()["num_classes"]:
+        values = (np.abs(keys[:, 0]) * 40).astype(int) % db.stats()["num_classes"]
+    db.insert(range(N), keys, values, [{"part": i % 2} for i in range(N)])
+    db.build_index("ivf", recall=0.9)
+    return db
+
+
+@pytest.fixture(scope="module")
+def db() -> softdb.SoftDB:
+    return filled()
+
+
+@pytest.fixture(scope="module")
+def queries() -> Any:
+    random = np.random.default_rng(7)
+    return (clusters(3, 40) + 0.3 * random.standard_normal((40, D))).astype(np.float32)
+
+
+def always_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over so few records costs less than any draw: forbid it."""
+    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)
+
+
+def drawn(db: softdb.SoftDB, queries: Any, seed: int | None = None, **more: Any) -> softdb.Pooled:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    pooled = db.attend(queries, rtol=1e-9, max_candidates=300, generator=generator, **more)
+    assert not pooled.exact.any()
+    return pooled
+
+
+# -- the draws ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+def test_sums_over_the_drawn_are_unbiased(metric: str, queries: Array) -> None:
+    world = filled(metric)
+    exact = world.attend(queries, temperature=0.1)
+    ratios, errors = [], []
+    for seed in range(60):
+        pooled = drawn(world, queries, seed, temperature=0.1)
+        ratios.append((pooled.lse - exact.lse).exp().numpy())
+        errors.append(pooled.lse_stderr.numpy())
+    bias = np.mean(ratios, axis=0) - 1
+    assert np.abs(bias.mean()) <= 0.3 * np.mean(errors)
+    spread = np.std(ratios, axis=0) / np.sqrt(len(ratios))
+    assert (np.abs(bias) < 4.5 * spread + 1e-4).mean() >= 0.95
+
+
+def test_every_record_is_drawn_with_the_probability_stated(db: softdb.SoftDB, queries: Array) -> None:
+    snapshot = db._store.snapshot
+    tail, _ = db._finder.tail(snapshot)
+    assert isinstance(tail, Tail)
+    hits, chances = np.zeros(N), np.zeros(N)
+    draws = 300
+    for seed in range(draws):
+        found = tail.draw(snapshot, queries[:1], 10.0, 200, 1500, seed, 0.05)
+        rows, logs = found.positions[0], found.log_weights[0]
+        rows, logs = rows[rows >= 0], logs[rows >= 0]
+        assert len(set(rows.tolist())) == len(rows)
+        hits[rows] += 1
+        chances[rows] = np.exp(-logs)
+    seen = chances > 0
+    expected = draws * chances[seen]
+    deviation = np.sqrt(np.maximum(draws * chances[seen] * (1 - chances[seen]), 1e-9))
+    sure = chances[seen] > 0.999999
+    assert (hits[seen][sure] == draws).all()
+    many = ~sure & (expected > 20)
+    assert many.sum() > 50
+    z = (hits[seen][many] - expected[many]) / deviation[many]
+    assert np.abs(z).max() < 6
+    assert 0.8 < z.std() < 1.2
+    assert np.isclose(hits.sum() / draws, 1700, rtol=0.2)
+
+
+def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries: Array) -> None:
+    tail, _ = db._finder.tail(db._store.snapshot)
+    assert tail is not None
+    for near, budget in ((500, 2 * N), (N // 2, 10)):  # so many draws, or so many near that all are
+        found = tail.draw(db._store.snapshot, queries[:2], 10.0, near, budget, 0, 0.05)
+        for rows, logs in zip(found.positions, found.log_weights, strict=True):
+            assert sorted(rows[rows >= 0].tolist()) == list(range(N))
+            assert (logs[rows >= 0] == 0).all()
+        assert (found.unseen == -np.inf).all()
+
+
+# -- the error bar -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.03, 0.1, 0.5])
+@pytest.mark.parametrize("values", [{}, {"value_dim": 3}, {"num_classes": 12}])
+def test_the_bar_holds_as_often_as_it_says(values: dict[str, Any], temperature: float, queries: Array) -> None:
+    world = filled(**values)
+    exact = world.attend(queries, temperature=temperature)
+    errors, bars = [], []
+    for seed in range(40):
+        pooled = drawn(world, queries, seed, temperature=temperature)
+        errors.append((pooled.output - exact.output).norm(dim=1).numpy())
+        bars.append(pooled.bar.numpy())
+    inside = np.mean(np.stack(errors) <= np.stack(bars) + 1e-6)
+    assert inside >= 0.945
+    assert np.median(bars) <= 2 * np.quantile(errors, 0.95)
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.9, 0.95, 0.99])
+def test_quantiles_of_f(confidence: float) -> None:
+    for above in (1.0, 3.0, 20.0, 400.0):
+        for below in (5.0, 12.0, 60.0, 1000.0):
+            expected = stats.f.ppf(confidence, above, below)
+            np.testing.assert_allclose(f_quantile(confidence, above, below), expected, rtol=0.12)
+
+
+@pytest.mark.parametrize("width", [1, 2, 64])
+def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
+    """Errors Σ √c z (v - o) with normal z, whose covariance is the one the bar is made of."""
+    random = np.random.default_rng(0)
+    keys, logits, logs = random.standard_normal((400, width)), random.random((1, 400)), 3 * random.random((1, 400))
+    world, all_of_them = worlds.snapshot(keys), np.arange(400)[None]
+    output, lse = pooled_at(logits, world, all_of_them, width)
+    spread, _ = spread_at(logits, logs.astype(np.float32), world, all_of_them, output.numpy(), lse.numpy())
+    found = bars(spread, 0.95)
+    weights = np.exp(logits[0] - lse.numpy())
+    noise = (1 - np.exp(-logs[0])) * weights**2
+    z = random.standard_normal((20_000, 400))
+    errors = np.linalg.norm((z * np.sqrt(noise)) @ (keys - output.numpy()), axis=1)
+    assert 0.92 < float((errors <= float(found.bar[0])).mean()) < 0.99
+    np.testing.assert_allclose(found.stderr**2, (errors**2).mean(), rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "labels"])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
+    """The loops over stored values say what `softdb.pool.sampled` says of copies, nothing found and dead lines too."""
+    random = np.random.default_rng(0)
+    keys = worlds.awkward(random, 60, 5)
+    values: Any = random.integers(0, 4, 60) if dtype == "labels" else random.standard_normal((60, 7))
+    classes = 4 if dtype == "labels" else None
+    world = worlds.snapshot(keys, values, dtype="float32" if dtype == "labels" else dtype, cuts=(11, 12, 40))
+    positions = np.stack([random.permutation(60)[:30] for _ in range(6)])
+    positions[1, 4:], positions[2] = -1, -1
+    logs = random.exponential(1, (6, 30)).astype(np.float32)
+    logs[0, :5] = 0
+    scores = 2 * random.standard_normal((6, 30))
+    scores[positions < 0] = -np.inf
+    logits = (scores / 0.3 + logs).astype(kind)
+    output, lse = pooled_at(logits, world, positions, classes or 7)
+    spread, weights = spread_at(logits, logs, world, positions, output.numpy(), lse.numpy())
+    found = bars(spread, 0.95)
+    state = sampled(
+        torch.from_numpy(scores), 0.3, torch.from_numpy(positions >= 0), torch.from_numpy(logs).double(),
+        world.values_at(positions) if classes else world.values_at(positions).double(), classes,
+    )  # fmt: skip
+    tight: Any = {"rtol": 2e-4, "atol": 2e-5} if kind is np.float32 else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(output.double(), state.output, **tight)
+    torch.testing.assert_close(lse.double(), state.lse, **tight)
+    torch.testing.assert_close(torch.from_numpy(found.stderr), state.stderr, **tight)
+    torch.testing.assert_close(torch.from_numpy(found.lse_stderr), state.lse_stderr, **tight)
+    total = np.ones(6)
+    total[2] = 0
+    np.testing.assert_allclose(weights.sum(1).numpy(), total, rtol=1e-4)
+    assert (found.bar[[0, 1, 3]] > found.stderr[[0, 1, 3]]).all()
+    assert found.bar[2] == 0
+
+
+# -- the tolerance -----------------------------------------------------------------------------------------------------
+
+
+def test_draws_grow_until_the_tolerance_is_met(
+    db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draw(monkeypatch)
+    exact = db.attend(queries, temperature=0.1)
+    few = db.attend(queries, temperature=0.1, rtol=0.3)
+    more = db.attend(queries, temperature=0.1, rtol=0.05)
+    for rtol, pooled in ((0.3, few), (0.05, more)):
+        assert pooled.met.all()
+        assert (pooled.bar <= rtol * pooled.output.norm(dim=1).clamp(min=0.1) + 1e-6).all()
+        error = (pooled.output - exact.output).norm(dim=1)
+        assert (error <= rtol * exact.output.norm(dim=1).clamp(min=0.1)).float().mean() >= 0.9
+    assert more.candidates.sum() > 2 * few.candidates.sum()
+
+
+def test_what_costs_less_exactly_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.1, rtol=1e-6)
+    exact = db.attend(queries, temperature=0.1)
+    assert pooled.exact.all()
+    assert pooled.met.all()
+    assert (pooled.bar == 0).all()
+    torch.testing.assert_close(pooled.output, exact.output)
+
+
+def test_the_same_draw_again_and_others_by_a_generator(db: softdb.SoftDB, queries: Array) -> None:
+    one, again = (drawn(db, queries, temperature=0.1) for _ in range(2))
+    assert torch.equal(one.output, again.output)
+    assert not torch.equal(drawn(db, queries, 1, temperature=0.1).output, one.output)
+    assert torch.equal(drawn(db, queries, 1, temperature=0.1).output, drawn(db, queries, 1, temperature=0.1).output)
+
+
+def test_max_candidates_bounds_what_is_pooled(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.5, rtol=1e-9, max_candidates=50)
+    assert not pooled.met.any()
+    assert int(pooled.candidates.max()) < 120
+
+
+def test_few_draws_tell_nothing_of_the_others(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.05, rtol=0.5, max_candidates=5)
+    assert (pooled.bar == torch.inf).all()
+    assert not pooled.met.any()
+
+
+# -- records that come and go ------------------------------------------------------------------------------------------
+
+
+def test_filters_deletions_and_young_records(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    world = filled(value_dim=4)
+    world.delete(range(0, N, 7))
+    young = clusters(8, 500)
+    world.insert(range(N, N + 500), young, 5 + np.zeros((500, 4)), [{"part": 0}] * 500)
+    for where in (None, {"part": 0}):
+        exact = world.attend(queries, temperature=0.1, where=where)
+        inside = []
+        for seed in range(20):
+            pooled = drawn(world, queries, seed, temperature=0.1, where=where)
+            assert pooled.hits is not None
+            live = pooled.hits.rows[pooled.hits.rows >= 0]
+            assert (live % 7 != 0).all()
+            assert where is None or (live % 2 == 0).all()
+            inside.append(((pooled.output - exact.output).norm(dim=1) <= pooled.bar + 1e-6).float().mean())
+        assert 0.9 <= np.mean(inside) <= 0.999
+    world.compact()
+    exact = world.attend(queries, temperature=0.1)
+    pooled = drawn(world, queries, temperature=0.1)
+    assert ((pooled.output - exact.output).norm(dim=1) <= 1.5 * pooled.bar + 1e-6).all()
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_sums_are_unbiased(db: softdb.SoftDB, queries: Array) -> None:
+    def gradient(pooled: softdb.Pooled, asked: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        (found,) = torch.autograd.grad((pooled.lse - shift).exp().sum(), asked)
+        return found
+
+    asked = torch.tensor(queries, requires_grad=True)
+    exact = db.attend(asked, temperature=0.1)
+    shift = exact.lse.detach()
+    true = gradient(exact, asked, shift)
+    found = torch.stack([gradient(drawn(db, asked, seed, temperature=0.1), asked, shift) for seed in range(80)])
+    bias = (found.mean(0) - true).norm() / true.norm()
+    assert bias < 3 * (found.std(0).norm() / true.norm()) / 80**0.5
+
+
+def test_gradients_of_the_output_are_near(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    grads = []
+    for rtol in (None, 0.02):
+        asked = torch.tensor(queries, requires_grad=True)
+        pooled = db.attend(asked, temperature=0.1, rtol=rtol)
+        (pooled.output.square().sum() + pooled.lse.sum()).backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+        grads.append(asked.grad)
+    cosine = torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=1)
+    assert float(cosine.min()) > 0.98
+
+
+# -- log Z alone -------------------------------------------------------------------------------------------------------
+
+
+def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    exact = db.attend(queries, temperature=0.1).lse
+    found = [
+        db.log_partition(queries, temperature=0.1, rtol=0.05, generator=torch.Generator().manual_seed(seed))
+        for seed in range(20)
+    ]
+    error = torch.stack([(one.value - exact).expm1().abs() for one in found])
+    bar = torch.stack([one.bar for one in found])
+    assert all(one.met.all() for one in found)
+    assert (bar <= 0.05).all()
+    assert 0.92 <= (error <= bar).float().mean() <= 0.995
+    assert (error <= 0.05).float().mean() >= 0.95
+
+
+def test_log_partition_is_exact_where_nothing_can_be_drawn(queries: Array) -> None:
+    with softdb.open(None, dim=D) as bare:
+        bare.insert(range(100), clusters(n=100))
+        asked = torch.tensor(queries, requires_grad=True)
+        found = bare.log_partition(asked, temperature=0.2)
+        assert found.exact.all()
+        torch.testing.assert_close(found.value, bare.attend(asked, temperature=0.2).lse)
+        found.value.sum().backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+    with softdb.open(None, dim=D) as bare, pytest.raises(softdb.BadInput, match="rtol is None"):
+        bare.log_partition(queries, rtol=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernel", [Gaussian(0.3), Laplacian(0.2)])
+def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    world = filled("l2")
+    name = "gaussian" if isinstance(kernel, Gaussian) else "exponential"
+    width = 0.3 if name == "gaussian" else 0.2
+    for where, keys in ((None, clusters()), ({"part": 1}, clusters()[1::2])):
+        truth = KernelDensity(bandwidth=width, kernel=name).fit(keys).score_samples(queries)
+        found = world.log_density(queries, kernel, where=where)
+        assert found.exact.all() == (name == "exponential")
+        error = np.abs(np.expm1(found.value.numpy() - truth))
+        assert (error <= found.bar.numpy() + 1e-4).mean() > 0.85
+    with softdb.open(None, dim=D, metric="l2") as bare:
+        bare.insert(range(50), clusters(n=50))
+        asked = torch.tensor(queries, requires_grad=True)
+        bare.log_density(asked, kernel).value.sum().backward()  # type: ignore[no-untyped-call]
+        assert asked.grad is not None
+        assert bare.log_density(queries, kernel, where={"part": 9}).value.isneginf().all()
+        with pytest.raises(softdb.BadInput, match=r"kernel is 0\.3; expected one of softdb\.scores"):
+            bare.log_density(queries, 0.3)  # type: ignore[arg-type]
+
+
+# -- how many are near -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "radius", "where"), [("dot", 0.4, None), ("cosine", 0.4, {"part": 1}), ("l2", 1.3, None)]
+)
+def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries: Array) -> None:
+    world = filled(metric)
+    world.delete(range(0, N, 5))
+    world.insert(range(N, N + 300), clusters(8, 300), payloads=[{"part": i % 2} for i in range(300)])
+    truth = (world.search(queries, radius=radius, where=where).rows >= 0).sum(1).double()
+    assert 100 < truth.median() < N / 2
+    errors, bars, relative = [], [], []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        found = world.count_within(queries, radius, where=where, max_candidates=1200, generator=generator)
+        assert not found.exact.any()
+        errors.append((found.value - truth).abs())
+        bars.append(found.bar)
+        relative.append((found.value - truth) / truth.clamp(min=1))
+    error, bar = torch.stack(errors), torch.stack(bars)
+    assert (error <= bar).double().mean() >= 0.94
+    assert bar.median() <= max(2.5 * error.quantile(0.95), 0.1 * truth.median())  # or it is narrow enough
+    many = truth > 100
+    bias, spread = torch.stack(relative)[:, many].mean(0), torch.stack(relative)[:, many].std(0)
+    assert (bias.abs() < 5 * spread / 40**0.5 + 1e-3).double().mean() >= 0.95
+    doubt = float(spread.square().sum().sqrt()) / len(spread) / 40**0.5  # of the mean over queries
+    assert float(bias.mean().abs()) <= 4 * doubt + 1e-4
+
+
+def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
+    with softdb.open(None, dim=D, metric="l2") as world:
+        world.insert(range(N), clusters(), payloads=[{"part": i % 3} for i in range(N)])
+        world.build_index("ivf")
+        found = world.count_within(queries, 100.0, where={"part": 1}, max_candidates=5)  # all are that near
+        assert (found.bar >= (found.value - N // 3).abs()).all()
+        assert not found.met.any()
+        assert found.bar.isinf().all()
+
+
+def test_counts_end_within_their_tolerance_or_exactly(
+    db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = (db.search(queries, radius=0.4).rows >= 0).sum(1).double()
+    found = db.count_within(queries, 0.4, rtol=0.01)
+    assert found.exact.all()  # of so few records
+    assert torch.equal(found.value, truth)
+    monkeypatch.setattr("softdb.attend.count.SLOWER", 2)
+    found = db.count_within(queries, 0.4, rtol=0.1)
+    assert found.met.all()
+    assert not found.exact.all()
+    assert ((found.value - truth).abs() <= 0.1 * truth).float().mean() >= 0.93
+    none = db.count_within(queries, 50.0)
+    assert (none.value == 0).all()
+    assert none.met.all()
+    assert (db.count_within(queries, 0.4, where={"part": 9}).value == 0).all()
+    for more, match in (({"radius": "far"}, "radius is 'far'"), ({"rtol": None}, "radius or rtol is None")):
+        asked: dict[str, Any] = {"queries": queries, "radius": 0.4, **more}
+        with pytest.raises(softdb.BadInput, match=match):
+            db.count_within(**asked)
+
+
+# -- records from the soft distribution --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [None, {"part": 1}])
+def test_records_are_drawn_by_their_weights(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.attend.blocks.BLOCK_ROWS", 7)
+    keys = clusters(2, 40)
+    with softdb.open(None, dim=D) as few:
+        few.insert(range(40), keys, payloads=[{"part": i % 2} for i in range(40)])
+        few.delete([3])
+        asked = torch.tensor(clusters(4, 2), requires_grad=True)
+        found = few.sample(asked, 20_000, temperature=0.3, where=where, generator=torch.Generator().manual_seed(0))
+        takes_part = np.array([i != 3 and (where is None or i % 2 == 1) for i in range(40)])
+        logits = np.where(takes_part, asked.detach().double().numpy() @ keys.T.astype(float) / 0.3, -np.inf)
+        truth = np.exp(logits - logits.max(1, keepdims=True))
+        truth /= truth.sum(1, keepdims=True)
+        for i in range(2):
+            counts = np.bincount(found.hits.rows[i].numpy(), minlength=40)
+            assert counts[~takes_part].sum() == 0
+            assert stats.chisquare(counts[takes_part], 20_000 * truth[i][takes_part]).pvalue > 1e-4
+            np.testing.assert_allclose(
+                found.log_prob[i].detach().exp().numpy(), truth[i][found.hits.rows[i].numpy()], rtol=1e-4
+            )
+        (mean,) = torch.autograd.grad(found.log_prob.mean(), asked)  # the score function has mean 0
+        assert float(mean.abs().max()) < 0.05
+
+
+def test_nothing_is_drawn_where_nothing_takes_part(db: softdb.SoftDB, queries: Array) -> None:
+    found = db.sample(queries[:2], 3, where={"part": 9})
+    assert found.hits.rows.tolist() == [[-1] * 3] * 2
+    assert (found.log_prob == -torch.inf).all()
+    with pytest.raises(softdb.BadInput, match="n is 0"):
+        db.sample(queries[:2], 0)
+
+
+# -- what cannot be drawn for ------------------------------------------------------------------------------------------
+
+
+def test_where_nothing_can_be_drawn_the_answer_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+    for more in ({"mask": np.ones(N, np.bool_)}, {"score": NegativeL2()}):
+        pooled = db.attend(queries[:3], rtol=0.1, **more)
+        assert pooled.exact.all()
+        assert pooled.met.all()
+    with softdb.open(None, dim=D) as bare:
+        bare.insert(range(N), clusters())
+        assert bare.attend(queries[:3], rtol=0.1).exact.all()
+        bare.build_index("ivf")
+        bare.delete(where={})
+        gone = bare.attend(queries[:3], rtol=0.1)
+        assert gone.exact.all()
+        assert (gone.output == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"weights": "entmax15"}, "the weights are entmax15, for which there is no estimate"),
+        ({"weights": "uniform"}, "the weights are uniform, for which there is no estimate"),
+        ({"score": lambda q, k: q @ k.T}, "goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian"),
+        ({"score": Laplacian(0.3)}, "whose values no index knows"),
+    ],
+)
+def test_what_has_no_estimator_is_refused(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
+    with pytest.raises(softdb.BadInput, match=match):
+        db.attend(queries[:3], rtol=0.1, **more)
+
+
+def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draw(monkeypatch)
+    world = filled("l2", value_dim=2)
+    exact = world.attend(queries, score=Gaussian(0.3))
+    pooled = world.attend(queries, score=Gaussian(0.3), rtol=0.05)
+    assert not pooled.exact.all()
+    assert ((pooled.output - exact.output).norm(dim=1) <= pooled.bar + 1e-6).float().mean() > 0.85
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"rtol": -0.1}, "rtol is -0.1; expected a number above 0 and below 1"),
+        ({"rtol": 0.0}, "rtol is 0.0; expected a number above 0 and below 1, or 0 with an atol above 0"),
+        ({"rtol": 1.0}, "rtol is 1.0; expected a number above 0 and below 1"),
+        ({"rtol": float("nan")}, "rtol is nan"),
+        ({"rtol": "much"}, "rtol is 'much'; expected a number"),
+        ({"rtol": 0.1, "atol": float("inf")}, "atol is inf"),
+        ({"rtol": 0.1, "k": 5}, "k and a tolerance are both given"),
+        ({"rtol": 0.1, "confidence": 1.0}, "confidence is 1.0; expected a number between 0 and 1"),
+        ({"rtol": 0.1, "max_candidates": 0}, "max_candidates is 0"),
+        ({"max_candidates": 10}, "max_candidates bounds an estimate, but no tolerance is asked for"),
+    ],
+)
+def test_a_tolerance_that_makes_no_sense(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
+    with pytest.raises(softdb.BadInput, match=match):
+        db.attend(queries, **more)
