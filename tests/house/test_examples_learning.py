@@ -21,7 +21,7 @@ def test_attention_finds_the_nines_in_bags_of_digits(tmp_path: Path) -> None:
     assert rows["by chance"][0] < 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_decoder_finds_the_alignment(tmp_path: Path) -> None:
     shown = run(ROOT / "examples" / "alignment.py", tmp_path, "mine.png")
     lines = {line[:23].strip(): line[23:].split() for line in shown.splitlines()}

@@ -31,7 +31,7 @@ def test_the_two_commands_are_there() -> None:
     main, tests = blocks("console")[:2]
     assert main.startswith("pip install -c constraints.txt")
     assert main.rstrip().endswith("softdb demo")
-    assert tests.rstrip().endswith('pytest -m "not slow"')
+    assert tests.rstrip().endswith("&& pytest")
 
 
 def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def made(path: Path, count: int) -> softdb.SoftDB:
     return db
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(60 * MINUTES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [8, pytest.param(60 * MINUTES, marks=pytest.mark.exhaustive)])
 def test_one_writing_process_with_eight_threads_and_four_that_read(
     path: Path, tally: Counter[str], seconds: float
 ) -> None:
@@ -115,7 +115,7 @@ def grown(db: softdb.SoftDB, path: Path, bytes_written: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("size", [60_000_000, pytest.param(3_000_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [60_000_000, pytest.param(3_000_000_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("readers", ["none", "idle", "busy", "overlapping"])
 def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], readers: str, size: int) -> None:
     with made(path, 60) as db, contextlib.ExitStack() as running:
@@ -191,7 +191,7 @@ def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
     opened[0].close()
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_a_killed_writer_is_followed_at_once(path: Path, rounds: int) -> None:
     for number in range(rounds):
         with other(holds, path.with_name(str(number))) as writer:

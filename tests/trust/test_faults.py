@@ -42,7 +42,7 @@ from tap import Op, Tap, tapped
 import softdb
 from softdb.store import disk, files
 
-SLOW = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 # what a Python VFS raises while SQLite passes over errors has nobody to go to
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -82,7 +82,7 @@ def faults(at: int, op: Op, every: bool) -> Iterator[Fault]:
         yield Fault(at, errno.ENOSPC, half=True)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_error_at_any_step_is_told_and_loses_nothing(
     bases: dict[str, Base], tally: Counter[str], case: Case, every: bool

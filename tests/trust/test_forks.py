@@ -286,7 +286,7 @@ def test_a_fork_within_a_write_of_the_same_thread_leaves_that_write_alone(path: 
         assert batches.seen(again) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("children", [25, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("children", [25, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], children: int) -> None:
     """No child hangs on a lock that a thread of its parent held, and each sees whole batches."""
     db = made(path, 40)

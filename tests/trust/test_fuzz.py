@@ -27,7 +27,7 @@ def judge(told: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 60), *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in range(1, 11))]
+    ("seed", "count"), [(0, 60), *(pytest.param(seed, 500, marks=pytest.mark.exhaustive) for seed in range(1, 11))]
 )
 @pytest.mark.parametrize("source", ["good", "compacted", "logged"])
 def test_a_spoilt_catalogue_is_refused_or_right(
@@ -54,7 +54,7 @@ QUICK = {"arrays": 400, "entries": 200, "lines": 200, "wheres": 200, "commands":
 FULL = {"arrays": 1500, "entries": 1000, "lines": 600, "wheres": 1000, "commands": 150}
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 5))])
 @pytest.mark.parametrize("parser", QUICK)
 def test_whatever_comes_in_is_taken_or_refused_by_name(
     asked: Nursery, tmp_path: Path, parser: str, seed: int, tally: Counter[str]

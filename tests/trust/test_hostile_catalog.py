@@ -32,7 +32,7 @@ NO_INDEX = "DROP INDEX field_78"
 
 pytest_plugins = ["hostile_world"]
 
-MODES = [pytest.param(("rw", True), id="rw"), pytest.param(("r", False), id="r", marks=pytest.mark.slow)]
+MODES = [pytest.param(("rw", True), id="rw"), pytest.param(("r", False), id="r", marks=pytest.mark.exhaustive)]
 
 
 def tried(

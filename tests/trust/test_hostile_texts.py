@@ -154,7 +154,7 @@ def test_a_payload_that_cannot_be_one_changes_nothing(i: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 250), *(pytest.param(seed, 1000, marks=pytest.mark.slow) for seed in range(1, 9))]
+    ("seed", "count"), [(0, 250), *(pytest.param(seed, 1000, marks=pytest.mark.exhaustive) for seed in range(1, 9))]
 )
 def test_random_filters_mean_what_python_says(seed: int, count: int, tally: Counter[str]) -> None:
     draw = random.Random(seed)

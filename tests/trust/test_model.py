@@ -21,7 +21,7 @@ import softdb
 from softdb.index import finder
 from softdb.store import catalog, commits, compact, duplicate, matches, segments, soundness
 
-slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
 
 
 Machine = Callable[[Path, Counter[str]], DatabaseMachine]
@@ -81,7 +81,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ("runs", "steps", "start"),
     [
         pytest.param(14, 60, 0, id="quick"),
-        *(pytest.param(100, 250, n, id=f"slow-{n}", marks=slow) for n in (1, 2, 3)),
+        *(pytest.param(100, 250, n, id=f"exhaustive-{n}", marks=exhaustive) for n in (1, 2, 3)),
     ],
 )
 def test_the_database_agrees_with_the_model(
@@ -92,7 +92,7 @@ def test_the_database_agrees_with_the_model(
 
 @pytest.mark.parametrize(
     ("runs", "steps", "start"),
-    [pytest.param(3, 50, 0, id="quick"), pytest.param(25, 200, 1, id="slow", marks=slow)],
+    [pytest.param(3, 50, 0, id="quick"), pytest.param(25, 200, 1, id="exhaustive", marks=exhaustive)],
 )
 def test_an_indexed_database_agrees_with_the_model(
     tmp_path: Path, tally: Counter[str], limits: str, runs: int, steps: int, start: int

@@ -91,7 +91,7 @@ def explored(name: str, explorer: Explorer, tally: Counter[str], **how: Any) -> 
         (without_values, 0.2, 0, 1),
         (relaxed, 0.1, 0, 1),
         *(
-            pytest.param(workload, 1, 2, 2, marks=pytest.mark.slow)
+            pytest.param(workload, 1, 2, 2, marks=pytest.mark.exhaustive)
             for workload in (a_life, without_values, labels, rounds, relaxed)
         ),
     ],
@@ -131,7 +131,7 @@ def without_opening_syncs(steps: list[Step]) -> list[Step]:
     ]
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_no_cut_after_a_kill_loses_what_was_acknowledged(
     everything: bool, root: Path, recorded: Callable[[Workload], History], tally: Counter[str]
 ) -> None:
@@ -151,7 +151,7 @@ def test_no_cut_after_a_kill_loses_what_was_acknowledged(
     assert any(missed), "nothing shows that a writer must settle the WAL before it removes a file"
 
 
-@pytest.mark.parametrize(("count", "share"), [(6, 0.1), pytest.param(40, 0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "share"), [(6, 0.1), pytest.param(40, 0.3, marks=pytest.mark.exhaustive)])
 def test_no_cut_within_the_recovery_from_a_cut_loses_anything(
     count: int, share: float, root: Path, recorded: Callable[[Workload], History], tally: Counter[str]
 ) -> None:
@@ -190,7 +190,7 @@ def test_a_reader_of_a_creation_that_was_cut_is_told_that_there_is_no_database(
 # -- every sync, every order -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [100, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_each_sync_and_each_order_is_needed_or_has_its_reason_not_to_be(
     limit: int, root: Path, recorded: Callable[[Workload], History], tally: Counter[str]
 ) -> None:

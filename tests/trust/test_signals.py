@@ -28,7 +28,7 @@ from softdb.store import files
 # a generator that an interrupt closes, or a directory that it leaves half listed, is told to nobody but pytest
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-QUICK, SLOW = 25, pytest.param(10**6, marks=pytest.mark.slow)  # moments tried at most
+QUICK, EXHAUSTIVE = 25, pytest.param(10**6, marks=pytest.mark.exhaustive)  # moments tried at most
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def sampled(count: int, most: int, seed: int = 0) -> list[int]:
 # -- at every moment ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [QUICK, SLOW])
+@pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
 @pytest.mark.parametrize(
     ("verb", "durability"), [*((verb, "full") for verb in VERBS), *((verb, "relaxed") for verb in (*WRITES, "flush"))]
 )
@@ -181,7 +181,7 @@ def test_whoever_keeps_the_traceback_of_an_interrupt_still_moves_on(path: Path, 
     assert kept
 
 
-@pytest.mark.parametrize("most", [QUICK, SLOW])
+@pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
 def test_an_interrupt_while_opening_leaves_no_lock(path: Path, tally: Counter[str], most: int) -> None:
     made(path).close()
     lost = 0  # descriptors whose number an interrupt has swallowed: they hold no lock
@@ -204,7 +204,7 @@ def test_an_interrupt_while_opening_leaves_no_lock(path: Path, tally: Counter[st
     assert len(os.listdir("/proc/self/fd")) <= before + lost
 
 
-@pytest.mark.parametrize("most", [QUICK, SLOW])
+@pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
 def test_an_interrupt_while_creating_leaves_what_can_be_opened(tmp_path: Path, tally: Counter[str], most: int) -> None:
     count = moments(lambda: batches.open_empty(tmp_path / "first").close())
     for at in sampled(count, most):
@@ -220,7 +220,7 @@ def test_an_interrupt_while_creating_leaves_what_can_be_opened(tmp_path: Path, t
             assert batches.seen(db) == {1}, f"creating, interrupted at {at} of {count}: {interruption.where}"
 
 
-@pytest.mark.parametrize("most", [QUICK, SLOW])
+@pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
 def test_an_interrupted_close_can_be_repeated(path: Path, tally: Counter[str], most: int) -> None:
     made(path).close()
     count = moments(softdb.open(path).close)
@@ -234,7 +234,7 @@ def test_an_interrupted_close_can_be_repeated(path: Path, tally: Counter[str], m
             assert len(again) == 5 * batches.SIZE, f"closing, interrupted at {at} of {count}: {interruption.where}"
 
 
-@pytest.mark.parametrize("most", [8, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [8, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int) -> None:
     """The next one may begin, and closing does not wait for it."""
     db = softdb.open(path, dim=8)
@@ -325,7 +325,7 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
     line.send((sent, found | {98}))
 
 
-@pytest.mark.parametrize("signals", [100, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signals", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_real_signals_at_random_moments(path: Path, tally: Counter[str], signals: int) -> None:
     seed = 0
     with other(signalled, path, signals, seed) as process:
@@ -380,7 +380,7 @@ class Thrown(Exception):
     """What no code of ours expects."""
 
 
-@pytest.mark.parametrize("times", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [40, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_exceptions_set_in_other_threads(path: Path, tally: Counter[str], times: int) -> None:
     random, db = np.random.default_rng(1), made(path)
     names = [name for name in VERBS if name not in ("snapshot", *WRITES)] + ["insert"]

@@ -405,7 +405,7 @@ for q in (1, 3, 20):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processors_with_narrower_vectors(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", NARROW], cwd=Path(__file__).parent, env=environment, check=True)

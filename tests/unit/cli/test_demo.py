@@ -178,7 +178,7 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
         demo_encoder(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_whole_demo_learns_within_two_minutes(tmp_path: Path) -> None:
     root = Path(softdb.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}

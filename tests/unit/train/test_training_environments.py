@@ -104,7 +104,7 @@ def dynamo() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("k", [None, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [None, pytest.param(9, marks=pytest.mark.exhaustive)])
 def test_a_compiled_model_answers_as_the_plain_one(db: softdb.SoftDB, k: int | None, dynamo: Any) -> None:
     model = model_of(db, k)
     compiled = torch.compile(model, backend="aot_eager")
@@ -160,7 +160,7 @@ def test_a_verb_that_fails_says_so_from_compiled_code_too(db: softdb.SoftDB, dyn
         compiled(torch.randn(3, 5))
 
 
-@pytest.mark.slow  # inductor takes its time, and a C++ compiler
+@pytest.mark.exhaustive  # inductor takes its time, and a C++ compiler
 def test_inductor_compiles_the_model_too(db: softdb.SoftDB, dynamo: Any) -> None:
     model = model_of(db)
     with warnings.catch_warnings():
