@@ -29,7 +29,9 @@ NAMES = (
     "index/ivf-0123456789abcdef.faiss", "committed.tmp",
 )  # fmt: skip
 PLACES = [
-    pytest.param(name, put, mode, id=f"{put.__name__}-{name}-{mode[0]}", marks=[] if i % 4 == 0 else pytest.mark.exhaustive)
+    pytest.param(
+        name, put, mode, id=f"{put.__name__}-{name}-{mode[0]}", marks=[] if i % 4 == 0 else pytest.mark.exhaustive
+    )
     for i, (put, name, mode) in enumerate(itertools.product(PUTS, NAMES, [("rw", True), ("r", False)]))
 ]
 

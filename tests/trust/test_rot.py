@@ -88,7 +88,9 @@ CASES = [(name, file) for name, files in {
 }.items() for file in files]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [pytest.param(None, id="full", marks=pytest.mark.exhaustive), pytest.param(6, id="quick")])
+@pytest.mark.parametrize(
+    "count", [pytest.param(None, id="full", marks=pytest.mark.exhaustive), pytest.param(6, id="quick")]
+)
 @pytest.mark.parametrize(("name", "prefix"), CASES)
 def test_a_damaged_file_is_named_never_misread(
     worlds: dict[str, tuple[World, Path]],

@@ -88,7 +88,9 @@ CASES = [(name, file) for name, files in {
 }.items() for file in files]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [pytest.param(None, id="full", marks=pytest.mark.exhaustive), pytest.param(8, id="quick")])
+@pytest.mark.parametrize(
+    "count", [pytest.param(None, id="full", marks=pytest.mark.exhaustive), pytest.param(8, id="quick")]
+)
 @pytest.mark.parametrize(("name", "prefix"), CASES)
 def test_salvage_gives_the_intact_records_and_no_other(
     worlds: dict[str, World],

@@ -359,7 +359,9 @@ def damages(draw: st.DrawFn, world: World) -> list[Damage]:
     return found
 
 
-@pytest.mark.parametrize("count", [pytest.param(3000, id="full", marks=pytest.mark.exhaustive), pytest.param(40, id="quick")])
+@pytest.mark.parametrize(
+    "count", [pytest.param(3000, id="full", marks=pytest.mark.exhaustive), pytest.param(40, id="quick")]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_nothing_is_saved_that_was_not_stored(
     worlds: dict[str, World], name: str, count: int, tmp_path: Path, tally: Counter[str]
