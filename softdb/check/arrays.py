@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from softdb.check.plain import filled, shown
+from softdb.check.plain import filled, is_tensor, shown
 from softdb.check.schemas import Schema
 from softdb.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["Array", "Encoder", "device", "encoded", "finite", "mask", "matrix", "queries", "values"]
 
@@ -25,6 +27,8 @@ def device(value: object) -> torch.device | None:
     """A device to answer on: the CPU, or a GPU that torch sees."""
     if value is None:
         return None
+    import torch
+
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
@@ -58,11 +62,13 @@ def encoded(value: object, name: str, encoder: Encoder | None) -> object:
 
 def _array(value: object, name: str) -> Array:
     """A numeric array of what came: numpy, torch on any device, or (nested) lists."""
-    if isinstance(value, Tensor):
+    if is_tensor(value):
+        import torch
+
         value = value.detach()
         value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
-    elif isinstance(value, Sequence) and any(isinstance(one, Tensor) for one in value):
-        value = [one.detach().cpu().numpy() if isinstance(one, Tensor) else one for one in value]
+    elif isinstance(value, Sequence) and any(is_tensor(one) for one in value):
+        value = [one.detach().cpu().numpy() if is_tensor(one) else one for one in value]
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
@@ -145,7 +151,9 @@ def queries(
 
     One query alone becomes (1, width).
     """
-    if isinstance(value, Tensor):
+    import torch
+
+    if is_tensor(value):
         if not (value.is_floating_point() or value.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)):
             raise BadInput(f"queries are of type {value.dtype}; expected real numbers")
         tensor = value.to(torch.promote_types(value.dtype, torch.float32))
@@ -168,7 +176,9 @@ def queries(
 
 def mask(value: object, shape: tuple[int, int]) -> Tensor:
     """A boolean (q, len(db)) mask in row order, True = takes part; (len(db),) serves all queries."""
-    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    import torch
+
+    tensor = value if is_tensor(value) else torch.from_numpy(np.array(value))
     if tensor.dtype is not torch.bool:
         raise BadInput(f"mask has dtype {tensor.dtype}; expected bool, True where the record takes part")
     if tensor.ndim == 1:

@@ -6,10 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from softdb.check.ids import Id, identifiers
-from softdb.check.plain import integer, shown
+from softdb.check.plain import integer, is_tensor, shown
 from softdb.check.schemas import Metric
 from softdb.errors import BadInput
 
@@ -78,11 +77,11 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
     """Ids to leave out: one list for all queries, or one for each of several; empty where none are."""
     if value is None:
         return []
-    if isinstance(value, np.ndarray | Tensor):
+    if isinstance(value, np.ndarray) or is_tensor(value):
         value = value.tolist()
     if not isinstance(value, list | tuple | set | frozenset):
         return [identifiers(value, unique=False)]
-    nested = [isinstance(one, list | tuple | set | frozenset | np.ndarray | Tensor) for one in value]
+    nested = [isinstance(one, list | tuple | set | frozenset | np.ndarray) or is_tensor(one) for one in value]
     if not any(nested):
         return [identifiers(value, unique=False)]
     if not all(nested):
@@ -132,7 +131,7 @@ def _diversity(value: object, candidates: object, k: int) -> tuple[float, int]:
 
 
 def _number(value: object, name: str, expected: str) -> float:
-    if isinstance(value, Tensor) and value.requires_grad:
+    if is_tensor(value) and value.requires_grad:
         raise BadInput(f"{name} is a tensor that wants a gradient, but it only selects records; pass a plain number")
     try:
         number = float(value)  # type: ignore[arg-type]

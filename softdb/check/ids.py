@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
-from torch import Tensor
 
-from softdb.check.plain import encodable, shown
+from softdb.check.plain import encodable, is_tensor, shown
 from softdb.errors import BadInput, DuplicateId
 
 __all__ = ["Id", "identifiers"]
@@ -24,7 +23,7 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
     """
     if isinstance(value, str | int):
         value = [value]
-    elif isinstance(value, np.ndarray | Tensor):
+    elif isinstance(value, np.ndarray) or is_tensor(value):
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, bytes):
         raise BadInput(f"ids are {shown(value)}; expected a list of str or int")

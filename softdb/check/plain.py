@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sized
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from softdb.errors import BadInput
 
-__all__ = ["encodable", "filled", "integer", "positive", "shown"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["encodable", "filled", "integer", "is_tensor", "positive", "shown"]
 
 Batched = TypeVar("Batched", bound=Sized)
 
@@ -25,6 +27,11 @@ def shown(value: object) -> str:
     except Exception:  # nested too deep, too many digits, or whatever a `__repr__` does: what is wrong is said anyway
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether something is a tensor. Does not import torch, so that the metadata of a database is read without it."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
 def integer(value: object, name: str, low: int = 1, high: int | None = None) -> int:
@@ -41,7 +48,7 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
 
 def positive(value: object, name: str) -> float:
     """A finite number above zero."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if is_tensor(value) and value.requires_grad:
         raise BadInput(
             f"{name} is a tensor that wants a gradient, but {name} is a plain number; divide the queries by it"
         )

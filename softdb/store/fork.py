@@ -21,7 +21,6 @@ from types import FrameType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import apsw
-import torch
 
 from softdb.errors import SoftDBError
 from softdb.store.catalog import Catalog
@@ -153,7 +152,8 @@ def _after_in_child() -> None:
     _fork = _Fork()
     handles = list(_handles)
     if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
-        torch.set_num_threads(1)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         if "faiss" in sys.modules:
             sys.modules["faiss"].omp_set_num_threads(1)
     for handle in handles:  # what one of them cannot do must not keep the others from it

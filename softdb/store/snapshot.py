@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from softdb.lazy import cached_property
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Block", "Segment", "Snapshot"]
 
@@ -153,6 +154,8 @@ class Snapshot:
         start: int = 0,  # first position
     ) -> Iterator[Block]:
         """The allowed live records from a position on, in order, without copying where whole runs take part."""
+        import torch  # here: what only reads the metadata, such as `softdb info`, must not wait for it
+
         keep = self.live if allowed is None else self.live & allowed
         for segment, offset in zip(self.segments, self.starts, strict=False):
             for low in range(max(0, start - int(offset)), len(segment), size):
@@ -180,6 +183,8 @@ class Snapshot:
                 yield segment, int(low), inside
 
     def _gather(self, columns: list[NDArray[np.generic]], positions: Rows) -> Tensor:
+        import torch
+
         if not columns:
             raise ValueError("an empty snapshot has no columns to gather from")
         out = np.zeros((*positions.shape, *columns[0].shape[1:]), columns[0].dtype)
