@@ -31,8 +31,8 @@ from softdb.attend import (
     log_partition,
     soft_query,
 )
-from softdb.check import Array, Id
-from softdb.errors import BadInput, ReadOnly, SoftDBError, WriteFailed
+from softdb.check import Array, Id, Schema
+from softdb.errors import BadInput, ReadOnly, SoftDBError, StaleRead, WriteFailed
 from softdb.index import Finder
 from softdb.index.background import Build
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
@@ -161,7 +161,7 @@ class SoftDB:
 
         The scan is of the generation it began with, less the records that were deleted before it reached them.
         """
-        return self._scan(check.integer(batch_size, "batch_size"), *self._view(where))
+        return self._scan(check.integer(batch_size, "batch_size"), *self.view(where))
 
     def _scan(self, size: int, snapshot: Snapshot, allowed: NDArray[np.bool_] | None) -> Iterator[Records]:
         positions = np.flatnonzero(snapshot.live if allowed is None else allowed & snapshot.live)
@@ -212,7 +212,7 @@ class SoftDB:
             db.search(queries, k=5, diversity=0.3)
         """
         metric = self._store.schema.metric
-        tensor = self._queries(queries)
+        tensor = self.as_queries(queries)
         ask = check.asked(k, radius, diversity, candidates, metric)
         left_out = check.excluded(exclude_ids, len(tensor))
         snapshot, allowed, excluded = self._view_without(where, left_out)
@@ -355,11 +355,11 @@ class SoftDB:
             where: a filter on the payload.
         """
         metric = self._store.schema.metric
-        ask, tensor = check.asked(None, radius, None, None, metric), self._queries(queries).detach()
+        ask, tensor = check.asked(None, radius, None, None, metric), self.as_queries(queries).detach()
         tolerance = check.tolerance(rtol, atol, confidence, max_candidates, None)
         if tolerance is None or ask.least is None:
             raise BadInput("radius or rtol is None; expected numbers, such as radius=0.8 and rtol=0.05")
-        snapshot, allowed = self._view(where)
+        snapshot, allowed = self.view(where)
 
         def exactly(which: NDArray[np.int64], keep: NDArray[np.bool_]) -> NDArray[np.float64]:
             few = (tensor[torch.from_numpy(one)] for one in np.array_split(which, -(-len(which) // 16)))
@@ -486,7 +486,7 @@ class SoftDB:
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; build the index from the one that writes")
-        asked = None if queries is None else self._queries(queries).detach()
+        asked = None if queries is None else self.as_queries(queries).detach()
         if not isinstance(background, bool):
             raise BadInput(f"background is {check.shown(background)}; expected True or False")
         if asked is not None and background:
@@ -518,7 +518,7 @@ class SoftDB:
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; tune the index from the one that writes")
-        asked = None if queries is None else self._queries(queries).detach()
+        asked = None if queries is None else self.as_queries(queries).detach()
         with _index_kept():
             return self._finder.tune(recall, None if k is None else check.integer(k, "k"), asked)
 
@@ -652,6 +652,67 @@ class SoftDB:
             raise BadInput("a database in memory cannot be pickled; give it a path")
         return _reopen, (self._store.path, self._encoder, self._device)
 
+    # -- the inner face: what modules built on a database use (softdb.nn, train, bench, the command line) ----------
+
+    @property
+    def schema(self) -> Schema:
+        """Widths, dtype and metric, as the database was made."""
+        return self._store.schema
+
+    @property
+    def finder(self) -> Finder:
+        """What finds candidates: the index, or exact search."""
+        return self._finder
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._store.closed
+
+    def require_open(self) -> None:
+        """Raises Closed."""
+        self._store.require_open()
+
+    def require_writable(self) -> None:
+        """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
+        self._store.require_writable()
+
+    def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
+        """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
+        return (self._store.snapshot, None) if where is None else self._store.matching(where)
+
+    def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
+        """The newest generation and the rows (n,) of ids in it; -1, or UnknownId if required, for those not stored."""
+        return (self._store.require if required else self._store.locate)(ids)[:2]
+
+    def resolve(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
+        """Id and payload text of rows; those that were deleted or replaced are absent."""
+        return self._store.read(rows)
+
+    def rewrite(
+        self, rows: NDArray[np.int64], keys: Tensor | None, values: Tensor | None
+    ) -> tuple[Snapshot, NDArray[np.int64]]:
+        """Update the records at rows (m,) in one transaction; the generation after, and their new rows (m,).
+
+        Raises StaleRead, and writes nothing, where one of them was deleted or replaced.
+        """
+        with self._store.lock:  # what another thread writes comes before all of this or after it
+            known = self._store.read(rows)
+            if len(known) < len(rows):
+                raise StaleRead(
+                    f"{len(rows) - len(known)} of {len(rows)} records were deleted or replaced meanwhile; reload()"
+                )
+            names = [known[row][0] for row in rows.tolist()]
+            self.update(names, keys=keys, values=values)
+            return self.locate(names)
+
+    def as_queries(self, queries: Any, width: int | None = None) -> Tensor:
+        """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
+        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.schema.dim
+        if width in (None, dim):
+            return check.queries(vectors, dim, self._device)
+        return check.queries(vectors, width, self._device, "this score takes queries")
+
     # -- the door --------------------------------------------------------------------------------------------------
 
     def _batch(self, ids: Any, keys: Any, values: Any, payloads: Any) -> Batch:
@@ -673,12 +734,6 @@ class SoftDB:
         schema = self._store.schema
         return check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
 
-    def _queries(self, queries: Any, width: int | None = None) -> Tensor:
-        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.schema.dim
-        if width in (None, dim):
-            return check.queries(vectors, dim, self._device)
-        return check.queries(vectors, width, self._device, "this score takes queries")
-
     def _soft(
         self,
         queries: Any,
@@ -693,8 +748,8 @@ class SoftDB:
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         schema = self._store.schema
         score = score_of(schema.metric) if score is None else score
-        tensor = self._queries(queries, query_width(score, schema.dim))
-        snapshot, allowed = self._view(where)
+        tensor = self.as_queries(queries, query_width(score, schema.dim))
+        snapshot, allowed = self.view(where)
         query = soft_query(
             tensor,
             score,
@@ -713,18 +768,14 @@ class SoftDB:
         """What an estimate takes: what to draw from, how well, by which random numbers."""
         return query, snapshot, *self._finder.tail(snapshot), tolerance, _seed(generator)
 
-    def _view(self, where: dict[str, Any] | None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
-        """The records a query may see: a snapshot, and which of its positions a filter allows."""
-        return (self._store.snapshot, None) if where is None else self._store.matching(where)
-
     def _view_without(
         self, where: dict[str, Any] | None, left_out: list[list[Id]]
     ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
         """As `_view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
         if not left_out:
-            return *self._view(where), None
+            return *self.view(where), None
         with self._store.lock, self._store.reading():
-            snapshot, allowed = self._view(where)
+            snapshot, allowed = self.view(where)
             rows = self._store.locate([one for names in left_out for one in names])[1]
         excluded = np.full((len(left_out), max(map(len, left_out))), -1, np.int64)
         excluded[np.arange(excluded.shape[1]) < np.array([[len(names)] for names in left_out])] = rows

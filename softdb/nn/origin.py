@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softdb.check import Id, Metric
 from softdb.database import SoftDB
-from softdb.errors import BadInput, StaleRead
+from softdb.errors import BadInput
 from softdb.lazy import cached_property
 from softdb.scores import Fold
 from softdb.store import Snapshot
@@ -42,14 +42,14 @@ class Origin:
     @classmethod
     def newest(cls, db: SoftDB) -> Origin:
         """Every record there is, in row order. Raises Closed."""
-        db._store.require_open()
-        snapshot = db._store.snapshot
+        db.require_open()
+        snapshot = db.view()[0]
         return cls(db, snapshot.rows(np.flatnonzero(snapshot.live)), snapshot)
 
     def now(self) -> Origin:
         """The same records as of the newest generation that the handle sees. Raises Closed."""
-        self.db._store.require_open()
-        snapshot = self.db._store.snapshot
+        self.db.require_open()
+        snapshot = self.db.view()[0]
         return self if snapshot is self.snapshot else Origin(self.db, self.rows, snapshot)
 
     def of(self, rows: Rows) -> Origin:
@@ -63,23 +63,16 @@ class Origin:
         values: Tensor | None,  # (m, v)
     ) -> Origin:
         """Write what records have become into the database, one transaction, and follow them to their new rows."""
-        with self.db._store._lock:  # what another thread writes comes before all of this or after it
-            known = self.db._store.read(self.rows[which])
-            if len(known) < len(which):
-                lost = len(which) - len(known)
-                raise StaleRead(f"{lost} of {len(which)} records were deleted or replaced meanwhile; reload()")
-            names = [known[row][0] for row in self.rows[which].tolist()]
-            self.db.update(names, keys=keys, values=values)
-            rows = self.rows.copy()
-            snapshot, rows[which], _ = self.db._store.locate(names)
-            return Origin(self.db, rows, snapshot)
+        rows = self.rows.copy()
+        snapshot, rows[which] = self.db.rewrite(rows[which], keys, values)
+        return Origin(self.db, rows, snapshot)
 
     def names(self) -> Names:
         """The digest of each record's id (n,), UNKNOWN where it is gone: the same in every generation and order."""
         names = np.zeros(len(self.rows), f"S{DIGEST}")
         for low in range(0, len(names), BLOCK):
             part = self.rows[low : low + BLOCK]
-            known = self.db._store.read(part)
+            known = self.db.resolve(part)
             names[low : low + BLOCK] = [_digest(known[row][0]) if row in known else UNKNOWN for row in part.tolist()]
         return names
 
@@ -119,12 +112,12 @@ class Origin:
     @property
     def metric(self) -> Metric:
         """The database's."""
-        return self.db._store.schema.metric
+        return self.db.schema.metric
 
     @property
     def indexed(self) -> bool:
         """Whether the database has an index."""
-        report = self.db._finder.report()
+        report = self.db.finder.report()
         return report is not None and report["kind"] != "flat"
 
     def find(
@@ -138,7 +131,7 @@ class Origin:
         `certain` of them are found with the recall of the index, the others on the way.
         """
         folded = Fold(self.metric, queries, 1.0)
-        positions, finder = self.db._finder.find_folded(self.snapshot, folded, k, self._allowed, certain=certain)
+        positions, finder = self.db.finder.find_folded(self.snapshot, folded, k, self._allowed, certain=certain)
         return self._parameters[positions], finder
 
     def keys(
@@ -147,7 +140,7 @@ class Origin:
     ) -> Tensor:  # (…, d) in the column's dtype
         """Stored keys, copied; zeros of a record that is gone from the files."""
         if not self.snapshot.size:
-            return torch.zeros(*which.shape, self.db._store.schema.dim)
+            return torch.zeros(*which.shape, self.db.schema.dim)
         return self.snapshot.keys_at(self.positions[which])
 
     def values(
@@ -156,7 +149,7 @@ class Origin:
     ) -> Tensor:  # (…, v) in the column's dtype, or int64 labels (…)
         """Stored values, copied, as `keys`."""
         if not self.snapshot.size:
-            schema = self.db._store.schema
+            schema = self.db.schema
             empty = torch.zeros(*which.shape, schema.pooled_dim)
             return empty if schema.num_classes is None else empty[..., 0].long()
         return self.snapshot.values_at(self.positions[which])
@@ -233,4 +226,4 @@ def _digest(name: Id) -> bytes:
 
 
 def _reopened(db: SoftDB, rows: Rows) -> Origin:
-    return Origin(db, rows, db._store.snapshot)
+    return Origin(db, rows, db.view()[0])

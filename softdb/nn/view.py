@@ -197,7 +197,7 @@ class View(torch.nn.Module):
         asked, count, encoding = self._queries(queries, self.dim), check.integer(k, "k"), self._encoding()
         with check.precise():
             version = None if exact else self._current(encoding)
-            snapshot, allowed = self.db._view(where)
+            snapshot, allowed = self.db.view(where)
             score = score_of(self.metric)
             query = soft_query(asked, score, weighting("softmax"), 1.0, allowed, None, None, self.dim)
             found, _ = self._find(query, snapshot, count, version, encoding)
@@ -229,7 +229,7 @@ class View(torch.nn.Module):
         )
         shadowed = count is not None and served(query, self.metric) is not None
         version = self._current(encoding) if shadowed else None
-        snapshot, allowed = self.db._view(where)  # after the version: no row of that is younger
+        snapshot, allowed = self.db.view(where)  # after the version: no row of that is younger
         query, rest = replace(query, allowed=allowed), (schema.has_values, self.db._store.read)
         if count is None:
             return attend_all(query, snapshot, encoding, *rest)

@@ -174,7 +174,7 @@ def fit(
 
 def _asked(db: SoftDB, queries: Any) -> Tensor:  # (m, d) float32
     """The queries as they are trained with."""
-    found = db._queries(queries).detach().float()
+    found = db.as_queries(queries).detach().float()
     if found.is_inference():
         found = found.clone()  # autograd may not save the other
     bad = (~found.isfinite().all(1)).nonzero()

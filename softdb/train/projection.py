@@ -51,7 +51,7 @@ class QueryProjection(torch.nn.Linear):
     @torch.no_grad()
     def of(self, db: SoftDB, queries: Any) -> Tensor:  # (q, d)
         """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width."""
-        asked = db._queries(queries)
+        asked = db.as_queries(queries)
         if asked.shape[1] != self.in_features:
             raise BadInput(
                 f"the projection is of queries {self.in_features} wide but this database is {asked.shape[1]} wide; use "
