@@ -1,50 +1,136 @@
-"""README tells the truth: every Python block runs, and its commands are the ones that exist."""
+"""README, docs/ and the pages beside them tell the truth: code runs, links lead somewhere, names exist."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path
 
 import pytest
+import torch
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))]
+
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
-def test_every_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and MyST give to a page's headings."""
+    text = FENCE.sub("", page.read_text())
+    return {slug(heading) for heading in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)}
+
+
+def slug(heading: str) -> str:
+    kept = (letter for letter in heading.strip().lower() if letter in " -_" or unicodedata.category(letter)[0] in "LNM")
+    return "".join(kept).replace(" ", "-")
+
+
+def links(page: Path) -> list[str]:
+    return [first or second for first, second in LINK.findall(FENCE.sub("", page.read_text()))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of one page are one program, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
     scope: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), scope)
-    assert len(blocks("python")) >= 4
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        exec(compile(block, f"{name_of(page)}, block {number}", "exec"), scope)
 
 
-def test_the_example_is_twenty_lines() -> None:
-    lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
-    assert len(lines) <= 20
+def test_there_are_blocks_to_run() -> None:
+    assert len(blocks(README, "python")) >= 2
+    assert sum(len(blocks(page, "python")) for page in DOCS) >= 10
+
+
+def test_the_readme_is_short_and_its_example_twenty_lines() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+    assert len([line for line in blocks(README, "python")[0].splitlines() if line.strip()]) <= 20
 
 
 def test_the_two_commands_are_there() -> None:
-    main, tests = blocks("console")[:2]
+    main, tests = blocks(README, "console")[:2]
     assert main.startswith("pip install -c constraints.txt")
     assert main.rstrip().endswith("softdb demo")
     assert tests.rstrip().endswith("&& pytest")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("https://", "http://")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{name_of(page)} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{name_of(page)} links to {link}, but there is no such heading"
+
+
+def test_anchors_are_those_of_github() -> None:
+    assert slug("Attention: `attend.py`") == "attention-attendpy"
+    assert slug("Exact, truncated, or to a tolerance") == "exact-truncated-or-to-a-tolerance"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_a_page_opens_with_what_it_answers(page: Path) -> None:
+    title, blank, opening = page.read_text().splitlines()[:3]
+    assert title.startswith("# ")
+    assert blank == ""
+    assert opening[:1].isalpha() or opening.startswith("`")
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    listed = {link for link in links(index) if "/" not in link}
+    assert listed == {page.name for page in DOCS if page != index}
+    (tree,) = blocks(index, "{toctree}")
+    assert {f"{line}.md" for line in tree.split("\n\n")[1].split()} == listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = re.findall(r"`((?:softdb|tests|examples|benchmarks)/[\w./*-]+)`", page.read_text())
+    missing = [path for path in named if not list(ROOT.glob(path))]
+    assert missing == []
 
 
 def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:
     import softdb
     from softdb.store import format
 
-    text = README.read_text()
-    assert f"0x{format.APPLICATION:X}" in text.replace("0x736f6674", "0x736F6674")
+    text = (ROOT / "docs" / "format.md").read_text()
+    assert f"0x{format.APPLICATION:X}" in text
     assert f"format version, now {format.FORMAT}," in text
     with softdb.open(tmp_path / "db", dim=2, value_dim=1) as db:
         db.insert(["a"], [[1, 2]], [[3]])
         names = {path.name for path in (tmp_path / "db").iterdir()}
     assert {"catalog.sqlite", "lock", "keys-00000000.npy", "values-00000000.npy"} <= names
+
+
+def test_the_citation_is_of_this_version() -> None:
+    import softdb
+
+    assert f"version: {softdb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_commands_of_a_contributor_are_in_the_justfile() -> None:
+    recipes = set(re.findall(r"^([a-z]+)[^:\n=]*:", (ROOT / "Justfile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`just ([a-z]+)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert named == recipes == {"setup", "test", "slow", "lint", "docs", "bench"}
 
 
 def test_every_public_error_is_exported() -> None:
