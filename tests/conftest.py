@@ -28,6 +28,46 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+def arguments(case: pytest.Function) -> set[tuple[str, type, object]]:
+    found = set()
+    for name, value in case.callspec.params.items():
+        try:
+            hash(value)
+        except TypeError:
+            value = id(value)
+        found.add((name, type(value), value))
+    return found
+
+
+def quick_cases(cases: list[pytest.Function], most: int) -> list[pytest.Function]:
+    """So few of a test's cases that each value of each argument comes up, or `most` of them."""
+    wanted = {case: arguments(case) for case in cases}
+    chosen: list[pytest.Function] = []
+    while len(chosen) < most and any(wanted.values()):
+        best = max(cases, key=lambda case: len(wanted[case]))
+        chosen.append(best)
+        shown = set(wanted[best])
+        for values in wanted.values():
+            values -= shown
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow those cases of a parametrised test that only combine what others show; see pyproject's `few`."""
+    tests: dict[tuple[Any, str], list[pytest.Function]] = {}
+    for item in items:
+        marked = item.get_closest_marker("slow") or item.get_closest_marker("exhaustive")
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not marked:
+            tests.setdefault((item.parent, item.originalname), []).append(item)
+    for cases in tests.values():
+        few = cases[0].get_closest_marker("few")
+        quick = quick_cases(cases, few.args[0] if few else len(cases))
+        for case in cases:
+            if case not in quick:
+                case.add_marker("slow")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a JSON file that takes what the tests of trust have counted")
 
