@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import softdb
 
 ROOT = Path(softdb.__file__).parent
-LINE = [
-    "errors", "lazy", "check", "scores", "weights", "pool", "store", "answers", "compiled", "index", "attend",
-    "functional", "database", "opening", "nn", "text", "formats", "train", "plots", "data", "demo",
-    "bench", "cli", "__main__",
-]  # fmt: skip
+ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
+
+
+def line() -> list[str]:
+    """Folders and files in the order of imports: the first column of the table in docs/architecture.md."""
+    table = ARCHITECTURE.read_text().split("| folder or file |")[1].split("\n\n")[0]
+    return re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+
+
+LINE = line()
 
 
 def imported(path: Path) -> set[str]:
