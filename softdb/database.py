@@ -774,7 +774,7 @@ class SoftDB:
         """As `_view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
         if not left_out:
             return *self.view(where), None
-        with self._store.lock, self._store.reading():
+        with self._store.lock, self._store.read_transaction():
             snapshot, allowed = self.view(where)
             rows = self._store.locate([one for names in left_out for one in names])[1]
         excluded = np.full((len(left_out), max(map(len, left_out))), -1, np.int64)

@@ -248,7 +248,7 @@ def note_encoder(path: Path, name: str) -> None:
 def noted_encoder(path: Path) -> str | None:
     """The encoder that a database's directory notes, if it does."""
     try:
-        with files.reading(path / NOTE) as file:
+        with files.open_regular(path / NOTE) as file:
             name = json.loads(file.read(_NOTED))["encoder"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -1,18 +1,20 @@
 """Arrays of numbers in `.npy` and `.npz` files from outside.
 
-NumPy's own reader guesses at damaged headers, in ways that have no one error, and makes room for whatever size they
-claim. This one takes numbers only, and only as many as the file holds; nothing in it is ever unpickled.
+The header is read by `numpy.lib.format`, out of the first `_LONGEST` bytes; an array is made only where its dtype is a
+number's and the file is as large as its header says. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import os
-import re
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib import format
 from numpy.typing import NDArray
 
 from softdb.check.plain import shown
@@ -20,27 +22,15 @@ from softdb.errors import BadInput
 
 __all__ = ["numbers_in"]
 
-_MAGIC = b"\x93NUMPY"
-_LONGEST = 1 << 16  # bytes of a header: that of an array of numbers has some hundred
-_MOST = 1 << 48  # in one dimension
-_NUMBERS = re.compile(r"[<>|=]?(f[248]|f1[26]|[iu][1248])")
-_FIELD = re.compile(r"""['"](descr|fortran_order|shape)['"]\s*:\s*('[^']*'|True|False|\([0-9,\s]*\))\s*(?:,\s*|$)""")
-_KINDS = {"descr": "'", "fortran_order": "TF", "shape": "("}  # what a field begins with
+_LONGEST = 1 << 14  # bytes of a header; NumPy reads no longer one than 10,000
 
 
-class _Head(NamedTuple):
+class _Header(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     order: Any  # "C" or "F"
     start: int  # of the numbers in the file
-
-    @property
-    def bytes(self) -> int:
-        """What the numbers take."""
-        total = self.dtype.itemsize
-        for extent in self.shape:
-            total *= extent
-        return total
+    bytes: int  # what the numbers take
 
 
 def numbers_in(path: Path) -> NDArray[Any]:
@@ -61,7 +51,7 @@ def numbers_in(path: Path) -> NDArray[Any]:
 
 def _mapped(path: Path) -> NDArray[Any]:
     with path.open("rb") as file:
-        head, size = _head(file), os.fstat(file.fileno()).st_size
+        head, size = _header(file.read(_LONGEST)), os.fstat(file.fileno()).st_size
         if size < head.start + head.bytes:
             raise ValueError(f"it has {size} bytes, {head.start + head.bytes} expected")
         if not head.bytes:
@@ -79,9 +69,10 @@ def _archived(path: Path) -> NDArray[Any]:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others blow up a million times
             raise ValueError("it is compressed in a way that NumPy does not write")
         with archive.open(member) as file:
-            head = _head(file)
+            head = _header(file.read(_LONGEST))
             if member.file_size != head.start + head.bytes:
                 raise ValueError(f"{name} has {member.file_size} bytes, {head.start + head.bytes} expected")
+            file.seek(head.start)
             found = np.empty(head.bytes, np.uint8)  # takes memory only where it is filled
             _fill(found, file)
     return found.view(head.dtype).reshape(head.shape, order=head.order)
@@ -96,33 +87,17 @@ def _fill(room: NDArray[np.uint8], file: Any) -> None:
         done += count
 
 
-def _head(file: BinaryIO | Any) -> _Head:
-    """What a `.npy` file says of itself. Raises ValueError where that is no array of numbers."""
-    begins = file.read(len(_MAGIC) + 2)
-    if len(begins) < len(_MAGIC) + 2 or not begins.startswith(_MAGIC) or begins[-2] not in (1, 2, 3):
-        raise ValueError("it does not begin as a .npy file")
-    width = 2 if begins[-2] == 1 else 4
-    length = int.from_bytes(file.read(width), "little")
-    text = file.read(min(length, _LONGEST + 1))
-    if len(text) < length or length > _LONGEST:
-        raise ValueError(f"its header of {length} bytes is cut or too long")
-    said = _said(text.decode("utf-8" if begins[-2] == 3 else "latin-1"))
-    descr = said["descr"][1:-1]
-    if not _NUMBERS.fullmatch(descr):
-        raise ValueError(f"it holds {shown(descr)}, not numbers")
-    shape = tuple(map(int, re.findall(r"[0-9]+", said["shape"])))
-    if max(shape, default=0) >= _MOST or len(shape) > 32:
+def _header(begins: bytes) -> _Header:
+    """What a `.npy` file that begins so says of itself. Raises ValueError where that is no array of numbers."""
+    file = io.BytesIO(begins)
+    version, _ = format.read_magic(file)
+    if version not in (1, 2, 3):
+        raise ValueError(f"it has the format version {version}; NumPy writes 1 to 3")
+    # versions 2 and 3 differ only in names of fields, which arrays of numbers do not have
+    read = format.read_array_header_1_0 if version == 1 else format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.kind not in "fiu":
+        raise ValueError(f"it holds {shown(dtype)}, not numbers")
+    if len(shape) > 32 or not all(type(extent) is int and 0 <= extent < 1 << 48 for extent in shape):
         raise ValueError(f"its shape is {shown(shape)}")
-    return _Head(np.dtype(descr), shape, "F" if said["fortran_order"] == "True" else "C", len(begins) + width + length)
-
-
-def _said(text: str) -> dict[str, str]:
-    """A header's three fields as they stand there; it is Python's notation, but nothing is evaluated."""
-    inside, found = text.strip(), dict[str, str]()
-    if inside.startswith("{") and inside.endswith("}"):
-        inside, at = inside[1:-1].strip(), 0
-        while field := _FIELD.match(inside, at):
-            found[field[1]], at = field[2], field.end()
-        if at == len(inside) and set(found) == set(_KINDS) and all(found[name][0] in _KINDS[name] for name in found):
-            return found
-    raise ValueError(f"its header is {shown(text)}")
+    return _Header(dtype, shape, "F" if fortran else "C", file.tell(), dtype.itemsize * math.prod(shape))

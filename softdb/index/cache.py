@@ -89,7 +89,7 @@ def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
         raise ValueError("it does not carry this user's signature")
     if missing := {"kind", "metric", "bytes", "sha256", *_KEPT} - set(entry):
         raise ValueError(f"its entry, of another version of softdb, lacks {', '.join(sorted(missing))}")
-    with files.reading(folder / name) as file:
+    with files.open_regular(folder / name) as file:
         data = file.read(entry["bytes"] + 1)
     if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise ValueError(f"{name} is not the file that this user has signed")

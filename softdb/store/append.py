@@ -9,7 +9,7 @@ from typing import NamedTuple
 from softdb.check import Array, Id
 from softdb.store import gaps
 from softdb.store.catalog import Catalog
-from softdb.store.segments import Columns, Piece, SegmentEntry, capacity_for
+from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
 
 __all__ = ["Batch", "append"]
@@ -24,10 +24,10 @@ class Batch(NamedTuple):
     payloads: Iterable[str | None]  # n JSON texts, checked as they are drawn
 
 
-def append(catalog: Catalog, columns: Columns, batch: Batch) -> None:
+def append(catalog: Catalog, columns: ColumnFiles, batch: Batch) -> None:
     """Write columns beyond the watermark, fsynced, and the records that refer to them into the open transaction."""
     pieces = _place(catalog, columns, batch)
-    with columns.writing(pieces):  # the disk works while SQLite and the checksums do
+    with columns.appending(pieces):  # the disk works while SQLite and the checksums do
         values = itertools.repeat(None, len(batch.ids)) if batch.values is None else checksums(batch.values)
         catalog.add(catalog.state().next_row, batch.ids, batch.payloads, checksums(batch.keys), values)
         for piece in pieces:
@@ -35,7 +35,7 @@ def append(catalog: Catalog, columns: Columns, batch: Batch) -> None:
     catalog.advance(len(batch.ids))
 
 
-def _place(catalog: Catalog, columns: Columns, batch: Batch) -> list[Piece]:
+def _place(catalog: Catalog, columns: ColumnFiles, batch: Batch) -> list[Piece]:
     """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
     entries = catalog.segments()
     entry, next_row = SegmentEntry(-1, 0, 0, 0), catalog.state().next_row

@@ -23,12 +23,12 @@ from softdb.store.connect import BUSY, connect, typed
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["Catalog", "State"]
+__all__ = ["Catalog", "CatalogState"]
 
 STEPS = 20_000  # thousands of SQLite's steps that any statement may take; and a hundred a byte of the file
 
 
-class State(NamedTuple):
+class CatalogState(NamedTuple):
     """What every commit moves."""
 
     generation: int
@@ -185,7 +185,7 @@ class Catalog:
         row = (name, value, format.setting_crc(name, value))
         self.connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?, ?)", row)
 
-    def state(self) -> State:
+    def state(self) -> CatalogState:
         """Generation and next row number. Raises CorruptionError."""
         found = self.one(f"SELECT generation, next_row, {'crc' if self.version > 1 else 'NULL'} FROM state")
         if found is None:
@@ -194,12 +194,12 @@ class Catalog:
         sound = type(generation) is int and type(next_row) is int and min(generation, next_row) >= 0
         if not sound or (self.version > 1 and crc != format.state_crc(generation, next_row)):
             raise CorruptionError("catalog.sqlite has a damaged state; restore the directory from a copy")
-        return State(generation, next_row)
+        return CatalogState(generation, next_row)
 
     def advance(self, rows: int) -> None:
         """One generation on, with that many rows assigned."""
         state = self.state()
-        new = State(state.generation + 1, state.next_row + rows)
+        new = CatalogState(state.generation + 1, state.next_row + rows)
         self.connection.execute(
             "UPDATE state SET generation = ?, next_row = ?, crc = ?", (*new, format.state_crc(*new))
         )
@@ -219,12 +219,12 @@ class Catalog:
         """Record a new segment or a new watermark."""
         self.connection.execute("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?)", entry)
 
-    def bury(self, rows: NDArray[np.int64]) -> None:
+    def delete(self, rows: NDArray[np.int64]) -> None:
         """Delete records and set their rows' tombstones."""
         self.connection.execute("DELETE FROM records WHERE row IN (SELECT value FROM json_each(?))", (_json(rows),))
         self._mark(rows, True)
 
-    def forget(self, rows: NDArray[np.int64]) -> None:
+    def clear_tombstones(self, rows: NDArray[np.int64]) -> None:
         """Clear the tombstones of rows that no segment holds any more."""
         self._mark(rows, False)
 
@@ -288,7 +288,7 @@ class Catalog:
         finally:
             self.connection.set_busy_timeout(BUSY)
 
-    def fold(self) -> None:
+    def checkpoint(self) -> None:
         """Fold the log in before anything is written behind it: what a sync has failed on may only look as if on disk.
 
         Nothing happens while somebody reads it. Raises apsw.Error, on a full disk for one.

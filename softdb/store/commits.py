@@ -22,7 +22,7 @@ import apsw
 from softdb.store.catalog import Catalog
 from softdb.store.committed import Committed
 from softdb.store.connect import BUSY
-from softdb.store.segments import Columns
+from softdb.store.segments import ColumnFiles
 
 __all__ = ["DELAY", "Commits", "late"]
 
@@ -49,9 +49,9 @@ def late(store: Flushed) -> Callable[[], None]:
     known = weakref.ref(store)
 
     def flush() -> None:
-        held = known()
-        if held is not None:
-            held.flush_late()
+        store = known()
+        if store is not None:
+            store.flush_late()
 
     return flush
 
@@ -79,7 +79,7 @@ def _sleep(asleep: _thread.LockType, late: Callable[[], None]) -> None:
 class Commits:
     """A writer's transactions. The caller keeps threads apart, and calls nothing more after one has raised."""
 
-    def __init__(self, catalog: Catalog, columns: Columns, directory: Path | None, late: Callable[[], None] | None):
+    def __init__(self, catalog: Catalog, columns: ColumnFiles, directory: Path | None, late: Callable[[], None] | None):
         """`late`: called from a thread of its own when relaxed changes have waited long enough; None: full."""
         self.waiting = 0  # relaxed changes not on disk
         self._catalog, self._columns, self._late = catalog, columns, late
@@ -101,7 +101,7 @@ class Commits:
 
     def begin(self) -> None:
         """Start a verb. What an interrupt has left of another is undone."""
-        self.undo()
+        self.rollback()
         if not self.waiting:
             self._catalog.rollback()
         connection = self._catalog.connection
@@ -114,7 +114,7 @@ class Commits:
             finally:
                 self.in_verb = True
 
-    def undo(self) -> None:
+    def rollback(self) -> None:
         """Undo the verb, if one has begun and not ended. Raises apsw.Error, also where SQLite has undone more."""
         if not self.in_verb:
             return
@@ -146,7 +146,7 @@ class Commits:
 
     def flush(self) -> None:
         """Bring every change to disk."""
-        self._columns.settle()
+        self._columns.sync()
         connection = self._catalog.connection
         if connection.in_transaction:
             try:

@@ -53,7 +53,7 @@ class Committed:
 def last(directory: Path) -> int:
     """The generation that a directory's file names; -1 where it says nothing. Raises OSError where it is no file."""
     try:
-        with files.reading(directory / NAME) as file:
+        with files.open_regular(directory / NAME) as file:
             line = file.read(_LINE + 1)
     except FileNotFoundError:
         return -1

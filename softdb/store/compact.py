@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from softdb.errors import CorruptionError, WriteFailed
 from softdb.store import gaps
-from softdb.store.segments import MAX_ROWS, Part, SegmentEntry, checksum
+from softdb.store.segments import MAX_ROWS, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, damaged
 from softdb.store.store import Store
@@ -117,13 +117,13 @@ class _Written(NamedTuple):
 
 def _replace(store: Store, numbers: set[int]) -> int:
     """Make one segment of several, and return how many rows that removed."""
-    with store.lock, store.within, store.writing(durable=True):
+    with store.lock, store.write_lock, store.write_transaction(durable=True):
         group, number = _Group.of(store, numbers), gaps.reserve(store.catalog)
     if group is None:
         return 0
     # in memory everything happens under the lock: a column that the catalogue does not know is let go of by any commit
     written = None if store.path is None else _written_aside(store, group, number)
-    with store.lock, store.within, store.writing(durable=True):  # before anything is unlinked
+    with store.lock, store.write_lock, store.write_transaction(durable=True):  # before anything is unlinked
         current = _Group.of(store, numbers)
         if current is None:
             store.columns.remove([number])
@@ -157,13 +157,13 @@ def _write(store: Store, group: _Group, number: int) -> _Written | None:
     rows = group.snapshot.rows(group.kept)
     has_gaps = int(rows[-1] - rows[0]) + 1 != count
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[SegmentPart]:
         for low in range(0, count, AT_ONCE):
             places = group.kept[low : low + AT_ONCE]
             keys, values = group.snapshot.keys_at(places).numpy(), None
             if store.schema.has_values:
                 values = group.snapshot.values_at(places).numpy().astype(store.schema.value_dtype, copy=False)
-            yield Part(keys, values, rows[low : low + AT_ONCE] if has_gaps else None)
+            yield SegmentPart(keys, values, rows[low : low + AT_ONCE] if has_gaps else None)
 
     store.columns.create(number, count, has_gaps, aside=True)
     store.columns.fill(number, count, parts())
@@ -187,5 +187,5 @@ def _swap(store: Store, group: _Group, written: _Written | None) -> None:
     gaps.put(catalog, old, len(group.dropped), crc)
     if written is not None:
         catalog.put_segment(written.entry)
-    catalog.forget(group.dropped)
+    catalog.clear_tombstones(group.dropped)
     catalog.advance(0)

@@ -13,7 +13,7 @@ import apsw
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
-__all__ = ["connect", "reading", "typed"]
+__all__ = ["connect", "typed", "typed_errors"]
 
 BUSY = 10_000  # milliseconds that another connection is waited for
 
@@ -81,7 +81,7 @@ def typed(error: apsw.Error) -> SoftDBError:
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
+def typed_errors() -> Iterator[None]:
     """Turn what SQLite raises while it reads into CorruptionError and DatabaseLocked."""
     try:
         yield

@@ -19,7 +19,7 @@ import apsw
 from softdb.errors import BadInput, WriteFailed
 from softdb.store import disk, files, gaps
 from softdb.store.catalog import Catalog
-from softdb.store.segments import Columns, Part
+from softdb.store.segments import ColumnFiles, SegmentPart
 from softdb.store.snapshot import Segment
 from softdb.store.store import Store
 
@@ -68,11 +68,11 @@ def _copied(store: Store, path: Path) -> dict[str, Any]:
         with store.lock:
             if store.waiting:  # SQLite copies no catalogue within a transaction that writes
                 store.flush()
-            with store.reading() as snapshot:
+            with store.read_transaction() as snapshot:
                 entries, missing = store.catalog.segments(), gaps.read(store.catalog)
                 indexes = _open_indexes(store, opened)
                 store.catalog.copy(unfinished)
-        columns, segments = Columns(path, store.schema), {segment.number: segment for segment in snapshot.segments}
+        columns, segments = ColumnFiles(path, store.schema), {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
             if entry.number in segments:
@@ -89,10 +89,10 @@ def _copied(store: Store, path: Path) -> dict[str, Any]:
     }
 
 
-def _parts(segment: Segment) -> Iterator[Part]:
+def _parts(segment: Segment) -> Iterator[SegmentPart]:
     for low in range(0, len(segment), SLOTS):
         part = slice(low, low + SLOTS)
-        yield Part(
+        yield SegmentPart(
             segment.keys[part],
             None if segment.values is None else segment.values[part],
             None if segment.rows is None else segment.rows[part],
@@ -111,7 +111,7 @@ def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple
         ):  # a cache: what cannot be read is not there
             file = json.loads(text).get("file")
             if folder is not None and ours and isinstance(file, str) and Path(file).name == file:
-                found[name] = file, opened.enter_context(files.reading(folder / file))
+                found[name] = file, opened.enter_context(files.open_regular(folder / file))
     return found
 
 

@@ -23,10 +23,10 @@ __all__ = [
     "make_directory",
     "make_once",
     "occupied",
+    "open_regular",
     "publish",
-    "reading",
     "remove",
-    "settle",
+    "sync",
     "sync_directory",
     "write_at",
     "write_whole",
@@ -47,14 +47,14 @@ def create(path: Path, head: bytes, size: int, named: bool = True) -> None:
         sync_directory(path.parent)
 
 
-def write_at(path: Path, data: bytes | memoryview, offset: int, settled: bool = True) -> None:
-    """Overwrite part of an existing file, on disk when this returns, unless `settle` follows."""
-    with filling(path, offset, settled) as put:
+def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = True) -> None:
+    """Overwrite part of an existing file, on disk when this returns, unless `sync` follows."""
+    with filling(path, offset, synced) as put:
         put(data)
 
 
 @contextlib.contextmanager
-def filling(path: Path, offset: int, settled: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
+def filling(path: Path, offset: int, synced: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
     with _opened(path, os.O_WRONLY) as descriptor:
 
@@ -64,7 +64,7 @@ def filling(path: Path, offset: int, settled: bool = True) -> Iterator[Callable[
             offset += len(data)
 
         yield put
-        if settled:
+        if synced:
             disk.sync(descriptor)
 
 
@@ -118,7 +118,7 @@ def make_once(path: Path, data: bytes) -> None:
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory and those that it lies in, where they are missing; the names of all are on disk then."""
     if path.is_dir():
-        _settle_name(path)
+        _sync_names_above(path)
         return
     make_directory(path.parent, mode)
     with contextlib.suppress(FileExistsError):
@@ -126,7 +126,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     sync_directory(path.parent)
 
 
-def _settle_name(path: Path) -> None:
+def _sync_names_above(path: Path) -> None:
     """Bring the name of a directory that was there to disk: whoever made it may not have. So for all above it."""
     path = path.resolve()
     device = path.stat().st_dev
@@ -143,7 +143,7 @@ def sync_directory(path: Path) -> None:
         disk.sync(descriptor)
 
 
-def settle(path: Path) -> None:
+def sync(path: Path) -> None:
     """Bring to disk what was written to a file and not synced; there need not be one."""
     with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
         disk.sync(descriptor)
@@ -165,7 +165,7 @@ def clear(path: Path) -> None:
             remove(entry)
 
 
-def reading(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """A regular file, opened to be read: no link (it may lead anywhere) and no pipe (it may never answer).
 
     Raises OSError, FileNotFoundError where there is none.

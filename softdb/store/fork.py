@@ -41,11 +41,11 @@ class Handle(Protocol):
 class Connected(Handle, Protocol):
     """A handle with a connection to SQLite."""
 
-    def hold(self, seconds: float) -> Callable[[], None] | None:
+    def acquire(self, seconds: float) -> Callable[[], None] | None:
         """Keep other threads out of the connection until the returned is called; None where they did not leave."""
 
-    def let_go(self, held: bool) -> None:
-        """In a forked child: close what was inherited. Where it was not held it may be torn: be closed."""
+    def release_in_child(self, acquired: bool) -> None:
+        """In a forked child: close what was inherited. Where it was not acquired it may be torn: be closed."""
 
 
 class _Fork:
@@ -54,7 +54,7 @@ class _Fork:
     def __init__(self) -> None:
         self.lock = threading.Lock()  # one fork at a time; while it lasts, nothing new is watched
         self.mine = False
-        self.held: dict[int, Callable[[], None]] = {}  # by the handle's id, how to let the others in again
+        self.acquired: dict[int, Callable[[], None]] = {}  # by the handle's id, how to let the others in again
         self.compiler: Any = None  # numba's lock
 
     def begin(self, seconds: float) -> None:
@@ -63,16 +63,16 @@ class _Fork:
         self.mine = self.lock.acquire(timeout=seconds)
         waiting = [one for one in (list(_handles) if self.mine else ()) if isinstance(one, Connected)]
         for handle in waiting:  # one that is stuck must not cost the others their turn
-            self._hold(handle, min(1.0, seconds))
+            self._acquire(handle, min(1.0, seconds))
         for handle in waiting:
-            if id(handle) not in self.held:
-                self._hold(handle, max(0.0, deadline - time.monotonic()))
+            if id(handle) not in self.acquired:
+                self._acquire(handle, max(0.0, deadline - time.monotonic()))
         self._keep_from_importing(max(deadline, time.monotonic() + min(1.0, seconds)))
 
-    def _hold(self, handle: Connected, seconds: float) -> None:
-        release = handle.hold(seconds)
+    def _acquire(self, handle: Connected, seconds: float) -> None:
+        release = handle.acquire(seconds)
         if release is not None:
-            self.held[id(handle)] = release
+            self.acquired[id(handle)] = release
 
     def _keep_from_importing(self, deadline: float) -> None:
         """Wait until no other thread imports or compiles, as a first search does, and let none begin."""
@@ -95,8 +95,8 @@ class _Fork:
     def end(self) -> None:
         """Let them in again."""
         self.let_import()
-        while self.held:
-            self.held.popitem()[1]()
+        while self.acquired:
+            self.acquired.popitem()[1]()
         if self.mine:
             self.mine = False
             self.lock.release()
@@ -147,7 +147,7 @@ def _importing() -> bool:
 
 def _after_in_child() -> None:
     global _fork
-    held = set(_fork.held)
+    acquired = set(_fork.acquired)
     _fork.let_import()
     _fork = _Fork()
     handles = list(_handles)
@@ -159,7 +159,7 @@ def _after_in_child() -> None:
     for handle in handles:  # what one of them cannot do must not keep the others from it
         if isinstance(handle, Connected):
             with contextlib.suppress(SoftDBError, OSError, apsw.Error):
-                handle.let_go(id(handle) in held)
+                handle.release_in_child(id(handle) in acquired)
     for handle in handles:
         with contextlib.suppress(SoftDBError, OSError, apsw.Error):
             handle.after_fork()

@@ -145,7 +145,7 @@ class _Evaluation:
             quick = [one for one in node.of if _fields(one) <= self.declared]
             if quick:
                 rest = All(tuple(one for one in node.of if one not in quick))
-                return self.within(rest, self.indexed(All(tuple(quick))))
+                return self.among(rest, self.indexed(All(tuple(quick))))
         return self.asked(node)
 
     def indexed(self, node: Node) -> Live:
@@ -166,7 +166,7 @@ class _Evaluation:
         found: Live | None = None
         for i, one in enumerate(parts):
             if found is not None and FEW * np.count_nonzero(found) < self.snapshot.count:
-                return self.within(All(tuple(parts[i:])), found)
+                return self.among(All(tuple(parts[i:])), found)
             mask = self.asked(one) if isinstance(one, All) else self.indexed(one)  # an All here is of one field
             found = mask if found is None else found & mask
         return self.snapshot.live.copy() if found is None else found
@@ -175,7 +175,7 @@ class _Evaluation:
         """Where SQLite says that the filter matches."""
         return self.at(self.catalog.matching(*statement(node)))
 
-    def within(self, node: Node, allowed: Live) -> Live:
+    def among(self, node: Node, allowed: Live) -> Live:
         """Where the filter matches among records that are known to be allowed."""
         positions = np.flatnonzero(allowed)
         among = self.snapshot.rows(positions) if LOOKUP * len(positions) < self.snapshot.count else None

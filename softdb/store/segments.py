@@ -28,7 +28,7 @@ from softdb.check import Array, Schema
 from softdb.errors import CorruptionError
 from softdb.store import files
 
-__all__ = ["Columns", "Part", "Piece", "SegmentEntry", "capacity_for", "checksum", "header"]
+__all__ = ["ColumnFiles", "Piece", "SegmentEntry", "SegmentPart", "capacity_for", "checksum", "header"]
 
 FIRST_ROWS = 64  # a phone book must not allocate megabytes
 MAX_ROWS = 1 << 20  # beyond this many slots, files get unwieldy and gain nothing
@@ -62,14 +62,14 @@ class SegmentEntry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a batch and the segment, as it is before, that takes it."""
+    """SegmentPart of a batch and the segment, as it is before, that takes it."""
 
     entry: SegmentEntry
     keys: Array  # (n, d)
     values: Array | None  # (n, v) or labels (n,)
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """Consecutive slots of a segment that is written as a whole."""
 
     keys: Array  # (n, d)
@@ -85,14 +85,14 @@ class _Exposed:
         self.__array_interface__ = {**mapped.__array_interface__, "data": (mapped.ctypes.data, False)}
 
 
-class Columns:
+class ColumnFiles:
     """The column files of one database directory; with `directory=None`, arrays in memory that behave alike."""
 
     def __init__(self, directory: Path | None, schema: Schema, relaxed: bool = False) -> None:
-        """`relaxed`: appended slots come to disk at `settle`, not before."""
+        """`relaxed`: appended slots come to disk at `sync`, not before."""
         self.directory, self.relaxed = directory, relaxed
-        self._unsettled: set[Path] = set()  # files that hold something which is not on disk
-        self._writing: list[Future[None]] = []
+        self._unsynced: set[Path] = set()  # files that hold something which is not on disk
+        self._appends: list[Future[None]] = []
         self._unnamed = False  # whether there are files whose names are not
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
@@ -104,7 +104,7 @@ class Columns:
     def create(self, number: int, capacity: int, gaps: bool = False, *, aside: bool = False) -> None:
         """Make a segment's files at their final size, their names on disk, before any row refers to them.
 
-        `aside`: other threads may write meanwhile; what comes to disk does not wait for `settle`.
+        `aside`: other threads may write meanwhile; what comes to disk does not wait for `sync`.
         """
         named = aside or not self.relaxed
         for column, (dtype, width) in (self._all if gaps else self._shapes).items():
@@ -118,8 +118,8 @@ class Columns:
                 files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), named)
 
     @contextlib.contextmanager
-    def writing(self, pieces: list[Piece]) -> Iterator[None]:
-        """Fill slots behind the watermark while the caller does something else; on disk when this ends, or `settle`."""
+    def appending(self, pieces: list[Piece]) -> Iterator[None]:
+        """Fill slots behind the watermark while the caller does something else; on disk when this ends, or `sync`."""
         if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
             self.wait()
             for piece in pieces:
@@ -128,15 +128,15 @@ class Columns:
             return
         self.wait()
         with ThreadPoolExecutor(1, "softdb-write") as thread:  # leaving waits for it, whatever happens
-            self._writing = done = [thread.submit(self._write, piece) for piece in pieces]
+            self._appends = done = [thread.submit(self._write, piece) for piece in pieces]
             yield
             for future in done:
                 future.result()
 
     def wait(self) -> None:
         """Wait for a thread that impatience, two interrupts, has left behind: it writes where the next ones would."""
-        concurrent.futures.wait(self._writing)
-        self._writing = []
+        concurrent.futures.wait(self._appends)
+        self._appends = []
 
     def _write(self, piece: Piece) -> None:
         entry = piece.entry
@@ -151,20 +151,20 @@ class Columns:
                 path = self._path(column, entry.number)
                 files.write_at(path, _raw(data), start, not self.relaxed)
                 if self.relaxed:
-                    self._unsettled.add(path)
+                    self._unsynced.add(path)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Bring what was written relaxed, and the names of new files, to disk."""
         self.wait()
-        while self._unsettled:
-            path = min(self._unsettled)
-            files.settle(path)
-            self._unsettled.discard(path)
+        while self._unsynced:
+            path = min(self._unsynced)
+            files.sync(path)
+            self._unsynced.discard(path)
         if self._unnamed and self.directory is not None:
             files.sync_directory(self.directory)
         self._unnamed = False
 
-    def fill(self, number: int, capacity: int, parts: Iterable[Part]) -> None:
+    def fill(self, number: int, capacity: int, parts: Iterable[SegmentPart]) -> None:
         """Write a new segment's slots from the first on, part by part; on disk when this returns."""
         with contextlib.ExitStack() as open_files:
             put: dict[str, Callable[[bytes | memoryview], None]] = {}
@@ -202,7 +202,7 @@ class Columns:
         keys = self._column("keys", number, capacity)
         return keys, self._column("values", number, capacity) if "values" in self._shapes else None
 
-    def forget(self, keep: set[int]) -> None:
+    def keep_only(self, keep: set[int]) -> None:
         """Let go of the maps of segments no longer in use."""
         for column, number in list(self._arrays):
             if number not in keep:
@@ -248,7 +248,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     head = header(dtype, shape)
     expected = len(head) + _bytes(dtype, shape)
     try:
-        opened = files.reading(path)
+        opened = files.open_regular(path)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -124,18 +124,18 @@ class Snapshot:
         return rows
 
     def positions(self, rows: Rows) -> Rows:
-        """Positions of rows (…), -1 where this generation holds no such row (dead ones are held until compaction)."""
+        """Positions of rows (…), -1 where this generation has no such row (dead ones stay until a compaction)."""
         if self.contiguous:
             return np.where((rows >= 0) & (rows < self.size), rows, -1)
         positions = np.full(rows.shape, -1, np.int64)
         for segment, start in zip(self.segments, self.starts, strict=False):
             if segment.rows is None:
                 slots = rows - segment.first_row
-                held = (slots >= 0) & (slots < len(segment))
+                present = (slots >= 0) & (slots < len(segment))
             else:
                 slots = np.minimum(np.searchsorted(segment.rows, rows), len(segment) - 1)
-                held = segment.rows[slots] == rows
-            positions[held] = slots[held] + start
+                present = segment.rows[slots] == rows
+            positions[present] = slots[present] + start
         return positions
 
     def keys_at(self, positions: Rows) -> Tensor:

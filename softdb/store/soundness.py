@@ -70,11 +70,11 @@ def _records(
             continue
         found = fetch(int(asked.min()), int(asked.max()))
         named = np.array([row for row, *_ in found], np.int64)
-        held = np.isin(named, rows if only is None else only)
-        if held.any():
-            kept = [found[i] for i in np.flatnonzero(held)]
-            slots = low + np.searchsorted(rows, named[held])
-            yield slots, named[held], [record[1] for record in kept], [record[2:] for record in kept]
+        present = np.isin(named, rows if only is None else only)
+        if present.any():
+            kept = [found[i] for i in np.flatnonzero(present)]
+            slots = low + np.searchsorted(rows, named[present])
+            yield slots, named[present], [record[1] for record in kept], [record[2:] for record in kept]
 
 
 def _unlike(rows: Rows, found: Sequence[int | None], expected: tuple[object, ...]) -> list[int]:

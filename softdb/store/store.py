@@ -35,11 +35,11 @@ from softdb.store import commits, committed, files, fork, gaps
 from softdb.store.append import Batch, append
 from softdb.store.catalog import Catalog
 from softdb.store.commits import Commits
-from softdb.store.connect import reading, typed
+from softdb.store.connect import typed, typed_errors
 from softdb.store.directory import enter
 from softdb.store.format import FORMAT
 from softdb.store.matches import Matches
-from softdb.store.segments import Columns, SegmentEntry, checksum
+from softdb.store.segments import ColumnFiles, SegmentEntry, checksum
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.soundness import damaged
 from softdb.store.upgrade import upgrade
@@ -60,17 +60,17 @@ class Store:
         self.path = path
         self.mode = mode
         self._lock = threading.RLock()  # one user of the connection at a time
-        self._within = threading.Lock()  # held by a verb that writes: one that has begun without it was interrupted
-        self._unfolded = False  # whether the log that another writer has left is still there
+        self._write_lock = threading.Lock()  # held by a verb that writes: one that has begun without it was interrupted
+        self._checkpoint_due = False  # whether the log that another writer has left is still there
         self._stale = False  # whether the snapshot may be behind what this handle has done
         self._writer: files.Lock | None = None
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
-        self._unheard: WriteFailed | None = None  # what was lost when nobody had asked for anything
-        self._reads: object | None = None  # whoever has begun the transaction that reads
+        self._unreported: WriteFailed | None = None  # what was lost when nobody had asked for anything
+        self._read_owner: object | None = None  # whoever has begun the transaction that reads
         self._matches = Matches()
-        self._looked: dict[int, int] = {}  # how many labels of each segment have been looked at
+        self._labels_checked: dict[int, int] = {}  # how many labels of each segment have been looked at
         self._catalog: Catalog | None = None
         fork.watch(self)  # first: a child may be forked meanwhile
         try:
@@ -95,28 +95,28 @@ class Store:
             self._catalog.create(create)
             if self.path is not None:
                 files.sync_directory(self.path)
-        with reading():
+        with typed_errors():
             self.schema = self._catalog.schema()
             committed.require(self._catalog.state().generation, acknowledged)
-        self._columns = Columns(self.path, self.schema, self._relaxed)
+        self._columns = ColumnFiles(self.path, self.schema, self._relaxed)
         self._snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))
         self.refresh()
         if writing:
             if self.path is not None:  # commits of a killed process that all have seen, and that no sync has covered
-                files.settle(self.path / "catalog.sqlite-wal")
+                files.sync(self.path / "catalog.sqlite-wal")
                 with contextlib.suppress(apsw.FullError, apsw.IOError):
-                    self._fold()
+                    self._checkpoint()
             if self._catalog.version < FORMAT:
                 self._upgrade()
             late = commits.late(self) if self._relaxed else None
             self._commits = Commits(self._catalog, self._columns, self.path, late)
             self._columns.clean({entry.number for entry in self._catalog.segments()})
 
-    def _fold(self) -> None:
+    def _checkpoint(self) -> None:
         """Fold in the log that another writer has left; on a full disk the first write tries again."""
-        self._unfolded = True
-        self.catalog.fold()
-        self._unfolded = False
+        self._checkpoint_due = True
+        self.catalog.checkpoint()
+        self._checkpoint_due = False
 
     def _require_new(self, acknowledged: int) -> None:
         """Raise CorruptionError where an empty catalogue stands beside data: a new one would have them removed."""
@@ -124,7 +124,7 @@ class Store:
             raise CorruptionError(f"{self.path}/catalog.sqlite is empty, the files beside it are not; restore it")
 
     def _upgrade(self) -> None:
-        with reading():
+        with typed_errors():
             self.catalog.begin(write=True)
             try:
                 upgrade(self.catalog, self.snapshot.segments)
@@ -140,18 +140,18 @@ class Store:
         with self._lock:
             try:
                 if self._commits is not None and self._commits.in_verb:
-                    self._settle_verb()
+                    self._rollback()
                 if self.waiting:
                     self._flush()
             finally:
-                self._let_go()
-            self._tell()
+                self._release()
+            self._raise_unreported()
 
     def __del__(self) -> None:
         if getattr(self, "_commits", None) is not None and self._writer is not None and self._writer.descriptor >= 0:
             self.flush_late()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Each lets go, whatever another raises, and in an order in which an interrupt leaves no lock behind."""
         with contextlib.ExitStack() as rest:
             if self._writer is not None:
@@ -165,18 +165,18 @@ class Store:
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """To be held by whoever reads in several steps: `with store.lock, store.reading():`."""
+        """To be held by whoever reads in several steps: `with store.lock, store.read_transaction():`."""
         return self._lock
 
     @property
-    def within(self) -> AbstractContextManager[Any]:
-        """To be held by whoever writes: `with store.lock, store.within, store.writing():`.
+    def write_lock(self) -> AbstractContextManager[Any]:
+        """To be held by whoever writes: `with store.lock, store.write_lock, store.write_transaction():`.
 
         Raises NestedWrite where this thread, which holds `lock`, writes already.
         """
-        if self._within.locked():
+        if self._write_lock.locked():
             raise NestedWrite("this thread is in the middle of another write; let that one end first")
-        return self._within
+        return self._write_lock
 
     @property
     def closed(self) -> bool:
@@ -187,7 +187,7 @@ class Store:
     def catalog(self) -> Catalog:
         """The connection. Raises Closed."""
         self.require_open()
-        self._settle_interrupted()
+        self._rollback_abandoned()
         assert self._catalog is not None
         return self._catalog
 
@@ -205,16 +205,16 @@ class Store:
         if self._catalog is None:
             raise Closed("this handle is closed; open the database again")
 
-    def hold(self, seconds: float) -> Callable[[], None] | None:
+    def acquire(self, seconds: float) -> Callable[[], None] | None:
         """See `fork.Connected`. What waits to be flushed comes to disk first: a child sees what is there."""
         if not self._lock.acquire(timeout=seconds):
             return None
         self.flush_late()
         return self._lock.release
 
-    def let_go(self, held: bool) -> None:
+    def release_in_child(self, acquired: bool) -> None:
         """See `fork.Connected`."""
-        self._lock, self._within = threading.RLock(), threading.Lock()
+        self._lock, self._write_lock = threading.RLock(), threading.Lock()
         self.mode = "r"
         transactions, self._commits = self._commits, None
         if transactions is not None:
@@ -222,7 +222,7 @@ class Store:
         if self._writer is not None:
             self._writer.close()
         if self._catalog is not None:
-            if held:
+            if acquired:
                 fork.abandon(self._catalog)
             else:
                 fork.keep_unused(self._catalog)
@@ -241,10 +241,10 @@ class Store:
         with self._lock:
             if self._commits is None:
                 self.catalog.rollback()  # what an interrupt has left open would hold the generation
-            with self.reading() as snapshot:
+            with self.read_transaction() as snapshot:
                 return snapshot.generation
 
-    def _move_on(self) -> None:
+    def _load_newest(self) -> None:
         """Make the snapshot that of the generation which the open transaction reads."""
         state = self.catalog.state()
         if state.generation == self._snapshot.generation:
@@ -258,7 +258,7 @@ class Store:
         else:
             snapshot = Snapshot.of(state.generation, segments, self.catalog.live(state.next_row))
         self._require_labels(snapshot)
-        self._columns.forget({entry.number for entry in entries})
+        self._columns.keep_only({entry.number for entry in entries})
         self._snapshot, self._stale = snapshot, False
 
     def _require_labels(self, snapshot: Snapshot) -> None:
@@ -267,7 +267,7 @@ class Store:
         if classes is None:
             return
         for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
-            done = self._looked.get(segment.number, 0)
+            done = self._labels_checked.get(segment.number, 0)
             labels = np.asarray(segment.values)[done:]
             wrong = np.flatnonzero(
                 ((labels < 0) | (labels >= classes)) & snapshot.live[start + done : start + len(segment)]
@@ -279,7 +279,7 @@ class Store:
                     "classes; restore the file from a copy"
                 )
             looked[segment.number] = len(segment)
-        self._looked = looked
+        self._labels_checked = looked
 
     def _segments(self, entries: list[SegmentEntry], rows: int, missing: gaps.Gaps) -> tuple[Segment, ...]:
         known = {(s.number, len(s)): s for s in self._snapshot.segments}
@@ -311,45 +311,45 @@ class Store:
         return Segment(number, first, rows, keys[:used], None if values is None else values[:used])
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _pinned_generation(self) -> Iterator[None]:
         """One generation for a few statements; nested in a transaction it does nothing."""
         if self.catalog.connection.in_transaction:
-            with contextlib.nullcontext() if self._in_verb else reading():
+            with contextlib.nullcontext() if self._in_verb else typed_errors():
                 yield
             return
         mine, dropped = object(), False
-        self._reads = mine
+        self._read_owner = mine
         try:
-            with reading():
+            with typed_errors():
                 self.catalog.begin(write=False)
                 yield
         except GeneratorExit:  # of one that an interrupt has left, dropped at last, in whatever thread
             dropped = True
             if not self._lock._is_owned() and self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
                 try:
-                    self._end_reading(mine)
+                    self._end_read_transaction(mine)
                 finally:
                     self._lock.release()
             raise
         finally:
             if not dropped:
-                self._end_reading(mine)
+                self._end_read_transaction(mine)
 
-    def _end_reading(self, mine: object) -> None:
+    def _end_read_transaction(self, mine: object) -> None:
         """End the transaction that one has begun, unless it is another's now."""
-        if self._reads is mine and self._catalog is not None:
-            self._reads = None
+        if self._read_owner is mine and self._catalog is not None:
+            self._read_owner = None
             self._catalog.rollback()
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def read_transaction(self) -> Iterator[Snapshot]:
         """Catalogue and snapshot of one generation, the newest, for several statements. The caller holds `lock`."""
         with contextlib.ExitStack() as transaction:
             for attempt in range(8):
                 with contextlib.ExitStack() as tried:
-                    tried.enter_context(self._reading())
+                    tried.enter_context(self._pinned_generation())
                     try:
-                        self._move_on()
+                        self._load_newest()
                     except FileNotFoundError as error:
                         if attempt < 7 and self.mode == "r":
                             continue  # a compaction has replaced it since this transaction began
@@ -360,7 +360,7 @@ class Store:
 
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
         """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
-        with self._lock, reading():
+        with self._lock, typed_errors():
             found, snapshot = self.catalog.lookup(ids), self.snapshot
         nothing = (-1, None)
         pairs = [found.get(one, nothing) for one in ids]
@@ -378,19 +378,19 @@ class Store:
         return snapshot, rows, texts
 
     def _behind(self) -> str:
-        with self._lock, reading():
+        with self._lock, typed_errors():
             newest = self.catalog.state().generation
         mine = self.snapshot.generation
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of rows; those deleted since are absent."""
-        with self._lock, reading():
+        with self._lock, typed_errors():
             return self.catalog.read(rows)
 
     def checksums(self, first: int, last: int) -> list[Any]:
         """What `Catalog.checksums` says of the records in rows first … last."""
-        with self._lock, reading():
+        with self._lock, typed_errors():
             return self.catalog.checksums(first, last)
 
     def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
@@ -399,18 +399,18 @@ class Store:
         A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
         Cost: see `Matches.of`.
         """
-        with self._lock, self.reading() as snapshot:
+        with self._lock, self.read_transaction() as snapshot:
             return snapshot, self._matches.of(where, self.catalog, snapshot)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self._lock, self.within, self.writing():
+        with self._lock, self.write_lock, self.write_transaction():
             try:
                 append(self.catalog, self._columns, batch)
             except apsw.ConstraintError:
-                self._transactions.undo()
+                self._transactions.rollback()
                 stored = self.catalog.lookup(batch.ids)
                 first = next((one for one in batch.ids if one in stored), None)
                 if first is None:
@@ -423,17 +423,17 @@ class Store:
 
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self._lock, self.within, self.writing():
+        with self._lock, self.write_lock, self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
-                self.catalog.bury(np.fromiter((row for row, _ in stored.values()), np.int64))
+                self.catalog.delete(np.fromiter((row for row, _ in stored.values()), np.int64))
             append(self.catalog, self._columns, batch)
 
     def update(
         self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self._lock, self.within, self.writing():
+        with self._lock, self.write_lock, self.write_transaction():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -445,7 +445,7 @@ class Store:
                 keys = snapshot.keys_at(positions).numpy()
             if values is None and self.schema.has_values:
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
-            self.catalog.bury(rows)
+            self.catalog.delete(rows)
             append(self.catalog, self._columns, Batch(ids, keys, values, texts if payloads is None else payloads))
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
@@ -456,7 +456,7 @@ class Store:
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self._lock, self.within, self.writing():
+        with self._lock, self.write_lock, self.write_transaction():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
@@ -464,7 +464,7 @@ class Store:
                 snapshot, matching = self.matching({} if where is None else where)
                 rows = snapshot.rows(np.flatnonzero(matching))
             if len(rows):
-                self.catalog.bury(rows)
+                self.catalog.delete(rows)
                 self.catalog.advance(0)
         return len(rows)
 
@@ -472,18 +472,18 @@ class Store:
 
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index, as of now."""
-        with self._lock, reading():
+        with self._lock, typed_errors():
             return self.catalog.fields()
 
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self._lock, self.within, self.writing(durable=True):
+        with self._lock, self.write_lock, self.write_transaction(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self._lock, self.within, self.writing(durable=True):
+        with self._lock, self.write_lock, self.write_transaction(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -492,7 +492,7 @@ class Store:
     # -- the files -------------------------------------------------------------------------------------------------
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ColumnFiles:
         """The column files, for those who copy them."""
         return self._columns
 
@@ -518,7 +518,7 @@ class Store:
 
     def index_entry(self) -> dict[str, Any] | None:
         """What the catalogue knows of the index file, if there is one."""
-        with self._lock, reading():
+        with self._lock, typed_errors():
             found = self.catalog.one("SELECT entry FROM indexes WHERE name = 'keys'")
         try:
             entry = None if found is None else json.loads(found[0])
@@ -528,25 +528,25 @@ class Store:
 
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self._lock, self.within, self.writing(durable=True):
+        with self._lock, self.write_lock, self.write_transaction(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))
 
     @contextlib.contextmanager
-    def writing(self, durable: bool = False) -> Iterator[None]:
-        """One verb: all of it or nothing; afterwards the snapshot is what the catalogue says.
+    def write_transaction(self, durable: bool = False) -> Iterator[None]:
+        """One write operation: all of it or nothing; afterwards the snapshot is what the catalogue says.
 
-        `durable`: on disk when this ends, with all before it, relaxed or not. The caller holds `lock` and `within`: an
-        interrupt may keep this generator from ever being resumed, or have it closed when another verb has begun, but it
-        cannot come between the end of a `with` and the release of a lock, which is not Python code.
+        `durable`: on disk when this ends, with all before it, even if relaxed. The caller holds `lock` and `write_lock`
+        in `with` statements: an interrupt may keep this generator from being resumed, or have it closed during a later
+        operation, but it cannot come between the end of a `with` and the release of a lock, which is not Python code.
         """
         self.require_writable()
         _ = self.snapshot  # of a verb that was interrupted
-        dropped, self._reads = False, None
+        dropped, self._read_owner = False, None
         try:
-            if self._unfolded:
-                self._fold()
+            if self._checkpoint_due:
+                self._checkpoint()
             self._transactions.begin()
             yield
             self._stale = True  # an interrupt may come before the snapshot does
@@ -562,34 +562,34 @@ class Store:
             raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
         finally:
             if not dropped:
-                self._settle_verb()
+                self._rollback()
 
     @property
     def _in_verb(self) -> bool:
         """Whether a verb has begun and goes on."""
-        return self._commits is not None and self._commits.in_verb and self._within.locked()
+        return self._commits is not None and self._commits.in_verb and self._write_lock.locked()
 
-    def _settle_interrupted(self) -> None:
+    def _rollback_abandoned(self) -> None:
         """Undo the verb that has begun and does not go on."""
-        if self._commits is None or not self._commits.in_verb or self._within.locked():
+        if self._commits is None or not self._commits.in_verb or self._write_lock.locked():
             return
         with self._lock:
             if self._commits.in_verb and not self._in_verb:
-                self._settle_verb()
+                self._rollback()
 
-    def _settle_verb(self) -> None:
+    def _rollback(self) -> None:
         """Undo what has not ended, and see what there is."""
         self._stale = True
         if self._commits is not None:
             try:
-                self._commits.undo()
+                self._commits.rollback()
             except apsw.Error as error:
-                self._unheard = self._failed(error)
-            self._heed_checkpoint()
+                self._unreported = self._failed(error)
+            self._fail_after_checkpoint()
         with contextlib.suppress(*([] if self._failure is None else [SoftDBError])):
             self.refresh()  # a commit that raised may have come to disk
 
-    def _heed_checkpoint(self) -> None:
+    def _fail_after_checkpoint(self) -> None:
         """Take no more writes after a checkpoint that failed; what was committed is safe."""
         if self._commits is not None and self._commits.broken is not None and self._failure is None:
             self._failed(self._commits.broken)
@@ -597,19 +597,19 @@ class Store:
     def flush(self) -> None:
         """Bring relaxed changes to disk. Raises WriteFailed."""
         with self._lock:
-            self._settle_interrupted()  # before `within` is held: that says that a verb goes on
-            with self.within:
+            self._rollback_abandoned()  # before `write_lock` is held: that says that a verb goes on
+            with self.write_lock:
                 self._flush()
 
     def flush_late(self) -> None:
         """The same for nobody: what is lost is told by the next verb, or by `close`."""
         with self._lock:
-            if not self.waiting or self._within.locked():
+            if not self.waiting or self._write_lock.locked():
                 return
             try:
                 self.flush()
             except WriteFailed as error:
-                self._unheard = error
+                self._unreported = error
             except SoftDBError:
                 pass
 
@@ -619,11 +619,11 @@ class Store:
             self._transactions.flush()
         except (OSError, apsw.Error, MemoryError) as error:
             raise self._failed(error) from error
-        self._heed_checkpoint()
+        self._fail_after_checkpoint()
 
-    def _tell(self) -> None:
+    def _raise_unreported(self) -> None:
         """Raise what nobody has heard yet."""
-        error, self._unheard = self._unheard, None
+        error, self._unreported = self._unreported, None
         if error is not None:
             raise error
 
@@ -661,6 +661,6 @@ class Store:
         self.require_open()
         if self.mode != "rw":
             raise ReadOnly("this handle is read-only; open the database with mode='rw' to write")
-        self._tell()
+        self._raise_unreported()
         if self._failure is not None:
             raise WriteFailed(f"an earlier write failed ({self._failure}); open the database again")

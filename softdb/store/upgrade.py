@@ -57,9 +57,9 @@ def _make_tables(catalog: Catalog) -> None:
 def _move_records(catalog: Catalog, segments: list[Segment]) -> None:
     for segment in segments:
         catalog.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", _records(catalog, segment))
-    held, moved = (catalog.one(f"SELECT count(*) FROM {table}")[0] for table in ("old_records", "records"))
-    if held != moved:
-        raise CorruptionError(f"catalog.sqlite has {held} records, {moved} of them in segments; restore a copy")
+    stored, moved = (catalog.one(f"SELECT count(*) FROM {table}")[0] for table in ("old_records", "records"))
+    if stored != moved:
+        raise CorruptionError(f"catalog.sqlite has {stored} records, {moved} of them in segments; restore a copy")
 
 
 def _records(catalog: Catalog, segment: Segment) -> Iterator[tuple[Any, ...]]:

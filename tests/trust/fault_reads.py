@@ -49,7 +49,7 @@ class Reads:
 @contextlib.contextmanager
 def watched(reads: Reads) -> Iterator[None]:
     """SQLite's reads and the openings of columns go past the counter."""
-    reading, plain = files.reading, apsw.VFSFile.xRead
+    reading, plain = files.open_regular, apsw.VFSFile.xRead
 
     def opened(path: Path) -> BinaryIO:
         if reads.pass_by():
@@ -62,7 +62,7 @@ def watched(reads: Reads) -> Iterator[None]:
         return plain(file, amount, offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "reading", opened)
+        patch.setattr(files, "open_regular", opened)
         patch.setattr(tap._File, "xRead", page, raising=False)
         yield
 

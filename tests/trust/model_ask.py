@@ -38,8 +38,8 @@ class AskedMachine(DatabaseMachine):
     scanning: Scanning | None = None
     held: tuple[softdb.Hits, Records] | None = None
 
-    def let_go(self) -> None:
-        super().let_go()
+    def release(self) -> None:
+        super().release()
         self.scanning = self.held = None
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class _OnDisk(AskedMachine):
         self.db.flush()
         assert self.db.stats()["unflushed"] == 0
 
-    def let_go(self) -> None:
-        super().let_go()
+    def release(self) -> None:
+        super().release()
         if self.reader is not None:
             self.reader.close()
         self.reader = None
@@ -65,7 +65,7 @@ class _OnDisk(AskedMachine):
     @on_disk
     @rule(verify=st.booleans(), reader=st.booleans(), durability=DURABILITIES)
     def reopen(self, verify: bool, reader: bool, durability: Durability) -> None:
-        self.let_go()
+        self.release()
         self.db.close()
         with pytest.raises(softdb.Closed, match="open the database again"):
             len(self.db)
@@ -85,7 +85,7 @@ class _OnDisk(AskedMachine):
     @rule(torn=st.booleans(), shared=st.booleans())
     def crash(self, torn: bool, shared: bool) -> None:
         """The directory as a SIGKILL leaves it, and perhaps what an append that did not commit has left."""
-        self.let_go()
+        self.release()
         assert self.path is not None
         left = self.place()
         with self.db._store.lock:  # nothing is flushed meanwhile
@@ -124,7 +124,7 @@ class _OnDisk(AskedMachine):
     @on_disk
     @rule(verify=st.booleans())
     def open_reader(self, verify: bool) -> None:
-        self.let_go()
+        self.release()
         self.db.flush()  # a reader sees what was flushed
         self.reader = softdb.open(self.path, mode="r", verify=verify)
         self.caught_up(self.reader)

@@ -59,7 +59,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.tally["model: operations"] += max(0, self.steps)
         self.tally["model: runs"] += 1
         with contextlib.suppress(Exception):
-            self.let_go()
+            self.release()
             self.db.close()
         shutil.rmtree(self.folder)
 
@@ -222,7 +222,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     def move(self, path: Path) -> None:
         """Go on in another directory."""
-        self.let_go()
+        self.release()
         self.db.close()
         if self.path is not None:
             shutil.rmtree(self.path)
@@ -230,5 +230,5 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.model.holds(self.db)
         assert self.db.stats()["fields"] == sorted(self.fields)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close whatever else is open in the directory, and forget what was asked of this handle."""

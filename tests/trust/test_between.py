@@ -90,7 +90,7 @@ def test_a_handler_that_closes_within_a_verb_undoes_that_one_alone(
 ) -> None:
     db = made(path, durability, "a", "b")
     put(db, "waits")
-    after(monkeypatch, catalog.Catalog, "bury", signalled)  # between the deletion and the insertion of an upsert
+    after(monkeypatch, catalog.Catalog, "delete", signalled)  # between the deletion and the insertion of an upsert
     with handler(db.close), pytest.raises(softdb.Closed):
         db.upsert(["a", "b"], np.zeros((2, DIM)))
     assert there(path) == {"a", "b", "waits"}
@@ -117,7 +117,7 @@ def test_a_handler_that_writes_within_a_verb_is_refused(
             refused.append(error)
 
     with made(path, durability, "a", "b") as db, handler(work):
-        after(monkeypatch, catalog.Catalog, "bury", signalled)
+        after(monkeypatch, catalog.Catalog, "delete", signalled)
         db.upsert(["a", "c"], np.zeros((2, DIM)))
         assert "in the middle of another write" in str(refused[0])
         put(db, "d")
@@ -135,7 +135,7 @@ def test_a_handler_that_writes_within_a_flush_is_refused(path: Path, monkeypatch
 
     with made(path, "relaxed", "a") as db, handler(work):
         put(db, "b")
-        after(monkeypatch, files, "settle", signalled)
+        after(monkeypatch, files, "sync", signalled)
         db.flush()
         assert refused
         assert there(path) == {"a", "b"}
@@ -224,7 +224,7 @@ def interrupted(leaving: str, work: Callable[[], Any]) -> KeyboardInterrupt:
 
 
 def interrupted_reading(db: softdb.SoftDB) -> KeyboardInterrupt:
-    return interrupted("Store.reading", lambda: db.count({"n": 1}))
+    return interrupted("Store.read_transaction", lambda: db.count({"n": 1}))
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
@@ -232,7 +232,7 @@ def test_a_flush_commits_nothing_of_a_verb_that_was_interrupted(path: Path, dura
     with made(path, durability, "a", "b") as db:
         put(db, "c")
         bad = [{}, {1, 2}]  # found when the old records are deleted already
-        kept = [interrupted("Store.writing", lambda: db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=bad))]
+        kept = [interrupted("Store.write_transaction", lambda: db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=bad))]
         db.flush()
         assert there(path) == {"a", "b", "c"}
         kept.clear()
@@ -419,7 +419,10 @@ def test_a_checkpoint_that_failed_takes_back_nothing_that_was_acknowledged(
     with made(path, "relaxed", "a") as db:
         put(db, "b")
         after(
-            monkeypatch, segments.Columns, "settle", lambda: setattr(db._store._commits, "broken", apsw.IOError("EIO"))
+            monkeypatch,
+            segments.ColumnFiles,
+            "sync",
+            lambda: setattr(db._store._commits, "broken", apsw.IOError("EIO")),
         )
         db.flush()
         with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):

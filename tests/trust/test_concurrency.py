@@ -76,7 +76,7 @@ def overlapping(line: Connection, path: Path, seconds: float) -> None:
     def read(db: softdb.SoftDB, wait: float) -> None:
         time.sleep(wait)
         while not stop.is_set():
-            with db._store.reading():
+            with db._store.read_transaction():
                 time.sleep(seconds)
 
     threads = [threading.Thread(target=read, args=(softdb.open(path, mode="r"), seconds / 3 * i)) for i in range(3)]

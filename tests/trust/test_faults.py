@@ -200,7 +200,7 @@ def test_a_write_whose_columns_cannot_be_opened_afterwards_is_done_or_told(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "reading", crowded)
+        patch.setattr(files, "open_regular", crowded)
         error = failure(one, world)
     world.db.refresh()
     check(world.db, *([one.after] if error is None else [state, one.after]))

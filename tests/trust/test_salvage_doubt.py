@@ -125,7 +125,7 @@ def test_a_catalogue_that_was_folded_in_half_is_not_taken_for_newer(path: Path) 
     flipped(log, 32 + 30 * FRAME + 100)
     with contextlib.closing(Remains(left / "catalog.sqlite")) as remains:
         state = remains.state()
-        assert not remains.folded
+        assert not remains.checkpointed
         assert state is not None
         assert state.generation < 20
 
@@ -254,7 +254,7 @@ def test_a_value_whose_pages_lead_to_themselves_is_damaged(tmp_path: Path) -> No
 
 def test_a_log_that_claims_pages_which_are_nowhere_is_not_believed(path: Path) -> None:
     left = killed(path)
-    with files.reading(left / "catalog.sqlite-wal") as file:
+    with files.open_regular(left / "catalog.sqlite-wal") as file:
         log = Log(file)
         known = log.pages
         log.pages = 2**32 - 1

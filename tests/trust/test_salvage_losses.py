@@ -207,7 +207,7 @@ def test_hits_of_chance_are_no_places(tmp_path: Path) -> None:
     lost = ((row, f"r{row}", int(crc)) for row, crc in enumerate(rng.integers(0, 1 << 32, count)))
     with scratch:
         scratch.executemany("INSERT INTO found(row, id, key_crc) VALUES(?, ?, ?)", lost)
-        file = placing._File(scratch, tmp_path, placing.Column("keys", np.dtype(np.float32), (2,)), 0)
+        file = placing._File(scratch, tmp_path, placing.ColumnSpec("keys", np.dtype(np.float32), (2,)), 0)
         file.crcs = rng.integers(0, 1 << 32, count)
         assert len(file._pairs()[0]) > 3
         file.search()

@@ -53,7 +53,7 @@ def opened(path: Path, size: int = 4096) -> Iterator[Pages]:
         file = apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])
         stack.callback(file.xClose)
         log = path.with_name(path.name + "-wal")
-        yield Pages(file, Log(stack.enter_context(files.reading(log))) if log.exists() else None, size)
+        yield Pages(file, Log(stack.enter_context(files.open_regular(log))) if log.exists() else None, size)
 
 
 def roots(pages: Pages) -> dict[Any, Any]:

@@ -14,7 +14,7 @@ import apsw
 import numpy as np
 
 from softdb.store import files
-from softdb.store.salvage.placing import Column, Numbers, at_once, crcs_in, file_of, read_slots, rows_in
+from softdb.store.salvage.placing import ColumnSpec, Numbers, at_once, crcs_in, file_of, read_slots, rows_in
 from softdb.store.salvage.remains import Remains, Run, is_dead
 from softdb.store.segments import SegmentEntry
 
@@ -23,7 +23,7 @@ __all__ = ["place_runs"]
 _AT_ONCE = 8192  # rows
 
 
-def place_runs(remains: Remains, directory: Path, which: list[Column], scratch: apsw.Connection) -> list[str]:
+def place_runs(remains: Remains, directory: Path, which: list[ColumnSpec], scratch: apsw.Connection) -> list[str]:
     """Fill in where the records of the table `found` lie, and their checksums; returns what was not to be trusted."""
     notes, gaps, runs = [], remains.gaps(), remains.runs()
     for entry, why in _checked(remains):
@@ -68,7 +68,7 @@ def _fits(remains: Remains, scratch: apsw.Connection, rows: Numbers) -> bool:
 
 
 def _place(
-    scratch: apsw.Connection, directory: Path, column: Column, entry: SegmentEntry, rows: Numbers, runs: list[Run]
+    scratch: apsw.Connection, directory: Path, column: ColumnSpec, entry: SegmentEntry, rows: Numbers, runs: list[Run]
 ) -> None:
     """Give the records of intact runs their places."""
     path = file_of(directory, column.name, entry.number)
@@ -91,10 +91,10 @@ def _place(
         scratch.executemany(sql, places)
 
 
-def _crc(path: Path, column: Column, low: int, high: int) -> int:
+def _crc(path: Path, column: ColumnSpec, low: int, high: int) -> int:
     """The CRC-32 of consecutive slots; what cannot be read gives another."""
     crc = 0
-    with contextlib.suppress(OSError), files.reading(path) as file:
+    with contextlib.suppress(OSError), files.open_regular(path) as file:
         step = at_once(column.bytes)
         for start in range(low, high, step):
             crc = crc32(b"".join(read_slots(file, column.bytes, start, min(start + step, high))), crc)

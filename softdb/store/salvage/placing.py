@@ -27,7 +27,7 @@ from softdb.store import files
 from softdb.store.salvage.remains import Remains
 from softdb.store.segments import MAX_ROWS, header
 
-__all__ = ["Column", "at_once", "columns", "crcs_in", "file_of", "place", "read_slots", "rows_in"]
+__all__ = ["ColumnSpec", "at_once", "columns", "crcs_in", "file_of", "place", "read_slots", "rows_in"]
 
 _AT_ONCE = 8192  # rows or slots at most
 _BYTES = 1 << 26  # at once at most
@@ -38,7 +38,7 @@ _NAME = re.compile(r"(keys|values)-(\d{8,18})\.npy")
 Numbers = NDArray[np.int64]
 
 
-class Column(NamedTuple):
+class ColumnSpec(NamedTuple):
     """The keys of all segments, or the values."""
 
     name: str  # keys or values
@@ -51,11 +51,11 @@ class Column(NamedTuple):
         return int(self.dtype.itemsize * np.prod(self.width, dtype=np.int64))
 
 
-def columns(schema: Schema) -> list[Column]:
+def columns(schema: Schema) -> list[ColumnSpec]:
     """What a schema's records have."""
-    found = [Column("keys", schema.dtype, (schema.dim,))]
+    found = [ColumnSpec("keys", schema.dtype, (schema.dim,))]
     if schema.has_values:
-        found.append(Column("values", schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)))
+        found.append(ColumnSpec("values", schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)))
     return found
 
 
@@ -95,7 +95,7 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes | None:
 def crcs_in(path: Path, size: int) -> Numbers:
     """The CRC-32 of each slot of a file, -1 of those that cannot be read; nothing where there is no file."""
     try:
-        with files.reading(path) as file:
+        with files.open_regular(path) as file:
             slots = min(-(-max(file.seek(0, io.SEEK_END) - HEAD, 0) // size), MAX_ROWS)
             found = np.empty(slots, np.int64)
             for low in range(0, slots, at_once(size)):
@@ -109,7 +109,7 @@ def crcs_in(path: Path, size: int) -> Numbers:
 def rows_in(directory: Path, number: int) -> Numbers | None:
     """What a segment's column of rows says, -1 where it cannot be read; None where there is none."""
     try:
-        with files.reading(file_of(directory, "rows", number)) as file:
+        with files.open_regular(file_of(directory, "rows", number)) as file:
             slots = min(max(file.seek(0, io.SEEK_END) - HEAD, 0) // 8, MAX_ROWS)
             said = [int.from_bytes(one, "little", signed=True) for one in read_slots(file, 8, 0, slots)]
             return np.array([row if row >= 0 else -1 for row in said], np.int64)
@@ -120,22 +120,22 @@ def rows_in(directory: Path, number: int) -> Numbers | None:
 # -- placing ---------------------------------------------------------------------------------------------------------
 
 
-def place(remains: Remains, directory: Path, which: list[Column], scratch: apsw.Connection) -> None:
+def place(remains: Remains, directory: Path, which: list[ColumnSpec], scratch: apsw.Connection) -> None:
     """Fill in where the records of the table `found` lie: those of version 2, whose checksums they carry."""
     said = _Said(remains, directory)
     for column in which:
         numbers = sorted({*said.entries, *_numbers(directory, column.name)})
         for number in numbers:
-            held = _File(scratch, directory, column, number)
-            for claim in (*said.claims(number), held.beside()):
-                held.trust(claim)
+            file = _File(scratch, directory, column, number)
+            for claim in (*said.claims(number), file.beside()):
+                file.trust(claim)
         doubtful = [n for n in numbers if said.is_doubtful(n) or _mostly_not(scratch, column.name, n)]
         for number in doubtful:
-            held = _File(scratch, directory, column, number)
+            file = _File(scratch, directory, column, number)
             for other in numbers:  # files may have changed places
-                for claim in said.claims(other) if other != number and len(held.crcs) else ():
-                    held.trust(claim)
-            held.search()
+                for claim in said.claims(other) if other != number and len(file.crcs) else ():
+                    file.trust(claim)
+            file.search()
 
 
 def _numbers(directory: Path, column: str) -> list[int]:
@@ -188,7 +188,7 @@ class _Said:
 class _File:
     """The checksums of one file's slots, and the records that may lie in it."""
 
-    def __init__(self, scratch: apsw.Connection, directory: Path, column: Column, number: int) -> None:
+    def __init__(self, scratch: apsw.Connection, directory: Path, column: ColumnSpec, number: int) -> None:
         self.scratch, self.column, self.number = scratch, column.name, number
         self.crcs = crcs_in(file_of(directory, column.name, number), column.bytes)
         self.crc = {"keys": "key_crc", "values": "value_crc"}[column.name]
@@ -201,8 +201,8 @@ class _File:
             return
         for found, crcs in self._open_rows(int(rows[0]), int(rows[-1])):
             at = np.minimum(np.searchsorted(rows, found), len(rows) - 1)
-            held = rows[at] == found
-            found, crcs, at = found[held], crcs[held], slots[at[held]]
+            claims = rows[at] == found
+            found, crcs, at = found[claims], crcs[claims], slots[at[claims]]
             inside = at < len(self.crcs)
             good = np.zeros(len(found), np.bool_)
             good[inside] = self.crcs[at[inside]] == crcs[inside]

@@ -18,7 +18,7 @@ import apsw
 
 from softdb.errors import BadInput, NotADatabase
 from softdb.store import files, format
-from softdb.store.catalog import State
+from softdb.store.catalog import CatalogState
 from softdb.store.filters import field_names
 from softdb.store.salvage.cells import Value
 from softdb.store.salvage.log import Log
@@ -62,15 +62,15 @@ class Remains:
             self._file = file
             log = None
             with contextlib.suppress(OSError):
-                log = Log(opened.enter_context(files.reading(path.with_name(path.name + "-wal"))))
+                log = Log(opened.enter_context(files.open_regular(path.with_name(path.name + "-wal"))))
             self._pages(file, log)
             self.log_cut = log is not None and log.cut
-            self.folded = False  # whether a log that is cut had been folded in, as far as can be seen
+            self.checkpointed = False  # whether a log that is cut had been folded in, as far as can be seen
             if self.log_cut:  # then its good part may be older than the file
                 before = self._generation()
                 self._pages(file, None)
-                self.folded = self._generation() > before and self._adds_up()
-                if not self.folded:
+                self.checkpointed = self._generation() > before and self._adds_up()
+                if not self.checkpointed:
                     self._pages(file, log)
             self._opened = opened.pop_all()
 
@@ -166,12 +166,12 @@ class Remains:
                 found[str(name)] = value
         return found
 
-    def state(self) -> State | None:
+    def state(self) -> CatalogState | None:
         """Generation and next row number, None where they are lost."""
         for row in self._rows("state"):
             numbers = _numbers(row)
             if len(numbers) == 1 + self.version and (self.version == 1 or numbers[2] == format.state_crc(*numbers[:2])):
-                return State(*numbers[:2])
+                return CatalogState(*numbers[:2])
         return None
 
     def segments(self) -> list[SegmentEntry]:

@@ -19,7 +19,7 @@ from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabas
 from softdb.store import committed, disk, files
 from softdb.store.append import Batch
 from softdb.store.salvage.covered import place_runs
-from softdb.store.salvage.placing import Column, at_once, columns, file_of, place, read_slots
+from softdb.store.salvage.placing import ColumnSpec, at_once, columns, file_of, place, read_slots
 from softdb.store.salvage.remains import Remains
 from softdb.store.salvage.settings import schema_of
 from softdb.store.salvage.sifting import sift
@@ -118,7 +118,7 @@ def _unwritten(path: Path) -> Iterator[None]:
     """While nobody writes. The lock is taken without writing to its file."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
-            lock = opened.enter_context(files.reading(path / "lock"))
+            lock = opened.enter_context(files.open_regular(path / "lock"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -136,7 +136,7 @@ def _missing(remains: Remains, path: Path) -> list[str]:
             f"{acknowledged - state.generation} generations are missing, the last of {acknowledged}: they were in "
             "catalog.sqlite-wal, which is damaged or gone; what they deleted or replaced is back"
         ]
-    if remains.log_cut and not (remains.folded and state is not None and state.generation == acknowledged):
+    if remains.log_cut and not (remains.checkpointed and state is not None and state.generation == acknowledged):
         return ["catalog.sqlite-wal does not end in a commit; what came after is lost, what that deleted is back"]
     return []
 
@@ -236,7 +236,7 @@ class _Salvage:
             keys, values = arrays[0][good], arrays[1][good] if len(arrays) > 1 else None
             store.insert(Batch([one.id for one in kept], keys, values, [one.payload for one in kept]))
 
-    def _read(self, column: Column, places: list[tuple[int, int, int]]) -> tuple[Array, Array]:
+    def _read(self, column: ColumnSpec, places: list[tuple[int, int, int]]) -> tuple[Array, Array]:
         """Numbers (m, …) of a column, and whether each gives its checksum."""
         found = [b""] * len(places)
         order = sorted(range(len(places)), key=lambda i: places[i][1:])
@@ -244,7 +244,7 @@ class _Salvage:
         runs = np.split(np.array(order), np.flatnonzero((np.diff(slots, axis=0) != (0, 1)).any(1)) + 1)
         for run in runs:
             _, number, low = places[run[0]]
-            with contextlib.suppress(OSError), files.reading(file_of(self.path, column.name, number)) as file:
+            with contextlib.suppress(OSError), files.open_regular(file_of(self.path, column.name, number)) as file:
                 for i, one in zip(run, read_slots(file, column.bytes, low, low + len(run)), strict=True):
                     found[i] = one
         good = np.array([crc32(one) == crc for one, (crc, *_) in zip(found, places, strict=True)])

@@ -52,7 +52,7 @@ def _headers(path: Path) -> dict[str, Any]:
     """What most column files say of their kind."""
     kinds: dict[str, Counter[tuple[bytes, bytes | None]]] = {"keys": Counter(), "values": Counter()}
     for file in path.glob("*-*.npy"):
-        with contextlib.suppress(OSError), files.reading(file) as opened:
+        with contextlib.suppress(OSError), files.open_regular(file) as opened:
             match = _HEAD.search(opened.read(128))
             if match and (kind := file.name.split("-")[0]) in kinds:
                 kinds[kind][match[1], match[2]] += 1

@@ -112,7 +112,7 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
         "UPDATE found SET id = known.id FROM known WHERE known.row = found.row AND (found.id IS NULL OR why = ?)",
         (_TWICE,),
     )
-    _bury(remains, scratch)
+    _apply_tombstones(remains, scratch)
     scratch.execute("CREATE INDEX by_id ON found(id)")
     scratch.execute(
         "UPDATE found SET why = 'another record has its id' WHERE why IS NULL AND NOT sure AND id IN "
@@ -124,7 +124,7 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
     )
 
 
-def _bury(remains: Remains, scratch: apsw.Connection) -> None:
+def _apply_tombstones(remains: Remains, scratch: apsw.Connection) -> None:
     """Records with a tombstone are gone; where the index has them, they are doubtful: one of the two is wrong."""
     dead, low = remains.dead(), -1
     sql = "SELECT row FROM found WHERE why IS NULL AND row > ? ORDER BY row LIMIT ?"

@@ -16,7 +16,7 @@ import pytest
 import softdb
 from softdb.store import compact as compaction
 from softdb.store import files, segments
-from softdb.store.segments import Columns
+from softdb.store.segments import ColumnFiles
 
 
 class Model:
@@ -329,16 +329,16 @@ def test_a_reader_overtaken_while_it_opens_the_files_tries_again(
         reader = softdb.open(path, mode="r") if how != "open" else None
         model.insert(500)
         model.delete(0.4)
-        real = Columns.open
+        real = ColumnFiles.open
         overtaken: list[bool] = []
 
-        def slow(self: Columns, number: int, capacity: int) -> Any:
+        def slow(self: ColumnFiles, number: int, capacity: int) -> Any:
             if not overtaken and self is not writer._store.columns:
                 overtaken.append(True)
                 writer.compact()
             return real(self, number, capacity)
 
-        monkeypatch.setattr(Columns, "open", slow)
+        monkeypatch.setattr(ColumnFiles, "open", slow)
         if reader is None:
             reader = softdb.open(path, mode="r")
         elif how == "refresh":
@@ -459,7 +459,7 @@ for number in range(1, 1000):
         left = number
         for name in ("fsync", "unlink", "ftruncate"):
             setattr(os, name, watched(getattr(os, name)))
-        for name in ("commit", "shrink", "forget", "put_segment"):
+        for name in ("commit", "shrink", "clear_tombstones", "put_segment"):
             setattr(Catalog, name, watched(getattr(Catalog, name)))
         db.compact()
         os._exit(0)

@@ -388,7 +388,7 @@ def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_fo
         db.insert(["last"], np.ones((1, 4)))
         shutil.copytree(path, found)  # as a kill leaves it
     log = (found / "catalog.sqlite-wal").stat().st_ino
-    with softdb.open(found, mode="r") as reader, reader._store.reading():
+    with softdb.open(found, mode="r") as reader, reader._store.read_transaction():
         monkeypatch.setattr(disk, "sync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
         softdb.open(found).close()
     assert log in synced
