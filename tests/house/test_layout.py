@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import softdb
 
 ROOT = Path(softdb.__file__).parent
@@ -49,6 +51,43 @@ def test_a_file_imports_only_what_stands_before_it() -> None:
         here = LINE.index(part(path))
         for name in imported(path) & set(LINE):
             assert LINE.index(name) <= here, f"{path.relative_to(ROOT)} imports {name}, which stands after it"
+
+
+NOT_OURS = {"_asdict", "_fields", "_indices", "_load_from_state_dict", "_replace", "_save_to_state_dict"}  # nor private
+
+
+def reaches(path: Path) -> list[str]:
+    """Private attributes that a file takes of objects whose classes it does not define."""
+    tree = ast.parse(path.read_text())
+    own = {
+        node.attr if isinstance(node, ast.Attribute) else node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self")
+    }
+    return [
+        f"{path.name}:{node.lineno} {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in own | NOT_OURS
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+
+
+@pytest.mark.xfail(reason="reaches still being replaced by the inner face", strict=False)
+def test_what_is_built_on_a_database_uses_its_public_and_its_inner_face() -> None:
+    built = LINE[LINE.index("opening") + 1 :]
+    assert [reach for path in ROOT.rglob("*.py") if part(path) in built for reach in reaches(path)] == []
+
+
+def test_the_walk_sees_reaches(tmp_path: Path) -> None:
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "class A:\n    def __init__(self): self._x = 1\ndef f(db, a): return db._store, a._x, db.schema\n"
+    )
+    assert reaches(sample) == ["sample.py:3 db._store"]
 
 
 CHANGES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from pathlib import Path
@@ -99,6 +100,29 @@ def test_the_index_has_every_page() -> None:
     assert listed == {page.name for page in DOCS if page != index}
     (tree,) = blocks(index, "{toctree}")
     assert {f"{line}.md" for line in tree.split("\n\n")[1].split()} == listed
+
+
+def defined(file: Path) -> set[str]:
+    """Functions and classes of a file, and the methods of its classes as `Class.method`."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+    return found
+
+
+def test_the_walks_of_the_architecture_name_what_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^\| `(softdb/[\w/]+\.py)` \| (.+?) \|", text, re.MULTILINE)
+    missing = [
+        f"{path}: {name}"
+        for path, names in steps
+        for name in re.findall(r"`([\w.]+)`", names)
+        if name not in defined(ROOT / path)
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
