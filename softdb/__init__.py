@@ -19,6 +19,7 @@ from softdb.errors import (
     RecallWarning,
     SoftDBError,
     StaleRead,
+    TrainingWarning,
     UnknownId,
     WriteFailed,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "SoftDB",
     "SoftDBError",
     "StaleRead",
+    "TrainingWarning",
     "UnknownId",
     "WriteFailed",
     "attention",

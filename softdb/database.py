@@ -777,9 +777,7 @@ class SoftDB:
         with self._store.lock, self._store.read_transaction():
             snapshot, allowed = self.view(where)
             rows = self._store.locate([one for names in left_out for one in names])[1]
-        excluded = np.full((len(left_out), max(map(len, left_out))), -1, np.int64)
-        excluded[np.arange(excluded.shape[1]) < np.array([[len(names)] for names in left_out])] = rows
-        return snapshot, allowed, snapshot.positions(excluded)
+        return snapshot, allowed, snapshot.positions(check.padded(rows, [len(names) for names in left_out]))
 
     def _records(
         self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]

@@ -17,6 +17,7 @@ __all__ = [
     "RecallWarning",
     "SoftDBError",
     "StaleRead",
+    "TrainingWarning",
     "UnknownId",
     "WriteFailed",
 ]
@@ -92,3 +93,7 @@ class MissingDependency(SoftDBError, ImportError):
 
 class RecallWarning(UserWarning):
     """The index finds less of the true nearest than it did when it was measured; the answers lack the others."""
+
+
+class TrainingWarning(UserWarning):
+    """A trained projection is worse than the queries as they are, by a measure that the message names."""

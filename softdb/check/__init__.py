@@ -2,7 +2,7 @@
 
 from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
 from softdb.check.asking import Asked, Tolerance, asked, excluded, share, tolerance
-from softdb.check.ids import Id, identifiers
+from softdb.check.ids import Id, identifiers, padded
 from softdb.check.npy import numbers_in
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
 from softdb.check.plain import filled, integer, positive, shown
@@ -31,6 +31,7 @@ __all__ = [
     "mask",
     "matrix",
     "numbers_in",
+    "padded",
     "payloads",
     "positive",
     "precise",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from softdb.check.plain import encodable, is_tensor, shown
 from softdb.errors import BadInput, DuplicateId
 
-__all__ = ["Id", "identifiers"]
+__all__ = ["Id", "identifiers", "padded"]
 
 Id: TypeAlias = int | str
 
@@ -36,6 +37,18 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
         twice = next(one for one in ids if one in seen or seen.add(one))  # type: ignore[func-returns-value]
         raise DuplicateId(f"id {shown(twice)} comes twice in this batch; an id names one record, keep one of them")
     return ids
+
+
+def padded(
+    rows: NDArray[np.int64],  # (Σ counts,) list after list
+    counts: Sequence[int],  # q, the length of each list
+    missing: int = -1,
+) -> NDArray[np.int64]:  # (q, the longest)
+    """Lists of unequal length as one array, each filled up with `missing`."""
+    lengths = np.asarray(counts, np.int64)
+    found = np.full((len(lengths), lengths.max(initial=0)), missing, np.int64)
+    found[np.arange(found.shape[1]) < lengths[:, None]] = rows
+    return found
 
 
 def _identifier(value: object) -> Id:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.markup import escape
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened
 from softdb.cli.show import print_json, print_table, terminal
-from softdb.errors import BadInput
+from softdb.errors import BadInput, TrainingWarning
 
 if TYPE_CHECKING:
     from softdb.train import Fitted
@@ -35,10 +36,13 @@ def train(
     rtol: Annotated[float | None, typer.Option(help="Estimate the sum over all records to this tolerance.")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="Train a shift of the queries, too.")] = False,
     epochs: Annotated[int, typer.Option(min=1, help="Rounds over the training queries, at most.")] = 10,
-    batch: Annotated[int, typer.Option(min=1, help="Queries a step.")] = 256,
-    rate: Annotated[float, typer.Option("--lr", help="Adam's learning rate.")] = 1e-3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Queries a step.")] = 256,
+    lr: Annotated[float, typer.Option("--lr", help="Adam's learning rate.")] = 1e-3,
     holdout: Annotated[float, typer.Option(help="The share of the queries that is held out.")] = 0.2,
     patience: Annotated[int, typer.Option(min=0, help="Stop after so many epochs without gain; 0: never.")] = 2,
+    criterion: Annotated[
+        str, typer.Option(help="What chooses the best epoch: recall_1, recall_10 or mrr_100.")
+    ] = "mrr_100",
     seed: Annotated[int, typer.Option(min=0, help="Of the split and the order.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Written after each epoch.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
@@ -59,12 +63,13 @@ def train(
     read = read_pairs(pairs, query=query, positives=positives, queries=None if queries is None else array_of(queries))
     with opened(path, "text" if read.is_text else None, encoder) as db:
         read.resolve(db)
-        with progress(terminal()) as bar:
+        with progress(terminal()) as bar, warnings.catch_warnings():
             task = bar.add_task("train", total=None)
 
             def show(what: str, done: int, whole: int) -> None:
                 bar.update(task, description=what, completed=done, total=whole)
 
+            warnings.simplefilter("ignore", TrainingWarning)  # the table says it
             fitted = fit(
                 db,
                 read.queries,
@@ -74,17 +79,23 @@ def train(
                 rtol=rtol,
                 bias=bias,
                 epochs=epochs,
-                batch=batch,
-                rate=rate,
+                batch_size=batch_size,
+                lr=lr,
                 holdout=holdout,
                 patience=patience or None,
+                criterion=cast(Any, criterion),
                 seed=seed,
                 checkpoint=checkpoint,
                 resume=resume,
                 progress=show,
             )
         facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
-    measured = {"before": fitted.before._asdict(), "after": fitted.after._asdict(), "epochs": fitted.best}
+    measured = {
+        "before": fitted.before._asdict(),
+        "after": fitted.after._asdict(),
+        "fell": fitted.fell,
+        "epochs": fitted.best,
+    }
     save(out, fitted.projection, {**facts, **measured})
     if as_json:
         print_json({**measured, "history": [epoch._asdict() for epoch in fitted.history], "projection": str(out)})
@@ -121,6 +132,8 @@ def _show(fitted: Fitted, pairs: int, out: Path) -> None:
     table.add_row("recall@10", f"{before.recall_10:.1%}", f"{after.recall_10:.1%}")
     table.add_row("MRR@100", f"{before.mrr_100:.3f}", f"{after.mrr_100:.3f}")
     print_table(table)
+    if fitted.fell:
+        console.print(f"{' and '.join(fitted.fell)} fell: choose the epoch by it with --criterion, or lower --lr")
     if not fitted.best:
         console.print("no epoch was better than the queries as they are: this projection changes nothing")
     console.print(f"written to {escape(str(out))}; ask with it: softdb search … --projection {escape(str(out))}")

@@ -56,9 +56,7 @@ def asked(
             f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
             "filter; every positive must match where=, or the loss compares with records that cannot win"
         )
-    positions = np.full((len(lists), max(map(len, lists), default=1)), -1, np.int64)
-    positions[np.arange(positions.shape[1]) < np.array([[len(mine)] for mine in lists]).reshape(-1, 1)] = found
-    return Positives(query, snapshot, positions)
+    return Positives(query, snapshot, check.padded(found, [len(mine) for mine in lists]))
 
 
 def handle(db: object) -> SoftDB:

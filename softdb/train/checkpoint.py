@@ -15,6 +15,7 @@ from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
+from softdb.train.held_out import Split
 from softdb.train.projection import packed, unpacked
 
 __all__ = ["identity", "may_write", "read", "require_writable", "write"]
@@ -35,6 +36,7 @@ def identity(
     db: SoftDB,
     queries: Tensor,  # (m, d)
     positives: list[list[Id]],  # m
+    parts: Split,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """All that decides how a run goes on: its settings, the pairs, the database's state, with k or rtol its index.
@@ -44,6 +46,8 @@ def identity(
     """
     digest = hashlib.sha256(queries.detach().cpu().contiguous().numpy().tobytes())
     digest.update(json.dumps(positives).encode())
+    if settings["holdout"] is None:  # the caller said which are held out
+        digest.update(parts.train.numpy().tobytes())
     stats = db.stats()
     facts = {name: stats[name] for name in ("dim", "dtype", "metric", "generation", "records")}
     found = {**settings, **facts, "pairs": digest.hexdigest(), "keys": _keys(db, positives)}

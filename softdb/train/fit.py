@@ -4,46 +4,64 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
 from softdb.database import SoftDB
-from softdb.errors import BadInput
+from softdb.errors import BadInput, TrainingWarning
 from softdb.nn.losses import retrieval_loss
 from softdb.train import checkpoint as checkpoints
-from softdb.train.held import Ranking, Split, ranked, split
+from softdb.train.held_out import Ranking, Split, ranked, split
 from softdb.train.pairs import listed, require_known
 from softdb.train.projection import BROKEN, QueryProjection
 
 __all__ = ["Epoch", "Fitted", "fit"]
 
-MAX_RATE = 1000.0  # Adam moves each number by about the rate a step
+MAX_LR = 1000.0  # Adam moves each number by about lr a step
+MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 
 Progress = Callable[[str, int, int], None]
+Criterion: TypeAlias = Literal["recall_1", "recall_10", "mrr_100"]
 
 
 class Epoch(NamedTuple):
-    """One round over the training queries."""
+    """One round over the training queries; the measures are of the queries that choose the epoch, None without them."""
 
     loss: float  # mean over the queries, each at its step
-    mrr_100: float | None  # of the queries that choose the epoch; None where there are none
+    recall_1: float | None
+    recall_10: float | None
+    mrr_100: float | None
 
 
 class Fitted(NamedTuple):
-    """A trained projection and what it is worth on queries that it never saw."""
+    """A trained projection and what it is worth on queries that it never saw. Prints as a table."""
 
     projection: QueryProjection  # of the best epoch
     before: Ranking  # of the held-out queries as they are
     after: Ranking  # of the same, projected
     history: list[Epoch]
     best: int  # how many epochs the projection was trained
+
+    @property
+    def fell(self) -> list[str]:
+        """The measures that are lower after than before, of recall_1, recall_10 and mrr_100."""
+        return [name for name in MEASURES if getattr(self.after, name) < getattr(self.before, name)]
+
+    def __str__(self) -> str:
+        lines = [f"{self.before.queries:,} held-out queries   before    after"]
+        for name, label in MEASURES.items():
+            note = "   fell" if name in self.fell else ""
+            lines.append(f"{label:<22}{getattr(self.before, name):9.3f}{getattr(self.after, name):9.3f}{note}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -54,25 +72,25 @@ class _Settings:
     k: int | None
     rtol: float | None
     bias: bool
-    batch: int
-    rate: float
-    holdout: float
+    batch_size: int
+    lr: float
+    holdout: float | None  # None: the caller says which
     patience: int | None
+    criterion: str
     seed: int
 
     @classmethod
     def of(cls, **words: Any) -> _Settings:
-        k, rtol = words["k"], words["rtol"]
-        if k is not None and rtol is not None:
-            raise BadInput(
-                f"k and rtol are both given ({check.shown(k)}, {check.shown(rtol)}); k truncates, rtol estimates what "
-                "truncation would miss: give one of them"
-            )
-        rate = check.positive(words["rate"], "rate")
-        if rate > MAX_RATE:
-            raise BadInput(f"rate is {rate:g}; expected at most {MAX_RATE:g}, such as 0.001")
+        k, rtol, patience = words["k"], words["rtol"], words["patience"]
         check.tolerance(rtol, 0.0, 0.95, None, k)
-        holdout = check.share(words["holdout"], "holdout")
+        lr, criterion = check.positive(words["lr"], "lr"), words["criterion"]
+        if lr > MAX_LR:
+            raise BadInput(f"lr is {lr:g}; expected at most {MAX_LR:g}, such as 0.001")
+        if criterion not in list(MEASURES):
+            raise BadInput(f"criterion is {check.shown(criterion)}; expected one of {', '.join(MEASURES)}")
+        holdout = (
+            None if isinstance(words["holdout"], np.ndarray | Tensor) else check.share(words["holdout"], "holdout")
+        )
         if holdout in (0, 1):
             raise BadInput(f"holdout is {holdout:g}; expected a share between 0 and 1, such as 0.2")
         return cls(
@@ -80,10 +98,11 @@ class _Settings:
             None if k is None else check.integer(k, "k"),
             None if rtol is None else float(rtol),
             words["bias"],
-            check.integer(words["batch"], "batch"),
-            rate,
+            check.integer(words["batch_size"], "batch_size"),
+            lr,
             holdout,
-            None if words["patience"] is None else check.integer(words["patience"], "patience"),
+            None if patience is None else check.integer(patience, "patience"),
+            criterion,
             check.integer(words["seed"], "seed", 0, 2**63 - 1),
         )
 
@@ -98,10 +117,11 @@ def fit(
     rtol: float | None = None,
     bias: bool = False,
     epochs: int = 10,
-    batch: int = 256,
-    rate: float = 1e-3,
-    holdout: float = 0.2,
+    batch_size: int = 256,
+    lr: float = 1e-3,
+    holdout: Any = 0.2,  # a share, or (m,) bool
     patience: int | None = 2,
+    criterion: Criterion = "mrr_100",
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -125,12 +145,14 @@ def fit(
             cheaper. Without k and rtol every record takes part, exactly.
         bias: whether the projection has a b.
         epochs: rounds over the training queries, at most.
-        batch: queries a step.
-        rate: Adam's.
-        holdout: the share of the queries that is held out. Queries that share a positive, or are equal, stay on one
-            side: no right record of a held-out query was trained on.
-        patience: stop after so many epochs that brought no better MRR@100, and keep the best; half of the held-out
+        batch_size: queries a step.
+        lr: Adam's learning rate.
+        holdout: the share of the queries that is held out, or (m,) bool, True = held out. Of a share,
+            queries that share a positive, or are equal, stay on one side; either way no right record of a held-out
+            query was trained on.
+        patience: stop after so many epochs that brought no better `criterion`, and keep the best; half of the held-out
             queries choose it, and only the other half is reported. None: train all epochs and keep the last.
+        criterion: the measure that chooses the best epoch, "recall_1", "recall_10" or "mrr_100".
         seed: of the split, the order of the queries and the draws of `rtol`.
         checkpoint: a file that is written after each epoch, whole or not at all.
         resume: go on from the checkpoint, to the same bits as without the break; epochs may be more than they were.
@@ -138,16 +160,19 @@ def fit(
             1,024 are compared.
         progress: called with what is being done, how many steps are done, and the whole.
 
-    Cost a step: what one soft query of a batch costs, forth and back: batch n d exactly. Each epoch searches the
+    Recall@1, recall@10 and MRR@100 of the held-out queries are reported before and after; a TrainingWarning names those
+    that fell.
+
+    Cost a step: what one soft query of a batch costs, forth and back: batch_size n d exactly. Each epoch searches the
     queries that choose it exactly.
 
     Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that
     make no sense, a checkpoint of another run or one that cannot be written; and where the loss or the projection
-    stops to be a number.
+    becomes NaN.
     """
     settings = _Settings.of(
-        temperature=temperature, k=k, rtol=rtol, bias=bias, batch=batch, rate=rate, holdout=holdout,
-        patience=patience, seed=seed,
+        temperature=temperature, k=k, rtol=rtol, bias=bias, batch_size=batch_size, lr=lr, holdout=holdout,
+        patience=patience, criterion=criterion, seed=seed,
     )  # fmt: skip
     epochs = check.integer(epochs, "epochs")
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
@@ -158,8 +183,8 @@ def fit(
         asked = _asked(db, queries)
         right = listed(positives, len(asked))
         require_known(db, right, [f"query {i}" for i in range(len(right))])
-        parts = split(asked, right, settings.holdout, settings.patience is not None, settings.seed)
-        identity = checkpoints.identity(db, asked, right, asdict(settings))
+        parts = split(asked, right, holdout, settings.patience is not None, settings.seed)
+        identity = checkpoints.identity(db, asked, right, parts, asdict(settings))
         run = _Run(db, asked, right, parts, settings)
         if resume and file is not None:
             run.restore(checkpoints.read(file, identity), file)
@@ -169,7 +194,12 @@ def fit(
                 checkpoints.write(file, identity, run.state())
         projection = run.chosen()
         before, after = (run.ranked(parts.test, one) for one in (None, projection))
-        return Fitted(projection, before, after, run.history, run.best)
+        found = Fitted(projection, before, after, run.history, run.best)
+    if found.fell:
+        fallen = [f"{MEASURES[name]} {getattr(before, name):.3f} -> {getattr(after, name):.3f}" for name in found.fell]
+        advice = "choose the epoch by it with criterion=, lower lr, or keep the queries as they are"
+        warnings.warn(f"fit: held-out queries fell by {', '.join(fallen)}; {advice}", TrainingWarning, stacklevel=2)
+    return found
 
 
 def _asked(db: SoftDB, queries: Any) -> Tensor:  # (m, d) float32
@@ -196,18 +226,22 @@ class _Run:
     ) -> None:
         self.db, self.queries, self.positives, self.parts, self.settings = db, queries, positives, parts, settings
         self.projection = QueryProjection(queries.shape[1], settings.bias).to(queries)
-        self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.rate)
+        self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.lr)
         self.order = torch.Generator().manual_seed(settings.seed)
         self.draws = torch.Generator().manual_seed(settings.seed)
         self.history: list[Epoch] = []
         self.best = 0
-        self.best_mrr = -1.0 if settings.patience is None else self.ranked(parts.choose, None).mrr_100
+        self.best_measure = -1.0 if settings.patience is None else self.measured(self.ranked(parts.choose, None))
         self.best_weights = self.weights()
 
     @property
     def stalled(self) -> bool:
         """Whether patience is at its end."""
         return self.settings.patience is not None and len(self.history) - self.best >= self.settings.patience
+
+    def measured(self, ranking: Ranking) -> float:
+        """The measure that chooses the epoch."""
+        return float(getattr(ranking, self.settings.criterion))
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the projection's parameters."""
@@ -219,23 +253,27 @@ class _Run:
 
     def epoch(self, epochs: int, progress: Progress | None) -> None:
         """One round over the training queries; the projection is noted if it is the best so far."""
-        train, size = self.parts.train, self.settings.batch
+        train, size = self.parts.train, self.settings.batch_size
         mixed = train[torch.randperm(len(train), generator=self.order)]
         steps, number, total = -(-len(mixed) // size), len(self.history), 0.0
         for step, part in enumerate(torch.split(mixed, size), 1):
             loss = self.step(part)
             if not math.isfinite(loss):
-                raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower the rate, or raise temperature")
+                raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower lr, or raise temperature")
             if not all(bool(one.isfinite().all()) for one in self.projection.parameters()):
-                raise BadInput("the projection became NaN or infinity; lower the rate, or raise temperature")
+                raise BadInput("the projection became NaN or infinity; lower lr, or raise temperature")
             total += loss * len(part)
             if progress is not None:
                 progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
-        mrr = None if self.settings.patience is None else self.ranked(self.parts.choose, self.projection).mrr_100
-        self.history.append(Epoch(total / len(mixed), mrr))
-        if mrr is None or mrr > self.best_mrr:
-            self.best, self.best_weights = len(self.history), self.weights()
-            self.best_mrr = self.best_mrr if mrr is None else mrr
+        if self.settings.patience is None:
+            self.history.append(Epoch(total / len(mixed), None, None, None))
+        else:
+            ranking = self.ranked(self.parts.choose, self.projection)
+            self.history.append(Epoch(total / len(mixed), *ranking[:3]))
+            if self.measured(ranking) <= self.best_measure:
+                return
+            self.best_measure = self.measured(ranking)
+        self.best, self.best_weights = len(self.history), self.weights()
 
     @torch.enable_grad()
     def step(self, part: Tensor) -> float:
@@ -268,7 +306,7 @@ class _Run:
             "order": self.order.get_state(),
             "draws": self.draws.get_state(),
             "history": [list(one) for one in self.history],
-            "best": (self.best, self.best_mrr, self.best_weights),
+            "best": (self.best, self.best_measure, self.best_weights),
         }
 
     def restore(self, state: dict[str, Any], file: Path) -> None:
@@ -279,7 +317,7 @@ class _Run:
             self.order.set_state(state["order"])
             self.draws.set_state(state["draws"])
             self.history = [Epoch(*one) for one in state["history"]]
-            self.best, self.best_mrr, self.best_weights = state["best"]
+            self.best, self.best_measure, self.best_weights = state["best"]
         except BROKEN as error:
             raise BadInput(
                 f"{file} is a checkpoint whose parts are missing or broken ({check.shown(str(error))}); begin "

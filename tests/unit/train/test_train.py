@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ import softdb
 import softdb.train.projection
 from softdb.check import Id
 from softdb.cli import app
-from softdb.errors import BadInput
+from softdb.errors import BadInput, TrainingWarning
 from softdb.text import HashedNGrams
 from softdb.train import Fitted, Pairs, QueryProjection, fit, load, ranking, read_pairs, save
-from softdb.train.held import ranked, split
+from softdb.train.held_out import ranked, split
 
 N, D, M = 120, 8, 240
-SMALL: dict[str, Any] = {"rate": 0.02, "batch": 64, "epochs": 6, "patience": None}
+SMALL: dict[str, Any] = {"lr": 0.02, "batch_size": 64, "epochs": 6, "patience": None}
 
 
 def keys_of(n: int = N, d: int = D) -> Tensor:
@@ -61,7 +62,7 @@ def same(one: Fitted, two: Fitted) -> None:
 
 def test_a_rotation_is_undone_for_queries_that_were_never_seen() -> None:
     db, queries, positives = world()
-    done = fit(db, queries, positives, rate=0.05, epochs=20, batch=64, holdout=0.3)
+    done = fit(db, queries, positives, lr=0.05, epochs=20, batch_size=64, holdout=0.3)
     assert done.before.recall_10 < 0.3
     assert done.after.recall_1 > 0.8
     assert done.after.recall_10 > 0.95
@@ -78,7 +79,7 @@ def test_one_step_is_adams_on_the_equation(metric: Any, bias: bool) -> None:
     db = softdb.open(None, dim=D, metric=metric)
     names: list[Id] = [f"r{i}" if i % 3 == 0 else i for i in range(N)]
     db.insert(names, keys)
-    done = fit(db, queries, positives, temperature=0.3, bias=bias, **{**SMALL, "batch": M, "epochs": 1})
+    done = fit(db, queries, positives, temperature=0.3, bias=bias, **{**SMALL, "batch_size": M, "epochs": 1})
     train = split(queries, positives, 0.2, False, 0).train.tolist()
     weight, shift = torch.eye(D, dtype=torch.float64), torch.zeros(D, dtype=torch.float64)
     parameters = [one.requires_grad_() for one in ([weight, shift] if bias else [weight])]
@@ -163,7 +164,7 @@ def test_training_stops_when_nothing_is_gained_and_keeps_the_best() -> None:
     db, queries, positives = world()
     found = queries / queries.norm(dim=1, keepdim=True)
     keyed = torch.stack([torch.as_tensor(db[mine[0]].key) for mine in positives])
-    done = fit(db, keyed, positives, **{**SMALL, "epochs": 50, "patience": 3, "rate": 5.0})  # the identity is best
+    done = fit(db, keyed, positives, **{**SMALL, "epochs": 50, "patience": 3, "lr": 5.0})  # the identity is best
     assert (done.best, len(done.history)) == (0, 3)
     assert torch.equal(done.projection.weight, torch.eye(D))
     assert done.before == done.after
@@ -175,9 +176,59 @@ def test_training_stops_when_nothing_is_gained_and_keeps_the_best() -> None:
     assert torch.equal(done.projection.weight, again.projection.weight)
 
 
+def test_a_measure_that_fell_is_told() -> None:
+    db, _, positives = world()
+    keyed = torch.stack([torch.as_tensor(db[mine[0]].key) for mine in positives])
+    with pytest.warns(TrainingWarning, match=r"^fit: held-out queries fell by recall@1 1\.000 -> 0\.\d+, MRR@100"):
+        done = fit(db, keyed, positives, **{**SMALL, "epochs": 2, "lr": 5.0})
+    assert done.fell == ["recall_1", "mrr_100"]
+    assert done.after.recall_1 < done.before.recall_1
+    table = [line.split() for line in str(done).splitlines()[1:]]
+    assert [row[0] for row in table] == ["recall@1", "recall@10", "MRR@100"]
+    assert [(float(row[1]), float(row[2])) for row in table] == [
+        pytest.approx(pair, abs=5e-4) for pair in zip(done.before[:3], done.after[:3], strict=True)
+    ]
+    assert [row[3:] for row in table] == [["fell"], [], ["fell"]]
+
+
+@pytest.mark.parametrize("criterion", ["recall_1", "recall_10", "mrr_100"])
+def test_the_best_epoch_is_chosen_by_the_criterion(criterion: Any) -> None:
+    db, queries, positives = world()
+    words = {**SMALL, "epochs": 8, "patience": 8, "lr": 0.3, "criterion": criterion}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrainingWarning)
+        done = fit(db, queries, positives, **words)
+    found = [getattr(epoch, criterion) for epoch in done.history]
+    assert len(set(found)) > 1
+    assert done.best == 1 + found.index(max(found))
+
+
+def test_the_caller_may_say_which_queries_are_held_out() -> None:
+    db, queries, positives = world()
+    names = torch.zeros(M, dtype=torch.bool)
+    names[split(queries, positives, 0.3, False, 7).test] = True
+    parts = split(queries, positives, names, False, 0)
+    assert torch.equal(parts.test, names.nonzero()[:, 0])
+    assert torch.equal(parts.train, (~names).nonzero()[:, 0])
+    halves = split(queries, positives, names.numpy(), True, 0)
+    assert torch.equal(halves.train, parts.train)
+    assert sorted([*halves.choose.tolist(), *halves.test.tolist()]) == parts.test.tolist()
+    assert abs(len(halves.choose) - len(halves.test)) <= 12
+    assert fit(db, queries, positives, **SMALL, holdout=names).before.queries == int(names.sum())
+    with pytest.raises(
+        BadInput, match=r"holdout has dtype float32 and shape \(240,\); expected a share .* or \(240,\) bool"
+    ):
+        fit(db, queries, positives, holdout=names.float())
+    names[int(parts.test[0])] = False
+    with pytest.raises(BadInput, match=r"\d held-out queries, the first is query \d+, share a right record"):
+        fit(db, queries, positives, holdout=names)
+    with pytest.raises(BadInput, match="leave a side empty when 1 are held out"):
+        fit(db, queries, positives, holdout=names | True)
+
+
 def test_one_half_of_what_is_held_out_chooses_and_the_other_is_reported() -> None:
     db, queries, positives = world()
-    done = fit(db, queries, positives, **{**SMALL, "epochs": 1, "patience": 1, "rate": 0.1})
+    done = fit(db, queries, positives, **{**SMALL, "epochs": 1, "patience": 1, "lr": 0.1})
     parts = split(queries, positives, 0.2, True, 0)
     found = [
         ranking(db, queries[part], [positives[i] for i in part.tolist()], done.projection)
@@ -360,7 +411,7 @@ def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
         ({"temperature": 0.1}, r"temperature 0\.05 there, 0\.1 here"),
         ({"rtol": 0.1}, r"rtol None there, 0\.1 here"),
         ({"patience": 3}, "patience None there, 3 here"),
-        ({"batch": 63}, "batch 64 there, 63 here"),
+        ({"batch_size": 63}, "batch_size 64 there, 63 here"),
         ({"bias": True}, "bias False there, True here"),
     ],
 )
@@ -483,15 +534,16 @@ def test_checkpoints_that_are_none(tmp_path: Path) -> None:
         ({"holdout": 0}, "holdout is 0; expected a share between 0 and 1"),
         ({"holdout": 1.0}, "holdout is 1; expected"),
         ({"holdout": -0.1}, r"holdout is -0\.1"),
-        ({"k": 3, "rtol": 0.1}, r"k and rtol are both given \(3, 0\.1\)"),
+        ({"k": 3, "rtol": 0.1}, r"k and a tolerance are both given \(k 3, rtol 0\.1"),
         ({"k": 0}, "k is 0"),
         ({"rtol": -1}, "rtol is -1"),
         ({"temperature": 0}, "temperature is 0"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"batch": 1.5}, r"batch is 1\.5"),
-        ({"rate": math.inf}, "rate is inf"),
-        ({"rate": 1e300}, r"rate is 1e\+300; expected at most 1000"),
+        ({"batch_size": 1.5}, r"batch_size is 1\.5"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"lr": 1e300}, r"lr is 1e\+300; expected at most 1000"),
         ({"patience": 0}, "patience is 0"),
+        ({"criterion": "loss"}, "criterion is 'loss'; expected one of recall_1, recall_10, mrr_100"),
         ({"seed": -1}, "seed is -1"),
         ({"bias": "yes"}, "bias is 'yes'; expected True or False"),
     ],
@@ -576,13 +628,13 @@ def test_a_projection_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch
             self.param_groups[0]["params"][0][0, 0] = torch.inf
 
     monkeypatch.setattr(torch.optim.Adam, "step", diverge)
-    with pytest.raises(BadInput, match="the projection became NaN or infinity; lower the rate"):
-        fit(db, queries, positives, **{**SMALL, "batch": M, "epochs": 1})
+    with pytest.raises(BadInput, match="the projection became NaN or infinity; lower lr"):
+        fit(db, queries, positives, **{**SMALL, "batch_size": M, "epochs": 1})
 
 
 def test_a_loss_that_is_no_number_is_named() -> None:
     db, queries, positives = world()
-    with pytest.raises(BadInput, match=r"the loss became (inf|nan) in epoch 1; lower the rate, or raise temperature"):
+    with pytest.raises(BadInput, match=r"the loss became (inf|nan) in epoch 1; lower lr, or raise temperature"):
         fit(db, queries, positives, **SMALL, temperature=1e-39)
 
 
@@ -787,7 +839,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_the_command_trains_and_the_others_ask_with_it(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     before, out = digests(path), tmp_path / "p.pt"
-    words = ("--lr", 0.02, "--batch", 64, "--epochs", 6, "--patience", 0)
+    words = ("--lr", 0.02, "--batch-size", 64, "--epochs", 6, "--patience", 0)
     shown = run("train", path, pairs, "--out", out, *words).stdout
     assert digests(path) == before
     db, queries, positives = world()
@@ -812,7 +864,7 @@ def test_the_command_trains_and_the_others_ask_with_it(stored: tuple[Path, Path]
 
 def test_the_command_resumes_and_speaks_json(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
-    words = ("--lr", 0.02, "--batch", 64, "--json", "--out")
+    words = ("--lr", 0.02, "--batch-size", 64, "--json", "--out")
     whole = json.loads(run("train", path, pairs, *words, tmp_path / "a.pt", "--epochs", 4).stdout)
     file = tmp_path / "run.ckpt"
     run("train", path, pairs, *words, tmp_path / "b.pt", "--epochs", 2, "--checkpoint", file)
@@ -855,7 +907,9 @@ def test_what_the_command_refuses(stored: tuple[Path, Path], tmp_path: Path) -> 
     assert "narrow.jsonl line 1: the query has 1 numbers but this database is 8 wide" in fails(
         "train", path, narrow, *out
     )
-    assert "k and rtol are both given (3, 0.1)" in fails("train", path, pairs, *out, "-k", 3, "--rtol", 0.1)
+    assert "k and a tolerance are both given (k 3, rtol 0.1" in fails(
+        "train", path, pairs, *out, "-k", 3, "--rtol", 0.1
+    )
     assert "holdout is 1;" in fails("train", path, pairs, *out, "--holdout", 1)
     assert "give a file in a folder that is there" in fails("train", path, pairs, "--out", tmp_path / "no" / "p.pt")
     texts = write(tmp_path / "texts.jsonl", {"query": "a", "positives": "r0"})

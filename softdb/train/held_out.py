@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
@@ -62,8 +63,8 @@ def ranked(
         asked, mine = queries[start : start + BATCH], positives[start : start + BATCH]
         hits = db.search(asked if projection is None else projection(asked), DEPTH, exact=True)
         rows = db._store.locate([one for ids in mine for one in ids])[1]
-        right = np.full((len(mine), max(map(len, mine))), -2)  # -1 stands in hits where there are none
-        right[np.arange(right.shape[1]) < np.array([[len(ids)] for ids in mine])] = np.where(rows < 0, -2, rows)
+        # -2: -1 stands in hits where there are none
+        right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)
         places.append(_first(hits.rows.cpu().numpy(), right))
     ranks = np.concatenate(places)
     return Ranking(float((ranks <= 1).mean()), float((ranks <= 10).mean()), float((1 / ranks).mean()), len(ranks))
@@ -93,7 +94,7 @@ class Split(NamedTuple):
 def split(
     queries: Tensor,  # (m, d)
     positives: list[list[Id]],  # m
-    holdout: float,
+    holdout: Any,  # a share, or (m,) bool, True = held out
     choose: bool,
     seed: int,
 ) -> Split:
@@ -103,27 +104,56 @@ def split(
     such a group goes to one side whole, so that no right answer of a held-out query was ever trained on. Groups come
     in random order, and one that is too large for what is left of a side is passed over.
 
-    Raises BadInput where a side stays empty.
+    Raises BadInput where a side stays empty, or a right record is on both sides of the caller's choice.
     """
-    groups = _groups(queries, positives)
-    mixed = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     m = len(positives)
-    held = round(m * holdout)
     sides: list[list[int]] = [[], [], []]
-    room = [m, held // 2 if choose else 0, held - held // 2 if choose else held]
-    for i in mixed:
-        side = next(side for side in (2, 1, 0) if len(sides[side]) + len(groups[i]) <= room[side])
-        sides[side] += groups[i]
+    if isinstance(holdout, np.ndarray | Tensor):
+        named = _named(holdout, positives)
+        sides[0], mine = np.flatnonzero(~named).tolist(), np.flatnonzero(named).tolist()
+        groups = [[mine[i] for i in group] for group in _groups(queries[mine], [positives[i] for i in mine])]
+        held_out, share = len(mine), len(mine) / max(1, m)
+    else:
+        groups, held_out, share = _groups(queries, positives), round(m * holdout), holdout
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    room = [m, held_out // 2 if choose else 0, held_out - held_out // 2 if choose else held_out]
+    last = 1 if choose and sides[0] else 0  # a group too large for what is left: to choose by, where not to train on
+    for i in order:
+        fits = (side for side in (2, 1, 0) if len(sides[side]) + len(groups[i]) <= room[side])
+        sides[max(next(fits), last)] += groups[i]
     if not sides[0] or not sides[2] or (choose and not sides[1]):
-        largest = max(map(len, groups), default=0)
-        parts = 2 if choose else 1
-        enough = max(math.floor((parts - 0.5) / holdout) + 1, math.floor(0.5 / (1 - holdout)) + 1, parts + 1)
-        raise BadInput(
-            f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {holdout:g} are "
-            f"held out: queries that share a positive stay together; give more pairs, such as {enough:,} that share "
-            "none, another holdout, or patience None (--patience 0 on the command line)"
-        )
+        _refuse_empty(m, groups, share, choose)
     return Split(*(torch.tensor(sorted(side), dtype=torch.int64) for side in sides))
+
+
+def _named(holdout: Any, positives: list[list[Id]]) -> NDArray[np.bool_]:  # (m,)
+    """Which queries the caller holds out. Raises BadInput where one shares a right record with a training query."""
+    found, m = np.asarray(holdout.cpu() if isinstance(holdout, Tensor) else holdout), len(positives)
+    if found.dtype != np.bool_ or found.shape != (m,):
+        raise BadInput(
+            f"holdout has dtype {found.dtype} and shape {found.shape}; expected a share between 0 and 1, or ({m},) "
+            "bool, True = held out"
+        )
+    trained = {name for i in np.flatnonzero(~found) for name in positives[i]}
+    shared = [i for i in np.flatnonzero(found).tolist() if not trained.isdisjoint(positives[i])]
+    if shared:
+        raise BadInput(
+            f"{len(shared)} held-out queries, the first is query {shared[0]}, share a right record with a training "
+            "query; hold out all queries of a record, or none"
+        )
+    return found
+
+
+def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -> None:
+    largest, parts = max(map(len, groups), default=0), 2 if choose else 1
+    enough = parts + 1
+    if 0 < share < 1:
+        enough = max(math.floor((parts - 0.5) / share) + 1, math.floor(0.5 / (1 - share)) + 1, enough)
+    raise BadInput(
+        f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {share:g} are "
+        f"held out: queries that share a positive stay together; give more pairs, such as {enough:,} that share "
+        "none, another holdout, or patience None (--patience 0 on the command line)"
+    )
 
 
 def _groups(
