@@ -48,13 +48,13 @@ def main() -> None:
     held_out = torch.linspace(0, 5, 101).unsqueeze(1)
     with filled(x, y) as db:
         learned = KernelRegressor(db)
-        silverman = KernelRegressor(db, learn=False)
+        silverman = KernelRegressor(db, learnable=False)
         learned.fit()
         models = [
-            ("narrow", KernelRegressor(db, bandwidth=0.02, learn=False)),
+            ("narrow", KernelRegressor(db, bandwidth=0.02, learnable=False)),
             ("learned", learned),
             ("silverman", silverman),
-            ("wide", KernelRegressor(db, bandwidth=1.0, learn=False)),
+            ("wide", KernelRegressor(db, bandwidth=1.0, learnable=False)),
         ]
         print("bandwidth         h    error")
         for name, model in models:

@@ -439,7 +439,7 @@ def _values(
     width: int,  # v
 ) -> tuple[Tensor, int | None]:  # (q, k, v) or labels (q, k), how many classes
     """Values of candidates. Rows do not change, but a record deleted since may have left the files: StaleRead."""
-    snapshot = db._store.snapshot  # `get` would read every payload too
+    snapshot, _ = db.view()  # `get` would read every payload too
     if not snapshot.size:
         return torch.zeros(*rows.shape, width), None
     found = snapshot.positions(rows.cpu().numpy())

@@ -75,7 +75,7 @@ def hard_attention(
     count = check.integer(n, "n")
     query, snapshot = handle(db)._soft(queries, temperature, score, None, where, None)
     generator = torch.default_generator if generator is None else generator
-    samples = drawn(query, snapshot, count, generator, db._store.read)
+    samples = drawn(query, snapshot, count, generator, db.resolve)
     positions = snapshot.positions(samples.hits.rows.cpu().numpy())
     values = samples.log_prob.new_zeros(*positions.shape, query.pooled_dim)
     if snapshot.size:
@@ -222,7 +222,7 @@ def straight_through(
         if values.is_floating_point():
             return weights @ values.to(weights)
         return weights.new_zeros(len(weights), query.pooled_dim).index_add(1, values, weights)
-    find = functools.partial(db._finder.find_folded, snapshot)
+    find = functools.partial(db.finder.find_folded, snapshot)
     positions = candidates(query, snapshot, count, find).positions
     scores = score_rows(query.score, query.queries, snapshot, positions)
     weights = _drawn_weights(scores, query.temperature, relaxation, generator)

@@ -203,7 +203,7 @@ def label_loss(
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
     reduce = _reduce(reduction)
-    classes = handle(db)._store.schema.num_classes
+    classes = handle(db).schema.num_classes
     if classes is None:
         raise BadInput("this database holds no labels; open one with num_classes=, or use pooled_loss")
     share = check.share(interpolation, "interpolation")
@@ -261,7 +261,7 @@ def pooled_loss(
 def _over_union(db: SoftDB, ask: Positives, k: int) -> Tensor:  # (q,)
     """The loss where the records are the k nearest and the positives."""
     query, snapshot, positions = ask
-    find = functools.partial(db._finder.find_folded, snapshot)
+    find = functools.partial(db.finder.find_folded, snapshot)
     nearest = candidates(query, snapshot, k, find).positions
     union = np.concatenate([positions, without(nearest, positions)], 1)
     scores = score_rows(query.score, query.queries, snapshot, union)

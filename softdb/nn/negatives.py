@@ -24,7 +24,7 @@ def mined(
     query, snapshot, positions = ask
     if not count:
         return np.full((len(positions), 0), -1, np.int64)
-    find = functools.partial(db._finder.find_folded, snapshot)
+    find = functools.partial(db.finder.find_folded, snapshot)
     width = skip + pool + positions.shape[1]
     nearest = without(candidates(query, snapshot, width, find).positions, positions)
     rank = (nearest >= 0).cumsum(1) - 1

@@ -48,7 +48,7 @@ def asked(
     query, snapshot = db._soft(queries, temperature, score, None, where, None)
     lists = _lists(positives, len(query.queries))
     names = [one for mine in lists for one in mine]
-    found = snapshot.positions(db._store.require(names)[1]) if names else np.zeros(0, np.int64)
+    found = snapshot.positions(db.locate(names, required=True)[1]) if names else np.zeros(0, np.int64)
     if (gone := ~snapshot.live[found] | (found < 0)).any():
         raise StaleRead(f"positive {shown(names[int(gone.argmax())])} was replaced during the call; call again")
     if query.allowed is not None and (outside := ~query.allowed[found]).any():
@@ -63,7 +63,7 @@ def handle(db: object) -> SoftDB:
     """An open database. Raises BadInput for something else, Closed for a closed one."""
     if not isinstance(db, SoftDB):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-    db._store.require_open()
+    db.require_open()
     return db
 
 

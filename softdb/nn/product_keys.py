@@ -35,7 +35,7 @@ class ProductKeys(torch.nn.Module):
         dim: width of the input, and of each head's query unless `key_dim` says otherwise.
         num_keys: m, entries of each codebook; the memory has m² slots.
         value_dim: v, width of the output.
-        heads: how many queries an input asks.
+        num_heads: how many queries an input asks.
         k: slots pooled for each head.
         key_dim: d, width of a head's query and of a key; even.
         query_norm: whether queries pass a batch norm, so that more of the slots are used (section 3.1 there; it wants
@@ -45,7 +45,7 @@ class ProductKeys(torch.nn.Module):
 
     Raises BadInput for widths that cannot be, or k above m².
 
-    >>> memory = ProductKeys(8, num_keys=16, value_dim=3, heads=2, k=4)
+    >>> memory = ProductKeys(8, num_keys=16, value_dim=3, num_heads=2, k=4)
     >>> memory(torch.ones(5, 8)).shape
     torch.Size([5, 3])
     """
@@ -55,7 +55,7 @@ class ProductKeys(torch.nn.Module):
         dim: int,
         num_keys: int,
         value_dim: int,
-        heads: int = 4,
+        num_heads: int = 4,
         k: int = 32,
         *,
         key_dim: int | None = None,
@@ -65,15 +65,15 @@ class ProductKeys(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.num_keys = integer(dim, "dim"), integer(num_keys, "num_keys")
-        self.value_dim, self.heads = integer(value_dim, "value_dim"), integer(heads, "heads")
+        self.value_dim, self.num_heads = integer(value_dim, "value_dim"), integer(num_heads, "num_heads")
         self.key_dim = integer(dim if key_dim is None else key_dim, "key_dim", 2)
         if self.key_dim % 2:
             raise BadInput(f"key_dim is {self.key_dim}; expected an even width: a key is a pair of halves")
         self.k = integer(k, "k", 1, self.num_keys**2)
         made = {"device": device, "dtype": dtype}
-        self.query = torch.nn.Linear(self.dim, self.heads * self.key_dim, **made)  # type: ignore[arg-type]
-        self.norm = torch.nn.BatchNorm1d(self.heads * self.key_dim, **made) if query_norm else None  # type: ignore[arg-type]
-        halves = torch.empty(self.heads, 2, self.num_keys, self.key_dim // 2, **made)  # type: ignore[arg-type]
+        self.query = torch.nn.Linear(self.dim, self.num_heads * self.key_dim, **made)  # type: ignore[arg-type]
+        self.norm = torch.nn.BatchNorm1d(self.num_heads * self.key_dim, **made) if query_norm else None  # type: ignore[arg-type]
+        halves = torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **made)  # type: ignore[arg-type]
         self.keys = torch.nn.Parameter(halves)
         self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **made))  # type: ignore[arg-type]
         self.reset_parameters()
@@ -90,8 +90,8 @@ class ProductKeys(torch.nn.Module):
     def extra_repr(self) -> str:
         """The slots and the widths."""
         return (
-            f"{self.num_keys**2} slots, dim={self.dim}, value_dim={self.value_dim}, heads={self.heads}, k={self.k}, "
-            f"key_dim={self.key_dim}"
+            f"{self.num_keys**2} slots, dim={self.dim}, value_dim={self.value_dim}, num_heads={self.num_heads}, "
+            f"k={self.k}, key_dim={self.key_dim}"
         )
 
     def forward(
@@ -101,7 +101,7 @@ class ProductKeys(torch.nn.Module):
         """What the memory holds for each input, summed over heads. Raises BadInput for inputs that do not fit."""
         slots, scores = self.find(inputs)
         weights = scores.softmax(-1)
-        flat = (-1, self.heads * self.k)
+        flat = (-1, self.num_heads * self.k)
         output = F.embedding_bag(
             slots.reshape(flat),
             self.values,
@@ -126,7 +126,7 @@ class ProductKeys(torch.nn.Module):
         left, right = _pairs(kept, self.k, scores.device)
         best, which = (scores[..., left] + others[..., right]).topk(self.k)  # (q, heads, k)
         slots = firsts.gather(-1, left[which]) * self.num_keys + seconds.gather(-1, right[which])
-        shape = (*inputs.shape[:-1], self.heads, self.k)
+        shape = (*inputs.shape[:-1], self.num_heads, self.k)
         return slots.view(shape), best.view(shape)
 
     def _queries(
@@ -151,7 +151,7 @@ class ProductKeys(torch.nn.Module):
             queries = self.norm(queries)
         if not bool(queries.detach().isfinite().all()):
             raise BadInput("queries hold NaN or infinity; repair the inputs, or begin training anew with smaller steps")
-        return queries.view(len(flat), self.heads, 2, self.key_dim // 2)
+        return queries.view(len(flat), self.num_heads, 2, self.key_dim // 2)
 
     def _require_dtype(self, inputs: Tensor) -> None:
         mine, double = self.query.weight.dtype, torch.float64 in (inputs.dtype, self.query.weight.dtype)

@@ -38,24 +38,24 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         bandwidth: Bandwidth | None = None,  # h, or (d,)
         *,
         per_coordinate: bool = False,
-        learn: bool = True,
+        learnable: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
         self._require_values(db.stats())
         made = _kernel(kernel)
-        if learn and made is Boxcar:
+        if learnable and made is Boxcar:
             raise BadInput(
-                "the boxcar kernel has no gradient to its bandwidth; pass learn=False, with the bandwidth of "
+                "the boxcar kernel has no gradient to its bandwidth; pass learnable=False, with the bandwidth of "
                 "softdb.scores.leave_one_out, or use epanechnikov"
             )
         self._held = Held(db)
         h = self._bandwidth(bandwidth, per_coordinate)
-        if learn:  # a parameter in the dtype of the tensor given, or of other parameters
+        if learnable:  # a parameter in the dtype of the tensor given, or of other parameters
             floating = isinstance(bandwidth, Tensor) and bandwidth.is_floating_point()
             h = h.to(bandwidth.dtype if isinstance(bandwidth, Tensor) and floating else torch.get_default_dtype())
-        self.kernel = made(h, learnable=learn)
+        self.kernel = made(h, learnable=learnable)
 
     @property
     def db(self) -> SoftDB:
@@ -96,7 +96,7 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         Differentiable in the bandwidth: their distance is what to train it by. Cost b n (d + v), and a mask of b n
         bits; the database must not change meanwhile. Raises BadInput for places that it does not have.
         """
-        snapshot = self.db._store.snapshot  # `scan` would read every payload too
+        snapshot, _ = self.db.view()  # `scan` would read every payload too
         chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
         if not len(chosen):
             return torch.zeros(0, self._width), torch.zeros(0, self._width)
@@ -110,25 +110,25 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         told = self(keys, mask=others)
         return told, self._truth(snapshot.values_at(positions)).to(told)
 
-    def fit(self, *, steps: int = 100, lr: float = 0.1, batch: int = 1024, seed: int = 0) -> list[float]:
+    def fit(self, *, steps: int = 100, lr: float = 0.1, batch_size: int = 1024, seed: int = 0) -> list[float]:
         """Train the bandwidth by the leave-one-out error, mean ‖told - true‖², with Adam; the error of each step.
 
         The objective of `softdb.scores.leave_one_out`, which searches one bandwidth and needs all distances; this
-        trains one for each coordinate too, on `batch` records a step, drawn by `seed` (on all, where there are no
+        trains one for each coordinate too, on `batch_size` records a step, drawn by `seed` (on all, where there are no
         more). It finds a minimum near where it starts. A compact kernel must start wide enough to reach some other
         record from most of them: where it reaches none, zeros are told and nothing pulls.
 
-        Cost steps · batch n (d + v). Raises BadInput for settings that make no sense, fewer than two records, and a
-        bandwidth that is not learnt; Closed for a closed database.
+        Cost steps · batch_size n (d + v). Raises BadInput for settings that make no sense, fewer than two records, and
+        a bandwidth that is not learnt; Closed for a closed database.
         """
-        count, width = check.integer(steps, "steps"), check.integer(batch, "batch")
-        rate = check.positive(lr, "lr")
+        count, width = check.integer(steps, "steps"), check.integer(batch_size, "batch_size")
+        lr = check.positive(lr, "lr")
         n, draws = len(self.db), torch.Generator().manual_seed(check.integer(seed, "seed", low=0))
         if not self.kernel.learnable:
-            raise BadInput("fit: the bandwidth is not learnt; make the module with learn=True")
+            raise BadInput("fit: the bandwidth is not learnt; make the module with learnable=True")
         if n < 2:
             raise BadInput(f"fit: {n} records cannot be told from each other; insert at least 2")
-        optimiser = torch.optim.Adam(self.parameters(), lr=rate)
+        optimiser = torch.optim.Adam(self.parameters(), lr=lr)
         errors = []
         for _ in range(count):
             places = None if width >= n else torch.randperm(n, generator=draws)[:width]
@@ -143,7 +143,7 @@ class _NadarayaWatson(torch.nn.Module, ABC):
 
     def _bandwidth(self, bandwidth: Bandwidth | None, per_coordinate: bool) -> Tensor:  # () or (d,) float64
         """Silverman's where none is given."""
-        snapshot, dim = self.db._store.snapshot, self.db.stats()["dim"]
+        (snapshot, _), dim = self.db.view(), self.db.schema.dim
         if bandwidth is None:
             keys = snapshot.keys_at(np.flatnonzero(snapshot.live)) if snapshot.count else torch.zeros(0, dim)
             return silverman(keys, per_coordinate)
@@ -184,7 +184,7 @@ class KernelRegressor(_NadarayaWatson):
         kernel: "gaussian", "laplacian", "epanechnikov", "triangular", "boxcar", or a class of `softdb.scores`.
         bandwidth: h, or one for each coordinate; None: Silverman's rule, for which all keys are read once.
         per_coordinate: one for each coordinate, from Silverman's rule or all alike at first.
-        learn: whether the bandwidth is a parameter.
+        learnable: whether the bandwidth is a parameter.
 
     Raises BadInput for a database without such values, an unknown kernel, a bandwidth that does not fit, and where
     Silverman's rule has none (fewer than two records, or all keys equal).

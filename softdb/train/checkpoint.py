@@ -59,13 +59,13 @@ def identity(
 
 def _keys(db: SoftDB, positives: list[list[Id]]) -> str:
     """A digest of some of the stored keys, and of the rows of the right records."""
-    snapshot = db._store.snapshot
+    snapshot, _ = db.view()
     live = np.flatnonzero(snapshot.live)
     digest = hashlib.blake2b(digest_size=16)
     if len(live):
         some = live[np.linspace(0, len(live) - 1, min(SAMPLE, len(live))).astype(np.int64)]
         digest.update(snapshot.keys_at(some).cpu().numpy().tobytes())
-    digest.update(db._store.locate([one for mine in positives for one in mine])[1].tobytes())
+    digest.update(db.locate([one for mine in positives for one in mine])[1].tobytes())
     return digest.hexdigest()
 
 

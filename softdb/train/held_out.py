@@ -62,7 +62,7 @@ def ranked(
     for start in range(0, len(queries), BATCH):
         asked, mine = queries[start : start + BATCH], positives[start : start + BATCH]
         hits = db.search(asked if projection is None else projection(asked), DEPTH, exact=True)
-        rows = db._store.locate([one for ids in mine for one in ids])[1]
+        rows = db.locate([one for ids in mine for one in ids])[1]
         # -2: -1 stands in hits where there are none
         right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)
         places.append(_first(hits.rows.cpu().numpy(), right))

@@ -46,7 +46,7 @@ class Pairs:
         Raises BadInput naming the first unknown ids and their lines, and the first line where queries have another
         width than the keys.
         """
-        dim = db._store.schema.dim
+        dim = db.schema.dim
         if isinstance(self.queries, list) and not self.is_text and len(self.queries[0]) != dim:
             raise BadInput(
                 f"{self.name} line {self.lines[0]}: the query has {len(self.queries[0])} numbers but this database is "
@@ -54,7 +54,7 @@ class Pairs:
             )
         if not self.typed:
             texts = sorted({one for mine in self.positives for one in mine if isinstance(one, str)})
-            rows = db._store.locate(list(texts))[1]
+            rows = db.locate(list(texts))[1]
             missing = [one for one, row in zip(texts, rows, strict=True) if row < 0 and _WHOLE.fullmatch(one)]
             numbers: dict[Id, Id] = {one: int(one) for one in missing if -(2**63) <= int(one) < 2**63}
             self.positives = [[numbers.get(one, one) for one in mine] for mine in self.positives]
@@ -64,7 +64,7 @@ class Pairs:
 def require_known(db: SoftDB, positives: list[list[Id]], places: list[str]) -> None:
     """BadInput naming the first ids that are not in the database, and where they stand."""
     flat = [one for mine in positives for one in mine]
-    rows = db._store.locate(flat)[1]
+    rows = db.locate(flat)[1]
     owners = np.repeat(np.arange(len(positives)), [len(mine) for mine in positives])
     missing = np.flatnonzero(rows < 0)
     if len(missing):

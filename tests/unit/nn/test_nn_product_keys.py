@@ -22,7 +22,7 @@ def _seeded() -> None:
 
 
 def made(**words: Any) -> ProductKeys:
-    return ProductKeys(**{"dim": 6, "num_keys": 7, "value_dim": 3, "heads": 2, "k": 5, **words}).double()
+    return ProductKeys(**{"dim": 6, "num_keys": 7, "value_dim": 3, "num_heads": 2, "k": 5, **words}).double()
 
 
 def every_score(memory: ProductKeys, inputs: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def every_score(memory: ProductKeys, inputs: Tensor) -> Tensor:
     queries = torch.nn.functional.linear(inputs, memory.query.weight, memory.query.bias)
     m, d = memory.num_keys, memory.key_dim
     found = []
-    for h in range(memory.heads):
+    for h in range(memory.num_heads):
         keys = torch.stack(
             [torch.cat([memory.keys[h, 0, i], memory.keys[h, 1, j]]) for i in range(m) for j in range(m)]
         )
@@ -44,7 +44,7 @@ def brute_force(memory: ProductKeys, inputs: Tensor) -> Tensor:
     rows = []
     for q in range(len(inputs)):
         row = torch.zeros(memory.value_dim, dtype=inputs.dtype)
-        for h in range(memory.heads):
+        for h in range(memory.num_heads):
             best, slots = scores[q, h].sort(descending=True)
             row = row + best[: memory.k].softmax(0) @ memory.values[slots[: memory.k]]
         rows.append(row)
@@ -53,7 +53,7 @@ def brute_force(memory: ProductKeys, inputs: Tensor) -> Tensor:
 
 SHAPES: list[dict[str, Any]] = [
     {},
-    {"heads": 1, "k": 1},
+    {"num_heads": 1, "k": 1},
     {"num_keys": 3, "k": 9},  # every slot
     {"num_keys": 4, "k": 11},  # more than a codebook has
     {"num_keys": 1, "k": 1},
@@ -131,7 +131,7 @@ def test_values_get_the_gradient_of_the_slots_found_and_no_more() -> None:
 
 
 def test_a_step_holds_no_gradient_as_large_as_the_memory() -> None:
-    memory = ProductKeys(16, num_keys=256, value_dim=64, heads=1, k=4)
+    memory = ProductKeys(16, num_keys=256, value_dim=64, num_heads=1, k=4)
     memory(torch.randn(2, 16)).sum().backward()
     grad = memory.values.grad
     assert grad is not None
@@ -139,7 +139,7 @@ def test_a_step_holds_no_gradient_as_large_as_the_memory() -> None:
 
 
 def test_it_learns_to_recall() -> None:
-    memory = ProductKeys(8, num_keys=12, value_dim=4, heads=2, k=8)
+    memory = ProductKeys(8, num_keys=12, value_dim=4, num_heads=2, k=8)
     inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
     others = [p for name, p in memory.named_parameters() if name != "values"]
     sparse: torch.optim.Optimizer = torch.optim.SparseAdam([memory.values], lr=0.03)
@@ -203,7 +203,7 @@ def test_state_and_copies_answer_alike() -> None:
         ({"key_dim": 1}, "key_dim is 1; expected a whole number at least 2"),
         ({"k": 50}, "k is 50; expected a whole number from 1 to 49"),
         ({"num_keys": 0}, "num_keys is 0; expected a whole number at least 1"),
-        ({"heads": 1.5}, "heads is 1.5; expected a whole number at least 1"),
+        ({"num_heads": 1.5}, "num_heads is 1.5; expected a whole number at least 1"),
         ({"value_dim": -1}, "value_dim is -1"),
         ({"dim": 7}, "key_dim is 7; expected an even width"),
     ],
@@ -226,7 +226,7 @@ def test_inputs_that_do_not_fit() -> None:
 
 
 def test_inputs_of_another_dtype() -> None:
-    memory = ProductKeys(6, num_keys=5, value_dim=3, heads=2, k=4)
+    memory = ProductKeys(6, num_keys=5, value_dim=3, num_heads=2, k=4)
     with pytest.raises(BadInput, match=r"inputs are torch.float64 but this memory is torch.float32"):
         memory(torch.zeros(2, 6, dtype=torch.float64))
     with torch.autocast("cpu"):

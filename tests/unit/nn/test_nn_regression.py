@@ -92,7 +92,7 @@ def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor,
 def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> None:
     keys, values = keys_of(), torch.randn(N, V)
     bandwidth = h[0] if h[0] == h[1] else torch.tensor(h)
-    model = KernelRegressor(regression(keys, values), name, bandwidth, learn=False)
+    model = KernelRegressor(regression(keys, values), name, bandwidth, learnable=False)
     queries = torch.cat([torch.randn(6, D), keys[:3], torch.full((1, D), 50.0)])
     told = model(queries)
     for x, found in zip(queries, told, strict=True):
@@ -130,7 +130,7 @@ def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
     keys, values = keys_of(), torch.randn(N, V)
     db = regression(keys, values)
     db.update(list(range(N)), payloads=[{"odd": i % 2 == 1} for i in range(N)])
-    model, queries = KernelRegressor(db, bandwidth=0.7, learn=False), torch.randn(4, D)
+    model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
     odd = torch.arange(N) % 2 == 1
     expected = torch.stack([by_loops("gaussian", [0.7] * D, x, keys[odd], values[odd]) for x in queries]).float()
     torch.testing.assert_close(model(queries, where={"odd": True}), expected, rtol=1e-5, atol=1e-5)
@@ -143,7 +143,7 @@ def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
 def test_what_is_inserted_or_deleted_counts_at_once() -> None:
     keys, values = keys_of(), torch.randn(N, V)
     db = regression(keys, values)
-    model, queries = KernelRegressor(db, bandwidth=0.7, learn=False), torch.randn(4, D)
+    model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
     before = model(queries)
     db.insert([100], queries[:1], [[9.0] * V])
     assert float((model(queries)[0] - before[0]).abs().max()) > 0.1
@@ -198,7 +198,7 @@ def test_each_record_is_told_from_all_others(name: str) -> None:
     db.delete([4, 11])  # places are of what is left
     left = torch.tensor([i for i in range(N) if i not in (4, 11)])
     keys, values = keys[left], values[left]
-    model = KernelRegressor(db, name, 0.8, learn=False)
+    model = KernelRegressor(db, name, 0.8, learnable=False)
     told, true = model.leave_one_out()
     assert torch.equal(true, values)
     for i in range(len(left)):
@@ -243,7 +243,7 @@ def test_fit_finds_which_coordinate_counts() -> None:
     x, y = wave(100)
     keys = torch.cat([x, torch.rand(100, 1) * 5], dim=1)
     model = KernelRegressor(regression(keys, y), per_coordinate=True)
-    model.fit(batch=64)
+    model.fit(batch_size=64)
     counts, idle = model.kernel.bandwidth.tolist()
     assert counts < 0.5
     assert idle > 10 * counts
@@ -265,7 +265,7 @@ def test_fit_is_the_same_each_time_by_its_seed() -> None:
     found = []
     for seed in (1, 1, 2):
         model = KernelRegressor(regression(x, y))
-        found.append(model.fit(steps=5, batch=16, seed=seed))
+        found.append(model.fit(steps=5, batch_size=16, seed=seed))
     assert found[0] == found[1] != found[2]
     assert len(found[0]) == 5
 
@@ -302,7 +302,7 @@ def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
     other = KernelRegressor(db, bandwidth=3.0)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(torch.ones(1, D)), model(torch.ones(1, D)))
-    assert list(KernelRegressor(db, learn=False).parameters()) == []
+    assert list(KernelRegressor(db, learnable=False).parameters()) == []
     assert isinstance(KernelRegressor(db, Gaussian).kernel, Gaussian)
 
 
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for kernel in ("cosine", Constant, 3):
         with pytest.raises(BadInput, match=r"kernel is .*; expected one of gaussian, laplacian, epanechnikov"):
             KernelRegressor(numbers, kernel)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"the boxcar kernel has no gradient to its bandwidth; pass learn=False"):
+    with pytest.raises(BadInput, match=r"the boxcar kernel has no gradient to its bandwidth; pass learnable=False"):
         KernelRegressor(numbers, "boxcar")
     with pytest.raises(BadInput, match=r"bandwidth is -1; expected finite numbers above 0"):
         KernelRegressor(numbers, bandwidth=-1)
@@ -350,12 +350,12 @@ def test_places_and_settings_that_make_no_sense_are_refused() -> None:
             model.leave_one_out(bad)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"steps is 0; expected a whole number at least 1"):
         model.fit(steps=0)
-    with pytest.raises(BadInput, match=r"batch is 0; expected a whole number at least 1"):
-        model.fit(batch=0)
+    with pytest.raises(BadInput, match=r"batch_size is 0; expected a whole number at least 1"):
+        model.fit(batch_size=0)
     with pytest.raises(BadInput, match=r"lr is 0; expected a finite number above 0"):
         model.fit(lr=0)
-    with pytest.raises(BadInput, match=r"fit: the bandwidth is not learnt; make the module with learn=True"):
-        KernelRegressor(db, learn=False).fit()
+    with pytest.raises(BadInput, match=r"fit: the bandwidth is not learnt; make the module with learnable=True"):
+        KernelRegressor(db, learnable=False).fit()
     db.close()
     with pytest.raises(Closed, match=r"closed"):
         model(torch.ones(1, D))
