@@ -276,7 +276,7 @@ def main() -> None:
             "command": command(),
             "commit": commit(),
             "data": {"name": given.data.split(":")[0], "n": len(world.keys), "dim": world.keys.shape[1]},
-            "index_mib": round(world.report["bytes"] / MIB, 1),
+            "index_mib": round(world.report.bytes / MIB, 1),
         }
         temperatures = (0.02, 0.05, 0.2)
         result["tolerance"] = [tolerance(world, temperature, 0.05) for temperature in (0.02, 0.05)]

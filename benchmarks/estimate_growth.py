@@ -51,7 +51,7 @@ def grown(n: int, folder: Path) -> dict[str, Any]:
             whole.append((time.perf_counter() - start) * 1e3)
     return {
         "n": n,
-        "index_mib": round(report["bytes"] / MIB, 1),
+        "index_mib": round(report.bytes / MIB, 1),
         "within": round(float((error <= RTOL).float().mean()), 3),
         "mean_error": round(float(error.mean()), 4),
         "exact_answers": int(pooled.exact.sum()),

@@ -106,7 +106,7 @@ class Ours(Engine):
                 part = slice(low, min(world.n, low + (1 << 16)))
                 self.db.insert(range(part.start, part.stop), world.keys[part], world.values[part])
             self.db.build_index("ivf", recall=world.recall, k=world.k, queries=world.queries())
-        self.index = self.db.stats()["index"]
+        self.index = self.db.stats().index
         self.memory = Memory(self.db, k=world.k)
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,7 +323,7 @@ def measured(n: int, given: argparse.Namespace) -> dict[str, Any]:
         engines.clear()
         memory = {name: memory_of(name, n, folder, given) for name in names}
     return {
-        "index": {name: ours.index[name] for name in ("codes", "lists", "nprobe", "candidates", "recall")},
+        "index": {name: getattr(ours.index, name) for name in ("codes", "lists", "nprobe", "fetch_k", "recall")},
         "checks": checks,
         "ms": times,
         "trains": {name: ENGINES[name].trains for name in names},

@@ -124,8 +124,8 @@ def measured(norms: str, given: argparse.Namespace, folder: Path) -> dict[str, A
     world = World(norms, given.n, given.dim, given.queries, folder)
     result: dict[str, Any] = {
         "norms": norms,
-        "index": {name: world.report[name] for name in ("codes", "nprobe", "candidates", "outliers", "recall")},
-        "recall_by_norm": world.report["recall_by_norm"],
+        "index": {name: getattr(world.report, name) for name in ("codes", "nprobe", "fetch_k", "outliers", "recall")},
+        "recall_by_norm": world.report.recall_by_norm,
         "build_seconds": round(world.seconds, 1),
         "on": world.recalls(world.on),
         "off": world.recalls(world.off),

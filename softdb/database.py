@@ -35,6 +35,8 @@ from softdb.check import Array, Id, Schema
 from softdb.errors import BadInput, ReadOnly, SoftDBError, StaleRead, WriteFailed
 from softdb.index import Finder
 from softdb.index.background import Build
+from softdb.index.choose import Progress
+from softdb.reports import CompactReport, IndexReport, SnapshotReport, Stats
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.store import Batch, Snapshot, Store
 from softdb.store.compact import compact
@@ -426,10 +428,10 @@ class SoftDB:
         k: int = 10,
         queries: Any = None,
         memory: int | str | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | None = None,
         background: Literal[False] = False,
         device: Any = None,
-    ) -> dict[str, Any]: ...
+    ) -> IndexReport: ...
 
     @overload
     def build_index(
@@ -441,10 +443,10 @@ class SoftDB:
         k: int = 10,
         queries: Any = None,
         memory: int | str | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | None = None,
         background: Literal[True],
         device: Any = None,
-    ) -> Build: ...
+    ) -> Build[IndexReport]: ...
 
     @_verb
     def build_index(
@@ -455,10 +457,10 @@ class SoftDB:
         k: int = 10,
         queries: Any = None,
         memory: int | str | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | None = None,
         background: bool = False,
         device: Any = None,
-    ) -> dict[str, Any] | Build:
+    ) -> IndexReport | Build[IndexReport]:
         """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
 
         A build that is interrupted, or that fails, leaves the old index in use. Reading and writing may go on meanwhile
@@ -475,9 +477,9 @@ class SoftDB:
             progress: called with what is being done, how much of it is done, and the whole.
             background: return at once a `softdb.index.background.Build`: `.done`, `.progress`, `.cancel()`, and
                 `.result(timeout)`, the report. Closing the database cancels it. `progress` is called in its thread.
-            device: where this handle searches from then on, "cpu", "cuda" or "cuda:1"; None: as before, at first where
-                the database was opened. On a GPU "ivf" has 8-bit codes, "hnsw" and "ivf-rabitq" do not exist, and
-                memory is the GPU's; the cache is an index that a CPU reads, too.
+            device: where this handle computes from then on, "cpu", "cuda" or "cuda:1", as `db.device` says; None: as
+                before. On a GPU "ivf" has 8-bit codes, "hnsw" and "ivf-rabitq" do not exist, and memory is the GPU's;
+                the cache is an index that a CPU reads, too.
 
         Raises:
             BadInput: no index meets the memory, or none that does reaches the recall; the message says what would do.
@@ -491,8 +493,9 @@ class SoftDB:
             raise BadInput(f"background is {check.shown(background)}; expected True or False")
         if asked is not None and background:
             asked = asked.clone()  # the caller may go on to change what was given
-        work = self._finder.builder(kind, recall, check.integer(k, "k"), asked, memory, check.device(device))
-        build = self._finder.begin(functools.partial(self._build_index, work), progress)
+        where = check.device(device)
+        work = self._finder.builder(kind, recall, check.integer(k, "k"), asked, memory, where)
+        build = self._finder.begin(functools.partial(self._build_index, work, where), progress)
         if not background:
             return build.run()
         build.start()
@@ -500,13 +503,15 @@ class SoftDB:
 
     @_verb
     def _build_index(
-        self, work: Callable[[Callable[[str, int, int], None]], dict[str, Any]], say: Callable[[str, int, int], None]
-    ) -> dict[str, Any]:
+        self, work: Callable[[Progress], IndexReport], device: torch.device | None, say: Progress
+    ) -> IndexReport:
         with _index_kept():
-            return work(say)
+            report = work(say)
+        self._device = self._device if device is None else device
+        return report
 
     @_verb
-    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Any = None) -> dict[str, Any]:
+    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Any = None) -> IndexReport:
         """Measure the index's recall anew and change how hard it looks, not its codes; returns the report.
 
         After many changes, or for queries of another kind than it was tuned for. Costs the exact search of 512 queries.
@@ -526,7 +531,7 @@ class SoftDB:
     def watch(self, share: float = 0.01, window: int = 500) -> None:
         """How closely this handle watches the recall of its searches by the index; it does so from the beginning.
 
-        Now and then one query of a batch is also searched exactly, after the batch was answered. `stats()["index"]`
+        Now and then one query of a batch is also searched exactly, after the batch was answered. `stats().index`
         shows the share of the true nearest that such queries were given (`live_recall`) and how many were checked; a
         `RecallWarning` says, once until the index is built or tuned anew, that it is surely below the target.
 
@@ -538,6 +543,61 @@ class SoftDB:
 
     # -- the handle ------------------------------------------------------------------------------------------------
 
+    @property
+    def path(self) -> Path | None:
+        """Its directory; None in memory."""
+        return self._store.path
+
+    @property
+    def mode(self) -> str:
+        """ "rw", or "r" for a handle that only reads."""
+        return self._store.mode
+
+    @property
+    def device(self) -> torch.device:
+        """Where this handle computes: queries that are no tensors are answered there, and the index is searched there.
+
+        Given to `softdb.open`, changed by `build_index(device=)`. A tensor is answered where it lies.
+        """
+        return torch.device("cpu") if self._device is None else self._device
+
+    @property
+    def dim(self) -> int:
+        """d, the width of a key."""
+        return self._store.schema.dim
+
+    @property
+    def value_dim(self) -> int | None:
+        """v, the width of a value; None where values are labels, or the keys themselves."""
+        return self._store.schema.value_dim
+
+    @property
+    def num_classes(self) -> int | None:
+        """Values are integer labels below this; None where they are not labels."""
+        return self._store.schema.num_classes
+
+    @property
+    def dtype(self) -> str:
+        """How vectors are stored, "float32" or "float16"."""
+        return self._store.schema.dtype.name
+
+    @property
+    def metric(self) -> str:
+        """How queries and keys are compared: "dot", "cosine" or "l2"."""
+        return self._store.schema.metric.value
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change; a reader's is the one that it sees until `refresh()`."""
+        self._store.require_open()
+        return self._store.snapshot.generation
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Declared fields of the payload, sorted."""
+        self._store.require_open()
+        return tuple(self._store.fields())
+
     @_verb
     def refresh(self) -> int:
         """See what other processes have committed since, and return the generation. A writer sees all at once."""
@@ -545,13 +605,11 @@ class SoftDB:
         return self._store.refresh()
 
     @_verb
-    def compact(self) -> dict[str, Any]:
+    def compact(self) -> CompactReport:
         """Remove from disk, and from the index, what was deleted or replaced; answers and rows stay what they are.
 
         Reading and writing go on meanwhile, here and in other processes; readers see the new files after `refresh()`.
         A crash at any moment loses nothing. Cost: see `softdb.store.compact.compact`.
-
-        Returns records, rows removed, segments and bytes on disk before and after.
 
         Raises:
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
@@ -562,17 +620,17 @@ class SoftDB:
             self._finder.compact()
         except OSError as error:  # a cache: it serves this handle, and is written again at the end
             _log.warning("the index of what is left could not be kept: %s", error)
-        return {**report, "bytes": self._store.occupied()}
+        return dataclasses.replace(report, bytes=self._store.occupied())
 
     @_verb
-    def snapshot(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
         """Copy the newest generation to another directory, consistent while writing goes on; it opens by itself.
 
         Args:
             path: a directory that does not exist or is empty. A database in memory is saved there.
 
-        Returns path, records, generation and bytes of the copy. Raises BadInput for another path, and WriteFailed where
-        the disk refuses: then nothing of the copy is left, and this handle goes on.
+        Raises BadInput for another path, and WriteFailed where the disk refuses: then nothing of the copy is left, and
+        this handle goes on.
         """
         if not isinstance(path, str | os.PathLike):
             raise BadInput(f"path is {check.shown(path)}; expected the path of a new directory")
@@ -584,27 +642,27 @@ class SoftDB:
         return verify(self._store)
 
     @_verb
-    def stats(self) -> dict[str, Any]:
-        """What the database is, holds and occupies."""
-        snapshot, schema, path = self._store.snapshot, self._store.schema, self._store.path
-        return {
-            "path": None if path is None else str(path),
-            "mode": self._store.mode,
-            "durability": "relaxed" if self._store.relaxed else "full",
-            "unflushed": self._store.waiting,  # changes that are not on disk
-            "records": snapshot.count,
-            "dead": snapshot.size - snapshot.count,
-            "dim": schema.dim,
-            "value_dim": schema.value_dim,
-            "num_classes": schema.num_classes,
-            "dtype": schema.dtype.name,
-            "metric": schema.metric.value,
-            "generation": snapshot.generation,
-            "segments": len(snapshot.segments),
-            "fields": list(self._store.fields()),
-            "bytes": self._store.occupied(),
-            "index": self._finder.report(),
-        }
+    def stats(self) -> Stats:
+        """What the database is, holds and occupies. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
+        store, snapshot, schema = self._store, self._store.snapshot, self._store.schema
+        return Stats(
+            path=None if store.path is None else str(store.path),
+            mode=store.mode,
+            durability="relaxed" if store.relaxed else "full",
+            unflushed=store.waiting,
+            records=snapshot.count,
+            dead=snapshot.size - snapshot.count,
+            dim=schema.dim,
+            value_dim=schema.value_dim,
+            num_classes=schema.num_classes,
+            dtype=schema.dtype.name,
+            metric=schema.metric.value,
+            generation=snapshot.generation,
+            segments=len(snapshot.segments),
+            fields=list(store.fields()),
+            bytes=store.occupied(),
+            index=self._finder.report(),
+        )
 
     @_verb
     def flush(self) -> None:

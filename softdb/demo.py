@@ -152,10 +152,9 @@ def _index(db: SoftDB, console: Console) -> str:
             report = db.build_index(progress=show)
     except MissingDependency:
         return "exactly: an index needs softdb\\[cpu]"
-    kind, recall = report.get("kind"), report.get("recall")
-    if kind in (None, "flat"):
+    if report.kind == "flat":
         return "exactly: no index is faster here"
-    return f"by an index ({kind}" + (")" if recall is None else f", recall {recall:.0%})")
+    return f"by an index ({report.kind}, recall {report.recall:.0%})"
 
 
 def _chosen(data: DemoData) -> int:

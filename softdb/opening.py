@@ -46,7 +46,8 @@ def open(
         durability: "full": what a verb has done is on disk when it returns. "relaxed": it is within about a second, at
             `flush()` and at `close()`; a crash of the process or the machine before that takes the last changes, whole
             verbs from the last one back, never half of one. Other processes see what was flushed.
-        device: where queries that are no tensors are answered.
+        device: where this handle computes, "cpu" or "cuda": where queries that are no tensors are answered and the
+            index is searched; see `SoftDB.device`.
         encoder: texts -> (n, d); then keys and queries may be texts. It is not stored.
         fields: of the payload, to be indexed for filters (see `SoftDB.index_field`); those declared before stay.
         verify: read everything back against its checksums first.

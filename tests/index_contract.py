@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from reports import index_report
 
 import softdb
 
@@ -80,14 +81,14 @@ class IndexContract:
             assert before is not None
             assert index is not None
             assert index.inner is before.inner
-            assert high["recall"] >= 0.99
-            assert high["measured_on"] == "queries given"
+            assert high.recall >= 0.99
+            assert high.measured_on == "queries given"
             assert (index.effort, index.candidates) > (before.effort, before.candidates)
-            assert high["bytes"] == low["bytes"]
-            assert high["target"] == db.tune()["target"] == 0.99
+            assert high.bytes == low.bytes
+            assert high.target == db.tune().target == 0.99
             found = db.search(queries, k=10).rows.tolist()
         with softdb.open(tmp_path / "db", mode="r") as db:
-            assert db.stats()["index"]["target"] == 0.99
+            assert index_report(db).target == 0.99
             assert db.search(queries, k=10).rows.tolist() == found
             with pytest.raises(softdb.ReadOnly, match="tune the index from the one that writes"):
                 db.tune()
@@ -101,8 +102,8 @@ class IndexContract:
             part = slice(low, low + 2500)
             db.insert(list(range(N))[part], keys[part], payloads=payloads[part])
         report = db.build_index(self.kind, recall=0.95)
-        assert report["kind"] == self.kind
-        assert report["met"]
+        assert report.kind == self.kind
+        assert report.met
         return db, keys, queries
 
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
@@ -184,8 +185,8 @@ class IndexContract:
         for mode in ("r", "rw"):
             with softdb.open(tmp_path / "db", mode=mode) as again:
                 assert again.search(queries, k=10).rows.tolist() == expected
-                assert again.stats()["index"]["kind"] == self.kind
-                assert again.stats()["index"]["young"] == 0
+                assert index_report(again).kind == self.kind
+                assert index_report(again).unindexed == 0
 
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "swapped key", "entry", "name"])
     def test_an_index_that_is_not_ours_is_left_aside(
@@ -215,9 +216,9 @@ class IndexContract:
             assert db.search(queries, k=10).rows.tolist() == exact
             assert "index left aside" in caplog.text
             assert "build_index" in caplog.text
-            assert db.stats()["index"] is None
+            assert db.stats().index is None
             db.build_index(self.kind)
-            assert db.stats()["index"]["kind"] == self.kind
+            assert index_report(db).kind == self.kind
         key_file.write_bytes(key)
 
     def test_scores_carry_the_gradient_through_the_index(self) -> None:

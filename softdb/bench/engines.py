@@ -148,7 +148,7 @@ class SoftDBAuto(Engine):
             say(f"{self.label}: {what}", done, whole)
 
         k, queries = self.setup.k, self.data.half(second=False).queries
-        self.facts = self.db.build_index(self.kind, recall=recall, k=k, queries=queries, progress=told)
+        self.facts = self.db.build_index(self.kind, recall=recall, k=k, queries=queries, progress=told).told()
         told("", 1, 1)
         return seconds
 

@@ -86,7 +86,7 @@ def opened(path: Path, query: str | None = None, encoder: str | None = None) -> 
     from softdb.text import encoder_name
 
     with softdb.open(path, mode="r") as db:
-        dim = db.stats()["dim"]
+        dim = db.dim
     return softdb.open(path, mode="r", encoder=named_encoder(encoder_name(path, encoder), dim, path))
 
 

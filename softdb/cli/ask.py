@@ -86,7 +86,7 @@ def attend(
         weights = (hits.scores.double() / temperature - pooled.lse[:, None].double()).exp().tolist()
         columns = zip(hits.ids, weights, hits.payloads, strict=True)
         found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
-        is_label = db.stats()["num_classes"] is not None
+        is_label = db.num_classes is not None
     if as_json:
         print_json([attended(pooled, i, spread[i], one) for i, one in enumerate(found)])
         return

@@ -105,11 +105,14 @@ def info(path: Database, as_json: AsJson = False) -> None:
     from softdb.text import noted_encoder
 
     with opened(path) as db:
-        stats = {**db.stats(), "encoder": noted_encoder(path)}
+        report = db.stats()
+    stats = {**report.asdict(), "encoder": noted_encoder(path)}
     if as_json:
         print_json(stats)
         return
-    stats |= {f"index {name}": value for name, value in (stats.pop("index") or {"kind": "none"}).items()}
+    del stats["index"]
+    index = {"kind": "none"} if report.index is None else report.index.told()
+    stats |= {f"index {name}": value for name, value in index.items()}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in stats.items():
         if value is not None:
@@ -157,7 +160,7 @@ def import_(
         shape |= {"dim": dim or (None if name else len(first.keys[0])), **_values_of(first, num_classes)}
     elif name is not None:
         with opened(path) as db:
-            dim = db.stats()["dim"]
+            dim = db.dim
     with softdb.open(path, encoder=None if name is None else named_encoder(name, dim), **shape) as db:
         if name is not None:
             note_encoder(path, name)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from softdb.cli.arguments import AsJson, Database, DType, Kind, Metric, QueryFile, Where, array_of, filter_of, opened
 from softdb.cli.show import listed, plain, print_json, safe, terminal
 from softdb.errors import BadInput
+from softdb.reports import IndexReport
 
 __all__ = ["compact", "export", "fields", "index", "snapshot", "tune", "verify"]
 
@@ -62,11 +63,11 @@ def compact(path: Database, as_json: AsJson = False) -> None:
     with softdb.open(path) as db:
         report = db.compact()
     if as_json:
-        print_json(report)
+        print_json(report.asdict())
         return
     terminal().print(
-        f"{report['removed']:,} rows removed, {report['records']:,} records stay; "
-        f"{_bytes(report['bytes_before'])} before, {_bytes(report['bytes'])} now"
+        f"{report.removed:,} rows removed, {report.records:,} records stay; "
+        f"{_bytes(report.bytes_before)} before, {_bytes(report.bytes)} now"
     )
 
 
@@ -82,10 +83,10 @@ def snapshot(
         report = db.snapshot(destination)
     copy_note(path, destination)
     if as_json:
-        print_json(report)
+        print_json(report.asdict())
         return
-    size = _bytes(report["bytes"])
-    terminal().print(f"{report['records']:,} records, {size}, copied to {escape(str(destination))}")
+    size = _bytes(report.bytes)
+    terminal().print(f"{report.records:,} records, {size}, copied to {escape(str(destination))}")
 
 
 def fields(
@@ -106,7 +107,7 @@ def fields(
             db.drop_field(name)
         if add:
             db.index_field(*add)
-        names = db.stats()["fields"]
+        names = list(db.fields)
     if as_json:
         print_json(names)
         return
@@ -156,12 +157,12 @@ def tune(
     _tell(report, as_json)
 
 
-def _tell(report: dict[str, object], as_json: bool) -> None:
+def _tell(report: IndexReport, as_json: bool) -> None:
     """What a build or tuning measured."""
     if as_json:
-        print_json(report)
+        print_json(report.asdict())
     else:
-        terminal().print(listed(report))
+        terminal().print(listed(report.told()))
 
 
 def _bytes(count: int) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from softdb.errors import BadInput, Cancelled
 
 __all__ = ["Build", "Step"]
 
-Report = dict[str, Any]
+Report = TypeVar("Report")
 Say = Callable[[str, int, int], None]
 
 LOOK = 1.0  # seconds after which whoever waits looks for himself
@@ -35,7 +35,7 @@ class Step(NamedTuple):
         return f"{self.what} {100 * self.done // max(1, self.whole)} %"
 
 
-class Build:
+class Build(Generic[Report]):
     """An index that is being built; `db.build_index(background=True)` returns one at once.
 
         build = db.build_index(background=True)
@@ -57,7 +57,7 @@ class Build:
         self._ended = False  # an interrupt may come before the event is set, not before this
         self._finished = threading.Event()
         self._stop: str | None = None  # why it shall not go on
-        self._report: Report = {}
+        self._report: Report | None = None
         self._error: BaseException | None = None
 
     @property
@@ -90,6 +90,7 @@ class Build:
             raise TimeoutError(f"the index is not built after {timeout} seconds ({self._step}); wait on, or cancel()")
         if self._error is not None:
             raise self._error
+        assert self._report is not None
         return self._report
 
     def cancel(self) -> None:
@@ -189,7 +190,7 @@ class Build:
             return f"<Build: {self._step}>"
         if self._error is not None:
             return f"<Build: {'cancelled' if isinstance(self._error, Cancelled) else 'failed'}>"
-        return f"<Build: done, {self._report.get('kind')}>"
+        return f"<Build: done, {self._report!r}>"
 
 
 def _seconds(timeout: object) -> float | None:

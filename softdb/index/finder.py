@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from softdb.index.ivf import IVF
 from softdb.index.search import among, border_of
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
+from softdb.reports import IndexReport
 from softdb.scores import Fold
 from softdb.store import Snapshot, Store, fork
 
@@ -47,7 +47,7 @@ class Finder:
         self._looked = False  # whether the catalogue was asked for one
         self._unsaved = False
         self._compacted = 0  # the generation of the last compaction
-        self._build: Build | None = None  # the last one
+        self._build: Build[IndexReport] | None = None  # the last one
         self.watch = Watch()
         self._lock = threading.Lock()  # one thread loads, absorbs or replaces the index
         fork.watch(self)
@@ -140,7 +140,7 @@ class Finder:
         queries: Tensor | None,
         memory: object = None,  # bytes, or text such as "200MB"
         device: torch.device | None = None,  # None: where searches run now
-    ) -> Callable[[Progress], dict[str, Any]]:
+    ) -> Callable[[Progress], IndexReport]:
         """What builds, measures, saves and uses a new index, and returns the report. The old one serves until then."""
         board = self._board if device is None else Board.of(device)
         if board is not None and self._board is not None and board.device == self._board.device:
@@ -149,7 +149,7 @@ class Finder:
         snapshot, metric = self._store.snapshot, self._store.schema.metric
         possible(snapshot, kind, most, board)
 
-        def work(say: Progress) -> dict[str, Any]:
+        def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, kind, recall, k, queries, say, most, board)
             with self._lock:
                 self._board = board
@@ -158,11 +158,11 @@ class Finder:
             if outdated:
                 self.compact()
             self.save()
-            return report
+            return IndexReport.of(report)
 
         return work
 
-    def begin(self, work: Callable[[Progress], dict[str, Any]], progress: Progress | None = None) -> Build:
+    def begin(self, work: Callable[[Progress], IndexReport], progress: Progress | None = None) -> Build[IndexReport]:
         """A build that may run now. Raises BadInput while another one does."""
         with self._lock:
             if self._build is not None and not self._build.done and not self._build.left_behind:
@@ -173,10 +173,10 @@ class Finder:
             self._build = Build(work, progress)
             return self._build
 
-    def tune(self, recall: float | None, k: int | None, queries: Tensor | None) -> dict[str, Any]:
+    def tune(self, recall: float | None, k: int | None, queries: Tensor | None) -> IndexReport:
         """Measure the index anew, change how hard it looks, save that; returns the report. Codes stay as they are."""
 
-        def work(say: Progress) -> dict[str, Any]:
+        def work(say: Progress) -> IndexReport:
             index = self._current(self._store.snapshot)
             if index is None:
                 raise BadInput("there is no index to tune, search is exact; build_index() makes one")
@@ -186,7 +186,7 @@ class Finder:
             with self._lock:
                 self._use(twin, self._held[1])
             self.save()
-            return twin.report
+            return IndexReport.of(twin.report)
 
         return self.begin(work).run()
 
@@ -235,15 +235,15 @@ class Finder:
         if self._store.mode == "r":
             self._looked = False
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> IndexReport | None:
         """What is known of the index, how many records it does not cover yet, and of one that is being built."""
         snapshot, build = self._store.snapshot, self._build
-        building = {} if build is None or build.done else {"building": str(build.progress)}
+        building = "" if build is None or build.done else str(build.progress)
         index = self._current(snapshot)
         if index is None:
-            return {"kind": "flat", **building} if building else None
-        young = snapshot.size - border_of(snapshot, index)
-        return {**index.report, "device": place(index), "young": young, **self.watch.report(index), **building}
+            return IndexReport("flat", building=building) if building else None
+        serving = {"device": place(index), "unindexed": snapshot.size - border_of(snapshot, index)}
+        return IndexReport.of({**index.report, **serving, **self.watch.report(index), "building": building})
 
     def _current(self, snapshot: Snapshot) -> Index | None:
         """The index that serves a snapshot, loaded and with young rows taken in when there are many."""

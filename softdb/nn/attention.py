@@ -406,9 +406,7 @@ def _widths(db: SoftDB | None, kdim: int | None, vdim: int | None) -> tuple[int 
         return given[0], given[1]
     if not isinstance(db, SoftDB):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
-    stats = db.stats()
-    dim: int = stats["dim"]
-    pooled: int = stats["num_classes"] or stats["value_dim"] or dim
+    dim, pooled = db.dim, db.num_classes or db.value_dim or db.dim
     for name, mine, stored, what in (("kdim", given[0], dim, "keys"), ("vdim", given[1], pooled, "values")):
         if mine is not None and mine != stored:
             raise BadInput(f"{name} is {mine} but the {what} of the database are {stored} wide; omit it")

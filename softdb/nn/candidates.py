@@ -22,6 +22,7 @@ from softdb.index.rerank import best
 from softdb.nn.origin import Followed, Origin
 from softdb.nn.refresh import Policy, policy_of
 from softdb.nn.shadow import FEWEST, Shadow, Version
+from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot, Store
 
 __all__ = ["Renewed", "closest", "exactly", "lags"]
@@ -104,7 +105,7 @@ class Renewed(torch.nn.Module):
         self._recall: float | None = None
         self._totals: dict[str, Any] = {"refreshes": 0, "seconds": 0.0, "total_seconds": 0.0}
         self._shadow = self._new_shadow()
-        self._build: Build | None = None  # a refresh in the background
+        self._build: Build[ReindexReport] | None = None  # a refresh in the background
 
     @property
     def db(self) -> SoftDB:
@@ -135,7 +136,7 @@ class Renewed(torch.nn.Module):
         self._finished()
         return self.policy.after_step(self)
 
-    def refresh(self, *, background: bool = False) -> Build | None:
+    def refresh(self, *, background: bool = False) -> Build[ReindexReport] | None:
         """Find candidates among the keys as they are now, from here on.
 
         They are copied and indexed beside the old ones: n d numbers in memory, twice that meanwhile and, in the
@@ -208,14 +209,14 @@ class Renewed(torch.nn.Module):
         self._totals["total_seconds"] += version.seconds
 
     @staticmethod
-    def _copied(shadow: Shadow, keys: Tensor, step: int, say: Progress) -> dict[str, Any]:
+    def _copied(shadow: Shadow, keys: Tensor, step: int, say: Progress) -> ReindexReport:
         def blocks() -> Iterator[Tensor]:
             for low in range(0, len(keys), BLOCK):
                 say("copying", low, len(keys))
                 yield keys[low : low + BLOCK]
 
         shadow.replace(np.arange(len(keys)), blocks(), step)
-        return {"seconds": shadow.seconds}
+        return shadow.report()
 
     def _find(
         self,

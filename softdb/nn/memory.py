@@ -333,7 +333,7 @@ class Memory(Renewed):
     def _reindex(self, asked: bool | None) -> None:
         """Take note that what is stored is what is trained, and build the index anew where that is due."""
         report = self.db._finder.report()
-        if report is None or report["kind"] == "flat":
+        if report is None or report.kind == "flat":
             self._moved = 0
             if not self._shadow.version:  # an index that is built now knows these keys
                 self._since = self.steps
@@ -341,7 +341,7 @@ class Memory(Renewed):
         self._forget()
         self._since = self.steps
         if asked or (asked is None and self._moved >= OUTDATED * len(self) and not self._building):
-            self.db.build_index(report["kind"], recall=report["target"], k=report["k"])
+            self.db.build_index(report.kind, recall=report.target, k=report.k)
             self._moved = 0
 
     # -- its parts -----------------------------------------------------------------------------------------------------

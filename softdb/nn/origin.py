@@ -118,7 +118,7 @@ class Origin:
     def indexed(self) -> bool:
         """Whether the database has an index."""
         report = self.db.finder.report()
-        return report is not None and report["kind"] != "flat"
+        return report is not None and report.kind != "flat"
 
     def find(
         self,

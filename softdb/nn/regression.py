@@ -43,7 +43,7 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-        self._require_values(db.stats())
+        self._require_values(db)
         made = _kernel(kernel)
         if learnable and made is Boxcar:
             raise BadInput(
@@ -159,7 +159,7 @@ class _NadarayaWatson(torch.nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
-    def _require_values(stats: dict[str, Any]) -> None:
+    def _require_values(db: SoftDB) -> None:
         """Raises BadInput for a database whose values are of another kind."""
 
     @abstractmethod
@@ -203,12 +203,11 @@ class KernelRegressor(_NadarayaWatson):
 
     @property
     def _width(self) -> int:
-        width: int = self.db.stats()["value_dim"]
-        return width
+        return self.db.value_dim or 0  # `_require_values` has refused None
 
     @staticmethod
-    def _require_values(stats: dict[str, Any]) -> None:
-        if stats["value_dim"] is None:
+    def _require_values(db: SoftDB) -> None:
+        if db.value_dim is None:
             raise BadInput(
                 "the database has no vectors as values, so there is nothing to tell; open one with value_dim=, or use "
                 "KernelClassifier for labels"
@@ -236,12 +235,11 @@ class KernelClassifier(_NadarayaWatson):
 
     @property
     def _width(self) -> int:
-        width: int = self.db.stats()["num_classes"]
-        return width
+        return self.db.num_classes or 0  # `_require_values` has refused None
 
     @staticmethod
-    def _require_values(stats: dict[str, Any]) -> None:
-        if stats["num_classes"] is None:
+    def _require_values(db: SoftDB) -> None:
+        if db.num_classes is None:
             raise BadInput(
                 "the database has no labels as values, so there are no classes to tell; open one with num_classes=, "
                 "or use KernelRegressor for vectors"

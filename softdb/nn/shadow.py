@@ -21,6 +21,7 @@ from softdb.errors import BadInput, Closed
 from softdb.index.choose import KINDS
 from softdb.lazy import cached_property
 from softdb.opening import open
+from softdb.reports import ReindexReport
 from softdb.store import Snapshot
 
 __all__ = ["Shadow", "Version"]
@@ -211,6 +212,11 @@ class Shadow:
             seconds = time.perf_counter() - start
             self._now = Version(before.number + 1, np.array(rows, np.int64), vectors, seconds, step)
 
+    def report(self) -> ReindexReport:
+        """The version in use."""
+        now = self.now
+        return ReindexReport(now.number, len(now.rows), now.step, now.seconds)
+
     def close(self) -> None:
         """Let go of the vectors; a replacement under way ends with Closed. Safe to call twice."""
         self._closed, self._now = True, NOTHING
@@ -235,7 +241,7 @@ class Shadow:
             raise BadInput(f"there are {len(rows)} rows but only {done} vectors; give one for each")
         if vectors is None or done < FEWEST or self._kind == "flat":
             return vectors, self._kind
-        return vectors, str(vectors.build_index(self._kind, recall=self._target)["kind"])
+        return vectors, vectors.build_index(self._kind, recall=self._target).kind
 
     def anew(self) -> Shadow:
         """Another of the same kind, without vectors."""

@@ -27,6 +27,7 @@ from softdb.nn.encoding import Encode, Encoding, probed
 from softdb.nn.held import Held
 from softdb.nn.refresh import InBackground, Policy, policy_of
 from softdb.nn.shadow import NOTHING, Shadow, Version
+from softdb.reports import ReindexReport
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.store import Snapshot
 from softdb.weights import weighting
@@ -87,7 +88,7 @@ class View(torch.nn.Module):
     """
 
     encoder: Any  # an nn.Module or a callable
-    _build: Build | None  # a refresh in the background
+    _build: Build[ReindexReport] | None  # a refresh in the background
     _asked: Tensor | None  # the last queries (q, d')
 
     def __init__(
@@ -107,13 +108,12 @@ class View(torch.nn.Module):
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-        stats = db.stats()
         self.overfetch = check.integer(overfetch, "overfetch")
         self.max_age = None if max_age is None else check.integer(max_age, "max_age", 0)
         self.batch_size, self.policy = check.integer(batch_size, "batch_size"), policy_of(refresh)
-        self.metric = Metric.parse(stats["metric"] if metric is None else metric)
+        self.metric = Metric.parse(db.metric if metric is None else metric)
         self._shadow = Shadow(self.metric, recall, index)
-        self.dim = probed(encoder, stats["dim"])
+        self.dim = probed(encoder, db.dim)
         if isinstance(self.policy, InBackground):
             _copyable(encoder)
         if dim is not None and check.integer(dim, "dim") != self.dim:
@@ -247,7 +247,7 @@ class View(torch.nn.Module):
         self._finished()
         return self.policy.after_step(self)
 
-    def refresh(self, *, background: bool = False) -> Build | None:
+    def refresh(self, *, background: bool = False) -> Build[ReindexReport] | None:
         """Encode every record and take that into use, at once or in a thread, as `SoftDB.build_index` builds.
 
         In the background a copy of the encoder works, in eval mode; wait for the returned build with `.result()`. Until
@@ -322,7 +322,7 @@ class View(torch.nn.Module):
 
     def _make(
         self, shadow: Shadow, encoding: Encoding, step: int, say: Callable[[str, int, int], None] | None = None
-    ) -> dict[str, Any]:
+    ) -> ReindexReport:
         """The next version of the shadow, of an encoder as it was at some step."""
         snapshot = self.db._store.snapshot
         positions = np.flatnonzero(snapshot.live)
@@ -339,7 +339,7 @@ class View(torch.nn.Module):
         with self._lock:
             self._totals["refreshes"] += 1
             self._totals["total_seconds"] += shadow.seconds
-        return {"version": shadow.version, "records": len(rows), "step": step, "seconds": shadow.seconds}
+        return shadow.report()
 
     def _current(self, encoding: Encoding, stale: bool = False) -> Version:
         """The version in use, made if there is none; StaleRead where it is too old, unless stale ones will do."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from softdb.errors import CorruptionError, WriteFailed
+from softdb.reports import CompactReport
 from softdb.store import gaps
 from softdb.store.segments import MAX_ROWS, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
@@ -24,7 +25,7 @@ from softdb.store.store import Store
 __all__ = ["compact"]
 
 
-def compact(store: Store) -> dict[str, Any]:
+def compact(store: Store) -> CompactReport:
     """Remove the dead rows of a database, merge small segments, and say what that gave.
 
     Cost: the live rows of segments that have dead ones, and of small neighbours, are read and written once. Memory and
@@ -40,14 +41,7 @@ def compact(store: Store) -> dict[str, Any]:
     removed = sum(_replace(store, group) for group in _groups(store.snapshot))
     store.shrink()
     after = store.snapshot
-    return {
-        "records": after.count,
-        "removed": removed,
-        "segments_before": segments,
-        "segments": len(after.segments),
-        "bytes_before": before,
-        "bytes": store.occupied(),
-    }
+    return CompactReport(after.count, removed, segments, len(after.segments), before, store.occupied())
 
 
 def _groups(snapshot: Snapshot) -> list[set[int]]:

@@ -12,11 +12,12 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import apsw
 
 from softdb.errors import BadInput, WriteFailed
+from softdb.reports import SnapshotReport
 from softdb.store import disk, files, gaps
 from softdb.store.catalog import Catalog
 from softdb.store.segments import ColumnFiles, SegmentPart
@@ -29,7 +30,7 @@ SLOTS = 8192  # copied at once
 _UNFINISHED = "unfinished.sqlite"  # the catalogue's name until everything else is on disk
 
 
-def duplicate(store: Store, path: Path) -> dict[str, Any]:
+def duplicate(store: Store, path: Path) -> SnapshotReport:
     """Copy the newest generation to a directory that does not exist or is empty, and say what was copied.
 
     A database in memory is saved so. Cost: everything is read and written once; memory: a part of a segment. Other
@@ -62,7 +63,7 @@ def _require_free(store: Store, path: Path) -> None:
         raise BadInput(f"path {str(path)!r} lies in the database itself; choose one outside of {str(store.path)!r}")
 
 
-def _copied(store: Store, path: Path) -> dict[str, Any]:
+def _copied(store: Store, path: Path) -> SnapshotReport:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
         with store.lock:
@@ -81,12 +82,7 @@ def _copied(store: Store, path: Path) -> dict[str, Any]:
     if lost:
         _forget_indexes(unfinished, lost)
     files.publish(unfinished, path / "catalog.sqlite")
-    return {
-        "path": str(path),
-        "records": snapshot.count,
-        "generation": snapshot.generation,
-        "bytes": files.occupied(path),
-    }
+    return SnapshotReport(str(path), snapshot.count, snapshot.generation, files.occupied(path))
 
 
 def _parts(segment: Segment) -> Iterator[SegmentPart]:

@@ -510,9 +510,9 @@ class Store:
                     f"catalog.sqlite could not be made smaller ({error}); its records are safe"
                 ) from error
 
-    def occupied(self) -> int | None:
-        """Bytes on disk; None in memory."""
-        return None if self.path is None else files.occupied(self.path)
+    def occupied(self) -> int:
+        """Bytes on disk; 0 in memory."""
+        return 0 if self.path is None else files.occupied(self.path)
 
     # -- indexes: a cache, known to the catalogue by name --------------------------------------------------------------
 

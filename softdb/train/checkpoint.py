@@ -23,7 +23,7 @@ __all__ = ["identity", "may_write", "read", "require_writable", "write"]
 FORMAT = "softdb checkpoint 1"
 SAMPLE = 1024  # stored keys that tell one database from another
 COUNTERS = (
-    "young",
+    "unindexed",
     "live_recall",
     "live_checked",
     "building",
@@ -49,10 +49,11 @@ def identity(
     if settings["holdout"] is None:  # the caller said which are held out
         digest.update(parts.train.numpy().tobytes())
     stats = db.stats()
-    facts = {name: stats[name] for name in ("dim", "dtype", "metric", "generation", "records")}
+    facts = {name: getattr(stats, name) for name in ("dim", "dtype", "metric", "generation", "records")}
     found = {**settings, **facts, "pairs": digest.hexdigest(), "keys": _keys(db, positives)}
     if settings.get("k") is not None or settings.get("rtol") is not None:  # else every record takes part, exactly
-        index = {name: fact for name, fact in (stats["index"] or {}).items() if name not in COUNTERS}
+        told = {} if stats.index is None else stats.index.asdict()
+        index = {name: fact for name, fact in told.items() if name not in COUNTERS}
         found["index"] = json.dumps(index, sort_keys=True, default=str)
     return found
 

@@ -98,7 +98,7 @@ def live_on(path: Path, state: State, n: int) -> None:
     assert len(state) <= keep, "there is room, but nothing can be deleted"
     with softdb.open(path) as db:
         report = db.compact()
-        assert report["bytes"] < report["bytes_before"] or report["bytes"] < 1 << 19
+        assert report.bytes < report.bytes_before or report.bytes < 1 << 19
         for more in range(n, n + 3):
             new = batch(random, more)
             db.insert(list(new), **columns(list(new.values())))

@@ -156,7 +156,7 @@ def explore(path: str, mode: str, change: bool = False, verify: bool = False) ->
 
 
 def _questions(db: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    dim = db.stats()["dim"]
+    dim = db.stats().dim
     query = [[1.0] * min(dim, 1 << 20)]
     yield (
         "scan",
@@ -175,14 +175,14 @@ def _questions(db: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "contains", lambda: db.count({"tags": {"$contains": "t"}})
     yield "attend", lambda: db.attend(query).output.shape
     yield "filtered", lambda: db.search(query, k=3, where={"x": {"$ne": 1}}).ids
-    yield "stats", lambda: db.stats()["bytes"]
+    yield "stats", lambda: db.stats().bytes
     yield "refresh", lambda: db.refresh()
     yield "verify", lambda: db.verify()
 
 
 def _changes(db: Any, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    key = [[1.0] * db.stats()["dim"]]
-    values = {"values": [[1.0] * db.stats()["value_dim"]]} if db.stats()["value_dim"] else {}
+    key = [[1.0] * db.stats().dim]
+    values = {"values": [[1.0] * db.stats().value_dim]} if db.stats().value_dim else {}
     yield "insert", lambda: db.insert(["fresh"], key, payloads=[{"x": 5}], **values)
     yield "update", lambda: db.update(["fresh"], payloads=[{"x": 6}])
     yield "upsert", lambda: db.upsert(["a"], key, payloads=[{"x": 7}], **values)
@@ -222,8 +222,8 @@ def replayed(path: str, count: int) -> dict[str, Any]:
         queries = db.get(list(range(0, count, count // 100))).keys
         hits, exact = db.search(queries, k=5), db.search(queries, k=5, exact=True)
         wrong = int((hits.scores > exact.scores + 1e-3).sum())
-        index = db.stats()["index"]
-        return {"last": int(hits.rows.max()), "wrong": wrong, "kind": index and index["kind"]}
+        index = db.stats().index
+        return {"last": int(hits.rows.max()), "wrong": wrong, "kind": index and index.kind}
 
 
 def projection(file: str) -> list[int]:

@@ -108,7 +108,7 @@ def answers(db: softdb.SoftDB, state: State) -> None:
     queries = np.random.default_rng(len(state)).standard_normal((3, DIM))
     products = queries @ keys.T
     squares = (queries**2).sum(1)[:, None] - 2 * products + (keys**2).sum(1)
-    scores = products if db.stats()["metric"] == "dot" else -squares
+    scores = products if db.stats().metric == "dot" else -squares
     k = min(10, len(ids))
     expected = -np.sort(-scores, axis=1)[:, :k]
     hits = db.search(queries, k=k, exact=True)

@@ -137,7 +137,7 @@ def chosen(held: Truth, where: dict[str, Any]) -> bool:
 
 def field(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     def do(world: World) -> None:
-        if "g" in world.db.stats()["fields"]:
+        if "g" in world.db.stats().fields:
             world.db.drop_field("g")
         else:
             world.db.index_field("g")

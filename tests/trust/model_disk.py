@@ -45,14 +45,14 @@ class _OnDisk(AskedMachine):
     @invariant()
     def remembers(self) -> None:
         """Relaxed changes may be lost, whole verbs from the last one back to the last flush."""
-        waiting = self.durability == "relaxed" and self.path is not None and self.db.stats()["unflushed"]
+        waiting = self.durability == "relaxed" and self.path is not None and self.db.stats().unflushed
         before = self.kept if waiting else []
         self.kept = [*before, Kept(self.generation, self.model.copy(), set(self.fields))]
 
     @rule()
     def flush(self) -> None:
         self.db.flush()
-        assert self.db.stats()["unflushed"] == 0
+        assert self.db.stats().unflushed == 0
 
     def release(self) -> None:
         super().release()
@@ -78,8 +78,8 @@ class _OnDisk(AskedMachine):
     def same_again(self) -> None:
         self.model.holds(self.db)
         stats = self.db.stats()
-        assert {name: stats[name] for name in self.kind.schema} == self.kind.schema
-        assert stats["fields"] == sorted(self.fields)
+        assert {name: getattr(stats, name) for name in self.kind.schema} == self.kind.schema
+        assert stats.fields == sorted(self.fields)
 
     @on_disk
     @rule(torn=st.booleans(), shared=st.booleans())
@@ -105,7 +105,7 @@ class _OnDisk(AskedMachine):
 
     def choose(self) -> None:
         """Go on from the state that a crash has left, which must be one that there was."""
-        self.generation, fields = self.db.refresh(), set(self.db.stats()["fields"])
+        self.generation, fields = self.db.refresh(), set(self.db.stats().fields)
         left = [one for one in self.kept if one.generation <= self.generation]
         assert left, f"generation {self.generation} was left, {self.kept[0].generation} was flushed"
         left = [one for one in left if one.generation == left[-1].generation]
@@ -181,7 +181,7 @@ class _OnDisk(AskedMachine):
             assert self.reader.verify() == len(self.model)
         elif how == "snapshot":
             copy = self.place()
-            assert self.reader.snapshot(copy)["records"] == len(self.model)
+            assert self.reader.snapshot(copy).records == len(self.model)
             with softdb.open(copy, mode="r") as db:
                 self.model.holds(db)
             shutil.rmtree(copy)

@@ -182,7 +182,7 @@ class DatabaseMachine(RuleBasedStateMachine):
     def index_field(self, names: list[str]) -> None:
         self.db.index_field(*names)
         self.fields |= set(names)
-        assert self.db.stats()["fields"] == sorted(self.fields)
+        assert self.db.stats().fields == sorted(self.fields)
 
     @rule(name=st.sampled_from(PLAIN_FIELDS))
     def drop_field(self, name: str) -> None:
@@ -192,7 +192,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(softdb.BadInput, match="has no index"):
                 self.db.drop_field(name)
-        assert self.db.stats()["fields"] == sorted(self.fields)
+        assert self.db.stats().fields == sorted(self.fields)
 
     @rule()
     def build_index(self) -> None:
@@ -202,7 +202,7 @@ class DatabaseMachine(RuleBasedStateMachine):
     def compact(self) -> None:
         report = self.db.compact()
         self.tally["model: compactions"] += 1
-        assert (report["records"], self.db.stats()["dead"]) == (len(self.model), 0)
+        assert (report.records, self.db.stats().dead) == (len(self.model), 0)
         self.model.holds(self.db)
 
     @rule(stay=st.booleans())
@@ -211,10 +211,10 @@ class DatabaseMachine(RuleBasedStateMachine):
         copy = self.place()
         report = self.db.snapshot(copy)
         self.tally["model: snapshots"] += 1
-        assert report["records"] == len(self.model)
+        assert report.records == len(self.model)
         with softdb.open(copy, mode="r") as db:
             self.model.holds(db)
-            assert db.stats()["fields"] == sorted(self.fields)
+            assert db.stats().fields == sorted(self.fields)
         if stay:
             shutil.rmtree(copy)
         else:
@@ -228,7 +228,7 @@ class DatabaseMachine(RuleBasedStateMachine):
             shutil.rmtree(self.path)
         self.path, self.db = path, softdb.open(path, durability=self.durability)
         self.model.holds(self.db)
-        assert self.db.stats()["fields"] == sorted(self.fields)
+        assert self.db.stats().fields == sorted(self.fields)
 
     def release(self) -> None:
         """Close whatever else is open in the directory, and forget what was asked of this handle."""

@@ -125,7 +125,7 @@ def _held(db: softdb.SoftDB, whole: bool) -> Held:
     elif state and db._store.index_entry() is not None:
         some = db.search(np.asarray(next(iter(state.values())).key, np.float32)[None], k=3).ids[0]
         assert set(some) <= set(state), f"search finds {some}"
-    return Held(state, tuple(db.stats()["fields"]))
+    return Held(state, tuple(db.stats().fields))
 
 
 def _one_more(db: softdb.SoftDB, state: Held) -> Held:
@@ -140,7 +140,7 @@ def _one_more(db: softdb.SoftDB, state: Held) -> Held:
 def _require(path: Path, state: Held) -> None:
     """Raise AssertionError unless another handle finds exactly that."""
     with softdb.open(path, mode="r", verify=True) as db:
-        found = Held(held(db), tuple(db.stats()["fields"]))
+        found = Held(held(db), tuple(db.stats().fields))
     assert fingerprint(found) == fingerprint(state), (
         f"{len(found.records)} records, {found.fields} after one more, not {len(state.records)}, {state.fields}"
     )

@@ -51,7 +51,7 @@ def _goes_on(root: Path, before: History, image: Image, timeline: Timeline) -> H
                 return None
             db = softdb.open(path, **timeline.create)
         with db:
-            _continued(record, timeline, Held(held(db), tuple(db.stats()["fields"])))
+            _continued(record, timeline, Held(held(db), tuple(db.stats().fields)))
             _write(record, db)
     return record.history
 

@@ -111,7 +111,7 @@ def salvaged(path: Path, to: Path, world: World, **words: Any) -> tuple[dict[str
         assert fingerprint(path) == before, "salvage has changed the damaged database"
     with softdb.open(to, mode="r", verify=True) as db:
         found = held(db)
-        stats = db.stats()
+        stats = db.stats().asdict()
     assert len(found) == report["records"]
     for name, value in world.schema.items():
         assert stats[name] == value

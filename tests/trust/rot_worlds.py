@@ -135,7 +135,7 @@ def make(name: str, path: Path, seed: int = 0) -> World:
     shutil.copytree(path, path.with_name(path.name + "-asked"))
     with softdb.open(path.with_name(path.name + "-asked"), verify=True) as db:
         state, said = held(db), answers(db)
-        assert (name == "indexed") == (db.stats()["index"] is not None)
+        assert (name == "indexed") == (db.stats().index is not None)
     assert (path / "catalog.sqlite-wal").exists() == (name == "logged")
     return World(name, path, state, said, {"dim": 3, **schema}, [*states, state])
 

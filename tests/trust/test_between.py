@@ -247,7 +247,7 @@ def test_a_build_in_the_callers_thread_does_not_ask_whether_the_program_goes_on(
     with made(path, "full") as db:
         db.insert(range(1200), np.random.default_rng(0).standard_normal((1200, DIM)))
         monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
-        assert db.build_index("ivf")["kind"] == "ivf"
+        assert db.build_index("ivf").kind == "ivf"
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
@@ -280,7 +280,7 @@ def test_a_traceback_dropped_later_undoes_nothing_that_waits(path: Path) -> None
         kept = [interrupted_reading(db)]
         put(db, "b")
         kept.clear()
-        assert db.stats()["unflushed"] == 1
+        assert db.stats().unflushed == 1
         assert "b" in db
     assert there(path) == {"a", "b"}
 

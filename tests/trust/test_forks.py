@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from crowd_process import SECONDS, Failure, Forked, other
+from reports import index_report
 
 import softdb
 from softdb.store import fork
@@ -65,7 +66,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
                 found.append(sorted(batches.whole([one.get(batches.ids(batch)) for batch in range(0, 20, 3)])))
             time.sleep(0.01)
         db.verify()
-        line.send((found[-1], db.stats()["mode"]))
+        line.send((found[-1], db.stats().mode))
         return None
 
     Forked(child)
@@ -346,7 +347,7 @@ def test_a_child_does_not_wait_for_a_watch_that_a_thread_of_its_parent_held(path
         expected = db.search(queries, k=5).rows.tolist()
         watch = db._finder.watch
         with watch._lock, watch._checking, db._finder._lock:  # as another thread may at that moment
-            child = Forked(lambda: (db.search(queries, k=5).rows.tolist(), db.stats()["index"]["live_checked"] >= 0))
+            child = Forked(lambda: (db.search(queries, k=5).rows.tolist(), index_report(db).live_checked >= 0))
         assert child.found() == (expected, True)
 
 
@@ -373,7 +374,7 @@ def test_a_child_after_threads_of_faiss_and_torch_searches_attends_and_learns(pa
         assert (learns, count) == (True, 8000)
         assert rows == before
         assert exact == db.search(queries, k=5, exact=True).rows.tolist()
-        assert build.result(SECONDS)["kind"] == "ivf-sq8"
+        assert build.result(SECONDS).kind == "ivf-sq8"
         assert db.search(queries, k=5).live.all()
 
 
@@ -445,7 +446,7 @@ def test_a_fork_while_another_thread_makes_the_compiled_loops(path: Path) -> Non
 
 def reads(send: Any, db: softdb.SoftDB) -> None:
     try:
-        send.send((sorted(batches.seen(db)), db.stats()["mode"]))
+        send.send((sorted(batches.seen(db)), db.stats().mode))
     except BaseException as error:
         send.send(Failure(repr(error)))
 

@@ -46,8 +46,8 @@ def expected(golden: Path) -> dict[str, Any]:
 def holds(db: softdb.SoftDB, expected: dict[str, Any]) -> None:
     """The database holds exactly these records, in this order, however it is asked."""
     stats, records = db.stats(), expected["records"]
-    assert {name: stats[name] for name in expected["schema"]} == expected["schema"]
-    assert stats["fields"] == expected["fields"]
+    assert {name: getattr(stats, name) for name in expected["schema"]} == expected["schema"]
+    assert stats.fields == expected["fields"]
     assert db.verify() == len(db) == db.count() == db.count({}) == len(records)
     ids = [record["id"] for record in records]
     for found in (*db.scan(len(records)), db.get(ids)):
@@ -58,7 +58,7 @@ def holds(db: softdb.SoftDB, expected: dict[str, Any]) -> None:
         assert [json.dumps(payload) for payload in found.payloads] == [json.dumps(one["payload"]) for one in records]
     years = [one["id"] for one in records if isinstance(one["payload"], dict) and "year" in one["payload"]]
     assert [one for part in db.scan(where={"year": {"$exists": True}}) for one in part.ids] == years
-    hits = db.search(np.ones((1, stats["dim"])), k=len(ids))
+    hits = db.search(np.ones((1, stats.dim)), k=len(ids))
     assert sorted(map(repr, hits.ids[0])) == sorted(map(repr, ids))
 
 
@@ -164,7 +164,7 @@ def test_it_is_written_to_compacted_copied_and_reopened(path: Path, expected: di
 
 def written(db: softdb.SoftDB, records: list[dict[str, Any]]) -> None:
     """Two new records, and one in the place of the first."""
-    width = db.stats()["dim"]
+    width = db.stats().dim
     for i, one in enumerate(("golden", 77_777, records[0]["id"])):
         fresh = {**records[1], "id": one, "key": [float(i)] * width, "payload": {"year": i}}
         db.upsert([one], [fresh["key"]], [fresh["value"]], [fresh["payload"]])

@@ -112,14 +112,14 @@ def test_an_index_that_this_user_has_not_signed_never_reaches_faiss(
         tally["hostile: files tried"] += 1
         with softdb.open(path, mode="r") as db:
             assert len(db.search(np.zeros((1, WIDE)), k=3).ids[0]) == 3
-            assert db.stats()["index"] is None
+            assert db.stats().index is None
     monkeypatch.setenv("SOFTDB_KEY_FILE", str(stranger))
     signed = {**entry, "hmac": cache._signature(entry)}  # by a stranger's key
     monkeypatch.setenv("SOFTDB_KEY_FILE", str(key_file))
     put_entry(path, signed)
     file.write_bytes(data)
     with softdb.open(path, mode="r") as db:
-        assert db.stats()["index"] is None
+        assert db.stats().index is None
 
 
 def test_a_file_that_nobody_has_signed_is_not_even_read(

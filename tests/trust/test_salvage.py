@@ -64,7 +64,7 @@ def test_an_undamaged_database_is_copied_whole(worlds: dict[str, World], name: s
     assert differences(found, world.state) == ""
     assert (report["lost"], report["unconfirmed"], report["notes"]) == ([], [], [])
     with softdb.open(tmp_path / "saved") as db:
-        assert db.stats()["fields"] == (["kind", "n"] if name == "plain" else [])
+        assert db.stats().fields == (["kind", "n"] if name == "plain" else [])
         db.upsert(["after"], np.ones((1, 3)), [[1] * 3] if name == "logged" else [0] if name == "compacted" else None)
     assert not {"scratch.sqlite", "unfinished"} & set(os.listdir(tmp_path / "saved"))
 

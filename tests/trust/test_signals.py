@@ -249,7 +249,7 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
         tally["interrupts"] += 1
         try:
             elsewhere(lambda: db.search(keys[:2], k=3))
-            assert db.build_index("flat")["kind"] == "flat"
+            assert db.build_index("flat").kind == "flat"
             elsewhere(lambda: db.insert([-1], keys[:1]))
             db.delete([-1])
         except BaseException as error:

@@ -79,7 +79,7 @@ def copied(db: softdb.SoftDB, place: Path) -> set[int]:
 
 def backed_up(db: softdb.SoftDB, place: Path) -> set[int]:
     """With SQLite's own tool, another connection, and no word to softdb: the catalogue alone is whole, too."""
-    source = apsw.Connection(str(db.stats()["path"]) + "/catalog.sqlite", apsw.SQLITE_OPEN_READONLY)
+    source = apsw.Connection(str(db.stats().path) + "/catalog.sqlite", apsw.SQLITE_OPEN_READONLY)
     place.mkdir()
     target = apsw.Connection(str(place / "catalog.sqlite"))
     with target.backup("main", source, "main") as backup:
@@ -99,7 +99,7 @@ def checked(db: softdb.SoftDB, _: Path) -> set[int]:
 
 def compacted(db: softdb.SoftDB, place: Path) -> set[int]:
     report = db.compact()
-    assert report["records"] % batches.SIZE == 0
+    assert report.records % batches.SIZE == 0
     return checked(db, place)
 
 
@@ -177,7 +177,7 @@ def measured(line: Connection, path: Path, count: int) -> None:
         tracemalloc.stop()
         expected(db, count)
         db.close()
-    line.send((before, room.most, report["bytes"], memory))
+    line.send((before, room.most, report.bytes, memory))
 
 
 @pytest.mark.parametrize("small", [30_000, pytest.param(200_000, marks=pytest.mark.exhaustive)])
@@ -254,7 +254,7 @@ def test_a_full_disk_at_any_step_of_a_compaction_loses_nothing(
         with softdb.open(place, verify=True) as again:
             assert batches.seen(again) == held | (set() if refused else {50}), f"{told}, {full.where}"
             again.compact()
-            assert again.stats()["dead"] == 0
+            assert again.stats().dead == 0
             assert batches.seen(again) >= held
         shutil.rmtree(place)
 

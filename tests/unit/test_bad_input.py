@@ -97,10 +97,10 @@ WRITES: dict[str, tuple[Callable[[SoftDB], Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_a_refused_write_changes_nothing(db: SoftDB, name: str) -> None:
     write, error, message = WRITES[name]
-    before = db.stats()["generation"], [(r.ids, r.keys.tolist(), r.payloads) for r in db.scan()]
+    before = db.stats().generation, [(r.ids, r.keys.tolist(), r.payloads) for r in db.scan()]
     with pytest.raises(error, match=message):
         write(db)
-    assert (db.stats()["generation"], [(r.ids, r.keys.tolist(), r.payloads) for r in db.scan()]) == before
+    assert (db.stats().generation, [(r.ids, r.keys.tolist(), r.payloads) for r in db.scan()]) == before
     db.insert(["next"], ONE, V)
     assert db.verify() == 3
 

@@ -99,7 +99,7 @@ def test_ngrams_refuse_what_they_cannot_use() -> None:
 def test_a_database_takes_its_width_from_the_encoder() -> None:
     with softdb.open(None, encoder=HashedNGrams(96)) as db:
         db.insert(BOOK, BOOK)
-        assert db.stats()["dim"] == 96
+        assert db.stats().dim == 96
         assert db.search("Schulz", k=2).ids == [["Schulz", "Schuler"]]
 
 

@@ -32,10 +32,10 @@ def filled(metric: Any = "dot", **more: Any) -> softdb.SoftDB:
     db = softdb.open(None, dim=D, metric=metric, **more)
     keys = clusters()
     values: Any = None
-    if db.stats()["value_dim"]:
-        values = np.random.default_rng(5).standard_normal((N, db.stats()["value_dim"]))
-    elif db.stats()["num_classes"]:
-        values = (np.abs(keys[:, 0]) * 40).astype(int) % db.stats()["num_classes"]
+    if db.value_dim:
+        values = np.random.default_rng(5).standard_normal((N, db.value_dim))
+    elif db.num_classes:
+        values = (np.abs(keys[:, 0]) * 40).astype(int) % db.num_classes
     db.insert(range(N), keys, values, [{"part": i % 2} for i in range(N)])
     db.build_index("ivf", recall=0.9)
     return db

@@ -268,7 +268,7 @@ def world() -> tuple[SoftDB, Array]:
     keys = (2 * random.standard_normal((200, D)))[random.integers(0, 200, N)] + random.standard_normal((N, D))
     keys = keys.astype(np.float32)
     db = filled("l2", keys)
-    assert db.build_index("ivf", recall=0.95)["met"]
+    assert db.build_index("ivf", recall=0.95).met
     return db, keys
 
 

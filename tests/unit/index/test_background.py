@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from index_contract import Floats, N, recall, scores, world
+from reports import index_report
 
 import softdb
 from softdb.errors import Cancelled
 from softdb.index import finder
 from softdb.index.background import Build, Step
 from softdb.index.build import tuned
+from softdb.reports import IndexReport
 
 ROOT = Path(softdb.__file__).parent.parent
 SECONDS = 60.0
@@ -50,7 +52,9 @@ def filled(path: Path | None = None, **words: Any) -> softdb.SoftDB:
 
 
 @contextlib.contextmanager
-def building(db: softdb.SoftDB, kind: str = "ivf", moment: str = "adding", **words: Any) -> Iterator[Build]:
+def building(
+    db: softdb.SoftDB, kind: str = "ivf", moment: str = "adding", **words: Any
+) -> Iterator[Build[IndexReport]]:
     """A build that is held at a moment while the block runs, and then goes on to its end."""
     held = Held(moment)
     build = db.build_index(kind, background=True, progress=held, **words)
@@ -82,7 +86,7 @@ def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
         with building(db) as build:
             assert (build.done, build.progress) == (False, Step("adding", N, N))
             assert repr(build) == "<Build: adding 100 %>"
-            assert db.stats()["index"] == {"kind": "flat", "building": "adding 100 %"}
+            assert db.stats().index == IndexReport("flat", building="adding 100 %")
             with pytest.raises(
                 TimeoutError, match=r"not built after 0.01 seconds \(adding 100 %\); wait on, or cancel"
             ):
@@ -90,12 +94,10 @@ def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
             assert builders() == ["softdb-build"]
         assert build.done
         report = build.result()
-        assert (report["kind"], report["met"], repr(build)) == ("ivf", True, "<Build: done, ivf>")
-        stats = db.stats()["index"]
-        assert {name: stats[name] for name in report} == report
-        assert "building" not in stats
+        assert (report.kind, report.met, repr(build)) == ("ivf", True, f"<Build: done, {report}>")
+        assert index_report(db) == report
         with softdb.open(tmp_path / "db", mode="r") as reader:  # it is kept already
-            assert reader.stats()["index"]["kind"] == "ivf"
+            assert index_report(reader).kind == "ivf"
         agrees(db, queries)
         build.cancel()  # too late, which is fine
         assert build.result() is report
@@ -127,7 +129,7 @@ def test_what_is_written_meanwhile_is_right_afterwards(
             if compacted:
                 db.compact()
             agrees(db, queries, 1.0)
-        assert db.stats()["index"]["kind"] == kind
+        assert index_report(db).kind == kind
         hits = db.search(queries, k=10)
         assert hits.rows[:, 0].tolist() == db.search(queries, k=1, exact=True).rows[:, 0].tolist()
         assert not {one for ids in hits.ids for one in ids} & {*gone[::2], *range(100)}
@@ -186,14 +188,14 @@ def test_one_build_at_a_time() -> None:
                     softdb.BadInput, match=r"being built or tuned already \(adding 100 %\); wait for it"
                 ):
                     other()
-        assert db.build_index("ivf-sq8", background=True).result(SECONDS)["kind"] == "ivf-sq8"
-        assert db.tune(0.5)["target"] == 0.5
+        assert db.build_index("ivf-sq8", background=True).result(SECONDS).kind == "ivf-sq8"
+        assert db.tune(0.5).target == 0.5
 
 
 def test_a_build_in_the_foreground_is_shown_too() -> None:
     seen = []
     with filled() as db:
-        db.build_index("ivf", progress=lambda *_: seen.append(db.stats()["index"]["building"]))
+        db.build_index("ivf", progress=lambda *_: seen.append(index_report(db).building))
     assert {"training 0 %", "training 100 %", "adding 100 %"} <= set(seen)
 
 
@@ -212,7 +214,7 @@ def test_bad_input_is_refused_at_once(words: dict[str, Any], message: str) -> No
     with filled() as db:
         with pytest.raises(softdb.BadInput, match=message):
             db.build_index(**{"kind": "ivf", "background": True, **words})
-        assert db.stats()["index"] is None
+        assert db.stats().index is None
         assert not builders()
         db.delete(range(N - 10))
         with pytest.raises(softdb.BadInput, match="10 records are too few to train an index on"):
@@ -232,7 +234,7 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
     _, queries = world()
     with filled(tmp_path / "db") as db:
         db.build_index("ivf-sq8")
-        before, stats = db._finder._index, db.stats()["index"]
+        before, stats = db._finder._index, db.stats().index
         said = rf"build_index: the build was cancelled while {moment} \d+ %: cancel\(\) was called; the old index"
         with building(db, moment=moment) as build:
             build.cancel()
@@ -241,12 +243,12 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
             build.result()
         assert repr(build) == "<Build: cancelled>"
         assert db._finder._index is before
-        assert db.stats()["index"] == stats
+        assert db.stats().index == stats
         found = db.search(queries, k=5).rows.tolist()
-        assert db.build_index("ivf", background=True).result(SECONDS)["kind"] == "ivf"
+        assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
         db.build_index("ivf-sq8")
     with softdb.open(tmp_path / "db", mode="r") as db:
-        assert db.stats()["index"]["kind"] == "ivf-sq8"
+        assert index_report(db).kind == "ivf-sq8"
         agrees(db, queries)
         assert len(found) == len(queries)
 
@@ -263,7 +265,7 @@ def test_a_build_may_be_cancelled_until_it_is_taken_into_use(monkeypatch: pytest
         build = db.build_index("ivf", background=True)
         with pytest.raises(Cancelled, match="cancelled while measuring 100 %"):
             build.result(SECONDS)
-        assert db.stats()["index"] is None
+        assert db.stats().index is None
 
 
 def test_a_build_that_fails_says_so_to_whoever_asks_and_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -297,11 +299,11 @@ def test_timeouts_that_are_none(timeout: Any) -> None:
         build = db.build_index(background=True)
         with pytest.raises(softdb.BadInput, match=r"timeout is .*; expected seconds, 0 or more"):
             build.result(timeout)
-        assert build.result(float("inf"))["kind"] == "flat"
+        assert build.result(float("inf")).kind == "flat"
 
 
 def test_waiting_for_oneself_is_refused() -> None:
-    builds: list[Build] = []
+    builds: list[Build[IndexReport]] = []
     ready = threading.Event()
 
     def waits(*_: object) -> None:
@@ -329,7 +331,7 @@ def test_closing_cancels_and_waits(tmp_path: Path) -> None:
     with pytest.raises(Cancelled, match="the database was closed; the old index serves on"):
         build.result()
     with softdb.open(tmp_path / "db") as db:
-        assert db.stats()["index"]["kind"] == "ivf-sq8"
+        assert index_report(db).kind == "ivf-sq8"
         agrees(db, queries)
 
 
@@ -429,16 +431,16 @@ def test_a_reader_from_before_an_index_searches_exactly(tmp_path: Path) -> None:
         truth = scores("dot", queries, keys)
         assert reader.search(queries, k=10).rows.tolist() == reader.search(queries, k=10, exact=True).rows.tolist()
         assert recall(reader.search(queries, k=10), truth, 10) == 1
-        assert reader.stats()["index"] is None
+        assert reader.stats().index is None
         reader.refresh()
-        assert reader.stats()["index"]["kind"] == "ivf"
+        assert index_report(reader).kind == "ivf"
         agrees(reader, queries)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def in_child(send: Any, db: softdb.SoftDB, build: Build, queries: Floats) -> None:
+def in_child(send: Any, db: softdb.SoftDB, build: Build[IndexReport], queries: Floats) -> None:
     try:
         try:
             build.result(SECONDS)
@@ -470,7 +472,7 @@ def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:
             assert not build.done
         said = "the build was cancelled while adding 100 %: it goes on in the parent process alone"
         assert answer == (True, f"{said}; the old index serves on", expected, [])
-        assert build.result()["kind"] == "ivf"
+        assert build.result().kind == "ivf"
         agrees(db, queries)
 
 
@@ -503,9 +505,9 @@ def test_a_process_that_is_killed_leaves_the_old_index(tmp_path: Path, moment: s
         assert child.stdout.readline() == "there\n"
         child.send_signal(signal.SIGKILL)
     with softdb.open(tmp_path / "db") as db:
-        assert db.stats()["index"]["kind"] == "ivf-sq8"
+        assert index_report(db).kind == "ivf-sq8"
         assert len(list((tmp_path / "db" / "index").iterdir())) == 1
-        assert db.build_index("ivf", background=True).result(SECONDS)["kind"] == "ivf"
+        assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
 
 
 def test_the_end_of_the_program_cancels(tmp_path: Path) -> None:
@@ -513,7 +515,7 @@ def test_the_end_of_the_program_cancels(tmp_path: Path) -> None:
         out, errors = child.communicate(timeout=SECONDS)
     assert (child.returncode, out, errors) == (0, "there\n", "")
     with softdb.open(tmp_path / "db") as db:
-        assert db.stats()["index"]["kind"] == "ivf-sq8"
+        assert index_report(db).kind == "ivf-sq8"
 
 
 def test_a_system_without_threads_leaves_no_build_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,4 +527,4 @@ def test_a_system_without_threads_leaves_no_build_behind(monkeypatch: pytest.Mon
             patched.setattr(threading.Thread, "start", none)
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 db.build_index("ivf", background=True)
-        assert db.build_index("ivf")["kind"] == "ivf"
+        assert db.build_index("ivf").kind == "ivf"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_gpu import DEVICE, FakeGpu, fake, recall
 from index_contract import D, IndexContract, N, scores, world
+from reports import index_report
 from worlds import awkward, snapshot
 
 import softdb
@@ -277,7 +278,7 @@ def opened(path: Path | None = None, kind: str = "ivf", **words: Any) -> tuple[s
     keys, queries = world()
     db = softdb.open(path, dim=D, **words)
     db.insert(range(N), keys, payloads=[{"x": float(one)} for one in keys[:, 0]])
-    assert db.build_index(kind, recall=0.95)["met"]
+    assert db.build_index(kind, recall=0.95).met
     return db, keys, queries
 
 
@@ -429,20 +430,20 @@ def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypa
 @pytest.mark.parametrize("kind", ["ivf", "ivf-sq8"])
 def test_the_cache_is_an_index_of_the_cpu(fake: FakeGpu, kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     db, keys, queries = opened(tmp_path / "db", kind)
-    assert db.stats()["index"]["device"] == "cpu:0"
+    assert index_report(db).device == "cpu:0"
     expected = db.search(queries).rows.numpy()
     db.close()
     uploads = fake.uploads
     with softdb.open(tmp_path / "db") as db:  # it goes up again
         assert db.search(queries).rows.tolist() == expected.tolist()
-        assert db.stats()["index"]["device"] == "cpu:0"
+        assert index_report(db).device == "cpu:0"
         assert fake.uploads == uploads + 1
     monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: None))
     monkeypatch.delattr(faiss, "StandardGpuResources")
     with softdb.open(tmp_path / "db") as db:  # a machine without a GPU
         truth = np.argsort(-scores("dot", queries, keys), axis=1)[:, :10]
         assert recall(db.search(queries).rows.numpy(), truth) >= 0.95
-        assert (db.stats()["index"]["kind"], db.stats()["index"]["device"]) == (kind, "cpu")
+        assert (index_report(db).kind, index_report(db).device) == (kind, "cpu")
         assert fake.uploads == uploads + 1
 
 
@@ -455,7 +456,7 @@ def test_codes_that_have_no_form_there_stay_on_the_cpu(
     with softdb.open(tmp_path / "db") as db, caplog.at_level(logging.WARNING, "softdb"):
         _, queries = world()
         assert bool(db.search(queries).live.all())
-        assert db.stats()["index"]["device"] == "cpu"
+        assert index_report(db).device == "cpu"
         assert "stays on the CPU: its codes have no form on a GPU" in caplog.text
     assert not fake.uploads
 
@@ -499,7 +500,7 @@ def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
     with softdb.open(None, dim=20) as db:
         db.insert(range(N), keys)
         few = db.build_index()
-        assert (few["kind"], few["device"]) == ("flat", "cpu:0")
+        assert (few.kind, few.device) == ("flat", "cpu:0")
         monkeypatch.setattr("softdb.index.device.SMALL", 1)
         told: list[tuple[str, int, int]] = []
         asked: list[int] = []
@@ -513,9 +514,9 @@ def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
         report = db.build_index(recall=0.9, queries=queries, progress=lambda *step: told.append(step))
         assert ("choosing", 2, 3) in told  # every width of the product codes
         assert max(asked, default=0) < len(queries)  # the truth is found there
-        assert report["met"]
-        assert report["device"] == "cpu:0"
-        assert report["codes"] in ("PQ4", "PQ20", "SQ8")
+        assert report.met
+        assert report.device == "cpu:0"
+        assert report.codes in ("PQ4", "PQ20", "SQ8")
         with pytest.raises(softdb.BadInput, match="no index of kind 'ivf' meets; the smallest, ivf PQ4"):
             db.build_index("ivf", memory=1000)
 
@@ -581,7 +582,7 @@ def test_devices_that_are_none(db: softdb.SoftDB, device: Any, message: str) -> 
         db.build_index("ivf", device=device)
     with pytest.raises(softdb.BadInput, match=message):
         softdb.open(None, dim=3, device=device)
-    assert db.stats()["index"] is None
+    assert db.stats().index is None
 
 
 def test_a_gpu_that_is_not_there(db: softdb.SoftDB, monkeypatch: Any) -> None:
@@ -599,7 +600,7 @@ def test_the_cpu_build_of_faiss(db: softdb.SoftDB, monkeypatch: Any) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
     with pytest.raises(softdb.MissingDependency, match="pip uninstall faiss-cpu, then pip install 'softdb\\[gpu\\]'"):
         db.build_index("ivf", device="cpu")
-    assert db.build_index("flat", device="cpu")["device"] == "cpu:0"
+    assert db.build_index("flat", device="cpu").device == "cpu:0"
     assert bool(db.search(world()[1]).live.all())
 
 
@@ -609,7 +610,7 @@ def test_a_faiss_that_does_not_see_the_gpu(fake: FakeGpu, db: softdb.SoftDB, mon
         softdb.MissingDependency, match=r"torch sees cpu:0, but FAISS .* sees 0 GPUs: its CUDA .*device='cpu'"
     ):
         db.build_index("ivf", device="cpu")
-    assert db.stats()["index"] is None
+    assert db.stats().index is None
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf-rabitq"])
@@ -625,7 +626,7 @@ def test_engines_without_a_form_there(fake: FakeGpu, db: softdb.SoftDB, kind: st
 def test_back_to_the_cpu(fake: FakeGpu, monkeypatch: Any) -> None:
     db, _, queries = opened()
     monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: None))
-    assert db.build_index("hnsw", device="cpu")["device"] == "cpu"
+    assert db.build_index("hnsw", device="cpu").device == "cpu"
     assert bool(db.search(queries).live.all())
     assert db._finder._board is None
 

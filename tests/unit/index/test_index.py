@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from index_contract import Floats, IndexContract, recall, scores, world
+from reports import index_report
 
 import softdb
 from softdb.index import build, choose, finder, search, tune
@@ -43,9 +44,9 @@ def db() -> softdb.SoftDB:
 
 def test_few_records_need_no_index(db: softdb.SoftDB) -> None:
     report = db.build_index()
-    assert report["kind"] == "flat"
-    assert "6000 records" in report["reason"]
-    assert db.stats()["index"] is None
+    assert report.kind == "flat"
+    assert "6000 records" in report.reason
+    assert db.stats().index is None
 
 
 def test_too_few_records_to_train_on() -> None:
@@ -58,9 +59,9 @@ def test_too_few_records_to_train_on() -> None:
 def test_effort_is_raised_until_the_recall_is_measured(db: softdb.SoftDB) -> None:
     _, queries = world(1)
     reports = [db.build_index("ivf", recall=target, queries=queries) for target in (0.3, 0.9, 0.99)]
-    assert all(report["met"] and report["recall"] >= report["target"] for report in reports)
-    assert reports[0]["nprobe"] < reports[2]["nprobe"]
-    assert [report["measured_on"] for report in reports] == ["queries given"] * 3
+    assert all(report.met and report.recall >= report.target for report in reports)
+    assert reports[0].nprobe < reports[2].nprobe
+    assert [report.measured_on for report in reports] == ["queries given"] * 3
 
 
 def test_progress_is_told() -> None:
@@ -79,9 +80,9 @@ def test_many_young_records_are_taken_in(db: softdb.SoftDB, monkeypatch: pytest.
     old, queries = world()
     keys = old[::-1] * np.float32(1.1)
     db.insert([f"a{i}" for i in range(90)], keys[:90])
-    assert db.stats()["index"]["young"] == 90
+    assert index_report(db).unindexed == 90
     db.insert([f"b{i}" for i in range(2000)], keys[:2000])
-    assert db.stats()["index"]["young"] == 0
+    assert index_report(db).unindexed == 0
     truth = scores("dot", queries, np.concatenate([old, keys[:90], keys[:2000]]))
     assert recall(db.search(queries, k=10), truth, 10) >= 0.9
 
@@ -96,7 +97,7 @@ def test_what_was_taken_in_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         expected = db.search(queries, k=5).rows.tolist()
     assert len(list((tmp_path / "db" / "index").iterdir())) == 1
     with softdb.open(tmp_path / "db", mode="r") as db:
-        assert db.stats()["index"]["young"] == 0
+        assert index_report(db).unindexed == 0
         assert db.search(queries, k=5).rows.tolist() == expected
 
 
@@ -105,17 +106,17 @@ def test_a_reader_takes_up_a_newer_index(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=16) as db:
         db.insert(range(6000), keys)
         with softdb.open(tmp_path / "db", mode="r") as reader:
-            assert reader.stats()["index"] is None
+            assert reader.stats().index is None
             db.build_index("hnsw")
             reader.refresh()
-            assert reader.stats()["index"]["kind"] == "hnsw"
+            assert index_report(reader).kind == "hnsw"
             db.build_index("ivf")
             reader.refresh()
-            assert reader.stats()["index"]["kind"] == "ivf"
+            assert index_report(reader).kind == "ivf"
             assert reader.search(queries, k=5).rows.tolist() == db.search(queries, k=5).rows.tolist()
             db.build_index("flat")
             reader.refresh()
-            assert reader.stats()["index"] is None
+            assert reader.stats().index is None
 
 
 def test_the_index_folder_may_be_deleted(tmp_path: Path) -> None:
@@ -198,14 +199,14 @@ def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, 
     with softdb.open(tmp_path / "db", dim=32) as db:
         db.insert(range(6000), keys)
         db.build_index("hnsw")
-        before, stats = db._finder._index, db.stats()["index"]
+        before, stats = db._finder._index, db.stats().index
         with pytest.raises(error, match="stop"):
             db.build_index("ivf", progress=stop)
         assert db._finder._index is before
-        assert db.stats()["index"] == stats
+        assert db.stats().index == stats
         found = db.search(queries, k=5).rows.tolist()
     with softdb.open(tmp_path / "db", mode="r") as db:
-        assert db.stats()["index"]["kind"] == "hnsw"
+        assert index_report(db).kind == "hnsw"
         assert db.search(queries, k=5).rows.tolist() == found
 
 
@@ -225,9 +226,9 @@ def test_dense_clusters_get_finer_codes_and_their_recall() -> None:
     with softdb.open(None, dim=64) as db:
         db.insert(range(20_000), keys)
         report = db.build_index(recall=0.95, queries=queries[300:])
-        assert report["kind"] == "ivf"
-        assert report["codes"] != "PQ16x4fs"
-        assert report["met"]
+        assert report.kind == "ivf"
+        assert report.codes != "PQ16x4fs"
+        assert report.met
         found = db.search(queries[:300], k=10)
         assert recall(found, scores("dot", queries[:300], keys), 10) >= 0.93
 
@@ -271,7 +272,7 @@ def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeyp
     report = db.build_index("ivf", recall=0.6, queries=world(1)[1])
     assert len(asked[False]) == len(asked[True]) == 20
     assert not asked[False] & asked[True]
-    assert report["recall"] == round(reached[True][-1], 4)
+    assert report.recall == round(reached[True][-1], 4)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,7 @@ def test_a_memory_that_nothing_meets(db: softdb.SoftDB) -> None:
         db.build_index("ivf", memory=1000)
     least = int(str(told.value).split("about ")[1].split(";")[0])
     report = db.build_index("ivf", recall=0.5, memory=least)
-    assert report["bytes"] <= least
+    assert report.bytes <= least
 
 
 def test_a_memory_within_which_the_recall_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +306,7 @@ def test_a_memory_within_which_the_recall_is_out_of_reach(monkeypatch: pytest.Mo
         monkeypatch.setattr(search, "FLOOR", 1)
         with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+ of 0.99; give about \d+ bytes"):
             db.build_index(recall=0.99, queries=queries, memory=20_000 * 18 + 80_000)
-        assert db.stats()["index"] is None
+        assert db.stats().index is None
 
 
 class Curve:

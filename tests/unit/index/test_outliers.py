@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from reports import index_report
 from worlds import snapshot
 
 import softdb
@@ -241,14 +242,14 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
         index = db._finder._index
         assert index is not None
         assert index.longest is None or not len(index.longest)
-        assert report.get("outliers", 0) == 0
-        assert ("recall_by_norm" in report) == (metric == "dot")
+        assert report.outliers == 0
+        assert bool(report.recall_by_norm) == (metric == "dot")
 
 
 def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
     with softdb.open(None, dim=8) as db:
         db.insert(range(5000), directions(5000, 8, rng))
-        classes = db.build_index("ivf-rabitq", recall=0.3)["recall_by_norm"]
+        classes = db.build_index("ivf-rabitq", recall=0.3).recall_by_norm
     assert [classes[name]["of"] for name in ("longest 1%", "next 9%")] == [0, 0]
     assert classes["rest"]["of"] > 1000
 
@@ -287,7 +288,7 @@ def made(path: Path | None = None, **words: Any) -> softdb.SoftDB:
     """A database whose index finds little by itself."""
     db = softdb.open(path, dim=W, **words)
     db.insert(range(M), items()[0], payloads=[{"g": i % 2} for i in range(M)])
-    assert db.build_index("ivf-rabitq", recall=0.2, queries=items()[1])["outliers"] >= outliers.LEAST
+    assert db.build_index("ivf-rabitq", recall=0.2, queries=items()[1]).outliers >= outliers.LEAST
     return db
 
 
@@ -344,8 +345,8 @@ def test_the_others_are_found_as_surely_where_a_filter_leaves_the_longest_out(mo
     with softdb.open(None, dim=W) as db:
         db.insert(range(M), keys, payloads=[{"long": bool(one)} for one in np.isin(np.arange(M), order[:60])])
         report = db.build_index("ivf-rabitq", recall=0.7, queries=queries)
-        assert report["outliers"] == 60
-        assert report["recall"] == report["recall_by_norm"]["longest 1%"]["recall"] == 1
+        assert report.outliers == 60
+        assert report.recall == report.recall_by_norm["longest 1%"]["recall"] == 1
         found, exact = (
             db.search(queries, k=10, where={"long": False}, exact=way).rows.numpy() for way in (False, True)
         )
@@ -362,9 +363,9 @@ def test_young_ones_are_found_before_and_after_the_index_takes_them_in(monkeypat
     young = exact >= M
     assert young.sum() > 100
     assert db.search(items()[1], k=1).rows[young, 0].tolist() == exact[young].tolist()
-    assert db.stats()["index"]["young"] == 200
+    assert index_report(db).unindexed == 200
     db.insert(range(M + 200, M + 1000), young_keys[200:])
-    assert db.stats()["index"]["young"] == 0
+    assert index_report(db).unindexed == 0
     check(db)
     assert db.search(items()[1], k=1).rows[young, 0].tolist() == exact[young].tolist()
 
@@ -409,16 +410,16 @@ def test_recall_is_told_for_long_keys_and_for_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "affordable", lambda here, longest, *_: longest)
     db = made()
     report = db.tune(0.5, k=5)
-    classes = report["recall_by_norm"]
+    classes = report.recall_by_norm
     assert list(classes) == ["longest 1%", "next 9%", "rest"]
     half, whole = build.QUERIES // 2, sum(one["of"] for one in classes.values())
     assert 5 * half <= whole <= 6 * half  # the k nearest, or one more where the key itself is not among them
     mean = sum(one["recall"] * one["of"] for one in classes.values() if one["of"]) / whole
-    assert mean == pytest.approx(report["recall"], abs=0.01)
-    assert report["outliers"] == M // 100
+    assert mean == pytest.approx(report.recall, abs=0.01)
+    assert report.outliers == M // 100
     assert classes["longest 1%"]["recall"] == 1
     assert classes["next 9%"]["of"] > 100
     assert classes["next 9%"]["recall"] < 1
-    assert report["measured_on"] == "stored keys, each without itself"
-    assert db.stats()["index"]["recall_by_norm"] == classes
-    assert "recall by norm (longest 1% (recall " in listed(report)
+    assert report.measured_on == "stored keys, each without itself"
+    assert index_report(db).recall_by_norm == classes
+    assert "recall by norm (longest 1% (recall " in listed(report.told())

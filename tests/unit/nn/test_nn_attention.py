@@ -496,7 +496,7 @@ def digest(path: Path) -> dict[str, str]:
 def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=D, value_dim=V) as db:
         db.insert(list(range(RECORDS)), torch.randn(RECORDS, D), torch.randn(RECORDS, V))
-        before, generation = digest(tmp_path), db.stats()["generation"]
+        before, generation = digest(tmp_path), db.stats().generation
         mine = Attention(db, E, HEADS)
         query, wanted = torch.randn(L, E), torch.randn(L, E)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.05)
@@ -508,7 +508,7 @@ def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < 0.1 * losses[0]
-        assert db.stats()["generation"] == generation
+        assert db.stats().generation == generation
         assert digest(tmp_path) == before
         expected = torch.nn.MultiheadAttention(E, HEADS, kdim=D, vdim=V)
         expected.load_state_dict(mine.state_dict())

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reports import index_report
 from torch import Tensor
 
 import softdb
@@ -24,6 +25,7 @@ from softdb.errors import BadInput, Cancelled, Closed, ReadOnly, StaleRead
 from softdb.index.background import Build
 from softdb.nn import Memory
 from softdb.nn.refresh import EverySteps, InBackground, OnRecall
+from softdb.reports import IndexReport, ReindexReport
 
 N, D, V = 40, 5, 3
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad makes them
@@ -56,7 +58,7 @@ def large(n: int = 12_000, d: int = 16, **words: Any) -> softdb.SoftDB:
 
 def dense(db: softdb.SoftDB, keys: Tensor, values: Tensor, queries: Tensor, k: int, t: float) -> tuple[Tensor, Tensor]:
     """The equation by loops: output (q, v) and lse (q,)."""
-    metric = db.stats()["metric"]
+    metric = db.stats().metric
     outputs, normalisers = [], []
     for q in queries:
         scores = []
@@ -485,9 +487,9 @@ def test_a_commit_writes_what_was_trained_and_nothing_else(tmp_path: Path, dtype
     touched = np.flatnonzero(memory._touched)
     assert 4 <= len(touched) <= 12
     assert memory.report()["uncommitted"] == len(touched)
-    generation = db.stats()["generation"]
+    generation = db.stats().generation
     assert memory.commit() == len(touched)
-    assert db.stats()["generation"] == generation + 1  # one transaction
+    assert db.stats().generation == generation + 1  # one transaction
     assert memory.report()["uncommitted"] == 0
     assert memory.commit() == 0
     db.close()
@@ -559,13 +561,13 @@ def test_what_training_broke_is_not_written() -> None:
     db = filled(dtype="float16")
     memory = Memory(db, k=4)
     moved(memory, torch.tensor([4]), torch.full((1, D), 1e6))
-    before, generation = stored(db), db.stats()["generation"]
+    before, generation = stored(db), db.stats().generation
     with pytest.raises(BadInput, match="the largest float16 is 65504"):
         memory.commit()
     moved(memory, torch.tensor([4]), torch.full((1, D), torch.nan))
     with pytest.raises(BadInput, match="keys hold NaN or infinity"):
         memory.commit()
-    assert db.stats()["generation"] == generation
+    assert db.stats().generation == generation
     assert torch.equal(stored(db)[0], before[0])
     moved(memory, torch.tensor([4]), torch.ones(1, D))
     assert memory.commit() == 1
@@ -594,7 +596,7 @@ db = softdb.open(sys.argv[1])
 memory = Memory(db, k=100)
 step = int(memory.values.detach()[0, 0])
 optimizer = torch.optim.SGD(memory.parameters(), lr=1.0)
-queries = torch.zeros(1, db.stats()["dim"])
+queries = torch.zeros(1, db.stats().dim)
 while True:  # every value grows by 1 a step
     optimizer.zero_grad()
     (-100 * memory(queries).output.sum()).backward()
@@ -654,10 +656,10 @@ def test_a_trained_record_that_is_gone_stops_a_commit_until_a_reload() -> None:
     touched = np.flatnonzero(memory._touched)
     db.upsert([int(touched[0])], torch.zeros(1, D), torch.zeros(1, V), [None])
     db.insert(["new"], torch.ones(1, D), torch.ones(1, V))
-    generation = db.stats()["generation"]
+    generation = db.stats().generation
     with pytest.raises(StaleRead, match=f"1 of {len(touched)} trained records were deleted or replaced since"):
         memory.commit()
-    assert db.stats()["generation"] == generation
+    assert db.stats().generation == generation
     learnt = memory.keys.detach()[touched[1:]].clone()  # type: ignore[union-attr]
     optimizer = torch.optim.SparseAdam(list(memory.parameters()))
     assert memory.reload() == N + 1
@@ -788,16 +790,16 @@ def test_after_many_commits_the_index_is_built_anew() -> None:
     which = torch.randperm(len(memory))
     moved(memory, which[:3000], torch.randn(3000, 16))
     assert memory.commit() == 3000
-    assert db.stats()["index"]["young"] == 3000
+    assert index_report(db).unindexed == 3000
     moved(memory, which[3000:6000], torch.randn(3000, 16))
     assert memory.commit(reindex=False) == 3000
-    assert db.stats()["index"]["young"] == 6000
+    assert index_report(db).unindexed == 6000
     moved(memory, which[:1], torch.randn(1, 16))
     assert memory.commit() == 1
-    index = db.stats()["index"]
-    assert index["young"] == 0
-    assert index["kind"] == "ivf"
-    assert index["target"] == 0.9
+    index = index_report(db)
+    assert index.unindexed == 0
+    assert index.kind == "ivf"
+    assert index.target == 0.9
     queries = torch.randn(32, 16)
     pooled = memory(queries)
     assert pooled.finder == "ivf"
@@ -838,22 +840,22 @@ def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest
     assert memory(torch.randn(1, 16)).finder == "ivf"  # which knows what was written; no copy of before is asked
     waits, goes = threading.Event(), threading.Event()
 
-    def long(_: Any) -> dict[str, Any]:
+    def long(_: Any) -> IndexReport:
         waits.set()
         goes.wait(30)
-        return {}
+        return IndexReport("flat")
 
     build = db._finder.begin(long)
     build.start()
     waits.wait(30)
     try:
         moved(memory, torch.arange(7000), torch.randn(7000, 16))
-        generation = db.stats()["generation"]
+        generation = db.stats().generation
         with pytest.raises(BadInput, match="reindex=True while an index is being built"):
             memory.commit(reindex=True)
-        assert db.stats()["generation"] == generation
+        assert db.stats().generation == generation
         assert memory.commit() == 7000  # the build that is due waits for the next commit
-        assert db.stats()["index"]["young"] >= 7000
+        assert index_report(db).unindexed >= 7000
     finally:
         goes.set()
         build.result(30)
@@ -892,10 +894,10 @@ def test_a_step_counts_whatever_became_of_the_refresh() -> None:
     with torch.no_grad():
         memory.keys[5] = 0
 
-    def copied(say: Any) -> dict[str, Any]:
+    def copied(say: Any) -> ReindexReport:
         cancelled.cancel()
         say("copying", 0, 1)
-        return {}
+        return ReindexReport(1, 0, 0, 0.0)
 
     memory._build = cancelled = Build(copied)
     cancelled.start()

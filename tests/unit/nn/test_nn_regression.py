@@ -273,12 +273,12 @@ def test_fit_is_the_same_each_time_by_its_seed() -> None:
 def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
     x, y = wave()
     db = regression(x, y)
-    model, generation = KernelRegressor(db), db.stats()["generation"]
+    model, generation = KernelRegressor(db), db.stats().generation
     before = model.kernel.bandwidth.item()
     with torch.no_grad():
         model.fit(steps=3)
     assert model.kernel.bandwidth.item() != before
-    assert db.stats()["generation"] == generation
+    assert db.stats().generation == generation
 
 
 def test_a_half_precision_database_is_told_in_float32() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reports import index_report
 from torch import Tensor
 
 import softdb
@@ -405,7 +406,7 @@ def test_records_inserted_later_are_candidates_and_deleted_ones_never_come_back(
         assert ids == true_ids(view, queries, 6)
         assert not {one for row in ids for one in row} & set(gone)
         assert view.attend(queries, k=len(view.db)).exact.all()
-        if view.report()["young"] == 51 and view.db.stats()["dead"]:
+        if view.report()["young"] == 51 and view.db.stats().dead:
             view.db.compact()
         else:
             view.refresh()
@@ -512,7 +513,7 @@ def test_in_the_background_training_goes_on() -> None:
     build = view._build
     assert build is not None
     gate.set()
-    assert build.result(30)["step"] == view.steps - 3
+    assert build.result(30).step == view.steps - 3
     report = view.report()
     assert (report["version"], report["age"], report["refreshes"]) == (2, 3, 2)
     found = view._shadow.find(queries, 3)
@@ -677,8 +678,7 @@ def test_a_large_shadow_is_indexed_and_says_what_it_finds() -> None:
     rows = np.arange(12_000) * 2 + 1
     shadow.replace(rows, torch.split(vectors, 5000))
     assert shadow.now.vectors is not None
-    index = shadow.now.vectors.stats()["index"]
-    assert index["kind"] == "ivf-sq8"
+    assert index_report(shadow.now.vectors).kind == "ivf-sq8"
     queries = vectors[:300] + 0.1
     true = torch.from_numpy(rows)[torch.cdist(queries, vectors).topk(5, largest=False).indices]
     assert torch.equal(shadow.find(queries, 5, exact=True), true)
@@ -731,7 +731,7 @@ def test_a_pickle_travels_and_reads_only(tmp_path: Path) -> None:
         queries = torch.randn(2, WIDE, dtype=torch.float64)
         ids = view.search(queries, 3).ids
         twin = pickle.loads(pickle.dumps(view))
-        assert twin.db.stats()["mode"] == "r"
+        assert twin.db.stats().mode == "r"
         assert twin.search(queries, 3).ids == ids
         assert torch.equal(twin.attend(queries).output, view.attend(queries).output)
         twin.db.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reports import index_report
 
 import softdb
 from softdb.store import compact as compaction
@@ -30,7 +31,7 @@ class Model:
 
     def insert(self, n: int) -> None:
         ids = list(range(self.next, self.next + n))
-        keys = self.random.standard_normal((n, self.db.stats()["dim"])).astype(np.float32)
+        keys = self.random.standard_normal((n, self.db.stats().dim)).astype(np.float32)
         payloads = [{"n": i, "group": i % 5} for i in ids]
         self.db.insert(ids, keys, payloads=payloads)
         self.records |= dict(zip(ids, zip(keys, payloads, strict=True), strict=True))
@@ -88,17 +89,17 @@ def test_compaction_removes_the_dead_and_nothing_else(place: Path | None) -> Non
         for n in (300, 200, 400):
             model.insert(n)
             model.delete(0.3)
-        dead = db.stats()["dead"]
+        dead = db.stats().dead
         assert dead > 100
         report = db.compact()
-        assert (report["removed"], report["records"], db.stats()["dead"]) == (dead, len(model.records), 0)
+        assert (report.removed, report.records, db.stats().dead) == (dead, len(model.records), 0)
         if place is not None:
-            assert report["bytes"] < report["bytes_before"]
+            assert report.bytes < report.bytes_before
         same(db, model.records)
         model.insert(100)
         model.delete(0.1)
         same(db, model.records)
-        assert db.compact()["removed"] > 0
+        assert db.compact().removed > 0
         same(db, model.records)
     if place is not None:
         for mode in ("r", "rw"):
@@ -141,8 +142,8 @@ def test_updates_and_upserts_go_on_after_compaction(place: Path | None) -> None:
         some = list(model.records)[3]
         db.update([some], keys=[[1, 2, 3, 4]])
         db.upsert([some, "new"], np.ones((2, 4)))
-        assert db.stats()["dead"] == 2
-        assert db.compact()["removed"] == 2
+        assert db.stats().dead == 2
+        assert db.compact().removed == 2
         assert db[some].key.tolist() == [1] * 4
         assert len(db) == len(model.records) + 1 == db.verify()
 
@@ -152,8 +153,8 @@ def test_everything_deleted_leaves_nothing_and_takes_records_again(place: Path |
         model = Model(db)
         model.insert(300)
         model.delete(1.1)
-        assert db.compact()["segments"] == 0
-        assert db.stats()["segments"] == db.stats()["dead"] == 0
+        assert db.compact().segments == 0
+        assert db.stats().segments == db.stats().dead == 0
         assert not db.search(np.ones((1, 4)), k=3).live.any()
         if place is not None:
             assert not columns_of(place)
@@ -185,12 +186,12 @@ def test_small_segments_become_one_and_a_second_time_nothing_happens(path: Path)
         model = Model(db)
         for _ in range(40):
             model.insert(20)
-        assert db.stats()["segments"] > 3
+        assert db.stats().segments > 3
         db.compact()
-        assert db.stats()["segments"] <= 2
-        before, generation = columns_of(path), db.stats()["generation"]
-        assert db.compact()["removed"] == 0
-        assert (columns_of(path), db.stats()["generation"]) == (before, generation)
+        assert db.stats().segments <= 2
+        before, generation = columns_of(path), db.stats().generation
+        assert db.compact().removed == 0
+        assert (columns_of(path), db.stats().generation) == (before, generation)
         same(db, model.records)
         assert not list(path.glob("rows-*"))  # no gaps, no rows column
 
@@ -220,7 +221,7 @@ def test_groups_keep_to_the_largest_segment(path: Path, monkeypatch: pytest.Monk
             model.insert(100)
             db.compact()
             assert all(len(s) <= 128 for s in db._store.snapshot.segments)
-            assert db.stats()["segments"] <= 3 + 2 * len(db) / 128
+            assert db.stats().segments <= 3 + 2 * len(db) / 128
             same(db, model.records)
 
 
@@ -233,8 +234,8 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
             model.delete(0.5)
             model.insert(12_000 - len(model.records))
             report = db.compact()
-        used, count = db.stats()["bytes"], db.stats()["segments"]
-        assert used == report["bytes"]
+        used, count = db.stats().bytes, db.stats().segments
+        assert used == report.bytes
         assert count <= 6
         index = db._finder._index
         assert index is not None
@@ -252,7 +253,7 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
         fresh.build_index("ivf", recall=0.95)
         fresh.compact()
         assert fresh.search(queries, k=10, exact=True).ids == truth.ids
-        assert used <= 1.5 * fresh.stats()["bytes"]
+        assert used <= 1.5 * fresh.stats().bytes
 
 
 def test_the_catalogue_shrinks_with_the_records(path: Path) -> None:
@@ -276,7 +277,7 @@ def test_the_index_serves_on_and_after_reopening(path: Path) -> None:
         assert db._finder._index.inner.ntotal == len(db)
     queries = np.random.default_rng(3).standard_normal((50, 16)).astype(np.float32)
     with softdb.open(path) as db:
-        assert db.stats()["index"]["kind"] == "ivf"
+        assert index_report(db).kind == "ivf"
         assert db._finder._index is not None
         truth, found = db.search(queries, k=10, exact=True), db.search(queries, k=10)
         assert sum(len(set(a) & set(b)) for a, b in zip(truth.ids, found.ids, strict=True)) >= 450
@@ -297,12 +298,12 @@ def test_a_reader_keeps_its_generation_until_it_refreshes(path: Path) -> None:
             old = columns_of(path)
             writer.compact()
             assert not old & columns_of(path)
-            assert reader.stats()["dead"] > 0
+            assert reader.stats().dead > 0
             same_hits = reader.search(np.ones((1, 4)), k=50)
             assert same_hits.ids == before.ids
             np.testing.assert_array_equal(reader.get(before.ids[0]).keys, writer.get(before.ids[0]).keys)
-            assert reader.refresh() == writer.stats()["generation"]
-            assert reader.stats()["dead"] == 0
+            assert reader.refresh() == writer.stats().generation
+            assert reader.stats().dead == 0
             same(reader, model.records)
 
 
@@ -374,7 +375,7 @@ def test_changes_while_it_copies_are_not_lost(path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(compaction, "_write", slow)
         db.compact()
         same(db, model.records)
-        assert (db.stats()["dead"] > 0) == (change == "delete")
+        assert (db.stats().dead > 0) == (change == "delete")
         known = {s.number for s in db._store.snapshot.segments}
         assert {int(name.split("-")[1][:8]) for name in columns_of(path)} == known
         db.compact()
@@ -421,7 +422,7 @@ def test_threads_write_read_and_compact_at_once(place: Path | None) -> None:
         db.compact()
         assert {i for batch in db.scan() for i in batch.ids} == kept
         assert db.verify() == len(kept)
-        assert db.stats()["dead"] == 0
+        assert db.stats().dead == 0
 
 
 # -- when something breaks ---------------------------------------------------------------------------------------------
@@ -487,13 +488,13 @@ def test_a_kill_at_any_step_leaves_old_or_new_complete(path: Path, tmp_path: Pat
         with softdb.open(copy, mode="r") as db:
             same(db, model.records)
         with softdb.open(copy) as db:
-            dead = db.stats()["dead"]
+            dead = db.stats().dead
             outcomes.add(dead == 0)
             if dead:
                 assert columns_of(copy) == before  # orphans are gone
             else:
                 assert len(columns_of(copy)) == 2
-            assert db.compact()["records"] == db.verify() == len(model.records)
+            assert db.compact().records == db.verify() == len(model.records)
     assert outcomes == {True, False}
 
 
@@ -583,8 +584,8 @@ def test_a_copy_opens_verifies_and_lives_its_own_life(place: Path | None, tmp_pa
             db.compact()
             model.insert(20)
         report = db.snapshot(copy)
-        assert report["records"] == len(model.records)
-        assert report["generation"] == db.stats()["generation"]
+        assert report.records == len(model.records)
+        assert report.generation == db.stats().generation
         assert not [f.name for f in copy.iterdir() if f.suffix not in (".npy", ".sqlite") or "unfinished" in f.name]
         then = dict(model.records)
         model.insert(50)
@@ -650,9 +651,9 @@ def test_a_copy_keeps_the_index(path: Path, tmp_path: Path, caplog: pytest.LogCa
         next((path / "index").iterdir()).unlink()
         db.snapshot(tmp_path / "without")
     with softdb.open(tmp_path / "with", mode="r") as db:
-        assert db.stats()["index"]["kind"] == "ivf"
+        assert index_report(db).kind == "ivf"
     with softdb.open(tmp_path / "without", mode="r", verify=True) as db:
-        assert db.stats()["index"] is None
+        assert db.stats().index is None
         assert db.search(np.ones((1, 8)), k=3).live.all()
     assert not caplog.records  # no index was left aside: the copy knows that it has none
 

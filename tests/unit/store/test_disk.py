@@ -71,7 +71,7 @@ def test_a_reader_sees_later_commits_after_refresh(path: Path) -> None:
         assert "new" not in reader
         with pytest.raises(softdb.UnknownId, match=r"refresh\(\) shows it"):
             reader.get("new")
-        assert reader.refresh() == writer.stats()["generation"]
+        assert reader.refresh() == writer.stats().generation
         assert len(reader) == 301
         assert reader["new"].payload == {"n": -1}
 
@@ -177,7 +177,7 @@ def in_child(send: Any, db: softdb.SoftDB) -> None:
             db.insert(["x"], np.ones((1, 4)))
         except softdb.ReadOnly as error:
             refused = str(error)
-        send.send((hits, refused, db.stats()["mode"]))
+        send.send((hits, refused, db.stats().mode))
     except BaseException as error:
         send.send(repr(error))
 
@@ -206,7 +206,7 @@ def test_a_forked_child_reads_on_and_leaves_the_parent_alone(path: Path, mode: A
 def test_a_handle_travels_as_its_path(path: Path) -> None:
     make(path)
     with softdb.open(path) as db, pickle.loads(pickle.dumps(db)) as copy:
-        assert copy.stats()["mode"] == "r"
+        assert copy.stats().mode == "r"
         assert len(copy) == 300
 
 

@@ -152,14 +152,14 @@ def test_both_ends_of_a_range_bound_one_search_and_the_last_few_are_read() -> No
 def test_declared_fields_are_kept(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=1, fields=["year"]) as db:
         db.index_field("lang", "year")
-        assert db.stats()["fields"] == ["lang", "year"]
+        assert db.stats().fields == ["lang", "year"]
     with softdb.open(tmp_path / "db") as db, softdb.open(tmp_path / "db", mode="r", fields=["year"]) as reader:
-        assert db.stats()["fields"] == reader.stats()["fields"] == ["lang", "year"]
+        assert db.stats().fields == reader.stats().fields == ["lang", "year"]
         db.drop_field("lang")
-        assert db.stats()["fields"] == reader.stats()["fields"] == ["year"]
+        assert db.stats().fields == reader.stats().fields == ["year"]
         assert db.verify() == 0
     with softdb.open(tmp_path / "db", fields=["more"]) as db:
-        assert db.stats()["fields"] == ["more", "year"]
+        assert db.stats().fields == ["more", "year"]
 
 
 NAMES = [
@@ -180,7 +180,7 @@ NAMES = [
 
 def test_fields_of_any_name() -> None:
     with softdb.open(None, dim=1, fields=NAMES) as db:
-        assert db.stats()["fields"] == sorted(NAMES)
+        assert db.stats().fields == sorted(NAMES)
         db.insert(NAMES, np.ones((len(NAMES), 1)), payloads=[{name: 1} for name in NAMES])
         for name in NAMES:
             assert "INDEX field_" in plan(db, {name: 1})
@@ -213,7 +213,7 @@ def test_fields_are_declared_by_a_writer_and_dropped_once(tmp_path: Path) -> Non
             db.drop_field("year")
         with pytest.raises(softdb.BadInput, match="index_field: fields hold 1"):
             db.index_field("lang", 1)  # type: ignore[arg-type]
-        assert db.stats()["fields"] == []
+        assert db.stats().fields == []
     with softdb.open(tmp_path / "db", mode="r") as reader, pytest.raises(softdb.ReadOnly, match="index_field: "):
         reader.index_field("year")
     with pytest.raises(softdb.BadInput, match="fields year have no index and this handle only reads"):

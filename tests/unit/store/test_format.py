@@ -187,9 +187,9 @@ def test_a_mark_that_is_none_says_nothing_and_is_made_anew(path: Path, content: 
     (path / committed.NAME).write_bytes(content)
     assert len(softdb.open(path, mode="r")) == 19
     with softdb.open(path) as db:
-        assert committed.last(path) == db.stats()["generation"]
+        assert committed.last(path) == db.stats().generation
         db.delete(["r0"])
-        assert committed.last(path) == db.stats()["generation"]
+        assert committed.last(path) == db.stats().generation
 
 
 def test_a_header_that_forbids_writing_is_told_when_a_writer_opens(path: Path) -> None:

@@ -52,13 +52,13 @@ def test_changes_are_seen_here_at_once_and_elsewhere_after_flush(path: Path) -> 
         put(db, "a", "b")
         db.delete(["a"])
         db.update(["b"], payloads=[{"n": 1}])
-        assert db.stats()["unflushed"] == 3
+        assert db.stats().unflushed == 3
         assert db.get(["b"]).payloads == [{"n": 1}]
         assert db.count({"n": 1}) == len(db) == 1
         assert db.search([[1.0, 1.0]], k=1).ids == [["b"]]
         assert flushed(path) == set()
         db.flush()
-        assert db.stats()["unflushed"] == 0
+        assert db.stats().unflushed == 0
         assert flushed(path) == {"b"}
         put(db, "c")
         db.flush()
@@ -92,7 +92,7 @@ def test_changes_come_to_disk_of_their_own_accord(path: Path, monkeypatch: pytes
         for one in ("a", "b"):
             put(db, one)
             deadline = time.monotonic() + 20
-            while db.stats()["unflushed"] and time.monotonic() < deadline:
+            while db.stats().unflushed and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert one in flushed(path)
 
@@ -229,7 +229,7 @@ def test_what_a_flush_of_its_own_accord_lost_is_told(path: Path, monkeypatch: py
         patch.setattr(disk, "sync", refuse)
         put(db, "b", "c")
         deadline = time.monotonic() + 20
-        while db.stats()["unflushed"] and time.monotonic() < deadline:
+        while db.stats().unflushed and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(db) == db.count({}) == 1, "what is lost is seen on"
         assert db.search([[1.0, 1.0]], k=3).ids == [["a", None, None]]
@@ -271,7 +271,7 @@ def test_a_snapshot_while_another_thread_writes(path: Path, tmp_path: Path) -> N
         try:
             for turn in range(10):
                 before = len(db)
-                assert db.snapshot(tmp_path / str(turn))["records"] >= before
+                assert db.snapshot(tmp_path / str(turn)).records >= before
                 assert len(flushed(tmp_path / str(turn))) >= before
         finally:
             stop.set()
@@ -286,7 +286,7 @@ def test_where_no_thread_can_be_had_a_verb_comes_to_disk_at_once(path: Path, mon
     with relaxed(path) as db:
         monkeypatch.setattr(_thread, "start_new_thread", none)
         put(db, "a")
-        assert db.stats()["unflushed"] == 0
+        assert db.stats().unflushed == 0
         assert flushed(path) == {"a"}
 
 
@@ -294,10 +294,10 @@ def test_memory_and_full_durability_have_nothing_to_flush(path: Path) -> None:
     with softdb.open(None, dim=2, value_dim=1, durability="relaxed") as db:
         put(db, "a")
         db.flush()
-        assert db.stats()["unflushed"] == 0
+        assert db.stats().unflushed == 0
     with softdb.open(path, dim=2, value_dim=1) as db:
         put(db, "a")
-        assert db.stats()["unflushed"] == 0
+        assert db.stats().unflushed == 0
         db.flush()
     with softdb.open(path, mode="r") as reader, pytest.raises(softdb.ReadOnly, match="read-only"):
         reader.flush()

@@ -145,7 +145,7 @@ def test_every_kind_of_column_survives_many_segments(place: Path | None, dtype: 
         for start in (0, 50, 100, 350):
             stop = {0: 50, 50: 100, 100: 350, 350: 700}[start]
             db.insert(list(range(start, stop)), keys[start:stop], None if column is None else column[start:stop])
-        assert db.stats()["segments"] > 2
+        assert db.stats().segments > 2
         found = db.get(list(range(700)))
         np.testing.assert_array_equal(found.keys.numpy(), keys)
         assert found.keys.dtype is getattr(torch, dtype)
@@ -173,14 +173,14 @@ def test_a_phone_book_takes_kilobytes(tmp_path: Path) -> None:
 
 
 def test_a_generation_is_a_commit(db: softdb.SoftDB) -> None:
-    start = db.stats()["generation"]
+    start = db.stats().generation
     fill(db, ["a", "b"])
     db.update("a", payloads=[1])
     db.upsert(["a"], [[1, 2, 3]], [[1, 2]])
     db.delete("b")
     db.delete("b")
-    assert db.stats()["generation"] == start + 4
-    assert db.stats()["dead"] == 2
+    assert db.stats().generation == start + 4
+    assert db.stats().dead == 2
 
 
 def test_threads_share_one_handle(db: softdb.SoftDB) -> None:

@@ -220,7 +220,7 @@ def in_rank(rank: int, ranks: int, folder: str, model: Asker) -> None:
     found = []
     for how in HOWS:
         loss = retrieval_loss(db, shared(x[mine]), right[mine], temperature=0.5, **how)
-        found.append((db.stats()["mode"], gradients(shared, loss)))
+        found.append((db.stats().mode, gradients(shared, loss)))
     torch.save(found, f"{folder}/rank-{rank}.pt")
     torch.distributed.destroy_process_group()
 
