@@ -37,6 +37,7 @@ def made(path: Path, count: int) -> softdb.SoftDB:
     return db
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [8, pytest.param(60 * MINUTES, marks=pytest.mark.exhaustive)])
 def test_one_writing_process_with_eight_threads_and_four_that_read(
     path: Path, tally: Counter[str], seconds: float
@@ -115,6 +116,7 @@ def grown(db: softdb.SoftDB, path: Path, bytes_written: int) -> int:
     return most
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [60_000_000, pytest.param(3_000_000_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("readers", ["none", "idle", "busy", "overlapping"])
 def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], readers: str, size: int) -> None:
@@ -191,6 +193,7 @@ def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
     opened[0].close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_a_killed_writer_is_followed_at_once(path: Path, rounds: int) -> None:
     for number in range(rounds):
@@ -205,6 +208,7 @@ def test_a_killed_writer_is_followed_at_once(path: Path, rounds: int) -> None:
                 assert batches.seen(db) == {0}
 
 
+@pytest.mark.slow
 def test_a_stopped_writer_keeps_the_lock_and_nobody_from_reading(path: Path) -> None:
     with other(holds, path) as writer:
         assert writer.hear() == "holding"

@@ -82,6 +82,7 @@ def faults(at: int, op: Op, every: bool) -> Iterator[Fault]:
         yield Fault(at, errno.ENOSPC, half=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_error_at_any_step_is_told_and_loses_nothing(
@@ -100,6 +101,7 @@ def test_an_error_at_any_step_is_told_and_loses_nothing(
     assert not wrong, f"{len(wrong)} failed:\n" + "\n".join(wrong[:40])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_creation_that_fails_at_any_step_is_told_and_made_up_for(
@@ -209,6 +211,7 @@ def test_a_write_whose_columns_cannot_be_opened_afterwards_is_done_or_told(
     shutil.rmtree(room)
 
 
+@pytest.mark.slow
 def test_a_file_system_that_is_really_full(tmp_path: Path, tally: Counter[str]) -> None:
     """A small one, in a name space of its own: so nothing is left of it, whatever happens."""
     folder = tmp_path / "full"
@@ -223,6 +226,7 @@ def test_a_file_system_that_is_really_full(tmp_path: Path, tally: Counter[str]) 
     tally["faults: file systems filled"] += 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [70_000, 150_000, 500_000])
 def test_a_limit_on_the_size_of_files_is_as_good_as_a_full_disk(tmp_path: Path, tally: Counter[str], size: int) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -78,6 +78,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
     line.recv()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "handles"), [("close", 1), ("close", 3), ("kill", 1), ("kill", 3)])
 def test_a_child_reads_on_when_its_parent_is_gone_and_another_writes(path: Path, how: str, handles: int) -> None:
     """The parent's last close takes the WAL away, unless the child has a connection that is really its own."""
@@ -201,6 +202,7 @@ os._exit(0)                            # nothing is closed: the WAL holds what w
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("handles", "end"), [("one handle", "as it is"), ("two handles", "closing")])
 def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: str, end: str) -> None:
     here = Path(__file__).parent
@@ -287,6 +289,7 @@ def test_a_fork_within_a_write_of_the_same_thread_leaves_that_write_alone(path: 
         assert batches.seen(again) == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("children", [25, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], children: int) -> None:
     """No child hangs on a lock that a thread of its parent held, and each sees whole batches."""
@@ -340,6 +343,7 @@ def _asked(db: softdb.SoftDB) -> list[int]:
     return sorted(batches.whole([db.get(batches.ids(batch)) for batch in range(40)]))
 
 
+@pytest.mark.slow
 def test_a_child_does_not_wait_for_a_watch_that_a_thread_of_its_parent_held(path: Path) -> None:
     with clustered(path) as db:
         db.build_index("ivf-sq8")
@@ -351,6 +355,7 @@ def test_a_child_does_not_wait_for_a_watch_that_a_thread_of_its_parent_held(path
         assert child.found() == (expected, True)
 
 
+@pytest.mark.slow
 def test_a_child_after_threads_of_faiss_and_torch_searches_attends_and_learns(path: Path) -> None:
     with clustered(path) as db:
         queries = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
@@ -436,6 +441,7 @@ def searches(line: Connection, path: Path) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_fork_while_another_thread_makes_the_compiled_loops(path: Path) -> None:
     with other(searches, path) as process:
         assert process.hear() == [["0:0"]]
@@ -451,6 +457,7 @@ def reads(send: Any, db: softdb.SoftDB) -> None:
         send.send(Failure(repr(error)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("start", "mode"), [("spawn", "rw"), ("forkserver", "r")])
 def test_a_handle_is_sent_along_to_a_process_that_starts_anew(path: Path, start: str, mode: Any) -> None:
     made(path, 3).close()

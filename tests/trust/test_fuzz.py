@@ -26,6 +26,7 @@ def judge(told: Any) -> str:
     return f"verify finds nothing, but it holds {told['held']}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("seed", "count"), [(0, 60), *(pytest.param(seed, 500, marks=pytest.mark.exhaustive) for seed in range(1, 11))]
 )

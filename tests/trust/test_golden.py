@@ -127,6 +127,7 @@ class Failing(Tap):
             raise OSError(errno.EIO, f"step {self.at} ({op.point}) fails")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dead", [False, True])
 def test_whatever_step_of_bringing_it_up_to_date_fails_nothing_is_lost(
     golden: Path, expected: dict[str, Any], tmp_path: Path, dead: bool, tally: Counter[str]

@@ -36,6 +36,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("name", "put", "mode"), PLACES)
 def test_what_stands_in_the_place_of_a_file_leads_nowhere(
     asked: Nursery,

@@ -344,6 +344,7 @@ def test_pages_and_logs_that_cannot_be_end_decently(
     tried(asked, goods["good"], tmp_path, PAGES[name], mode, tally)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("table", ["settings", "segments", "tombstones", "records"])
 def test_a_table_that_leads_into_itself_is_not_read_for_ever(

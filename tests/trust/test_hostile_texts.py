@@ -181,6 +181,7 @@ def nested(word: str, depth: int) -> dict[str, Any]:
     return where
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("word", ["$and", "$or", "$not"])
 @pytest.mark.parametrize("depth", [1, 10, 63, 64, 65, 1000, 100_000])
 def test_filters_nest_up_to_a_depth(word: str, depth: int) -> None:
@@ -223,6 +224,7 @@ def test_wide_filters_are_answered(name: str) -> None:
         assert db.count(where) == count
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "where",
     [

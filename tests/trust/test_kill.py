@@ -107,6 +107,7 @@ def chosen(points: list[str], every: bool, tour: Tour) -> list[tuple[str, int]]:
     return [(name, int(random.integers(points.count(name)))) for name in names]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("tour", [Tour("life", 0), Tour("index", RICH + 100)], ids=lambda tour: tour.name)
 def test_killed_at_each_step_before_it_in_its_middle_and_after_it(
@@ -180,6 +181,7 @@ def doom(random: np.random.Generator, points: list[str]) -> tuple[dict[str, Any]
     return {**more, "kill": kill}, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [25, pytest.param(1200, marks=EXHAUSTIVE)])
 def test_killed_at_any_moment_a_database_lives_on(
     nursery: Nursery, room: Path, tally: Counter[str], kills: int

@@ -80,7 +80,8 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize(
     ("runs", "steps", "start"),
     [
-        pytest.param(14, 60, 0, id="quick"),
+        pytest.param(3, 60, 0, id="quick"),
+        pytest.param(14, 60, 0, id="slow", marks=pytest.mark.slow),
         *(pytest.param(100, 250, n, id=f"exhaustive-{n}", marks=exhaustive) for n in (1, 2, 3)),
     ],
 )
@@ -92,7 +93,11 @@ def test_the_database_agrees_with_the_model(
 
 @pytest.mark.parametrize(
     ("runs", "steps", "start"),
-    [pytest.param(3, 50, 0, id="quick"), pytest.param(25, 200, 1, id="exhaustive", marks=exhaustive)],
+    [
+        pytest.param(1, 50, 0, id="quick"),
+        pytest.param(3, 50, 0, id="slow", marks=pytest.mark.slow),
+        pytest.param(25, 200, 1, id="exhaustive", marks=exhaustive),
+    ],
 )
 def test_an_indexed_database_agrees_with_the_model(
     tmp_path: Path, tally: Counter[str], limits: str, runs: int, steps: int, start: int

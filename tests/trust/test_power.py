@@ -84,6 +84,7 @@ def explored(name: str, explorer: Explorer, tally: Counter[str], **how: Any) -> 
 # -- every cut -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("workload", "share", "random_ones", "tears"),
     [
@@ -131,6 +132,7 @@ def without_opening_syncs(steps: list[Step]) -> list[Step]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_no_cut_after_a_kill_loses_what_was_acknowledged(
     everything: bool, root: Path, recorded: Callable[[Workload], History], tally: Counter[str]
@@ -151,6 +153,7 @@ def test_no_cut_after_a_kill_loses_what_was_acknowledged(
     assert any(missed), "nothing shows that a writer must settle the WAL before it removes a file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "share"), [(6, 0.1), pytest.param(40, 0.3, marks=pytest.mark.exhaustive)])
 def test_no_cut_within_the_recovery_from_a_cut_loses_anything(
     count: int, share: float, root: Path, recorded: Callable[[Workload], History], tally: Counter[str]
@@ -190,6 +193,7 @@ def test_a_reader_of_a_creation_that_was_cut_is_told_that_there_is_no_database(
 # -- every sync, every order -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [100, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_each_sync_and_each_order_is_needed_or_has_its_reason_not_to_be(
     limit: int, root: Path, recorded: Callable[[Workload], History], tally: Counter[str]
@@ -213,6 +217,7 @@ def test_each_sync_and_each_order_is_needed_or_has_its_reason_not_to_be(
     assert not idle, f"these reasons are of no step: {idle}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", TOGETHER, ids=" and ".join)
 def test_of_two_syncs_that_cover_each_other_one_is_needed(
     names: tuple[str, str], root: Path, recorded: Callable[[Workload], History]

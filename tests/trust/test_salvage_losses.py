@@ -359,6 +359,7 @@ def damages(draw: st.DrawFn, world: World) -> list[Damage]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "count", [pytest.param(3000, id="full", marks=pytest.mark.exhaustive), pytest.param(40, id="quick")]
 )

@@ -109,6 +109,7 @@ def sampled(count: int, most: int, seed: int = 0) -> list[int]:
 # -- at every moment ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
 @pytest.mark.parametrize(
     ("verb", "durability"), [*((verb, "full") for verb in VERBS), *((verb, "relaxed") for verb in (*WRITES, "flush"))]
@@ -234,6 +235,7 @@ def test_an_interrupted_close_can_be_repeated(path: Path, tally: Counter[str], m
             assert len(again) == 5 * batches.SIZE, f"closing, interrupted at {at} of {count}: {interruption.where}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [8, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int) -> None:
     """The next one may begin, and closing does not wait for it."""
@@ -325,6 +327,7 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
     line.send((sent, found | {98}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_real_signals_at_random_moments(path: Path, tally: Counter[str], signals: int) -> None:
     seed = 0
@@ -380,6 +383,7 @@ class Thrown(Exception):
     """What no code of ours expects."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [40, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_exceptions_set_in_other_threads(path: Path, tally: Counter[str], times: int) -> None:
     random, db = np.random.default_rng(1), made(path)
@@ -437,6 +441,7 @@ def writes_on(line: Connection, path: Path) -> None:
         line.send(batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_process_ended_by_a_signal_leaves_whole_batches_and_no_lock(path: Path, number: int) -> None:
     last = 0

@@ -108,6 +108,7 @@ def built(db: softdb.SoftDB, place: Path) -> set[int]:
     return checked(db, place)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("work", [copied, backed_up, checked, compacted, built])
 def test_the_result_is_whole_while_two_threads_write(
@@ -180,6 +181,7 @@ def measured(line: Connection, path: Path, count: int) -> None:
     line.send((before, room.most, report.bytes, memory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [30_000, pytest.param(200_000, marks=pytest.mark.exhaustive)])
 def test_a_compaction_frees_the_disk_in_little_memory_and_little_room(
     path: Path, tally: Counter[str], small: int
@@ -229,6 +231,7 @@ def filled(path: Path) -> set[int]:
         return batches.seen(db)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("most", [25, pytest.param(10**6, marks=pytest.mark.exhaustive)])
 def test_a_full_disk_at_any_step_of_a_compaction_loses_nothing(
