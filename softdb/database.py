@@ -193,7 +193,7 @@ class SoftDB:
 
         Args:
             queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
-                `hits.scores` carry the gradient.
+                `hits.scores` carry the gradient. Answers are in the queries' precision; a list is float32.
             k: how many; 10 where nothing else is asked for.
             where: a filter on the payload; see `softdb.store.filters`.
             exact: pass the index by.
@@ -329,7 +329,7 @@ class SoftDB:
             raise BadInput("rtol is None; expected a number above 0, such as 0.05")
         query, snapshot = self._soft(queries, 1.0, kernel, None, where, None)
         found = log_partition(*self._drawing(query, snapshot, tolerance, generator))
-        shift = query.taking_part(snapshot).clamp(min=1).log() + kernel.log_volume(query.queries.shape[1])
+        shift = query.taking_part(snapshot).clamp(min=1).double().log() + kernel.log_volume(query.queries.shape[1])
         return dataclasses.replace(found, value=found.value - shift.to(found.value))
 
     @_verb

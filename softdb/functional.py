@@ -83,7 +83,8 @@ def attention(
 
     Args:
         query, key, value: tensors, arrays or lists; leading dimensions (batch, heads) broadcast. All are computed in
-            the query's dtype and on its device; half precision in float32, and the output is cast back.
+            the query's dtype and on its device (a list as float32); half precision in float32, and the output is cast
+            back.
         score: a `softdb.scores` object or a callable (q, d_q), (n, d) -> (q, n); None: ScaledDot.
         temperature: towards 0 the nearest key's value, towards infinity the mean of all values.
         weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform" (average
@@ -104,11 +105,37 @@ def attention(
     score that trains something must be an nn.Module. A Weighting of your own is always held. Cost b m n (d + v).
 
     Raises BadInput, before anything is computed, for shapes that do not fit, NaN or infinity, and unknown weights; and
-    where the score returns another shape or NaN.
+    where the score returns another shape or NaN; and inside torch.func.vmap (leading dimensions are its batches), or
+    torch.func.grad of sparse weightings and of what is streamed (torch.autograd.grad serves them).
 
     >>> attention([[1.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]], [[1.0], [2.0]]).round(decimals=3)
-    tensor([[1.0020]], dtype=torch.float64)
+    tensor([[1.0020]])
     """
+    try:
+        return _attention(query, key, value, score, temperature, weights, mask, valid_len, is_causal, details)
+    except RuntimeError as error:
+        names = [one.key().name.lower() for one in torch._C._functorch.get_interpreter_stack() or ()]
+        if not names:
+            raise
+        way = "use torch.autograd.grad or backward(), or softmax weights over fewer scores"
+        if "vmap" in names:
+            way = "give the batch as leading dimensions of query, key and value"
+        raise BadInput(f"softdb.attention cannot run inside torch.func.{names[-1]} here; {way}") from error
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score: Score | ScoreFunction | None,
+    temperature: float,
+    weights: str | Weighting | None,
+    mask: Any,
+    valid_len: Any,
+    is_causal: bool,
+    details: bool,
+) -> Tensor | Attended:
+    """As `attention`."""
     if score is not None and not callable(score):
         raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
     score = ScaledDot() if score is None else score
@@ -163,6 +190,8 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     except ValueError:
         raise BadInput(f"{expected}, whose leading dimensions are equal or 1") from None
     first = named["query"]
+    if isinstance(query, list | tuple) and first.dtype is torch.float64:
+        first = named["query"] = first.float()
     narrow = first.dtype if first.is_floating_point() else torch.float32
     wide = torch.promote_types(narrow, torch.float32)
     ndim = max(one.ndim for one in named.values())

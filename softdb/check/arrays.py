@@ -149,7 +149,8 @@ def queries(
 ) -> Tensor:
     """Queries as a finite (q, width) tensor, at least float32; a tensor keeps its graph and device.
 
-    One query alone becomes (1, width).
+    Lists are float32, as torch makes of them; arrays and tensors of float64 stay that. One query alone becomes
+    (1, width).
     """
     import torch
 
@@ -159,7 +160,9 @@ def queries(
         tensor = value.to(torch.promote_types(value.dtype, torch.float32))
     else:
         array = _array(value, "queries")
-        array = array.astype(np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32)
+        wide = array.dtype.kind == "f" and not isinstance(value, list | tuple)
+        with np.errstate(over="ignore"):
+            array = array.astype(np.promote_types(array.dtype, np.float32) if wide else np.float32)
         tensor = torch.from_numpy(array).to(device)
     if tensor.ndim == 1:
         tensor = tensor[None]

@@ -659,3 +659,29 @@ def test_a_score_that_is_wrong_is_refused(path: str) -> None:
 def test_a_score_must_return_a_tensor() -> None:
     with pytest.raises(BadInput, match="the score returned a float"):
         attention(*world(), score=lambda one, other: 1.0)  # type: ignore[arg-type, return-value]
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+def test_vmap_is_refused_with_a_way_round() -> None:
+    query, key, value = torch.randn(5, 3, 4), torch.randn(6, 4), torch.randn(6, 2)
+    with pytest.raises(BadInput, match=r"inside torch\.func\.vmap here; give the batch as leading dimensions"):
+        torch.func.vmap(lambda one: attention(one, key, value))(query)
+
+
+def test_functional_gradients_are_right_or_refused_with_a_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 2)
+
+    def loss(asked: Tensor, weights: str = "softmax") -> Tensor:
+        return attention(asked, key, value, weights=weights).square().sum()
+
+    leaf = query.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(query), expected)
+    for weights in ("sparsemax", "entmax15"):
+        with pytest.raises(BadInput, match=r"inside torch\.func\.grad here; use torch\.autograd\.grad"):
+            torch.func.grad(loss)(query, weights)
+    monkeypatch.setattr("softdb.functional.DENSE", 0)
+    with pytest.raises(BadInput, match=r"inside torch\.func\.grad here; use torch\.autograd\.grad"):
+        torch.func.grad(loss)(query)

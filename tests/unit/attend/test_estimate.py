@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -508,3 +509,29 @@ def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest
 def test_a_tolerance_that_makes_no_sense(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
     with pytest.raises(softdb.BadInput, match=match):
         db.attend(queries, **more)
+
+
+def test_a_density_of_double_queries_is_double() -> None:
+    keys, queries = torch.randn(33, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    with softdb.open(None, dim=3, metric="l2") as db:
+        db.insert(range(33), keys)
+        found = db.log_density(queries, Gaussian(0.7)).value
+    squares = torch.cdist(queries, keys.float().double()).square() / (2 * 0.49)
+    expected = (-squares).logsumexp(1) - math.log(33) - 1.5 * math.log(2 * math.pi * 0.49)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_list_is_as_precise_as_a_tensor() -> None:
+    numbers = [[0.1, 0.2], [0.3, -0.7]]
+    with softdb.open(None, dim=2) as db:
+        db.insert(range(2), numbers)
+        for asked in (numbers, torch.tensor(numbers), tuple(map(tuple, numbers)), np.array(numbers, np.float32)):
+            assert torch.equal(db.search(asked, 2).scores, db.search(torch.tensor(numbers), 2).scores)
+            assert db.attend(asked).output.dtype is torch.float32
+        assert db.search(np.array(numbers), 2).scores.dtype is torch.float64
+        assert db.search(torch.tensor(numbers).double(), 2).scores.dtype is torch.float64
+        with pytest.raises(softdb.BadInput, match="queries hold NaN or infinity, first in query 0"):
+            db.search([[1e300, 0.0]])
+    assert softdb.attention(numbers, numbers, numbers).dtype is torch.float32
+    assert softdb.attention(np.array(numbers), numbers, numbers).dtype is torch.float64
