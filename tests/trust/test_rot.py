@@ -125,7 +125,7 @@ def test_a_damaged_file_is_named_never_misread(
 def test_rot_between_verifies_goes_unseen_and_is_found_on_reopening(
     worlds: dict[str, tuple[World, Path]], tmp_path: Path
 ) -> None:
-    """What the README says is outside of the promise."""
+    """What docs/limits.md says is outside of the promise."""
     world, other = worlds["logged"]
     copied(world, Damage("lock", "append"), other, tmp_path / "db")
     with softdb.open(tmp_path / "db", mode="r", verify=True) as db:
