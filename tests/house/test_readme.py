@@ -125,6 +125,18 @@ def test_the_walks_of_the_architecture_name_what_exists() -> None:
     assert missing == []
 
 
+def test_every_public_name_is_in_the_pages() -> None:
+    import softdb
+    import softdb.nn
+
+    calls = (ROOT / "docs" / "calls.md").read_text()
+    pages = "".join(page.read_text() for page in (README, *DOCS))
+    methods = [name for name in vars(softdb.SoftDB) if not name.startswith("_")]
+    assert [name for name in methods if not re.search(rf"\b{name}\b", calls)] == []
+    names = [name for name in (*softdb.__all__, *softdb.nn.__all__) if not name.startswith("_")]
+    assert [name for name in names if not re.search(rf"\b{name}\b", pages)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_is_named_exists(page: Path) -> None:
     named = re.findall(r"`((?:softdb|tests|examples|benchmarks)/[\w./*-]+)`", page.read_text())
