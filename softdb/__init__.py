@@ -20,6 +20,7 @@ from softdb.errors import (
     SoftDBError,
     StaleRead,
     TrainingWarning,
+    UnknownField,
     UnknownId,
     WriteFailed,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "SoftDBError",
     "StaleRead",
     "TrainingWarning",
+    "UnknownField",
     "UnknownId",
     "WriteFailed",
     "attention",

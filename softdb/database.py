@@ -49,6 +49,8 @@ __all__ = ["SoftDB"]
 
 _log = logging.getLogger("softdb")
 
+MOST_SAMPLED = 2**31  # records that one call of `sample` may draw
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -163,7 +165,7 @@ class SoftDB:
 
         The scan is of the generation it began with, less the records that were deleted before it reached them.
         """
-        return self._scan(check.integer(batch_size, "batch_size"), *self.view(where))
+        return self._scan(check.clamped(batch_size, "batch_size", 2**31), *self.view(where))
 
     def _scan(self, size: int, snapshot: Snapshot, allowed: NDArray[np.bool_] | None) -> Iterator[Records]:
         positions = np.flatnonzero(snapshot.live if allowed is None else allowed & snapshot.live)
@@ -277,7 +279,7 @@ class SoftDB:
             return attend_estimated(*drawing)
         if k is None:
             return attend_all(query, snapshot, exact, self._store.read)
-        return attend_nearest(query, snapshot, check.integer(k, "k"), find, self._store.read)
+        return attend_nearest(query, snapshot, check.clamped(k, "k", snapshot.count), find, self._store.read)
 
     @_verb
     def log_partition(
@@ -393,8 +395,9 @@ class SoftDB:
         torch's own random numbers.
         """
         query, snapshot = self._soft(queries, temperature, score, None, where, mask)
-        generator = torch.default_generator if generator is None else generator
-        return drawn(query, snapshot, check.integer(n, "n"), generator, self._store.read)
+        generator = check.generator(generator) or torch.default_generator
+        count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(query.queries)))
+        return drawn(query, snapshot, count, generator, self._store.read)
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -539,7 +542,7 @@ class SoftDB:
             share: of the time that searches take, how much the checks may take besides; 0: none.
             window: how many checks count, the latest ones.
         """
-        self._finder.watch.change(check.share(share, "share"), check.integer(window, "window"))
+        self._finder.watch.change(check.share(share, "share"), check.integer(window, "window", 1, 10**6))
 
     # -- the handle ------------------------------------------------------------------------------------------------
 
@@ -860,7 +863,8 @@ def _index_kept() -> Iterator[None]:
 
 
 def _seed(generator: torch.Generator | None) -> int:
-    return 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+    given = check.generator(generator)
+    return 0 if given is None else int(torch.randint(1 << 40, (), generator=given))
 
 
 def _reopen(path: Path, encoder: check.Encoder | None, device: torch.device | None) -> SoftDB:

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BadFilter",
     "BadInput",
+    "Cancelled",
     "Closed",
     "CorruptionError",
     "DatabaseLocked",
@@ -18,6 +19,7 @@ __all__ = [
     "SoftDBError",
     "StaleRead",
     "TrainingWarning",
+    "UnknownField",
     "UnknownId",
     "WriteFailed",
 ]
@@ -89,6 +91,10 @@ class Cancelled(SoftDBError):
 
 class MissingDependency(SoftDBError, ImportError):
     """A feature needs a package that is not installed; the message names the extra."""
+
+
+class UnknownField(UserWarning):
+    """A filter on a field that no record has matched nothing; the message names the nearest field that there is."""
 
 
 class RecallWarning(UserWarning):

@@ -62,10 +62,8 @@ def open(
         WriteFailed: in mode "rw" the disk refused; what was acknowledged is as it was.
     """
     try:
-        if mode not in ("rw", "r"):
-            raise BadInput(f"mode is {check.shown(mode)}; choose 'rw' or 'r'")
-        if durability not in ("full", "relaxed"):
-            raise BadInput(f"durability is {check.shown(durability)}; choose 'full' or 'relaxed'")
+        check.one_of(mode, "mode", ("rw", "r"))
+        check.one_of(durability, "durability", ("full", "relaxed"))
         if path is not None and not isinstance(path, str | os.PathLike):
             raise BadInput(f"path is {check.shown(path)}; expected a directory's path, or None for memory")
         if encoder is not None and not callable(encoder):

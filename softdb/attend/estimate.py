@@ -61,7 +61,7 @@ def log_partition(
     plan = None if tail is None else _plan(query, snapshot, tail, border, seed)
     parts, rest = ([], np.arange(len(query.queries))) if plan is None else plan._replace(pools=False).rounds(tolerance)
     found = [(which, part.lse, part.bar, part.met) for which, part in parts]
-    if len(rest):
+    if len(rest) or not found:  # no queries at all have an answer, too: an empty one
         lse = log_all(query.of(rest), snapshot)
         found.append((rest, lse, torch.zeros_like(lse.detach()), torch.ones_like(lse, dtype=torch.bool)))
     order = np.concatenate([which for which, *_ in found])

@@ -1,11 +1,11 @@
 """The door: everything from outside becomes canonical here, with every "got / expected / do this" message."""
 
 from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
-from softdb.check.asking import Asked, Tolerance, asked, excluded, share, tolerance
+from softdb.check.asking import Asked, Tolerance, asked, excluded, generator, share, tolerance
 from softdb.check.ids import Id, identifiers, padded
 from softdb.check.npy import numbers_in
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
-from softdb.check.plain import filled, integer, positive, shown
+from softdb.check.plain import clamped, filled, integer, one_of, positive, shown
 from softdb.check.precision import precise
 from softdb.check.schemas import MAX_DIM, Metric, Schema, schema
 
@@ -20,17 +20,20 @@ __all__ = [
     "Schema",
     "Tolerance",
     "asked",
+    "clamped",
     "device",
     "encoded",
     "excluded",
     "filled",
     "finite",
+    "generator",
     "identifiers",
     "integer",
     "json_text",
     "mask",
     "matrix",
     "numbers_in",
+    "one_of",
     "padded",
     "payloads",
     "positive",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check.plain import filled, is_tensor, shown
+from softdb.check.plain import dense, filled, is_tensor, shown
 from softdb.check.schemas import Schema
 from softdb.errors import BadInput
 
@@ -31,7 +31,7 @@ def device(value: object) -> torch.device | None:
 
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise BadInput(f"device is {shown(value)}; expected 'cpu' or 'cuda'") from None
     if found.type not in ("cpu", "cuda"):
         raise BadInput(f"device is {shown(value)}, which softdb does not know; expected 'cpu' or 'cuda'")
@@ -65,10 +65,10 @@ def _array(value: object, name: str) -> Array:
     if is_tensor(value):
         import torch
 
-        value = value.detach()
+        value = dense(value, name).detach()
         value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
     elif isinstance(value, Sequence) and any(is_tensor(one) for one in value):
-        value = [one.detach().cpu().numpy() if is_tensor(one) else one for one in value]
+        value = [dense(one, name).detach().cpu().numpy() if is_tensor(one) else one for one in value]
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
@@ -155,7 +155,8 @@ def queries(
     import torch
 
     if is_tensor(value):
-        if not (value.is_floating_point() or value.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)):
+        signed = (torch.int8, torch.int16, torch.int32, torch.int64)
+        if not (dense(value, "queries").is_floating_point() or value.dtype in signed):
             raise BadInput(f"queries are of type {value.dtype}; expected real numbers")
         tensor = value.to(torch.promote_types(value.dtype, torch.float32))
     else:
@@ -181,7 +182,7 @@ def mask(value: object, shape: tuple[int, int]) -> Tensor:
     """A boolean (q, len(db)) mask in row order, True = takes part; (len(db),) serves all queries."""
     import torch
 
-    tensor = value if is_tensor(value) else torch.from_numpy(np.array(value))
+    tensor = dense(value, "mask") if is_tensor(value) else torch.from_numpy(np.array(value))
     if tensor.dtype is not torch.bool:
         raise BadInput(f"mask has dtype {tensor.dtype}; expected bool, True where the record takes part")
     if tensor.ndim == 1:

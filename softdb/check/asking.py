@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from softdb.check.ids import Id, identifiers
-from softdb.check.plain import integer, is_tensor, shown
+from softdb.check.plain import dense, integer, is_tensor, shown
 from softdb.check.schemas import Metric
 from softdb.errors import BadInput
 
-__all__ = ["Asked", "Tolerance", "asked", "excluded", "share", "tolerance"]
+if TYPE_CHECKING:
+    from torch import Generator
+
+__all__ = ["Asked", "Tolerance", "asked", "excluded", "generator", "share", "tolerance"]
 
 DEFAULT_K = 10
 
@@ -77,8 +80,10 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
     """Ids to leave out: one list for all queries, or one for each of several; empty where none are."""
     if value is None:
         return []
-    if isinstance(value, np.ndarray) or is_tensor(value):
+    if isinstance(value, np.ndarray):
         value = value.tolist()
+    elif is_tensor(value):
+        value = dense(value, "exclude_ids").tolist()
     if not isinstance(value, list | tuple | set | frozenset):
         return [identifiers(value, unique=False)]
     nested = [isinstance(one, list | tuple | set | frozenset | np.ndarray) or is_tensor(one) for one in value]
@@ -92,6 +97,15 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
         )
     lists: list[Any] = list(value)
     return [identifiers(one, unique=False) for one in lists]
+
+
+def generator(value: object) -> Generator | None:
+    """torch's random numbers, or None."""
+    import torch
+
+    if value is None or isinstance(value, torch.Generator):
+        return value
+    raise BadInput(f"generator is {shown(value)}; expected a torch.Generator, such as torch.Generator().manual_seed(3)")
 
 
 def share(value: object, name: str) -> float:
@@ -112,7 +126,11 @@ def _least_score(radius: object, metric: Metric) -> float:
     number = _number(radius, "radius", expected)
     if (metric is Metric.L2 and number < 0) or (metric is Metric.COSINE and abs(number) > 1):
         raise BadInput(f"radius is {shown(radius)}; expected {expected}, for the metric {metric.value!r}")
-    return -(number**2) if metric is Metric.L2 else number
+    if metric is not Metric.L2:
+        return number
+    if not math.isfinite(number * number):
+        raise BadInput(f"radius is {number}, whose square is not finite; expected {expected}, of at most 1e154")
+    return -number * number
 
 
 def _diversity(value: object, candidates: object, k: int) -> tuple[float, int]:

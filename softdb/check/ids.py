@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check.plain import encodable, is_tensor, shown
+from softdb.check.plain import dense, encodable, is_tensor, shown
 from softdb.errors import BadInput, DuplicateId
 
 __all__ = ["Id", "identifiers", "padded"]
@@ -24,8 +24,10 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
     """
     if isinstance(value, str | int):
         value = [value]
-    elif isinstance(value, np.ndarray) or is_tensor(value):
+    elif isinstance(value, np.ndarray):
         value = value.tolist()
+    elif is_tensor(value):
+        value = dense(value, "ids").tolist()
     if not isinstance(value, Iterable) or isinstance(value, bytes):
         raise BadInput(f"ids are {shown(value)}; expected a list of str or int")
     ids = [one if type(one) is str else _identifier(one) for one in value]

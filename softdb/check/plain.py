@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from softdb.errors import BadInput
@@ -13,7 +13,7 @@ from softdb.errors import BadInput
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["encodable", "filled", "integer", "is_tensor", "positive", "shown"]
+__all__ = ["clamped", "dense", "encodable", "filled", "integer", "is_tensor", "one_of", "positive", "shown"]
 
 Batched = TypeVar("Batched", bound=Sized)
 
@@ -44,6 +44,34 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
     if isinstance(value, bool) or number < low or (high is not None and number > high):
         raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}")
     return number
+
+
+def clamped(value: object, name: str, most: int) -> int:
+    """A whole number of at least 1, cut down to `most`: asking for more than there is asks for all."""
+    return min(integer(value, name), max(most, 1))
+
+
+def one_of(value: object, name: str, choices: Iterable[str]) -> str:
+    """One of some words."""
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        raise BadInput(f"{name} is {shown(value)}; choose one of {', '.join(map(repr, known))}")
+    return str(value)
+
+
+def dense(tensor: Tensor, name: str) -> Tensor:
+    """A tensor whose numbers can be read: dense, on a device that holds them, of a type that softdb computes in."""
+    import torch
+
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool)
+    integers = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+    if tensor.layout is not torch.strided:
+        raise BadInput(f"{name} are a sparse tensor ({tensor.layout}); pass its to_dense()")
+    if tensor.device.type == "meta":
+        raise BadInput(f"{name} are a tensor on the device 'meta', which holds no numbers; move it to 'cpu' or 'cuda'")
+    if tensor.dtype not in (*kinds, *integers):
+        raise BadInput(f"{name} are of type {tensor.dtype}; expected real numbers, such as float32")
+    return tensor
 
 
 def positive(value: object, name: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from softdb.check.plain import integer, shown
+from softdb.check.plain import integer, one_of, shown
 from softdb.errors import BadInput
 
 __all__ = ["MAX_DIM", "Metric", "Schema", "schema"]
@@ -28,10 +28,7 @@ class Metric(Enum):
         """The metric of that name, or BadInput that lists them."""
         if isinstance(name, Metric):
             return name
-        for metric in cls:
-            if name == metric.value:
-                return metric
-        raise BadInput(f"metric is {shown(name)}; choose one of {', '.join(repr(m.value) for m in cls)}")
+        return cls(one_of(name, "metric", [metric.value for metric in cls]))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +108,12 @@ def fields(
             db.drop_field(name)
         if add:
             db.index_field(*add)
+            with warnings.catch_warnings(record=True) as unknown:
+                warnings.simplefilter("always", softdb.UnknownField)
+                for name in add:
+                    db.count({name: {"$exists": True}})
+            for warning in unknown:
+                terminal(stderr=True).print(f"[yellow]warning:[/] {safe(str(warning.message))}")
         names = list(db.fields)
     if as_json:
         print_json(names)

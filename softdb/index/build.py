@@ -48,9 +48,9 @@ def checked(
 ) -> tuple[str, float, int | None]:
     """Kind, recall target and memory in bytes, or BadInput."""
     known = ("auto", "flat", *(KINDS if board is None else engines(board)))
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         why, way = "", ""
-        if kind in KINDS and board is not None:
+        if isinstance(kind, str) and kind in KINDS and board is not None:
             why, way = f", which has no form on {board.device}", ", or device='cpu'"
         raise BadInput(f"kind is {shown(kind)}{why}; choose one of {', '.join(map(repr, known))}{way}")
     if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:

@@ -22,7 +22,7 @@ from typing import Any
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter, BadInput
 
-__all__ = ["All", "Condition", "Either", "Node", "Not", "field_names", "field_sql", "parse", "statement"]
+__all__ = ["All", "Condition", "Either", "Node", "Not", "field_names", "field_sql", "fields_in", "parse", "statement"]
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = "$eq $ne $gt $gte $lt $lte $in $nin $exists $contains $not"
@@ -196,6 +196,12 @@ def field_sql(name: str) -> tuple[str, str]:
     """SQL of a field's JSON type and of its value, for a name that a JSON path can write."""
     path = f"'$.\"{name}\"'".replace("'", "''")[1:-1]
     return f"json_type(payload, {path})", f"json_extract(payload, {path})"
+
+
+def fields_in(where: dict[str, Any]) -> set[str]:
+    """The fields that a filter, which has been parsed, asks about."""
+    parts = [([one] if name == "$not" else one) if name[0:1] == "$" else name for name, one in where.items()]
+    return set().union(*({part} if isinstance(part, str) else set().union(*map(fields_in, part)) for part in parts))
 
 
 def field_names(fields: object) -> tuple[str, ...]:

@@ -7,19 +7,23 @@ compaction, void what is remembered.
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import json_text
+from softdb.check import json_text, shown
+from softdb.errors import UnknownField
 from softdb.store.catalog import Catalog
-from softdb.store.filters import All, Condition, Node, Not, parse, statement
+from softdb.store.filters import All, Condition, Node, Not, fields_in, parse, statement
 from softdb.store.snapshot import Snapshot
 
 __all__ = ["Matches"]
 
+SAMPLED = 1000  # records whose fields a warning knows
 FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
 FEW = 256  # reading payloads beats asking another index about all records when fewer than one in so many are left
 LOOKUP = 6  # reading a payload by its row takes that many times as long as passing over it
@@ -41,6 +45,7 @@ class Matches:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._looked_for: set[str] = set()  # fields that a filter which matched nothing asked about
 
     def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Live:
         """Which positions (size,) hold a record that the filter matches. Raises BadFilter.
@@ -62,8 +67,26 @@ class Matches:
             known = self._known[text] = _Known(snapshot.generation, next_row, _layout(snapshot), matching)
             if len(self._known) > FILTERS_KEPT:
                 self._known.popitem(last=False)
+            if snapshot.count and not matching.any():
+                self._warn_of_unknown(fields_in(where), catalog)
         self._known.move_to_end(text)
         return known.matching
+
+    def _warn_of_unknown(self, fields: set[str], catalog: Catalog) -> None:
+        """Warn of fields that no record has, each once. Cost: none for a field that was looked for before."""
+        for name in sorted(fields - self._looked_for):
+            self._looked_for.add(name)
+            condition, bindings = statement(parse({name: {"$exists": True}}))
+            if catalog.one(f"SELECT 1 FROM records WHERE {condition} LIMIT 1", bindings) is None:
+                message = f"no record has the field {shown(name)}{_nearest(name, catalog)}"
+                warnings.warn(message, UnknownField, stacklevel=2)
+
+
+def _nearest(name: str, catalog: Catalog) -> str:
+    """The most similar field of some records, for a message; empty where none is similar."""
+    some = f"SELECT payload FROM records WHERE json_type(payload) = 'object' LIMIT {SAMPLED}"
+    names = [key for (key,) in catalog.all(f"SELECT DISTINCT j.key FROM ({some}) s, json_each(s.payload) j")]
+    return "".join(f"; did you mean {shown(one)}?" for one in difflib.get_close_matches(name, names, 1))
 
 
 def _layout(snapshot: Snapshot) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,83 @@ READS: dict[str, tuple[Callable[[SoftDB], Any], type[Exception], str]] = {
     "in bool": (lambda db: True in db, BadInput, "type bool"),
     "scan size": (lambda db: db.scan(0), BadInput, "batch_size is 0"),
     "index kind": (lambda db: db.build_index("annoy"), BadInput, "annoy"),
+    "index kind list": (lambda db: db.build_index(["ivf"]), BadInput, "kind is .*ivf"),  # type: ignore[call-overload]
+    "generator": (lambda db: db.attend(ONE, rtol=0.1, generator=3), BadInput, "generator is 3"),  # type: ignore[arg-type]
+    "generator to sample": (lambda db: db.sample(ONE, generator=3), BadInput, "generator is 3"),  # type: ignore[arg-type]
+    "samples": (lambda db: db.sample(ONE, 2**62), BadInput, "n is 4611686018427387904; expected .* from 1 to"),
+    "window": (lambda db: db.watch(0.1, 2**70), BadInput, "window is .* from 1 to 1000000"),
     "index recall": (lambda db: db.build_index(recall=1.5), BadInput, "recall"),
     "index queries": (lambda db: db.build_index(queries=[[1, 2]]), BadInput, "queries are 2 wide"),
 }
+
+
+TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "meta": (lambda: torch.ones(1, 3, device="meta"), "'meta', which holds no numbers"),
+    "sparse": (lambda: torch.ones(1, 3).to_sparse(), "sparse"),
+    "float8": (lambda: torch.ones(1, 3).to(torch.float8_e4m3fn), "float8"),
+    "complex": (lambda: torch.ones(1, 3, dtype=torch.complex64), "complex64"),
+}
+TAKERS: dict[str, Callable[[SoftDB, Any], Any]] = {
+    "search": lambda db, tensor: db.search(tensor),
+    "attend": lambda db, tensor: db.attend(tensor),
+    "insert": lambda db, tensor: db.insert(["b"], tensor, V),
+    "insert a list": lambda db, tensor: db.insert(["b"], [tensor[0]], V),
+    "get": lambda db, tensor: db.get(tensor),
+    "exclude_ids": lambda db, tensor: db.search(ONE, exclude_ids=tensor),
+    "mask": lambda db, tensor: db.attend(ONE, mask=tensor),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_tensors_whose_numbers_cannot_be_read_are_refused(db: SoftDB, kind: str, taker: str) -> None:
+    tensor, message = TENSORS[kind]
+    with pytest.raises(BadInput, match=message):
+        TAKERS[taker](db, tensor())
+    assert len(db) == 2
+
+
+def test_no_queries_have_empty_answers() -> None:
+    with softdb.open(None, dim=3, metric="l2") as db:
+        db.insert(range(4), np.eye(4, 3))
+        none = np.zeros((0, 3), np.float32)
+        for found in (db.log_partition(none), db.log_density(none, softdb.scores.Gaussian(1.0))):
+            assert found.value.shape == found.bar.shape == found.met.shape == found.exact.shape == (0,)
+        assert db.count_within(none, 1.0).value.shape == (0,)
+        assert db.attend(none, rtol=0.1).output.shape == db.attend(none, k=2).output.shape == (0, 3)
+
+
+def test_a_radius_whose_square_is_not_finite_is_refused() -> None:
+    with softdb.open(None, dim=3, metric="l2") as db:
+        db.insert(["a"], ONE)
+        for ask in (lambda: db.search(ONE, radius=1e200), lambda: db.count_within(ONE, 1e200)):
+            with pytest.raises(BadInput, match="radius is 1e\\+200, whose square is not finite"):
+                ask()
+        assert len(db.search(ONE, radius=1e150).ids[0]) == 1
+
+
+def test_more_than_there_is_asks_for_all(db: SoftDB) -> None:
+    everything = db.attend(ONE, k=2)
+    for k in (3, 10**9, 2**62, 2**70):
+        assert torch.equal(db.attend(ONE, k=k).output, everything.output)
+    assert [records.ids for records in db.scan(2**70)] == [["a", 1]]
+
+
+def test_a_filter_that_asks_for_a_field_no_record_has_warns_once(db: SoftDB) -> None:
+    db.insert(["b", "c"], TWO, TWO[:, :2], [{"year": 2020, "lang": "de"}, [1]])
+    with pytest.warns(softdb.UnknownField, match="no record has the field 'yaer'; did you mean 'year'?") as caught:
+        assert db.count({"$or": [{"yaer": 2020}, {"$not": {"lang": {"$exists": False}}, "x": 1}]}) == 0
+    assert len(caught) == 1
+    with pytest.warns(softdb.UnknownField, match="no record has the field 'nothing like it'$"):
+        assert db.delete(where={"nothing like it": 1}) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert db.count({"yaer": {"$contains": 2021}}) == 0
+        assert db.count({"year": 1999}) == db.count({"lang": {"$in": []}}) == 0
+        assert db.count({"year": {"$exists": False}}) == 4 - 1
+    with softdb.open(None, dim=3) as empty, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert empty.count({"year": 1999}) == 0
 
 
 @pytest.mark.parametrize("name", READS)
@@ -183,8 +258,12 @@ OPENS: dict[str, tuple[dict[str, Any], str]] = {
     "two kinds of values": ({"dim": 2, "value_dim": 1, "num_classes": 2}, "give one"),
     "dtype": ({"dim": 2, "dtype": "float64"}, "'float32' or 'float16'"),
     "metric": ({"dim": 2, "metric": "euclid"}, "choose one of 'dot', 'cosine', 'l2'"),
-    "mode": ({"dim": 2, "mode": "w"}, "choose 'rw' or 'r'"),
+    "mode": ({"dim": 2, "mode": "w"}, "choose one of 'rw', 'r'"),
     "device": ({"dim": 2, "device": "moon"}, "device is 'moon'"),
+    "device beyond 64 bits": ({"dim": 2, "device": 2**70}, "device is 1180591620717411303424"),
+    "mode array": ({"dim": 2, "mode": np.array(["r", "rw"])}, "mode is array"),
+    "durability array": ({"dim": 2, "durability": np.array(["full"])}, "durability is array"),
+    "metric array": ({"dim": 2, "metric": np.array(["dot", "l2"])}, "metric is array"),
     "encoder": ({"dim": 2, "encoder": 3}, "expected a callable"),
 }
 

@@ -275,6 +275,10 @@ def test_fields_are_declared_and_dropped(book: Path) -> None:
     assert run("fields", book, "--add", "year", "--add", "first").stdout.split() == ["first", "year"]
     assert answer("fields", book, "--add", "name", "--drop", "year") == ["first", "name"]
     assert answer("info", book)["fields"] == ["first", "name"]
+    assert (
+        "warning: no record has the field 'yeer'; did you mean 'year'?" in run("fields", book, "--add", "yeer").stderr
+    )
+    run("fields", book, "--drop", "yeer")
     with softdb.open(book):  # to look takes no lock
         assert answer("fields", book) == ["first", "name"]
 
