@@ -60,6 +60,7 @@ HARD = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HARD)
 def test_the_bar_holds_in_hard_worlds(name: str) -> None:
     db, world = filled(name)
