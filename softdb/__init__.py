@@ -27,7 +27,7 @@ from softdb.errors import (
 
 if TYPE_CHECKING:
     from softdb import nn, scores
-    from softdb.answers import Estimate, Explanation, Hits, Pooled, Record, Records, Samples
+    from softdb.answers import Estimate, Explanation, Hit, Hits, Pooled, QueryHits, Record, Records, Samples
     from softdb.database import SoftDB
     from softdb.functional import attention
     from softdb.index import Build
@@ -48,11 +48,13 @@ __all__ = [
     "Estimate",
     "Explanation",
     "FormatTooNew",
+    "Hit",
     "Hits",
     "MissingDependency",
     "NestedWrite",
     "NotADatabase",
     "Pooled",
+    "QueryHits",
     "ReadOnly",
     "RecallWarning",
     "Record",
@@ -77,8 +79,10 @@ _LAZY = {
     "Build": "index",
     "Estimate": "answers",
     "Explanation": "answers",
+    "Hit": "answers",
     "Hits": "answers",
     "Pooled": "answers",
+    "QueryHits": "answers",
     "Record": "answers",
     "Records": "answers",
     "Samples": "answers",

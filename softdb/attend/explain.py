@@ -36,10 +36,10 @@ def explained(
     ids, payloads = hits.ids, hits.payloads
     found = []
     for i, (names, what, mine) in enumerate(zip(ids, payloads, weights.tolist(), strict=True)):
-        kept = [j for j, name in enumerate(names) if name is not None and mine[j] > 0]
+        kept = [j for j in range(len(names)) if mine[j] > 0]
         found.append(
             Explanation(
-                [names[j] for j in kept],  # type: ignore[misc]
+                [names[j] for j in kept],
                 [mine[j] for j in kept],
                 [what[j] for j in kept],
                 hits.scores[i, kept].tolist(),

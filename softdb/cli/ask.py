@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -54,8 +55,7 @@ def search(
             diversity=diversity,
             candidates=candidates,
         )
-        columns = zip(hits.ids, hits.scores.tolist(), hits.payloads, strict=True)
-        found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
+        found = [[(hit.id, hit.score, hit.payload) for hit in mine] for mine in hits]
     if as_json:
         names = ("id", "score", "payload")
         print_json([[dict(zip(names, hit, strict=True)) for hit in one] for one in found])
@@ -83,9 +83,10 @@ def attend(
         half = db.attend(asked, temperature=temperature / 2, k=k, rtol=rtol, where=filter_)
         spread = (2 * pooled.lse - half.lse).exp().tolist()
         hits = db.search(asked, min(k or 10, 10), where=filter_)
-        weights = (hits.scores.double() / temperature - pooled.lse[:, None].double()).exp().tolist()
-        columns = zip(hits.ids, weights, hits.payloads, strict=True)
-        found = [[hit for hit in zip(*one, strict=True) if hit[0] is not None] for one in columns]
+        found = [
+            [(hit.id, math.exp(hit.score / temperature - lse), hit.payload) for hit in mine]
+            for mine, lse in zip(hits, pooled.lse.tolist(), strict=True)
+        ]
         is_label = db.num_classes is not None
     if as_json:
         print_json([attended(pooled, i, spread[i], one) for i, one in enumerate(found)])

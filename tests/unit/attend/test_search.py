@@ -111,7 +111,7 @@ def test_shapes_never_depend_on_the_batch() -> None:
                 hits = db.search(torch.ones(q, 4), k=5)
                 assert hits.rows.shape == hits.scores.shape == hits.live.shape == (q, 5)
                 assert int(hits.live.sum()) == q * n
-                assert [len(row) for row in hits.ids] == [len(row) for row in hits.payloads] == [5] * q
+                assert [len(row) for row in hits.ids] == [len(row) for row in hits.payloads] == [n] * q
             if not n:
                 db.insert([0, 1, 2], np.eye(3, 4))
 
@@ -145,8 +145,8 @@ def test_ids_and_payloads_come_with_the_hits() -> None:
     with softdb.open(None, dim=2) as db:
         db.insert(["a", 7, "c"], [[3, 0], [2, 0], [1, 0]], payloads=[{"x": 1}, None, [1]])
         hits = db.search([[1, 0], [-1, 0]], k=4)
-        assert hits.ids == [["a", 7, "c", None], ["c", 7, "a", None]]
-        assert hits.payloads == [[{"x": 1}, None, [1], None], [[1], None, {"x": 1}, None]]
+        assert hits.ids == [["a", 7, "c"], ["c", 7, "a"]]
+        assert hits.payloads == [[{"x": 1}, None, [1]], [[1], None, {"x": 1}]]
 
 
 def test_a_search_asks_the_catalogue_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

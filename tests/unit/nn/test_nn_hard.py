@@ -112,7 +112,7 @@ def test_drawing_from_nothing(words: dict[str, Any], how: str) -> None:
     queries = asking()
     found = hard_attention(db, queries, 2, where=where)
     assert torch.equal(found.values, torch.zeros(Q, 2, 3, dtype=torch.float64))
-    assert found.hits.ids == [[None, None]] * Q
+    assert found.hits.ids == [[]] * Q
     loss = reinforce(torch.ones(Q, 2), found.log_prob)
     assert loss.item() == 0
     for k in (None, 4):

@@ -254,7 +254,7 @@ def test_a_filter_is_kept(k: int | None) -> None:
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     odd = view.attend(queries, k=k, where={"odd": True})
     assert odd.candidates.tolist() == [N // 2 if k is None else k] * 3
-    assert all(one % 2 for row in view.search(queries, 40, where={"odd": True}).ids for one in row if one is not None)
+    assert all(one % 2 for row in view.search(queries, 40, where={"odd": True}).ids for one in row)
     # all of the odd ones: the answer of a database that holds nothing else
     rest = View(filled(value_dim=V), view.encoder)
     rest.db.delete(where={"odd": False})
@@ -396,7 +396,7 @@ def test_records_inserted_later_are_candidates_and_deleted_ones_never_come_back(
     view = View(filled(300, value_dim=V), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(6, WIDE, dtype=torch.float64) * 0.3
     assert view.search(queries, 6).ids == true_ids(view, queries, 6)
-    gone = sorted({row[0] for row in view.search(queries, 6).ids if row[0] is not None})
+    gone = sorted({row[0] for row in view.search(queries, 6).ids if row})
     view.db.delete(gone)
     view.db.insert(list(range(300, 350)), torch.randn(50, D), torch.randn(50, V), [{}] * 50)
     moved = next(i for i in range(3, 300) if i not in gone)

@@ -232,7 +232,7 @@ def test_what_a_flush_of_its_own_accord_lost_is_told(path: Path, monkeypatch: py
         while db.stats().unflushed and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(db) == db.count({}) == 1, "what is lost is seen on"
-        assert db.search([[1.0, 1.0]], k=3).ids == [["a", None, None]]
+        assert db.search([[1.0, 1.0]], k=3).ids == [["a"]]
     verbs = {"close": db.close, "insert": lambda: put(db, "d"), "flush": db.flush}
     with pytest.raises(softdb.WriteFailed, match=r"since the last flush \(1 changes\)"):
         verbs[teller]()
