@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from softdb import check
 from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
+from softdb.scores import unit
 from softdb.store import files
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "encoder_name",
     "note_encoder",
     "noted_encoder",
-    "unit",
 ]
 
 Vectors = NDArray[np.float32]
@@ -40,14 +40,6 @@ _NOTED = 1 << 16  # bytes of a note, at most
 CHUNK = 4096  # texts hashed at once: the counts of one chunk stay within some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
-
-
-def unit(
-    vectors: NDArray[Any],  # (n, d)
-) -> Vectors:  # (n, d)
-    """Rows scaled to length 1; a zero row stays zero."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.where(lengths == 0, 1, lengths), np.float32)
 
 
 @dataclass(frozen=True)

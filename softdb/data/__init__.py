@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from softdb.scores import unit
+
 Floats = NDArray[np.float32]
 
 
@@ -34,7 +36,7 @@ class DemoData:
         embedded: Floats,  # (q, 384) texts as all-MiniLM-L6-v2 embeds them
     ) -> Floats:  # (q, d)
         """Bring freshly embedded texts into the keys' space: project, then scale to length 1."""
-        return _unit(embedded @ self.projection)
+        return unit(embedded @ self.projection)
 
 
 def load_wordnet() -> DemoData:
@@ -54,10 +56,10 @@ def load_wordnet() -> DemoData:
     position = {name: i for i, name in enumerate(ids)}
     return DemoData(
         ids=ids,
-        keys=_unit(_read_array("keys.npy") * scale),
+        keys=unit(_read_array("keys.npy") * scale),
         payloads=[{"word": record["lemmas"][0], **record} for record in records],
         query_texts=[query["word"] for query in queries],
-        query_keys=_unit(_read_array("queries.npy") * scale),
+        query_keys=unit(_read_array("queries.npy") * scale),
         answers=[[position[name] for name in query["answers"]] for query in queries],
         held_out=np.array([query["held_out"] for query in queries], dtype=np.bool_),
         projection=_read_array("projection.npy"),
@@ -76,11 +78,3 @@ def _read_lines(name: str) -> list[dict[str, Any]]:
 
 def _read_array(name: str) -> NDArray[Any]:
     return np.asarray(np.load(io.BytesIO(_read(name)), allow_pickle=False))
-
-
-def _unit(
-    rows: Floats,  # (n, d)
-) -> Floats:  # (n, d)
-    """Scale each row to length 1; a zero row stays zero."""
-    length = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.asarray(rows / np.where(length == 0, 1, length), dtype=np.float32)

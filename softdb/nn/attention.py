@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.functional import attention
 from softdb.nn.held import Held
-from softdb.nn.masks import Masks, masks_of
+from softdb.nn.inputs import Masks, batch_of, masks_of, records_blocked, widths_of
 from softdb.pool import State, merge, pool
 from softdb.scores import Dot, Fold
 from softdb.weights import softmax
@@ -87,7 +86,7 @@ class Attention(torch.nn.MultiheadAttention):
             raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose heads that divide the width")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BadInput(f"dropout is {shown(dropout)}; expected a share of the weights, from 0 to 1")
-        widths = _widths(db, kdim, vdim)
+        widths = widths_of(db, kdim, vdim)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *widths, batch_first, device, dtype
         )
@@ -185,7 +184,7 @@ class Attention(torch.nn.MultiheadAttention):
             self._needs_candidates(k, need_weights)
             temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
-            blocked = self._records_blocked(x, len(self.db), key_padding_mask, attn_mask)
+            blocked = records_blocked(x, len(self.db), key_padding_mask, attn_mask, self.num_heads)
             words: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
             words["mask"] = None if blocked is None else ~blocked
             heads, weights = self._over_records(self.db, x, temperature, need_weights, words)
@@ -276,24 +275,6 @@ class Attention(torch.nn.MultiheadAttention):
             states.append(State(nothing, nothing[:, 0]))
         return states
 
-    def _records_blocked(
-        self,
-        query: Tensor,  # (N, L, E)
-        n: int,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-    ) -> Tensor | None:  # (n,) or (N·L·heads, n) bool
-        masks = masks_of(query, n, key_padding_mask, attn_mask, self.num_heads, False)
-        if masks.added is not None:
-            raise BadInput(
-                "a float mask holds other numbers than 0 and -inf, but records take no bias on their scores; pass a "
-                "bool mask, True = may not attend, or use db=None with the records as tensors"
-            )
-        if masks.blocked is None or attn_mask is None:
-            return None if masks.blocked is None else masks.blocked.view(n)
-        shape = (*query.shape[:2], self.num_heads, n)
-        return masks.blocked.transpose(1, 2).expand(shape).reshape(math.prod(shape[:-1]), n)
-
     def _needs_candidates(self, k: int | None, need_weights: bool) -> None:
         if k is not None:
             check.integer(k, "k")
@@ -378,39 +359,8 @@ class Attention(torch.nn.MultiheadAttention):
         q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**-0.5
         return q.view(-1, self.num_heads, self.head_dim)
 
-    def _batch(
-        self,
-        tensor: Tensor,  # (L, N, width), or (N, L, width) if batch_first, or (L, width)
-        width: int,
-        name: str,
-    ) -> Tensor:  # (N, L, width)
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise BadInput(f"{name} is {shown(tensor)}; expected a floating tensor")
-        batch = f"(N, L, {width})" if self.batch_first else f"(L, N, {width})"
-        if tensor.ndim not in (2, 3) or tensor.shape[-1] != width:
-            raise BadInput(
-                f"{name} has shape {tuple(tensor.shape)} but this module takes {batch} or (L, {width}); encode it alike"
-            )
-        held = self.out_proj.weight
-        if tensor.dtype != held.dtype and not torch.is_autocast_enabled(tensor.device.type):
-            raise BadInput(f"{name} is of {tensor.dtype} but the parameters of {held.dtype}; convert one of them")
-        if tensor.ndim == 2:
-            return tensor.unsqueeze(0)
-        return tensor if self.batch_first else tensor.transpose(0, 1)
-
-
-def _widths(db: SoftDB | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
-    """kdim and vdim, from the database where there is one."""
-    given = [None if one is None else check.integer(one, name) for name, one in (("kdim", kdim), ("vdim", vdim))]
-    if db is None:
-        return given[0], given[1]
-    if not isinstance(db, SoftDB):
-        raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
-    dim, pooled = db.dim, db.num_classes or db.value_dim or db.dim
-    for name, mine, stored, what in (("kdim", given[0], dim, "keys"), ("vdim", given[1], pooled, "values")):
-        if mine is not None and mine != stored:
-            raise BadInput(f"{name} is {mine} but the {what} of the database are {stored} wide; omit it")
-    return dim, pooled
+    def _batch(self, tensor: Tensor, width: int, name: str) -> Tensor:  # (N, L, width)
+        return batch_of(tensor, width, name, self.batch_first, self.out_proj.weight.dtype)
 
 
 def _one_more(

@@ -12,7 +12,7 @@ from softdb.errors import BadInput
 __all__ = ["LearnedPositions", "RotaryPositions", "SinusoidalPositions"]
 
 BASE = 10000.0  # the slowest wave is about 2π BASE positions long
-SPREAD = 0.02  # standard deviation that learnt positions start with, as in BERT
+INITIAL_STD = 0.02  # standard deviation that learnt positions start with, as in BERT
 
 
 class SinusoidalPositions(torch.nn.Module):
@@ -77,7 +77,7 @@ class LearnedPositions(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """The vectors as they start."""
-        torch.nn.init.normal_(self.weight, std=SPREAD)
+        torch.nn.init.normal_(self.weight, std=INITIAL_STD)
 
     def forward(
         self,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.held import Held
+from softdb.nn.positives import handle
 from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
 from softdb.scores.distance import Bandwidth
 
@@ -28,8 +28,10 @@ KERNELS: dict[str, type[Kernel]] = {
 }
 
 
-class _NadarayaWatson(torch.nn.Module, ABC):
+class _NadarayaWatson(torch.nn.Module):
     """The mean of the records' values, weighted by a kernel of their distance."""
+
+    labels: ClassVar[bool]  # whether values are labels, told as probabilities, or vectors
 
     def __init__(
         self,
@@ -41,9 +43,15 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         learnable: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(db, SoftDB):
-            raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-        self._require_values(db)
+        schema = handle(db).schema
+        if (schema.num_classes if self.labels else schema.value_dim) is None:
+            raise BadInput(
+                "the database has no labels as values, so there are no classes to tell; open one with num_classes=, "
+                "or use KernelRegressor for vectors"
+                if self.labels
+                else "the database has no vectors as values, so there is nothing to tell; open one with value_dim=, or "
+                "use KernelClassifier for labels"
+            )
         made = _kernel(kernel)
         if learnable and made is Boxcar:
             raise BadInput(
@@ -98,8 +106,9 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         """
         snapshot, _ = self.db.view()  # `scan` would read every payload too
         chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
+        width = self.db.schema.pooled_dim
         if not len(chosen):
-            return torch.zeros(0, self._width), torch.zeros(0, self._width)
+            return torch.zeros(0, width), torch.zeros(0, width)
         positions = np.flatnonzero(snapshot.live)[chosen.numpy()]
         others = torch.ones(len(chosen), snapshot.count, dtype=torch.bool)
         others[torch.arange(len(chosen)), chosen] = False
@@ -108,7 +117,8 @@ class _NadarayaWatson(torch.nn.Module, ABC):
         if self.kernel.learnable:
             keys = keys.to(torch.promote_types(keys.dtype, self.kernel.log_bandwidth.dtype))
         told = self(keys, mask=others)
-        return told, self._truth(snapshot.values_at(positions)).to(told)
+        true = snapshot.values_at(positions)
+        return told, (torch.nn.functional.one_hot(true, width) if self.labels else true).to(told)
 
     def fit(self, *, steps: int = 100, lr: float = 0.1, batch_size: int = 1024, seed: int = 0) -> list[float]:
         """Train the bandwidth by the leave-one-out error, mean ‖told - true‖², with Adam; the error of each step.
@@ -152,23 +162,6 @@ class _NadarayaWatson(torch.nn.Module, ABC):
             raise BadInput(f"bandwidth has {len(h)} numbers but keys are {dim} wide; give one, or one a coordinate")
         return h.expand(dim) if per_coordinate else h
 
-    @property
-    @abstractmethod
-    def _width(self) -> int:
-        """v."""
-
-    @staticmethod
-    @abstractmethod
-    def _require_values(db: SoftDB) -> None:
-        """Raises BadInput for a database whose values are of another kind."""
-
-    @abstractmethod
-    def _truth(
-        self,
-        values: Tensor,  # (b, v) or labels (b,)
-    ) -> Tensor:  # (b, v)
-        """Values as the module tells them."""
-
 
 class KernelRegressor(_NadarayaWatson):
     """The Nadaraya–Watson mean over the records of a database, with a trained bandwidth.
@@ -201,20 +194,7 @@ class KernelRegressor(_NadarayaWatson):
     torch.Size([1, 1])
     """
 
-    @property
-    def _width(self) -> int:
-        return self.db.value_dim or 0  # `_require_values` has refused None
-
-    @staticmethod
-    def _require_values(db: SoftDB) -> None:
-        if db.value_dim is None:
-            raise BadInput(
-                "the database has no vectors as values, so there is nothing to tell; open one with value_dim=, or use "
-                "KernelClassifier for labels"
-            )
-
-    def _truth(self, values: Tensor) -> Tensor:
-        return values
+    labels = False
 
 
 class KernelClassifier(_NadarayaWatson):
@@ -233,20 +213,7 @@ class KernelClassifier(_NadarayaWatson):
     [[1.0, 0.0]]
     """
 
-    @property
-    def _width(self) -> int:
-        return self.db.num_classes or 0  # `_require_values` has refused None
-
-    @staticmethod
-    def _require_values(db: SoftDB) -> None:
-        if db.num_classes is None:
-            raise BadInput(
-                "the database has no labels as values, so there are no classes to tell; open one with num_classes=, "
-                "or use KernelRegressor for vectors"
-            )
-
-    def _truth(self, values: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(values, self._width)
+    labels = True
 
 
 def _kernel(kernel: object) -> type[Kernel]:

@@ -3,10 +3,9 @@
 from softdb.scores.additive import Additive, LinearAdditive
 from softdb.scores.bandwidth import leave_one_out, scott, silverman
 from softdb.scores.contract import Fold, Score, ScoreFunction, fold, metric_of, query_width
-from softdb.scores.distance import DistanceScore, NegativeL2
+from softdb.scores.distance import DistanceScore, NegativeL2, score_of
 from softdb.scores.kernels import Boxcar, Constant, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular
-from softdb.scores.products import Cosine, Dot, General, ScaledDot
-from softdb.scores.standard import score_of
+from softdb.scores.products import Cosine, Dot, General, ScaledDot, unit
 
 __all__ = [
     "Additive",
@@ -34,4 +33,5 @@ __all__ = [
     "score_of",
     "scott",
     "silverman",
+    "unit",
 ]

@@ -67,11 +67,7 @@ class Additive(torch.nn.Module):
         """How wide queries are."""
         return self.query_weight.shape[1]
 
-    def forward(
-        self,
-        queries: Tensor,  # (…, q, query_dim)
-        keys: Tensor,  # (…, n, key_dim) or (…, q, k, key_dim)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = wᵀ tanh(W_q q + W_k k)."""
         meet(queries, keys)
         wide(queries, self.query_weight.shape[1], "queries")
@@ -92,10 +88,7 @@ class Additive(torch.nn.Module):
             found = [_compared(moved, part, inner, outer, own) for part in parts]
         return torch.cat(found, dim=-1)
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, query_dim)
-    ) -> None:
+    def fold(self, queries: Tensor) -> None:
         """None: it ranks as no metric does."""
         return None
 
@@ -145,11 +138,7 @@ class LinearAdditive(torch.nn.Module):
         """How wide queries are."""
         return len(self.query_weight)
 
-    def forward(
-        self,
-        queries: Tensor,  # (…, q, query_dim)
-        keys: Tensor,  # (…, n, key_dim) or (…, q, k, key_dim)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = w_q·q + w_k·k."""
         meet(queries, keys)
         wide(keys, len(self.key_weight), "keys")
@@ -158,10 +147,7 @@ class LinearAdditive(torch.nn.Module):
             theirs = theirs.unsqueeze(-2)
         return self._own(queries).unsqueeze(-1) + theirs
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, query_dim)
-    ) -> Fold:
+    def fold(self, queries: Tensor) -> Fold:
         """The dot product with w_k, the same for every query, and w_q·q."""
         moved = self.key_weight.to(queries).expand(*queries.shape[:-1], len(self.key_weight))
         return Fold(Metric.DOT, moved, 1.0, self._own(queries))

@@ -38,7 +38,7 @@ def silverman(
     """
     keys = _table(keys, "keys", "silverman")
     n, d = keys.shape
-    return _spread(keys, per_coordinate, "silverman") * math.pow(4 / ((d + 2) * n), 1 / (d + 4))
+    return _deviations(keys, per_coordinate, "silverman") * math.pow(4 / ((d + 2) * n), 1 / (d + 4))
 
 
 def scott(
@@ -48,7 +48,7 @@ def scott(
     """Scott's rule of thumb, h_i = σ_i n^(-1 / (d + 4)) (Scott 1992, equation 6.42). As `silverman` in all else."""
     keys = _table(keys, "keys", "scott")
     n, d = keys.shape
-    return _spread(keys, per_coordinate, "scott") * math.pow(n, -1 / (d + 4))
+    return _deviations(keys, per_coordinate, "scott") * math.pow(n, -1 / (d + 4))
 
 
 def leave_one_out(
@@ -120,27 +120,27 @@ def _table(value: Tensor, name: str, door: str) -> Tensor:
     return table
 
 
-def _spread(
+def _deviations(
     keys: Tensor,  # (n, d)
     per_coordinate: bool,
     door: str,
 ) -> Tensor:  # (d,) or ()
     """Standard deviations, none of them 0."""
-    spread = keys.std(dim=0)  # exactly 0 where all are equal: torch adds up differences from the mean so far
-    if per_coordinate and bool((spread == 0).any()):
+    found = keys.std(dim=0)  # exactly 0 where all are equal: torch adds up differences from the mean so far
+    if per_coordinate and bool((found == 0).any()):
         raise BadInput(
-            f"{door}: coordinate {int((spread == 0).nonzero()[0])} is the same in all {len(keys)} keys, so it has no "
+            f"{door}: coordinate {int((found == 0).nonzero()[0])} is the same in all {len(keys)} keys, so it has no "
             "bandwidth; leave it out, or ask for one bandwidth for all"
         )
-    if not bool((spread > 0).any()):
+    if not bool((found > 0).any()):
         raise BadInput(f"{door}: all {len(keys)} keys are equal, so there is no spread to take a bandwidth from")
-    return spread if per_coordinate else spread.mean()
+    return found if per_coordinate else found.mean()
 
 
 def _bounds(keys: Tensor, bounds: tuple[float, float] | None) -> tuple[float, float]:
-    spread, (n, d) = float(_spread(keys, False, "leave_one_out")), keys.shape
+    deviation, (n, d) = float(_deviations(keys, False, "leave_one_out")), keys.shape
     if bounds is None:
-        guess = spread * math.pow(4 / ((d + 2) * n), 1 / (d + 4))
+        guess = deviation * math.pow(4 / ((d + 2) * n), 1 / (d + 4))
         return guess / REACH, guess * REACH
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise BadInput(f"bounds are {shown(bounds)}; expected two numbers, the lowest and the highest bandwidth")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
-from softdb.scores.contract import Fold, comparable
-from softdb.scores.products import dot
+from softdb.scores.contract import Fold, Score, comparable
+from softdb.scores.products import Cosine, Dot, dot
 
-__all__ = ["Bandwidth", "DistanceScore", "NegativeL2"]
+__all__ = ["Bandwidth", "DistanceScore", "NegativeL2", "score_of"]
 
 Bandwidth: TypeAlias = float | Sequence[float] | Tensor
 """One number, or one for each coordinate."""
@@ -56,10 +56,7 @@ class DistanceScore(torch.nn.Module):
         """L2, or None with a bandwidth for each coordinate: then the order is not that of the plain distance."""
         return Metric.L2 if self.log_bandwidth is None or self.log_bandwidth.numel() == 1 else None
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold | None:
+    def fold(self, queries: Tensor) -> Fold | None:
         """The order of L2, or None with a bandwidth for each coordinate."""
         return None if self.metric is None else Fold(self.metric, queries, None)
 
@@ -141,18 +138,11 @@ class NegativeL2(DistanceScore):
     tensor([[-6.2500]])
     """
 
-    def forward(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = -Σ_i ((q_i - k_i) / h_i)²."""
         return self.negative_squares(queries, keys)
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold | None:
+    def fold(self, queries: Tensor) -> Fold | None:
         """L2 over h²; None with a bandwidth for each coordinate."""
         if self.metric is None:
             return None
@@ -160,6 +150,14 @@ class NegativeL2(DistanceScore):
             return Fold(Metric.L2, queries, 1.0)
         scale = (-2 * self.log_bandwidth.double()).exp().to(queries.device).to(queries.dtype).reshape(())
         return Fold(Metric.L2, queries, scale)
+
+
+_STANDARD: dict[Metric, Score] = {Metric.DOT: Dot(), Metric.COSINE: Cosine(), Metric.L2: NegativeL2()}
+
+
+def score_of(metric: Metric) -> Score:
+    """The score of a database's metric: Dot, Cosine or NegativeL2; always the same object."""
+    return _STANDARD[metric]
 
 
 def _checked(bandwidth: Bandwidth) -> Tensor:

@@ -43,11 +43,7 @@ class Kernel(DistanceScore, ABC):
     ) -> None:
         super().__init__(bandwidth, learnable)
 
-    def forward(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """K(u)."""
         return self.value(self._measured(queries, keys))
 
@@ -212,10 +208,7 @@ class Constant(Kernel):
         """0."""
         return _erased(measured)
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold:
+    def fold(self, queries: Tensor) -> Fold:
         """1 and the dot product with 0: all records tie."""
         return Fold(Metric.DOT, _erased(queries), 1.0, 1.0)
 

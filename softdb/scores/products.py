@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric, integer
 from softdb.scores.contract import Fold, alike, comparable, meet, wide
 
-__all__ = ["Cosine", "Dot", "General", "ScaledDot"]
+__all__ = ["Cosine", "Dot", "General", "ScaledDot", "unit"]
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,11 @@ class Dot:
 
     metric: ClassVar[Metric] = Metric.DOT
 
-    def __call__(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = q·k."""
         return dot(queries, comparable(queries, keys))
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold:
+    def fold(self, queries: Tensor) -> Fold:
         """The dot product itself."""
         return Fold(Metric.DOT, queries, 1.0)
 
@@ -42,19 +37,12 @@ class ScaledDot:
 
     metric: ClassVar[Metric] = Metric.DOT
 
-    def __call__(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = q·k / √d."""
         keys = comparable(queries, keys)
         return dot(queries * queries.shape[-1] ** -0.5, keys)
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold:
+    def fold(self, queries: Tensor) -> Fold:
         """The dot product over √d."""
         return Fold(Metric.DOT, queries, queries.shape[-1] ** -0.5)
 
@@ -65,11 +53,7 @@ class Cosine:
 
     metric: ClassVar[Metric] = Metric.COSINE
 
-    def __call__(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = q·k / (‖q‖ ‖k‖)."""
         keys = comparable(queries, keys)
         lengths = _length(keys)  # (…, n) or (…, q, k)
@@ -77,10 +61,7 @@ class Cosine:
             lengths = lengths.unsqueeze(-2)
         return dot(queries / _length(queries).unsqueeze(-1), keys) / lengths
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold:
+    def fold(self, queries: Tensor) -> Fold:
         """The cosine itself."""
         return Fold(Metric.COSINE, queries, 1.0)
 
@@ -110,20 +91,13 @@ class General(torch.nn.Module):
         else:
             torch.nn.init.orthogonal_(self.weight)
 
-    def forward(
-        self,
-        queries: Tensor,  # (…, q, query_dim)
-        keys: Tensor,  # (…, n, key_dim) or (…, q, k, key_dim)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = qᵀ W k."""
         meet(queries, keys)
         wide(keys, self.key_dim, "keys")
         return dot(self._moved(queries), alike(keys, queries))
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, query_dim)
-    ) -> Fold:
+    def fold(self, queries: Tensor) -> Fold:
         """The dot product with Wᵀq."""
         return Fold(Metric.DOT, self._moved(queries), 1.0)
 
@@ -153,3 +127,11 @@ def _length(
     # float64 holds the squares of every float32: neither 1e-30 nor 1e30 is lost
     length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).to(vectors.dtype)
     return length.masked_fill(length < torch.finfo(length.dtype).tiny, torch.inf)
+
+
+def unit(
+    vectors: NDArray[Any],  # (…, d)
+) -> NDArray[np.float32]:  # (…, d)
+    """Vectors scaled to length 1; a zero vector stays zero."""
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.where(lengths == 0, 1, lengths), np.float32)

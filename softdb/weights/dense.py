@@ -60,12 +60,7 @@ class Softmax:
     name: ClassVar[str] = "softmax"
     sparse: ClassVar[bool] = False
 
-    def weigh(
-        self,
-        scores: Tensor,  # (…, k)
-        temperature: float,
-        live: Tensor,  # (…, k) bool
-    ) -> Weighed:
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
         """As `softmax`."""
         weights, lse = softmax(scores, temperature, live)
         return Weighed(weights, lse, torch.full_like(lse, -torch.inf))
@@ -84,12 +79,7 @@ class Normalised:
     name: ClassVar[str] = "normalised"
     sparse: ClassVar[bool] = True
 
-    def weigh(
-        self,
-        scores: Tensor,  # (…, k), at least 0 where live
-        temperature: float,  # 1
-        live: Tensor,  # (…, k) bool
-    ) -> Weighed:
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
         """w = s / Σ s."""
         if temperature != 1:
             raise BadInput(
@@ -121,12 +111,7 @@ class Uniform:
     name: ClassVar[str] = "uniform"
     sparse: ClassVar[bool] = False
 
-    def weigh(
-        self,
-        scores: Tensor,  # (…, k)
-        temperature: float,
-        live: Tensor,  # (…, k) bool
-    ) -> Weighed:
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
         """w = 1 / m."""
         zeros = scores.masked_fill(torch.ones_like(live), 0)  # with a graph, so that a caller's backward finds zeros
         count = live.sum(dim=-1).to(scores.dtype)

@@ -30,12 +30,7 @@ class Argmax:
     name: ClassVar[str] = "argmax"
     sparse: ClassVar[bool] = True
 
-    def weigh(
-        self,
-        scores: Tensor,  # (…, k)
-        temperature: float,
-        live: Tensor,  # (…, k) bool
-    ) -> Weighed:
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
         """w = 1 at the first of the best."""
         scores, top = masked(scores, live)
         if not scores.shape[-1]:
@@ -113,12 +108,7 @@ class Sparse(ABC):
         """H(p) = Σ (p - p^α) / (α (α-1)), to be added up over blocks. Cost q m."""
         return (weights - weights**self.alpha).sum(dim=-1) / (self.alpha * (self.alpha - 1))
 
-    def weigh(
-        self,
-        scores: Tensor,  # (…, k)
-        temperature: float,
-        live: Tensor,  # (…, k) bool
-    ) -> Weighed:
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
         """p = [(α-1) z - τ]₊^(1/(α-1))."""
         dtype, temperature = scores.dtype, divisor(temperature, scores.dtype)
         scores, top = masked(scores, live)
@@ -145,11 +135,7 @@ class Sparsemax(Sparse):
     name: ClassVar[str] = "sparsemax"
     alpha: ClassVar[float] = 2.0
 
-    def of(
-        self,
-        z_below: Tensor,  # (…, m)
-        tau: Tensor,  # (…, 1)
-    ) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
+    def of(self, z_below: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """p = [z - τ]₊, u = 1 where p > 0."""
         weights = (z_below - tau).clamp(min=0)
         return weights, (weights > 0).to(weights.dtype)
@@ -166,11 +152,7 @@ class Entmax15(Sparse):
     name: ClassVar[str] = "entmax15"
     alpha: ClassVar[float] = 1.5
 
-    def of(
-        self,
-        z_below: Tensor,  # (…, m)
-        tau: Tensor,  # (…, 1)
-    ) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
+    def of(self, z_below: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """p = [z/2 - τ]₊², u = √p."""
         pulls = (z_below / 2 - tau).clamp(min=0)
         return pulls.square(), pulls

@@ -1,0 +1,126 @@
+"""Inputs of multi-head attention, checked; masks in torch's polarity: True = may NOT attend, or floats to be added."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.check import shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+
+__all__ = ["Masks", "batch_of", "masks_of", "records_blocked", "widths_of"]
+
+
+class Masks(NamedTuple):
+    """What may not attend, and what is added to the scores; each (N or 1, heads or 1, L or 1, n) or None."""
+
+    blocked: Tensor | None  # bool
+    added: Tensor | None  # floating
+
+
+def masks_of(
+    query: Tensor,  # (N, L, E)
+    n: int,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    num_heads: int,
+    each: bool,  # whether every batch entry has its own key_padding_mask
+) -> Masks:
+    """Both masks as one. Raises BadInput for a shape, dtype or number that does not fit."""
+    batch, length = query.shape[:2]
+    masks = []
+    if key_padding_mask is not None:
+        padding = _parsed(key_padding_mask, "key_padding_mask", [(batch, n) if each else (n,)])
+        masks.append(_split(padding.view(batch if each else 1, 1, 1, n)))
+    if attn_mask is not None:
+        pairs = _parsed(attn_mask, "attn_mask", [(length, n), (batch * num_heads, length, n)])
+        by_head = pairs.ndim == 3
+        masks.append(_split(pairs.view(batch if by_head else 1, num_heads if by_head else 1, length, n)))
+    blocked = [one.blocked.to(query.device) for one in masks if one.blocked is not None]
+    added = [one.added.to(query) for one in masks if one.added is not None]
+    return Masks(
+        None if not blocked else blocked[0] if len(blocked) == 1 else blocked[0] | blocked[1],
+        None if not added else added[0] if len(added) == 1 else added[0] + added[1],
+    )
+
+
+def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
+    """A mask of one of the shapes, bool, or of floats that are finite or -inf."""
+    if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
+        raise BadInput(f"{name} is {shown(mask)}; expected a bool tensor, True = may not attend, or a floating one")
+    if tuple(mask.shape) not in shapes:
+        raise BadInput(f"{name} has shape {tuple(mask.shape)}; expected {' or '.join(str(one) for one in shapes)}")
+    if mask.is_floating_point() and not bool((mask.detach() < torch.inf).all()):
+        raise BadInput(f"{name} holds NaN or +inf; floats are added to the scores, -inf = may not attend")
+    return mask
+
+
+def _split(mask: Tensor) -> Masks:
+    """What a mask blocks, and what it adds to the others, None where that is 0."""
+    if mask.dtype is torch.bool:
+        return Masks(mask, None)
+    blocked = mask == -torch.inf
+    added = mask.masked_fill(blocked, 0)
+    return Masks(blocked, added if added.requires_grad or bool(added.any()) else None)
+
+
+def records_blocked(
+    query: Tensor,  # (N, L, E)
+    n: int,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    num_heads: int,
+) -> Tensor | None:  # (n,) or (N·L·heads, n) bool
+    """Both masks over the records of a database. Raises BadInput for floats that would add to scores."""
+    masks = masks_of(query, n, key_padding_mask, attn_mask, num_heads, False)
+    if masks.added is not None:
+        raise BadInput(
+            "a float mask holds other numbers than 0 and -inf, but records take no bias on their scores; pass a "
+            "bool mask, True = may not attend, or use db=None with the records as tensors"
+        )
+    if masks.blocked is None or attn_mask is None:
+        return None if masks.blocked is None else masks.blocked.view(n)
+    shape = (*query.shape[:2], num_heads, n)
+    return masks.blocked.transpose(1, 2).expand(shape).reshape(math.prod(shape[:-1]), n)
+
+
+def widths_of(db: SoftDB | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
+    """kdim and vdim, from the database where there is one."""
+    given = [None if one is None else check.integer(one, name) for name, one in (("kdim", kdim), ("vdim", vdim))]
+    if db is None:
+        return given[0], given[1]
+    if not isinstance(db, SoftDB):
+        raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
+    db.require_open()
+    dim, pooled = db.schema.dim, db.schema.pooled_dim
+    for name, mine, stored, what in (("kdim", given[0], dim, "keys"), ("vdim", given[1], pooled, "values")):
+        if mine is not None and mine != stored:
+            raise BadInput(f"{name} is {mine} but the {what} of the database are {stored} wide; omit it")
+    return dim, pooled
+
+
+def batch_of(
+    tensor: Tensor,  # (L, N, width), or (N, L, width) if batch_first, or (L, width)
+    width: int,
+    name: str,
+    batch_first: bool,
+    dtype: torch.dtype,  # of the parameters
+) -> Tensor:  # (N, L, width)
+    """An input with the batch first. Raises BadInput for another shape or dtype."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise BadInput(f"{name} is {shown(tensor)}; expected a floating tensor")
+    batch = f"(N, L, {width})" if batch_first else f"(L, N, {width})"
+    if tensor.ndim not in (2, 3) or tensor.shape[-1] != width:
+        raise BadInput(
+            f"{name} has shape {tuple(tensor.shape)} but this module takes {batch} or (L, {width}); encode it alike"
+        )
+    if tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise BadInput(f"{name} is of {tensor.dtype} but the parameters of {dtype}; convert one of them")
+    if tensor.ndim == 2:
+        return tensor.unsqueeze(0)
+    return tensor if batch_first else tensor.transpose(0, 1)
