@@ -64,8 +64,10 @@ def _verb(method: Callable[Concatenate[SoftDB, P], R]) -> Callable[Concatenate[S
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self._store.require_open()
-            with check.precise():
-                return method(self, *args, **kwargs)
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with check.precise():
+                    return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except SoftDBError as error:
             if not hasattr(error, "verb"):
                 error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
@@ -189,7 +191,7 @@ class SoftDB:
         radius: float | None = None,
         exclude_ids: Any = None,
         diversity: float | None = None,
-        candidates: int | None = None,
+        fetch_k: int | None = None,
     ) -> Hits:
         """The k nearest records of each query, best first; with m records to choose from, min(k, m) of them.
 
@@ -205,9 +207,9 @@ class SoftDB:
             exclude_ids: ids that shall not be found, one list for all queries or one for each of them (a query that is
                 itself stored leaves itself out); k others are. Unknown ids are fine.
             diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
-                nearest `candidates` by maximal marginal relevance, and come in the order of choosing. See
+                nearest `fetch_k` by maximal marginal relevance, and come in the order of choosing. See
                 `softdb.index.diverse`. Scores stay those of the query.
-            candidates: for diversity; 4 k where not given.
+            fetch_k: for diversity; 4 k where not given.
 
         Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
 
@@ -217,9 +219,9 @@ class SoftDB:
         """
         metric = self._store.schema.metric
         tensor = self.as_queries(queries)
-        ask = check.asked(k, radius, diversity, candidates, metric)
-        left_out = check.excluded(exclude_ids, len(tensor))
-        snapshot, allowed, excluded = self._view_without(where, left_out)
+        ask = check.asked(k, radius, diversity, fetch_k, metric)
+        left_out = [] if exclude_ids is None else check.excluded(exclude_ids, len(tensor))
+        snapshot, allowed, excluded = self._view_without(where, left_out) if left_out else (*self.view(where), None)
         find = functools.partial(self._finder.find, snapshot, exact=exact)
         return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
 
@@ -833,8 +835,6 @@ class SoftDB:
         self, where: dict[str, Any] | None, left_out: list[list[Id]]
     ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
         """As `_view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
-        if not left_out:
-            return *self.view(where), None
         with self._store.lock, self._store.read_transaction():
             snapshot, allowed = self.view(where)
             rows = self._store.locate([one for names in left_out for one in names])[1]

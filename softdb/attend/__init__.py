@@ -5,7 +5,7 @@ from softdb.attend.count import Ball, count_within
 from softdb.attend.estimate import attend_estimated, log_partition
 from softdb.attend.exact import attend_all, log_all
 from softdb.attend.hits import hits
-from softdb.attend.nearest import attend_nearest, nearest
+from softdb.attend.nearest import attend_nearest
 from softdb.attend.request import SoftQuery, indifferent, score_rows, soft_query
 from softdb.attend.sample import drawn
 from softdb.attend.scanning import scan
@@ -27,7 +27,6 @@ __all__ = [
     "indifferent",
     "log_all",
     "log_partition",
-    "nearest",
     "scan",
     "score_rows",
     "soft_query",

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.nearest import nearest
-from softdb.attend.request import Live, Positions, score_rows
+from softdb.attend.request import Live, Positions, metric_in_place, score_rows
 from softdb.check import Asked, Metric
+from softdb.index.contract import Floats, Found
 from softdb.index.diverse import diverse
 from softdb.index.range import within
-from softdb.scores import Score, score_of
+from softdb.index.rerank import ordered
+from softdb.scores import score_of
 from softdb.store import Snapshot
 
 __all__ = ["hits"]
@@ -22,7 +23,7 @@ GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 MASKED = 64  # records left out of every query: beyond it a filter is cheaper than finding so many more
 RANGED = 256  # queries whose range is found at once
 
-Find = Callable[[Tensor, int, Live | None], Positions]  # queries (q, d), k, allowed (size,) -> positions (q, k)
+Find = Callable[[Tensor, int, Live | None], Found]  # queries (q, d), k, allowed (size,) -> the nearest (q, k)
 
 
 def hits(
@@ -39,109 +40,128 @@ def hits(
         allowed = np.ones(snapshot.size, np.bool_) if allowed is None else allowed.copy()
         allowed[excluded[excluded >= 0]] = False
         excluded = None
-    candidates = max(ask.k, min(ask.candidates, snapshot.count))
-    more = 0 if excluded is None else min(excluded.shape[1], snapshot.size)
-    chunk = RANGED if ask.least is not None else max(1, GATHERED // ((candidates + more) * max(queries.shape[1], more)))
+    if ask.least is not None:
+        chunks = _chunks(queries, excluded, RANGED)
+        return _joined([_in_radius(ask.least, *chunk, snapshot, metric, allowed) for chunk in chunks])
+    k, more = min(ask.k, snapshot.count), 0 if excluded is None else min(excluded.shape[1], snapshot.size)
+    if not k:
+        return torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device), queries[:, :0]
+    fetched = min(max(ask.k, ask.fetch_k), snapshot.count)
     parts = []
-    for low in range(0, max(1, len(queries)), chunk):
-        part, mine = queries[low : low + chunk], _mine(excluded, low, chunk)
-        if ask.least is not None:
-            found = _without(within(snapshot, part, ask.least, metric, allowed), mine, None)
-            parts.append(_reaching(ask.least, part, snapshot, found, score_of(metric)))
-        else:
-            found = _without(find(part.detach(), candidates + more, allowed), mine, candidates)
-            parts.append(_scored(ask, part, snapshot, found, metric))
-    return _joined([rows for rows, _ in parts], -1), _joined([scores for _, scores in parts], -torch.inf)
+    for part, own in _chunks(queries, excluded, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
+        found = find(part.detach(), fetched + more, allowed)
+        positions, scores = _without(found.positions, found.scores, own, fetched)
+        if ask.diversity:
+            positions, scores = _diverse(ask.diversity, k, part.detach(), snapshot, positions, metric), None
+        parts.append(_scored(part, snapshot, metric, positions[:, :k], scores, in_order=ask.diversity > 0))
+    return _joined(parts)
 
 
-def _mine(excluded: Positions | None, low: int, count: int) -> Positions | None:
-    """What some of the queries leave out."""
-    return excluded if excluded is None or len(excluded) == 1 else excluded[low : low + count]
+def _chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tuple[Tensor, Positions | None]]:
+    """So many queries at a time, at least one, and what they leave out."""
+    if len(queries) <= count:
+        return [(queries, excluded)]
+    parts = torch.split(queries, max(1, count))
+    if excluded is None or len(excluded) == 1:
+        return [(part, excluded) for part in parts]
+    return list(zip(parts, np.split(excluded, range(len(parts[0]), len(queries), len(parts[0]))), strict=True))
 
 
 def _without(
     found: Positions,  # (q, c) best first
+    scores: Floats | None,  # (q, c)
     excluded: Positions | None,  # (q, e) or (1, e)
     k: int | None,  # None: all
-) -> Positions:  # (q, k)
-    """The first k that are not left out."""
+) -> tuple[Positions, Floats | None]:  # (q, k), (q, k)
+    """The first k that are not left out, and their scores."""
     if excluded is not None:
         drop = np.zeros(found.shape, np.bool_)
-        for one in excluded.T:
-            drop |= found == one[:, None]
-        found = np.where(drop, -1, found)
-        found = np.take_along_axis(found, np.argsort(found < 0, axis=1, kind="stable"), 1)
-    return found[:, :k]
+        for column in excluded.T:
+            drop |= found == column[:, None]
+        order = np.argsort(drop | (found < 0), axis=1, kind="stable")
+        found = np.take_along_axis(np.where(drop, -1, found), order, 1)
+        if scores is not None:
+            scores = np.take_along_axis(np.where(drop, np.float32(-np.inf), scores), order, 1)
+    return found[:, :k], None if scores is None else scores[:, :k]
 
 
 def _scored(
-    ask: Asked,
     queries: Tensor,  # (q, d)
     snapshot: Snapshot,
-    found: Positions,  # (q, c)
     metric: Metric,
+    found: Positions,  # (q, k)
+    scores: Floats | None,  # (q, c ≥ k) where the finder computed them
+    in_order: bool,  # leave them in the order in which they come
 ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
-    if not ask.diversity:
-        return nearest(score_of(metric), queries, snapshot, lambda _: found[:, : ask.k])
-    found = _diverse(ask, queries.detach(), snapshot, found, metric)
-    rows = torch.from_numpy(snapshot.rows(found)).to(queries.device)
-    return rows, score_rows(score_of(metric), queries, snapshot, found)
+    """Rows and exact scores, with gradient to the queries. Nothing is scored twice unless a gradient needs it."""
+    score = score_of(metric)
+    if not in_order and metric_in_place(score, queries, snapshot) is not None:
+        if scores is None:
+            found, scores = ordered(snapshot, queries.detach().numpy(), found, found.shape[1], metric)
+        scores = scores[:, : found.shape[1]]
+        if not np.isnan(scores).any():  # too large for float32: torch says so
+            return torch.from_numpy(snapshot.rows(found)), torch.from_numpy(scores)
+    exact, rows = score_rows(score, queries, snapshot, found), torch.from_numpy(snapshot.rows(found)).to(queries.device)
+    if in_order:
+        return rows, exact
+    exact, order = exact.sort(dim=1, descending=True, stable=True)
+    return rows.gather(1, order), exact
 
 
 def _diverse(
-    ask: Asked,
+    diversity: float,
+    k: int,
     queries: Tensor,  # (q, d)
     snapshot: Snapshot,
     found: Positions,  # (q, c)
     metric: Metric,
 ) -> Positions:  # (q, k)
     """The candidates to take, in the order of taking."""
-    if not snapshot.size:
-        return found[:, : ask.k]
     with torch.no_grad():
         scores, order = score_rows(score_of(metric), queries, snapshot, found).sort(dim=1, descending=True, stable=True)
         found = np.take_along_axis(found, order.cpu().numpy(), 1)
         keys = snapshot.keys_at(found).to(queries.device).to(scores.dtype)
-        picks = diverse(queries, keys, scores, ask.k, metric, ask.diversity)
+        picks = diverse(queries, keys, scores, k, metric, diversity)
     return np.take_along_axis(found, picks.cpu().numpy(), 1)
 
 
-def _reaching(
+def _in_radius(
     least: float,
     queries: Tensor,  # (q, d)
+    excluded: Positions | None,
     snapshot: Snapshot,
-    found: Positions,  # (q, c)
-    score: Score,
+    metric: Metric,
+    allowed: Live | None,
 ) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
-    """The candidates whose score, as it is shown, reaches the least one; m is the most that a query has."""
+    """The records whose score, as it is shown, reaches the least one, best first; m is the most that a query has."""
+    found, score = (
+        _without(within(snapshot, queries, least, metric, allowed), None, excluded, None)[0],
+        score_of(metric),
+    )
     width = max(1, found.shape[1] * queries.shape[1])
     lines, columns = max(1, GATHERED // width), max(1, GATHERED // queries.shape[1])
     pieces = [
-        torch.cat([score_rows(score, part, snapshot, one) for one in _columns(own, columns)], 1)
+        torch.cat([score_rows(score, part, snapshot, some) for some in _columns(own, columns)], 1)
         for part, own in zip(torch.split(queries, lines), np.split(found, range(lines, len(found), lines)), strict=True)
     ]
     scores, rows = torch.cat(pieces), torch.from_numpy(snapshot.rows(found)).to(queries.device)
     near = (scores >= least) & (rows >= 0)
-    rows, scores = _best_first(rows.masked_fill(~near, -1), scores.masked_fill(~near, -torch.inf))
+    scores, order = scores.masked_fill(~near, -torch.inf).sort(dim=1, descending=True, stable=True)
     most = int(near.sum(1).amax()) if near.numel() else 0
-    return rows[:, :most], scores[:, :most]
+    return rows.masked_fill(~near, -1).gather(1, order)[:, :most], scores[:, :most]
 
 
 def _columns(found: Positions, count: int) -> list[Positions]:
     return np.split(found, range(count, found.shape[1], count), axis=1)
 
 
-def _best_first(
-    rows: Tensor,  # (q, k)
-    scores: Tensor,  # (q, k)
-) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
-    scores, order = scores.sort(dim=1, descending=True, stable=True)
-    return rows.gather(1, order), scores
-
-
-def _joined(parts: list[Tensor], none: float) -> Tensor:
-    """The parts (q_i, k_i) one below the other, as wide as the widest."""
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Rows and scores (q_i, k_i) one below the other, as wide as the widest."""
     if len(parts) == 1:
         return parts[0]
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=none) for part in parts])
+    width = max(rows.shape[1] for rows, _ in parts)
+    rows, scores = (
+        torch.cat([torch.nn.functional.pad(part[i], (0, width - part[i].shape[1]), value=none) for part in parts])
+        for i, none in enumerate((-1, -torch.inf))
+    )
+    return rows, scores

@@ -1,8 +1,6 @@
-"""The k nearest, with scores that carry gradients; and the soft query truncated to them."""
+"""The soft query truncated to the k nearest."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,37 +15,16 @@ from softdb.attend.request import (
     Positions,
     SoftQuery,
     candidates,
-    metric_in_place,
     pool_rows,
     score_rows,
 )
-from softdb.index.rerank import ordered
 from softdb.pool import missed_mass, pool
-from softdb.scores import Score, ScoreFunction
 from softdb.store import Snapshot
 from softdb.weights import Softmax, Uniform
 
-__all__ = ["attend_nearest", "nearest", "weighed"]
+__all__ = ["attend_nearest", "weighed"]
 
 SAMPLED = 1024  # records drawn to estimate the mass beyond the k nearest: 3 % of that mass's own spread
-
-
-def nearest(
-    score: Score | ScoreFunction,
-    queries: Tensor,  # (q, d)
-    snapshot: Snapshot,
-    find: Callable[[Tensor], Positions],  # queries (q, d) -> positions (q, k)
-) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
-    """Rows of the nearest records, best first, and their exact scores with gradient to the queries."""
-    positions = find(queries.detach())
-    metric = metric_in_place(score, queries, snapshot)
-    if metric is not None:
-        best, found = ordered(snapshot, queries.detach().numpy(), positions, positions.shape[1], metric)
-        if not np.isnan(found).any():  # too large for float32: torch says so
-            return torch.from_numpy(snapshot.rows(best)), torch.from_numpy(found)
-    scores, order = score_rows(score, queries, snapshot, positions).sort(dim=1, descending=True, stable=True)
-    rows = torch.from_numpy(snapshot.rows(positions)).to(queries.device)
-    return rows.gather(1, order), scores
 
 
 def attend_nearest(query: SoftQuery, snapshot: Snapshot, k: int, find: Finder, resolve: Resolve) -> Pooled:

@@ -26,15 +26,15 @@ class Asked(NamedTuple):
     k: int
     least: float | None  # the least score; then k does not count
     diversity: float
-    candidates: int  # among which the k are chosen
+    fetch_k: int  # among which the k are chosen
 
 
-def asked(k: object, radius: object, diversity: object, candidates: object, metric: Metric) -> Asked:
+def asked(k: object, radius: object, diversity: object, fetch_k: object, metric: Metric) -> Asked:
     """k, a radius, or k diverse ones among more; BadInput where they contradict each other."""
     if radius is None:
         number = integer(DEFAULT_K if k is None else k, "k")
-        return Asked(number, None, *_diversity(diversity, candidates, number))
-    for name, value in (("k", k), ("diversity", diversity), ("candidates", candidates)):
+        return Asked(number, None, *_diversity(diversity, fetch_k, number))
+    for name, value in (("k", k), ("diversity", diversity), ("fetch_k", fetch_k)):
         if value is not None:
             raise BadInput(
                 f"radius and {name} are both given ({shown(radius)}, {shown(value)}); a radius finds every record "
@@ -133,18 +133,18 @@ def _least_score(radius: object, metric: Metric) -> float:
     return -number * number
 
 
-def _diversity(value: object, candidates: object, k: int) -> tuple[float, int]:
-    """Diversity, 0 where none is asked for, and among how many candidates the k are chosen."""
+def _diversity(value: object, fetch_k: object, k: int) -> tuple[float, int]:
+    """Diversity, 0 where none is asked for, and among how many the k are chosen."""
     if value is None:
-        if candidates is not None:
-            raise BadInput(f"candidates is {shown(candidates)} without diversity; give both, or leave candidates out")
+        if fetch_k is not None:
+            raise BadInput(f"fetch_k is {shown(fetch_k)} without diversity; give both, or leave fetch_k out")
         return 0.0, k
     number = share(value, "diversity")
-    if candidates is None:
+    if fetch_k is None:
         return number, 4 * k
-    count = integer(candidates, "candidates")
+    count = integer(fetch_k, "fetch_k")
     if count < k:
-        raise BadInput(f"candidates is {count} but k is {k}; choose the k among at least as many")
+        raise BadInput(f"fetch_k is {count} but k is {k}; choose the k among at least as many")
     return number, count
 
 

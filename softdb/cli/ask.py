@@ -37,7 +37,7 @@ def search(
         typer.Option(metavar="ID", help='Not this record; may be repeated. 7 is the id 7 and the id "7".'),
     ] = None,
     diversity: Annotated[float | None, typer.Option(help="0: the nearest; up to 1: unlike each other, too.")] = None,
-    candidates: Annotated[int | None, typer.Option(help="Among how many to choose diverse ones; 4 k.")] = None,
+    fetch_k: Annotated[int | None, typer.Option(help="Among how many to choose diverse ones; 4 k.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Pass the index by.")] = False,
     encoder: EncoderName = None,
     projection: ProjectionFile = None,
@@ -53,7 +53,7 @@ def search(
             radius=radius,
             exclude_ids=ids_of(exclude),
             diversity=diversity,
-            candidates=candidates,
+            fetch_k=fetch_k,
         )
         found = [[(hit.id, hit.score, hit.payload) for hit in mine] for mine in hits]
     if as_json:

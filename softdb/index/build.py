@@ -19,7 +19,7 @@ from softdb.index.gpu import board_of, engines, gpu_faiss, place
 from softdb.index.gpu_search import find, nearest
 from softdb.index.ivf import POINTS_A_LIST, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
-from softdb.index.search import FLOOR, border_of
+from softdb.index.search import FLOOR, indexed_until
 from softdb.index.tune import Setting, hits_of, recalls_of, seconds_of, settle, steadied
 from softdb.store import Snapshot
 
@@ -126,7 +126,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     index.room = index.longest = None
     if lengths is not None and board_of(index) is None:
         index.room = most_of(snapshot)
-        index.longest = longest_of(snapshot, lengths[: border_of(snapshot, index)], index.room)
+        index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
     exam = _Exam(snapshot, index, asked, own, target.k)
     exam.leave_out()
     setting, measured = _aimed(exam, target.recall, say)
@@ -206,7 +206,7 @@ class _Exam:
         if longest is None or not len(longest):
             return
         allowed = snapshot.live.copy()
-        allowed[border_of(snapshot, self.index) :] = False  # younger ones are not the index's either
+        allowed[indexed_until(snapshot, self.index) :] = False  # younger ones are not the index's either
         allowed[snapshot.positions(longest)] = False
         rows = np.zeros(self.index.covered, np.bool_)
         rows[snapshot.rows(np.flatnonzero(allowed))] = True

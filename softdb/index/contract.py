@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +13,44 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.errors import MissingDependency
 
-__all__ = ["Floats", "Index", "Live", "Rows", "Selected", "faiss_module", "prepared"]
+__all__ = ["Floats", "Found", "Index", "Live", "Recent", "Rows", "Selected", "faiss_module", "prepared"]
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
+
+T = TypeVar("T")
+
+
+class Found(NamedTuple):
+    """What a finder answers."""
+
+    positions: Rows  # (q, k), best first, -1 = none
+    scores: Floats | None  # (q, k) their exact scores in float32; None where they were not all computed
+    finder: str  # the kind of the index, or "flat", which is exact
+
+
+class Recent(Generic[T]):
+    """What was computed from the last few objects, such as masks; an object is recognised by identity while it lives.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._known: list[tuple[tuple[weakref.ref[Any], ...], T]] = []  # replaced, never changed
+
+    def of(self, compute: Callable[[], T], *objects: object) -> T:
+        """What was computed from these objects, computed now where it is not known."""
+        known = self._known
+        for references, result in known:
+            if all(reference() is mine for reference, mine in zip(references, objects, strict=True)):
+                return result
+        result = compute()
+        alive = [entry for entry in known if all(reference() is not None for reference in entry[0])]
+        references = tuple(weakref.ref(mine) for mine in objects)
+        self._known = [*alive, (references, result)][-self._most :]
+        return result
 
 
 def faiss_module() -> Any:
@@ -62,6 +97,8 @@ class Index(ABC):
     kind: ClassVar[str]
     effort_name: ClassVar[str]  # what FAISS calls the effort
     effort_most: int  # beyond this more effort changes nothing
+    on_gpu: ClassVar[bool] = False
+    coverage: Any = None  # how the last snapshot sees it, kept by `softdb.index.search`
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         self.metric = metric

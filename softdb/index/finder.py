@@ -16,12 +16,12 @@ from softdb.errors import BadInput
 from softdb.index import cache
 from softdb.index.background import Build
 from softdb.index.build import Progress, Target, build, checked, possible, tuned
-from softdb.index.contract import Index, Live, Rows, Selected, faiss_module
+from softdb.index.contract import Found, Index, Live, Rows, Selected, faiss_module
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, hosted, place, placed
-from softdb.index.gpu_search import find, nearest, serves
+from softdb.index.gpu_search import find_there, nearest
 from softdb.index.ivf import IVF
-from softdb.index.search import among, border_of
+from softdb.index.search import find, indexed_until
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
 from softdb.reports import IndexReport
@@ -70,14 +70,29 @@ class Finder:
         k: int,
         allowed: Live | None,  # (size,) over positions; None: every live record
         exact: bool = False,
-    ) -> Rows:  # (q, k)
-        """Positions of the k nearest by the database's metric, -1 = none."""
-        index = None if exact else self._current(snapshot)
-        if index is not None and self._board is None:
-            found = among(snapshot, index, queries, k, self._store.schema.metric, allowed)
-            if found is not None:
-                return found
-        return self._watched(snapshot, index, queries, k, allowed)[0]
+        certain: int | None = None,
+        pairwise: bool = True,
+    ) -> Found:  # (q, k)
+        """The k nearest by the database's metric; `certain` and `pairwise` as in `softdb.index.search.find`.
+
+        A few of the searches by the index are checked against exact ones (`watch`).
+        """
+        index, metric = None if exact else self._current(snapshot), self._store.schema.metric
+        found, start = None, time.perf_counter()
+        if index is not None:
+            search = find_there if index.on_gpu else find
+            found = search(snapshot, index, queries, k, allowed, certain, pairwise and self._board is None)
+        if index is None or found is None:
+            return Found(nearest(self._board, snapshot, queries, k, metric, allowed), None, "flat")
+        if certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
+
+            def exactly(which: int) -> Rows:
+                alone: Rows = nearest(self._board, snapshot, queries[which : which + 1], k, metric, allowed)[0]
+                return alone
+
+            seconds = time.perf_counter() - start
+            self.watch.saw(index, seconds, found.positions, snapshot.count * queries.shape[1], exactly)
+        return found
 
     def find_folded(
         self,
@@ -88,39 +103,14 @@ class Finder:
         exact: bool = False,
         certain: int | None = None,
     ) -> tuple[Rows, str]:  # (q, k)
-        """Positions of the k nearest by a folded score, and the finder's name; `certain` as in `find` of the index.
+        """Positions of the k nearest by a folded score, -1 = none, and the finder's name.
 
         The index serves where the fold's metric is the database's; else, and for few records, "flat", which is exact.
         """
-        index = None if exact or folded.metric is not self._store.schema.metric else self._current(snapshot)
-        if index is None:
+        if folded.metric is not self._store.schema.metric:
             return nearest(self._board, snapshot, folded.queries, k, folded.metric, allowed), "flat"
-        return self._watched(snapshot, index, folded.queries, k, allowed, certain)
-
-    def _watched(
-        self,
-        snapshot: Snapshot,
-        index: Index | None,
-        queries: Tensor,  # (q, d)
-        k: int,
-        allowed: Live | None,
-        certain: int | None = None,
-    ) -> tuple[Rows, str]:  # (q, k)
-        """As `find`, by the database's metric, and the finder's name; a few searches by the index are checked."""
-        metric = self._store.schema.metric
-        if index is None or not serves(snapshot, index, k, allowed):
-            return nearest(self._board, snapshot, queries, k, metric, allowed), "flat"
-        start = time.perf_counter()
-        found = find(snapshot, index, queries, k, metric, allowed, certain)
-        if certain is not None:
-            return found, index.kind  # its recall is not what the index was tuned to
-
-        def exact(which: int) -> Rows:
-            alone: Rows = nearest(self._board, snapshot, queries[which : which + 1], k, metric, allowed)[0]
-            return alone
-
-        self.watch.saw(index, time.perf_counter() - start, found, snapshot.count * queries.shape[1], exact)
-        return found, index.kind
+        found = self.find(snapshot, folded.queries, k, allowed, exact, certain, pairwise=False)
+        return found.positions, found.finder
 
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
@@ -130,7 +120,7 @@ class Finder:
         with self._lock:
             if self._tail is None or self._tail.index is not index:
                 self._tail = Tail(index, snapshot)
-            return self._tail, border_of(snapshot, index)
+            return self._tail, indexed_until(snapshot, index)
 
     def builder(
         self,
@@ -217,7 +207,7 @@ class Finder:
             self._compacted = max(self._compacted, snapshot.generation)
             if self._index is None:
                 return
-            rows = snapshot.rows(np.flatnonzero(snapshot.live[: border_of(snapshot, self._index)]))
+            rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self._index)]))
             if len(rows) == self._index.inner.ntotal:
                 return
             held = np.zeros(self._index.covered, np.bool_)
@@ -242,23 +232,21 @@ class Finder:
         index = self._current(snapshot)
         if index is None:
             return IndexReport("flat", building=building) if building else None
-        serving = {"device": place(index), "unindexed": snapshot.size - border_of(snapshot, index)}
+        serving = {"device": place(index), "unindexed": snapshot.size - indexed_until(snapshot, index)}
         return IndexReport.of({**index.report, **serving, **self.watch.report(index), "building": building})
 
     def _current(self, snapshot: Snapshot) -> Index | None:
         """The index that serves a snapshot, loaded and with young rows taken in when there are many."""
         index = self._serving(snapshot)
-        if self._looked and (index is None or not self._behind(snapshot, index)):
-            return index
-        if self._looked and self._lock.locked():
-            return index  # another thread takes them in, or saves; until then they are compared exactly
+        if self._looked and (index is None or not self._behind(snapshot, index) or self._lock.locked()):
+            return index  # another thread takes rows in, or saves; until then they are compared exactly
         with self._lock:  # not `acquire`, after which an interrupt would leave it held for ever
             if not self._looked:
                 self._load()
             index = self._serving(snapshot)
             if index is not None and self._behind(snapshot, index):
                 index = index.copy()  # the other is being searched
-                for block in snapshot.blocks(ABSORB_ROWS, start=border_of(snapshot, index)):
+                for block in snapshot.blocks(ABSORB_ROWS, start=indexed_until(snapshot, index)):
                     index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
                 self.watch.follow(index)
                 self._use(index, snapshot.generation)
@@ -273,7 +261,7 @@ class Finder:
         self._held, self._looked, self._unsaved = (index, since), True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
-        young = snapshot.size - border_of(snapshot, index)
+        young = snapshot.size - indexed_until(snapshot, index)
         return young > ABSORB_ROWS and young > ABSORB_SHARE * index.covered
 
     def _load(self) -> None:

@@ -91,6 +91,7 @@ def session(board: Board) -> Iterator[Any]:
 class OnGPU(IVF):
     """Inverted lists on a GPU. `engines` binds the classes below to a board."""
 
+    on_gpu: ClassVar[bool] = True
     board: ClassVar[Board]
     host: ClassVar[type[IVF]]  # the same on the CPU, which is what the cache holds
 
@@ -216,7 +217,7 @@ def place(index: Index | None) -> str:
 def _like(index: Index, twin: Index) -> Index:
     """The twin, as far and as hard to search as the index."""
     for name, value in vars(index).items():
-        if name not in ("inner", "effort_most"):
+        if name not in ("inner", "effort_most", "coverage"):
             setattr(twin, name, value)
     twin.report = dict(index.report)
     return twin

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.index import flat, search
-from softdb.index.contract import Index, Live, Rows
+from softdb.index.contract import Found, Index, Live, Rows
 from softdb.index.device import Board
-from softdb.index.gpu import MOST, QUERIES, OnGPU
+from softdb.index.gpu import MOST, QUERIES, OnGPU, board_of
 from softdb.index.resident import View
-from softdb.index.search import border_of
+from softdb.index.search import indexed_until
 from softdb.store import Snapshot
 
-__all__ = ["find", "nearest", "serves"]
+__all__ = ["find", "find_there", "nearest"]
 
 FEW = 1 << 16  # records that a GPU compares sooner than it asks an index
 FLOOR = 64  # candidates that are looked at again at least
@@ -36,13 +36,6 @@ def nearest(
     return board.nearest(snapshot, queries, k, metric, allowed)
 
 
-def serves(snapshot: Snapshot, index: Index, k: int, allowed: Live | None) -> bool:
-    """Whether the index is worth asking; else the records are compared exactly."""
-    if not isinstance(index, OnGPU):
-        return search.serves(snapshot, index, k, allowed)
-    return _plan(snapshot, index, k, allowed) is not None
-
-
 def find(
     snapshot: Snapshot,
     index: Index | None,
@@ -52,21 +45,38 @@ def find(
     allowed: Live | None,  # (size,) over positions; None: every live record
     certain: int | None = None,
 ) -> Rows:  # (q, k)
-    """Positions of the k nearest that are allowed and live, -1 only beyond their number; see `search.find`.
+    """Positions of the k nearest that are allowed and live, -1 only beyond their number: by the index or exactly."""
+    found = None
+    if index is not None:
+        found = (find_there if index.on_gpu else search.find)(snapshot, index, queries, k, allowed, certain)
+    if found is None:
+        return nearest(board_of(index), snapshot, queries, k, metric, allowed)
+    return found.positions
 
-    On a GPU all k are as certain as the index finds them, and only the positions found travel to the host, where the
-    keys fit; else those of the candidates, too.
+
+def find_there(
+    snapshot: Snapshot,
+    index: Index,
+    queries: Tensor,  # (q, d)
+    k: int,
+    allowed: Live | None,  # (size,) over positions; None: every live record
+    certain: int | None = None,
+    pairwise: bool = False,
+) -> Found | None:  # (q, k)
+    """As `search.find`, by an index on a GPU.
+
+    All k are as certain as the index finds them, and only the positions found travel to the host, where the keys fit;
+    else those of the candidates, too.
     """
-    if not isinstance(index, OnGPU):
-        return search.find(snapshot, index, queries, k, metric, allowed, certain)
+    assert isinstance(index, OnGPU)
     plan = _plan(snapshot, index, k, allowed)
     if plan is None:
-        return index.board.nearest(snapshot, queries, k, metric, allowed)
+        return None
     found = np.empty((len(queries), k), np.int64)
     for low in range(0, len(queries), QUERIES):
         part = slice(low, low + QUERIES)
         found[part] = plan.find(queries[part].detach(), k, allowed)
-    return found
+    return Found(found, None, index.kind)
 
 
 class _Plan:
@@ -108,7 +118,7 @@ def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _Pl
     """None where to compare every record is the lesser work, or the only way."""
     if k > index.covered // 8:
         return None
-    view, border = index.board.view(snapshot), border_of(snapshot, index)
+    view, border = index.board.view(snapshot), indexed_until(snapshot, index)
     kept = view.kept(allowed)
     inside = kept.number if border == snapshot.size else int(np.count_nonzero(kept.mask[:border]))
     if inside <= max(FEW, 4 * k):

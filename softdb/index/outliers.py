@@ -75,17 +75,19 @@ class Outliers:
         positions: Rows,  # (m,) from `positions`
         found: Rows,  # (q, k), changed: best first, -1 = none
         scores: Floats,  # (q, k), changed
-    ) -> None:
+    ) -> bool:
         """Make of the k best that were found the k best of those and of the outliers; nothing where fewer were found.
 
-        Cost 2 q m d at most, less where the longest are far longer than the others.
+        Returns whether this changed anything. Cost 2 q m d at most, less where the longest are far longer than the
+        others.
         """
         (m, width), (q, d), take_in = self.keys.shape, queries.shape, self.take_in
         if not found.size or not self.count:
-            return
+            return False
+        before = found.copy()
         if take_in is None:
             _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
-            return
+            return bool((before != found).any())
         keys, lengths, asked = self.flat, self.lengths, queries
         if d < width:
             asked = np.zeros((q, width), np.float32)
@@ -98,6 +100,7 @@ class Outliers:
             take_in(asked.reshape(-1), positions, keys, lengths, found, scores)
         else:
             by_lines(work, q, q * m * width)
+        return bool((before != found).any())
 
 
 def _unit() -> int:

@@ -38,10 +38,22 @@ def ordered(
     positions: Rows,  # (q, c), -1 = none
     k: int,
     metric: Metric,
+    asked: Floats | None = None,  # the queries as `prepared` gives them, where that is known
 ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
     """As `best`, and their scores, -inf where there is none."""
     kept = min(k, positions.shape[1])
-    found, scores = (_compiled if available() else _gathered)(snapshot, queries, positions, kept, metric)
+    if not available():
+        found, scores = _gathered(snapshot, queries, positions, kept, metric)
+    else:
+        import softdb.compiled.rerank as loops
+
+        found, scores = np.empty((len(queries), kept), np.int64), np.empty((len(queries), kept), np.float32)
+        if len(queries) == 1 and kept:  # which feels microseconds
+            asked, keys = prepared(queries, metric) if asked is None else asked, snapshot.segments[0].keys
+            layout = snapshot.key_addresses, snapshot.starts, keys.shape[1], keys.dtype == np.float16
+            loops.rerank(asked.reshape(-1), np.ascontiguousarray(positions), *layout, CODES[metric], found, scores)
+        elif found.size:
+            _shared(loops.rerank, snapshot, queries, positions, metric, found, scores)
     if kept == k:
         return found, scores
     rest = ((0, 0), (0, k - kept))
@@ -55,11 +67,11 @@ def scores_at(
     metric: Metric,
 ) -> Floats:  # (q, c)
     """Exact scores where the candidates stand, -inf where there is none. Needs the compiled loops. Cost q c d."""
-    from softdb.compiled import rerank
+    import softdb.compiled.rerank as loops
 
     scores = np.empty(positions.shape, np.float32)
     if scores.size:
-        _shared(rerank.score, snapshot, queries, positions, metric, scores)
+        _shared(loops.score, snapshot, queries, positions, metric, scores)
     return scores
 
 
@@ -70,23 +82,12 @@ def precise_scores_at(
     metric: Metric,
 ) -> NDArray[np.float64]:  # (q, c)
     """As `scores_at`, summed in float64."""
-    from softdb.compiled import rerank
+    import softdb.compiled.rerank as loops
 
     scores = np.empty(positions.shape)
     if scores.size:
-        _shared(rerank.score_precisely, snapshot, queries, positions, metric, scores)
+        _shared(loops.score_precisely, snapshot, queries, positions, metric, scores)
     return scores
-
-
-def _compiled(
-    snapshot: Snapshot, queries: Floats, positions: Rows, k: int, metric: Metric
-) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-    from softdb.compiled import rerank
-
-    found, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
-    if found.size:
-        _shared(rerank.rerank, snapshot, queries, positions, metric, found, scores)
-    return found, scores
 
 
 def _shared(

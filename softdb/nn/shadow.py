@@ -89,7 +89,7 @@ class Version:
             return torch.full((len(queries), k), -1, device=queries.device)
         asked = queries.detach().to(torch.promote_types(queries.dtype, torch.float32))
         # positions count the vectors, which were inserted in order; `search` would take no filter by position
-        places = self.vectors._finder.find(self.vectors._store.snapshot, asked, k, keep, exact)
+        places = self.vectors._finder.find(self.vectors._store.snapshot, asked, k, keep, exact).positions
         return torch.from_numpy(self._row_of[places]).to(queries.device)
 
     def vectors_at(

@@ -225,7 +225,7 @@ def test_diverse_hits_agree_with_the_equation(metric: str, diversity: float, rng
     keys[10:20] = keys[:10] * np.float32(1.001)
     db = filled(metric, keys)
     truth = scored(metric, queries, keys)
-    hits = db.search(torch.from_numpy(queries).double(), k=6, diversity=diversity, candidates=30)
+    hits = db.search(torch.from_numpy(queries).double(), k=6, diversity=diversity, fetch_k=30)
     for i in range(4):
         near = np.argsort(-truth[i])[:30]
         assert hits.rows[i].tolist() == near[chosen(metric, queries[i], keys[near], 6, diversity)].tolist()
@@ -294,8 +294,8 @@ def test_a_filter_keeps_the_recall_wherever_its_matches_lie(
     asked, allowed = filtered(keys, share, side, rng)
     snapshot, queries = db._store.snapshot, torch.from_numpy(asked)
     truth = nearest(snapshot, queries, 10, Metric.L2, allowed)
-    together = db._finder.find(snapshot, queries, 10, allowed)
-    alone = np.concatenate([db._finder.find(snapshot, one, 10, allowed) for one in torch.split(queries, 1)])
+    together = db._finder.find(snapshot, queries, 10, allowed).positions
+    alone = np.concatenate([db._finder.find(snapshot, one, 10, allowed).positions for one in torch.split(queries, 1)])
     for found in (together, alone):
         there = truth >= 0
         assert ((found >= 0) == there).all()  # full k
@@ -316,7 +316,7 @@ def test_young_records_deletions_and_filters_together(rng: np.random.Generator) 
         for share in (0.8, 0.1, 0.01):
             allowed = rng.random(9000) < share
             truth = nearest(snapshot, queries, 10, Metric.L2, allowed)
-            found = db._finder.find(snapshot, queries, 10, allowed)
+            found = db._finder.find(snapshot, queries, 10, allowed).positions
             assert (allowed & snapshot.live)[found].all()
             assert all(len(set(row)) == 10 for row in found.tolist())
             assert (found[:, :, None] == truth[:, None, :]).any(1).mean() >= 0.92
@@ -327,7 +327,7 @@ def test_young_records_deletions_and_filters_together(rng: np.random.Generator) 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"k": 5, "radius": 1.0}, "radius and k are both given (1.0, 5)"),
     "radius and diversity": ({"radius": 1.0, "diversity": 0.5}, "radius and diversity are both given"),
-    "radius and candidates": ({"radius": 1.0, "candidates": 5}, "radius and candidates are both given"),
+    "radius and fetch_k": ({"radius": 1.0, "fetch_k": 5}, "radius and fetch_k are both given"),
     "radius nan": ({"radius": float("nan")}, "radius is nan; expected a distance of at least 0"),
     "radius text": ({"radius": "1"}, "radius is '1'; expected a distance"),
     "radius bool": ({"radius": True}, "radius is True; expected a distance"),
@@ -338,9 +338,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "k float": ({"k": 2.5}, "k is 2.5"),
     "diversity": ({"diversity": 1.5}, "diversity is 1.5; expected a number from 0 to 1"),
     "diversity text": ({"diversity": "much"}, "diversity is 'much'; expected a number from 0 to 1"),
-    "candidates alone": ({"candidates": 20}, "candidates is 20 without diversity"),
-    "candidates few": ({"k": 5, "diversity": 0.1, "candidates": 4}, "candidates is 4 but k is 5"),
-    "candidates float": ({"diversity": 0.1, "candidates": 40.5}, "candidates is 40.5; expected a whole number"),
+    "fetch_k alone": ({"fetch_k": 20}, "fetch_k is 20 without diversity"),
+    "fetch_k few": ({"k": 5, "diversity": 0.1, "fetch_k": 4}, "fetch_k is 4 but k is 5"),
+    "fetch_k float": ({"diversity": 0.1, "fetch_k": 40.5}, "fetch_k is 40.5; expected a whole number"),
     "exclude lists": ({"exclude_ids": [[1], [2], [3]]}, "exclude_ids are 3 lists for 2 queries"),
     "exclude mixed": ({"exclude_ids": [[1], 2]}, "exclude_ids mix ids and lists of ids"),
     "exclude type": ({"exclude_ids": [1.5]}, "id 1.5 is of type float"),

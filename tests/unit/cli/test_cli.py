@@ -234,7 +234,7 @@ def test_hits_may_be_unlike_each_other(tmp_path: Path) -> None:
     asked = ("search", tmp_path / "db", "[1, 0.1]", "-k", 2)
     assert {hit["id"] for hit in answer(*asked)[0]} == {"a", "a2"}
     assert [hit["id"] for hit in answer(*asked, "--diversity", 0.9)[0]] == ["a2", "b"]
-    assert {hit["id"] for hit in answer(*asked, "--diversity", 0.9, "--candidates", 2)[0]} == {"a", "a2"}
+    assert {hit["id"] for hit in answer(*asked, "--diversity", 0.9, "--fetch-k", 2)[0]} == {"a", "a2"}
 
 
 def test_an_index_is_built_and_tuned_for_queries_of_ones_own(vectors: Path, tmp_path: Path) -> None:
@@ -340,8 +340,8 @@ def test_searches_that_contradict_themselves(plane: Path) -> None:
     assert "radius and diversity are both given" in fails(*asked, "--radius", 1, "--diversity", 0.5)
     assert "radius is nan; expected the least score" in fails(*asked, "--radius", "nan")
     assert "diversity is 2.0; expected a number from 0 to 1" in fails(*asked, "--diversity", 2)
-    assert "candidates is 9 without diversity" in fails(*asked, "--candidates", 9)
-    assert "candidates is 1 but k is 10" in fails(*asked, "--diversity", 0.5, "--candidates", 1)
+    assert "fetch_k is 9 without diversity" in fails(*asked, "--fetch-k", 9)
+    assert "fetch_k is 1 but k is 10" in fails(*asked, "--diversity", 0.5, "--fetch-k", 1)
 
 
 def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from softdb.index import search
 from softdb.index.build import build
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
+from softdb.index.gpu_search import find
 from softdb.index.rerank import best, ordered
-from softdb.index.search import border_of, find
+from softdb.index.search import indexed_until
 from softdb.scores import score_of
 from softdb.store.snapshot import Segment, Snapshot
 
@@ -127,7 +128,7 @@ def test_after_compaction_rows_have_gaps(kind: str, metric: Metric, rng: np.rand
     after = Snapshot.of(
         2, (Segment(7, 0, rows, keys[rows], None), Segment(8, N + 5, None, young, None)), np.ones(len(rows) + 30, bool)
     )
-    assert border_of(after, index) == len(rows)
+    assert indexed_until(after, index) == len(rows)
     exact = nearest(after, torch.from_numpy(queries), 10, metric)
     assert recall(find(after, index, torch.from_numpy(queries), 10, metric, None), exact) >= 0.9
     again = nearest(before, torch.from_numpy(queries), 10, metric)
@@ -175,24 +176,24 @@ def test_what_may_be_found_is_worked_out_once(rng: np.random.Generator, monkeypa
     asked = torch.from_numpy(queries[:1])
     index = indexed(snapshot(keys), Metric.DOT)
     live, allowed = np.arange(N) != 5, rng.random(N) < 0.9
-    world, made = snapshot(keys, live=live), search._Fit._choose
+    world, made = snapshot(keys, live=live), search._Coverage._eligible
     worked: list[Any] = []
 
     def choose(*arguments: Any) -> Any:
         worked.append(arguments)
         return made(*arguments)
 
-    monkeypatch.setattr(search._Fit, "_choose", choose)
+    monkeypatch.setattr(search._Coverage, "_eligible", choose)
     for _ in range(5):
         find(world, index, asked, 10, Metric.DOT, None)
         find(world, index, asked, 10, Metric.DOT, allowed)
     assert len(worked) == 2
-    for _ in range(3 * search.FILTERS):
+    for _ in range(12):
         find(world, index, asked, 10, Metric.DOT, allowed.copy())
-    fit = search._fit(world, index)
-    assert len(fit._filtered) <= search.FILTERS
+    coverage = search._coverage(world, index)
+    assert len(coverage._filtered._known) <= 4
     find(snapshot(keys), index, asked, 10, Metric.DOT, None)
-    assert search._fit(world, index) is not fit
+    assert search._coverage(world, index) is not coverage
 
 
 def test_a_filter_that_was_freed_is_not_taken_for_a_new_one(rng: np.random.Generator) -> None:

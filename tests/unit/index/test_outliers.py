@@ -19,9 +19,9 @@ from softdb.check import Metric
 from softdb.index import build, cache, finder, outliers
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
+from softdb.index.gpu_search import find
 from softdb.index.ivf import IVF
 from softdb.index.outliers import Outliers, lengths_of, longest_of
-from softdb.index.search import find
 from softdb.store.snapshot import Snapshot
 
 Array = np.ndarray[Any, Any]

@@ -1,0 +1,63 @@
+"""What a search costs in Python: calls and frames, which are microseconds that every query feels."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import softdb
+
+pytest.importorskip("faiss")
+pytest.importorskip("numba")
+
+CALLS, FRAMES = 80, 7  # Python calls of a search; frames of softdb from the verb to FAISS
+
+
+@pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
+def db(request: pytest.FixtureRequest) -> softdb.SoftDB:
+    rng = np.random.default_rng(0)
+    keys = (2 * rng.standard_normal((100, 16)))[rng.integers(0, 100, 20_000)] + rng.standard_normal((20_000, 16))
+    db = softdb.open(None, dim=16, metric=request.param)
+    db.insert(range(len(keys)), keys)
+    db.build_index("ivf")
+    db.watch(share=0)
+    return db
+
+
+def counted(db: softdb.SoftDB, query: Any) -> tuple[int, int]:
+    """Python calls of one search, and frames of softdb on the stack when FAISS is called."""
+    calls, frames = 0, 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls, frames
+        if event != "call":
+            return
+        calls += 1
+        if "faiss" in frame.f_code.co_filename:
+            stack: list[str] = []
+            above = frame.f_back
+            while above is not None:
+                stack.append(above.f_code.co_filename)
+                above = above.f_back
+            frames = max(frames, sum("/softdb/" in name and "/tests/" not in name for name in stack))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        db.search(query, k=10)
+    finally:
+        sys.setprofile(before)
+    return calls, frames
+
+
+def test_a_warm_search_by_the_index_takes_few_calls(db: softdb.SoftDB) -> None:
+    query = np.ones((1, 16), np.float32)
+    for _ in range(3):
+        db.search(query, k=10)
+    calls, frames = counted(db, query)
+    assert 0 < calls <= CALLS
+    assert 0 < frames <= FRAMES
