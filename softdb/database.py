@@ -195,6 +195,8 @@ class SoftDB:
     ) -> Hits:
         """The k nearest records of each query, best first; with m records to choose from, min(k, m) of them.
 
+        The answer is min(k, len(db)) wide; where a filter leaves fewer records, a line ends in row -1, score -inf.
+
         Args:
             queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
                 `hits.scores` carry the gradient. Answers are in the queries' precision; a list is float32.

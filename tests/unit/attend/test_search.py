@@ -66,8 +66,9 @@ def test_exact_search_agrees_with_the_reference(metric: Any, dtype: Any, k: int,
         db.delete(list(range(0, 500, 7)))
         scores = reference(metric, queries, keys)
         scores[:, ::7] = -np.inf
-        check(db.search(queries, k=k, exact=True), scores, k, lengths(queries, keys))
-        check(db.search(queries, k=k), scores, k, lengths(queries, keys))
+        width = min(k, len(db))
+        check(db.search(queries, k=k, exact=True), scores, width, lengths(queries, keys))
+        check(db.search(queries, k=k), scores, width, lengths(queries, keys))
 
 
 def test_the_checker_accepts_ties_and_refuses_swaps() -> None:
@@ -109,11 +110,23 @@ def test_shapes_never_depend_on_the_batch() -> None:
         for n in (0, 3):
             for q in (0, 1, 2):
                 hits = db.search(torch.ones(q, 4), k=5)
-                assert hits.rows.shape == hits.scores.shape == hits.live.shape == (q, 5)
+                assert hits.rows.shape == hits.scores.shape == hits.live.shape == (q, n)
                 assert int(hits.live.sum()) == q * n
                 assert [len(row) for row in hits.ids] == [len(row) for row in hits.payloads] == [n] * q
             if not n:
                 db.insert([0, 1, 2], np.eye(3, 4))
+
+
+@pytest.mark.parametrize("k", [10**6, 10**9, 2**62])
+@pytest.mark.parametrize("more", [{}, {"where": {"n": 3}}, {"exclude_ids": [0, 1]}, {"diversity": 0.5}])
+def test_k_beyond_the_records_costs_nothing(k: int, more: dict[str, Any]) -> None:
+    with softdb.open(None, dim=4) as db:
+        db.insert(list(range(32)), world(32, 4), payloads=[{"n": i % 8} for i in range(32)])
+        hits = db.search(np.ones((3, 4), np.float32), k=k, **more)
+        found = {"where": 4, "exclude_ids": 30}.get(next(iter(more), ""), 32)
+        assert hits.rows.shape == hits.scores.shape == (3, 32)
+        assert hits.live.sum(1).tolist() == [found] * 3
+        assert hits.live[:, :found].all()
 
 
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
