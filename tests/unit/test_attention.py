@@ -1,4 +1,4 @@
-"""Functional attention against loops, torch, statsmodels and scikit-learn: both paths, gradients, masks, the ends."""
+"""Functional attention against loops: both paths, gradients, masks, the ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 import reference
 import torch
-from sklearn.datasets import load_diabetes
-from sklearn.neighbors import KernelDensity
-from statsmodels.nonparametric.kernel_regression import KernelReg
+from compare import close, same
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.functional import scaled_dot_product_attention
 
 from softdb import scores
 from softdb.attend import blocks
@@ -154,96 +151,6 @@ def world(m: int = 4, n: int = 6, lead: tuple[int, ...] = (), dtype: torch.dtype
     torch.manual_seed(3)
     shapes = (m, D), (n, D), (n, V)
     return [torch.randn(*lead, *shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
-
-
-def close(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
-    found = found.detach() if isinstance(found, Tensor) else found
-    expected = expected.detach() if isinstance(expected, Tensor) else expected
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
-
-
-def same(found: Tensor, expected: Tensor, wanted: list[Tensor], tolerance: float = 1e-10) -> None:
-    """Outputs and gradients of a random sum of them."""
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    close(found, expected, tolerance)
-    grad = torch.randn_like(expected)
-    pairs = [torch.autograd.grad(one, wanted, grad, retain_graph=True) for one in (found, expected)]
-    for mine, theirs in zip(*pairs, strict=True):
-        close(mine, theirs, tolerance)
-
-
-# -- torch -------------------------------------------------------------------------------------------------------------
-
-SHAPES = {
-    "plain": [(4, D), (6, D), (6, V)],
-    "batch": [(2, 4, D), (2, 6, D), (2, 6, V)],
-    "heads": [(2, 5, 4, D), (2, 5, 6, D), (2, 5, 6, V)],
-    "shared by the batch": [(2, 4, D), (1, 6, D), (1, 6, V)],
-    "shared by the heads": [(2, 5, 4, D), (2, 1, 6, D), (2, 1, 6, V)],
-    "shared by the batch, not the heads": [(2, 5, 4, D), (1, 5, 6, D), (1, 5, 6, V)],
-    "one query": [(1, 5, 4, D), (2, 1, 6, D), (2, 5, 6, V)],
-    "fewer dimensions": [(2, 5, 4, D), (6, D), (5, 6, V)],
-    "no entries": [(0, 4, D), (0, 6, D), (0, 6, V)],
-    "no queries": [(2, 0, D), (2, 6, D), (2, 6, V)],
-    "no keys": [(2, 4, D), (2, 0, D), (2, 0, V)],
-}
-MASKS: dict[str, Callable[[tuple[int, ...], int, int], Any]] = {
-    "none": lambda lead, m, n: None,
-    "whole": lambda lead, m, n: torch.rand(*lead, m, n) < 0.6,
-    "of the keys": lambda lead, m, n: torch.rand(*lead, 1, n) < 0.6,
-    "shared": lambda lead, m, n: torch.rand(m, n) < 0.6,
-    "nothing": lambda lead, m, n: torch.zeros(m, n, dtype=torch.bool),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", [*MASKS, "causal"])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("limit", [1 << 24, 0], ids=["dense", "streamed"])
-def test_it_agrees_with_torch(
-    limit: int, shapes: list[tuple[int, ...]], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "DENSE", limit)
-    monkeypatch.setattr(module, "MASKED", 20)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    lead = torch.broadcast_shapes(*(one[:-2] for one in shapes))  # type: ignore[no-untyped-call]
-    mask = MASKS[kind](lead, shapes[0][-2], shapes[1][-2]) if kind in MASKS else None
-    expected = scaled_dot_product_attention(
-        q, k.expand(*lead, *k.shape[-2:]), v.expand(*lead, *v.shape[-2:]), mask, is_causal=kind == "causal"
-    )
-    found = attention(q, k, v, mask=mask, is_causal=kind == "causal")
-    same(found, expected, [q, k, v], 1e-5 if dtype is torch.float32 else 1e-10)
-
-
-def test_many_scores_are_streamed_and_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the limit as it is, in the compiled loops where there are any."""
-    monkeypatch.delattr(module, "_dense")
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 3, 30, 8), torch.randn(1, 3, 100_000, 8), torch.randn(1, 3, 100_000, 4)
-    assert module.DENSE < 2 * 3 * 30 * 100_000
-    q.requires_grad_()
-    for live in (None, torch.rand(2, 1, 1, 100_000) < 0.5):
-        same(attention(q, k, v, mask=live), scaled_dot_product_attention(q, k, v, live), [q], 1e-5)
-
-
-@both_paths
-@pytest.mark.parametrize("kind", ["self", "cross"])
-def test_it_is_the_heart_of_multi_head_attention(kind: str, path: str) -> None:
-    torch.manual_seed(0)
-    b, m, n, width, heads = 2, 5, 5 if kind == "self" else 7, 12, 3
-    theirs = torch.nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64)
-    x = torch.randn(b, m, width, dtype=torch.float64)
-    y = x if kind == "self" else torch.randn(b, n, width, dtype=torch.float64)
-    weight, bias = torch.chunk(theirs.in_proj_weight, 3), torch.chunk(theirs.in_proj_bias, 3)
-    q, k, v = (
-        torch.nn.functional.linear(one, w, c)
-        .reshape(b, -1, heads, width // heads)
-        .transpose(1, 2)  # heads are a leading dimension
-        for one, w, c in zip((x, y, y), weight, bias, strict=True)
-    )
-    found = theirs.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
-    same(found, theirs(x, y, y, need_weights=False)[0], list(theirs.parameters()))
 
 
 # -- the equations -----------------------------------------------------------------------------------------------------
@@ -560,42 +467,6 @@ def test_arrays_lists_and_whole_numbers(path: str) -> None:
     whole = attention([[1, 2, 3]], k, v)
     assert whole.dtype is torch.float32
     close(whole, attention([[1.0, 2, 3]], k, v), 1e-6)
-
-
-# -- statistics --------------------------------------------------------------------------------------------------------
-
-
-def _diabetes() -> tuple[Any, Any]:
-    keys, values = load_diabetes(return_X_y=True)
-    return keys[:, [2, 3, 8]] * 20, values
-
-
-@pytest.mark.filterwarnings("ignore:After 0.17 or January 2028:FutureWarning")  # of random numbers, not used here
-def test_it_is_the_local_constant_regression_of_statsmodels() -> None:
-    keys, values = _diabetes()
-    bandwidth = [0.5, 0.7, 0.4]
-    theirs = KernelReg(values[50:], keys[50:], "ccc", reg_type="lc", bw=bandwidth).fit(keys[:50])[0]
-    found = attention(keys[:50], keys[50:], values[50:, None], score=scores.Gaussian(bandwidth))
-    np.testing.assert_allclose(found[:, 0], theirs, rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "name"),
-    [
-        (scores.Gaussian(0.7), "gaussian"),
-        (scores.Laplacian(0.7), "exponential"),
-        (scores.Boxcar(0.7), "tophat"),
-        (scores.Epanechnikov(0.7), "epanechnikov"),
-        (scores.Triangular(0.7), "linear"),
-    ],
-)
-def test_lse_is_a_kernel_density(kernel: scores.Kernel, name: str) -> None:
-    keys, values = _diabetes()
-    theirs = KernelDensity(kernel=name, bandwidth=0.7).fit(keys[50:]).score_samples(keys[:50])
-    found = attention(keys[:50], keys[50:], values[50:, None], score=kernel, details=True)
-    density = found.lse - math.log(len(keys) - 50) - kernel.log_volume(3)
-    np.testing.assert_allclose(density.exp(), np.exp(theirs), rtol=1e-8)
-    assert (density > -math.inf).any()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

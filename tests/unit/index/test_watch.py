@@ -14,7 +14,7 @@ from reports import index_report
 import softdb
 from softdb import BadInput, RecallWarning, SoftDB
 from softdb.index.contract import Index, Rows
-from softdb.index.watch import Watch, upper_bound
+from softdb.index.watch import Watch
 
 TRUTH = np.arange(10)
 
@@ -48,14 +48,6 @@ def saw(watch: Watch, one: Index, recall: float, times: int) -> int:
         watch.saw(one, 1.0, answer(recall), 1000, exact)
     assert all(0 <= which < 3 for which in checks)
     return len(checks)
-
-
-def test_the_bound_is_wilsons() -> None:
-    from statsmodels.stats.proportion import proportion_confint
-
-    for hits, count in ((0, 5), (3, 20), (470, 500), (500, 500)):
-        _, high = proportion_confint(hits, count, 0.0026997960632601866, "wilson")
-        assert upper_bound(hits / count, count) == pytest.approx(high, abs=1e-9)
 
 
 def test_good_searches_say_nothing() -> None:

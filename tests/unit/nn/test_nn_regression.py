@@ -1,14 +1,12 @@
-"""Kernel regression and classification over a database, against loops, statsmodels and scikit-learn."""
+"""Kernel regression and classification over a database, against loops."""
 
 from __future__ import annotations
 
 import copy
 import doctest
 import math
-import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -53,15 +51,6 @@ def wave(n: int = 60) -> tuple[Tensor, Tensor]:
     return x, 2 * x.sin() + x**0.8 + 0.5 * torch.randn(n, 1)
 
 
-def statsmodels_of(keys: Tensor, values: Tensor, bw: Any) -> Any:
-    """The local constant estimator of statsmodels."""
-    from statsmodels.nonparametric.kernel_regression import KernelReg
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about its own random numbers
-        return KernelReg(values.double().numpy(), keys.double().numpy(), "c" * keys.shape[1], reg_type="lc", bw=bw)
-
-
 def kernel_value(name: str, u: float) -> float:
     """K(u)."""
     if name == "gaussian":
@@ -104,26 +93,6 @@ def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> No
     logs = {"gaussian": -u.square() / 2, "laplacian": -u}.get(name)
     far = torch.zeros(V).double() if logs is None else logs.softmax(dim=0) @ values.double()
     torch.testing.assert_close(told[-1].double(), far, rtol=1e-3, atol=1e-3)
-
-
-def test_statsmodels_tells_the_same() -> None:
-    keys, values = torch.randn(40, 2), torch.randn(40, 1)
-    model = KernelRegressor(regression(keys, values), bandwidth=[0.4, 0.9])
-    queries = torch.randn(15, 2)
-    expected, _ = statsmodels_of(keys, values, [0.4, 0.9]).fit(queries.double().numpy())
-    np.testing.assert_allclose(model(queries)[:, 0].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_probabilities_are_those_of_bayes_rule_under_kernel_densities() -> None:
-    from sklearn.neighbors import KernelDensity
-
-    keys, labels = keys_of(60), torch.randint(CLASSES - 1, (60,))  # the last class has no record
-    told = KernelClassifier(classes(keys, labels), bandwidth=0.6)(queries := torch.randn(9, D))
-    joint = np.zeros((9, CLASSES))
-    for label in range(CLASSES - 1):
-        mine = keys[labels == label].double().numpy()
-        joint[:, label] = len(mine) * np.exp(KernelDensity(bandwidth=0.6).fit(mine).score_samples(queries.numpy()))
-    np.testing.assert_allclose(told.detach().numpy(), joint / joint.sum(1, keepdims=True), rtol=1e-4, atol=1e-6)
 
 
 def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
@@ -230,13 +199,6 @@ def test_fit_finds_the_bandwidth_that_a_search_finds(kernel: str) -> None:
     assert errors[-1] < 0.8 * errors[0]
     told, true = model.leave_one_out()
     assert float((told - true).detach().square().mean()) == pytest.approx(errors[-1], rel=1e-3)
-
-
-def test_statsmodels_finds_the_same_bandwidth() -> None:
-    x, y = wave(40)
-    model = KernelRegressor(regression(x, y))
-    model.fit()
-    assert model.kernel.bandwidth.item() == pytest.approx(float(statsmodels_of(x, y, "cv_ls").bw[0]), rel=0.03)
 
 
 def test_fit_finds_which_coordinate_counts() -> None:

@@ -1,9 +1,8 @@
-"""Bandwidths from data against loops, scikit-learn's data and statsmodels."""
+"""Bandwidths from data against loops, on scikit-learn's data."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -204,33 +203,3 @@ def test_a_density_of_duplicates_has_no_bandwidth() -> None:
         leave_one_out(keys)
     assert leave_one_out(keys, keys) < 0.5  # a mean has: the duplicate tells
     assert math.isfinite(leave_one_out(torch.cat([keys, torch.tensor([[9.0]])])))
-
-
-# -- statsmodels -------------------------------------------------------------------------------------------------------
-
-
-def regression(keys: Floats, values: Floats, h: Any) -> Any:
-    pytest.importorskip("statsmodels", reason="the peer of local constant regression")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # statsmodels' own
-        from statsmodels.nonparametric.kernel_regression import KernelReg
-
-        return KernelReg(values, keys, "c" * keys.shape[1], reg_type="lc", bw=h)
-
-
-@pytest.mark.parametrize("columns", [[2], [2, 3, 8]])
-def test_means_agree_with_statsmodels(columns: list[int]) -> None:
-    keys = DIABETES[:, columns]
-    h = [0.02 * (i + 1) for i in range(len(columns))]
-    expected, _ = regression(keys, PROGRESS, h).fit(keys[::9])
-    weights = Gaussian(h)(torch.from_numpy(keys[::9]), torch.from_numpy(keys))
-    found = weights @ torch.from_numpy(PROGRESS) / weights.sum(1)
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
-
-
-@pytest.mark.parametrize("column", [2, 3, 8])
-def test_leave_one_out_agrees_with_statsmodels(column: int) -> None:
-    keys = DIABETES[::2, column : column + 1]
-    peer = float(regression(keys, PROGRESS[::2], "cv_ls").bw[0])
-    found = leave_one_out(torch.from_numpy(keys), torch.from_numpy(PROGRESS[::2]))
-    assert found == pytest.approx(peer, rel=0.03)
