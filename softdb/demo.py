@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -28,10 +27,11 @@ from softdb.answers import Hits
 from softdb.data import DemoData, load_wordnet
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
+from softdb.terminal import progress
 from softdb.text import NOTE, HashedNGrams, SentenceEncoder, note_encoder
 from softdb.train import fit, load, save
 
-__all__ = ["DemoReport", "demo_encoder", "named_encoder", "progress", "run_demo"]
+__all__ = ["DemoReport", "demo_encoder", "named_encoder", "run_demo"]
 
 PROJECTION = "projection.pt"  # what softdb.train.fit found; queries are asked projected
 MARK = "demo.json"  # a directory with this file may be made anew by --fresh
@@ -94,15 +94,6 @@ def run_demo(
     return DemoReport(len(data.ids), before, after, seconds)
 
 
-def progress(console: Console, *columns: str) -> Progress:
-    """A progress bar that vanishes when done and never shows where there is no terminal."""
-    parts = [TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn()]
-    more = [TextColumn(column) for column in columns]
-    return Progress(
-        *parts, *more, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    )
-
-
 # -- the steps ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,12 +120,11 @@ def _clear(path: Path, fresh: bool) -> None:
 def _store(db: SoftDB, data: DemoData, console: Console) -> None:
     _step(console, 1, "Store", "every commit is on disk before the next begins")
     begin, count = time.perf_counter(), len(data.ids)
-    with progress(console) as bar:
-        task = bar.add_task("insert", total=count)
+    with progress("insert", console) as say:
         for start in range(0, count, CHUNK):
             part = slice(start, start + CHUNK)
             db.insert(data.ids[part], data.keys[part], payloads=data.payloads[part])
-            bar.update(task, completed=min(count, start + CHUNK))
+            say("insert", min(count, start + CHUNK), count)
     seconds = time.perf_counter() - begin
     what = f"{count:,} dictionary definitions, {data.keys.shape[1]} numbers each"
     console.print(f"  {what}: {seconds:.1f} s, {count / seconds:,.0f} records/s")
@@ -143,13 +133,8 @@ def _store(db: SoftDB, data: DemoData, console: Console) -> None:
 def _index(db: SoftDB, console: Console) -> str:
     """Build the index where FAISS is there, and say how searches are answered."""
     try:
-        with progress(console) as bar:
-            task = bar.add_task("index")
-
-            def show(what: str, done: int, whole: int) -> None:
-                bar.update(task, description=what, completed=done, total=whole)
-
-            report = db.build_index(progress=show)
+        with progress("index", console) as say:
+            report = db.build_index(progress=say)
     except MissingDependency:
         return "exactly: an index needs softdb\\[cpu]"
     if report.kind == "flat":
@@ -204,16 +189,11 @@ def _learn(
     """Train the projection, keep it, and measure what it is good for: recall before and after."""
     _step(console, 3, "Learn", "a projection of the queries, by gradients through the soft query")
     right, begin = [[data.ids[i] for i in mine] for mine in data.answers], time.perf_counter()
-    with progress(console) as bar, warnings.catch_warnings():
+    with progress("train", console) as say, warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainingWarning)  # the table says it
-        task = bar.add_task("train", total=None)
-
-        def show(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=what, completed=done, total=whole)
-
         fitted = fit(
             db, data.query_keys, right, temperature=TEMPERATURE, epochs=epochs, holdout=data.held_out, patience=None,
-            seed=seed, progress=show,
+            seed=seed, progress=say,
         )  # fmt: skip
     seconds, (before, after) = time.perf_counter() - begin, (fitted.before, fitted.after)
     save(path / PROJECTION, fitted.projection, {"temperature": TEMPERATURE, "epochs": epochs, "seed": seed})

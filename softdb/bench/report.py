@@ -22,6 +22,7 @@ __all__ = [
     "compared",
     "goals",
     "is_peer",
+    "leading",
     "machine",
     "spread",
     "versions",
@@ -118,18 +119,24 @@ def goals(rows: Sequence[Row]) -> list[tuple[str, int]]:
     return list(dict.fromkeys((row["goal"], row["threads"]) for row in rows))
 
 
-def best(rows: Sequence[Row]) -> list[Row]:
-    """The better variant of each engine for each goal: one that meets it, then the faster in batches."""
+def best(rows: Sequence[Row], alone: bool = False) -> list[Row]:
+    """The better variant of each engine for each goal: one that meets it, then the faster in batches (or `alone`)."""
     found: dict[tuple[str, int, str], Row] = {}
     for row in rows:
         place = row["goal"], row["threads"], row["engine"]
-        if place not in found or _rank(row) > _rank(found[place]):
+        if place not in found or _rank(row, alone) > _rank(found[place], alone):
             found[place] = row
     return list(found.values())
 
 
-def _rank(row: Row) -> tuple[bool, float]:
-    return row["met"], _rate(row)
+def leading(rows: Sequence[Row]) -> list[Row]:
+    """The better variants of each engine, in batches and alone: every row that `compared` names is among them."""
+    kept = {id(row) for row in (*best(rows), *best(rows, alone=True))}
+    return [row for row in rows if id(row) in kept]
+
+
+def _rank(row: Row, alone: bool) -> tuple[bool, float]:
+    return row["met"], -_latency(row) if alone else _rate(row)
 
 
 def _rate(row: Row) -> float:
@@ -141,7 +148,7 @@ def _latency(row: Row) -> float:
 
 
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """softdb beside the best peers that meet the goal, each measure against the peer that is best in it.
+    """softdb beside the peers that meet the goal: for each measure the best of both.
 
     Ratios are softdb's over the other's. Without a recall to reach there is nothing to compare at.
     """
@@ -150,25 +157,27 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
         these = [row for row in rows if (row["goal"], row["threads"]) == (goal, threads) and row["met"]]
         ours = [row for row in these if row["engine"].startswith("softdb") and row["target"] is not None]
         if ours:
-            mine = next((row for row in ours if row["engine"] == "softdb"), ours[0])
-            found.append({"goal": goal, "threads": threads, "softdb": mine["label"], **_beside(mine, these)})
+            label = max(ours, key=_rate)["label"]
+            found.append({"goal": goal, "threads": threads, "softdb": label, **_beside(ours, these)})
     return found
 
 
-def _beside(mine: Row, rows: Sequence[Row]) -> dict[str, Any]:
+def _beside(ours: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    peers = [row for row in rows if is_peer(row)]
+    fastest, peers = max(ours, key=_rate), [row for row in rows if is_peer(row)]
     if peers:
-        quick, prompt = max(peers, key=_rate), min(peers, key=_latency)
-        facts["batch"] = {"peer": quick["label"], "ratio": _ratio(_rate(mine), _rate(quick))}
-        facts["single"] = {"peer": prompt["label"], "ratio": _ratio(_latency(mine), _latency(prompt))}
+        for name, measure, choose in (("batch", _rate, max), ("single", _latency, min)):
+            mine, other = choose(ours, key=measure), choose(peers, key=measure)
+            ratio = _ratio(measure(mine), measure(other))
+            facts[name] = {"softdb": mine["label"], "peer": other["label"], "ratio": ratio}
     graph = next((row for row in best(rows) if row["engine"] == "hnswlib"), None)
     if graph is not None:
         whole = graph["build_s"]["without_tuning"]
         facts["hnswlib"] = {
-            "index_bytes_ratio": _ratio(mine["index_bytes"], graph["index_bytes"]),
-            "build_ratio": _ratio(mine["build_s"]["without_tuning"], whole),
-            "build_with_tuning_ratio": _ratio(mine["build_s"]["with_tuning"], whole),
+            "peer": graph["label"],
+            "index_bytes_ratio": _ratio(fastest["index_bytes"], graph["index_bytes"]),
+            "build_ratio": _ratio(fastest["build_s"]["without_tuning"], whole),
+            "build_with_tuning_ratio": _ratio(fastest["build_s"]["with_tuning"], whole),
         }
     over = next((row for row in rows if row["engine"] == "faiss-refine"), None)
     same = over and next((row for row in rows if row["label"] == over["facts"].get("index")), None)

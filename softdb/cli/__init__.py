@@ -1,5 +1,16 @@
-"""The command `softdb`. What it needs is imported when a command runs: `softdb --help` must not wait for torch."""
+"""The command `softdb` (extra `softdb[cli]`). What a command needs is imported when it runs."""
 
-from softdb.cli.commands import app, main
+import sys
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from softdb.cli.commands import run
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in ("typer", "click", "rich"):
+            raise
+        sys.exit("error: the command line needs typer and rich; pip install 'softdb[cli]', or 'softdb[cpu]'")
+    run()

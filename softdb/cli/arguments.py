@@ -1,4 +1,4 @@
-"""What is typed: the arguments that commands share, and what they stand for."""
+"""Arguments that commands share, and what they stand for."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = [
     "array_of",
     "filter_of",
     "ids_of",
+    "named",
     "opened",
     "projected",
-    "query_of",
 ]
 
 Database = Annotated[Path, typer.Argument(metavar="PATH", help="The database's directory.")]
@@ -39,15 +39,14 @@ Query = Annotated[str, typer.Argument(help="A text, a JSON list of numbers, or @
 Where = Annotated[str | None, typer.Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
 EncoderName = Annotated[str | None, typer.Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
 QueryFile = Annotated[
-    Path | None, typer.Option(metavar="FILE.npy", help="Queries of the kind that will come, to measure with.")
+    Path | None, typer.Option(metavar="FILE.npy", help="Queries like those to come, to measure with.")
 ]
 ProjectionFile = Annotated[
-    Path | None, typer.Option("--projection", metavar="FILE.pt", help="Ask with the query projected (softdb train).")
+    Path | None, typer.Option("--projection", metavar="FILE.pt", help="Project the query first (softdb train).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
-
-_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class Metric(str, Enum):
@@ -76,6 +75,11 @@ class Kind(str, Enum):
     flat = "flat"
 
 
+def named(**words: Any) -> dict[str, Any]:
+    """Arguments for `softdb.open` and the like: choices as their text."""
+    return {name: word.value if isinstance(word, Enum) else word for name, word in words.items()}
+
+
 def opened(path: Path, query: str | None = None, encoder: str | None = None) -> SoftDB:
     """The database for reading, with the encoder that a text query needs."""
     import softdb
@@ -94,18 +98,11 @@ def _is_text(query: str) -> bool:
     return not (query.startswith("[") or (query.startswith("@") and query.endswith(".npy")))
 
 
-def query_of(query: str) -> Any:
-    """A query as it was typed: a text, numbers, or the array of a file."""
-    if _is_text(query):
-        return query
-    if query.startswith("["):
-        return _json(query, "QUERY starts with [ but")
-    return array_of(Path(query[1:]))
-
-
 def projected(db: SoftDB, query: str, file: Path | None) -> Any:
-    """A query as it was typed, projected where the file of a projection is given."""
-    asked = query_of(query)
+    """A query as it was typed (a text, numbers, or a file's array), projected where a projection's file is given."""
+    asked: Any = query
+    if not _is_text(query):
+        asked = _json(query, "QUERY starts with [ but") if query.startswith("[") else array_of(Path(query[1:]))
     if file is None:
         return asked
     from softdb.train import load
@@ -123,10 +120,10 @@ def array_of(path: Path) -> Any:
 
 
 def ids_of(texts: list[str] | None) -> list[str | int] | None:
-    """Ids as they were typed: what reads as a whole number may be either, so it stands for both."""
+    """Ids as they were typed. One that reads as a whole number may be text or a number, so it stands for both."""
     if not texts:
         return None
-    numbers = [int(text) for text in texts if _WHOLE.fullmatch(text) and -(2**63) <= int(text) < 2**63]
+    numbers = [int(text) for text in texts if _INTEGER.fullmatch(text) and -(2**63) <= int(text) < 2**63]
     return [*texts, *numbers]
 
 

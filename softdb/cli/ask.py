@@ -1,4 +1,4 @@
-"""The commands that ask: `softdb search` and `softdb attend`."""
+"""The commands that query: `softdb search` and `softdb attend`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["attend", "search"]
 def search(
     path: Database,
     query: Query,
-    k: Annotated[int | None, typer.Option("-k", min=1, help="How many records; 10, but for --radius.")] = None,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="How many records; 10 without --radius.")] = None,
     where: Where = None,
     radius: Annotated[
-        float | None, typer.Option(help="In place of -k: all at most so far (l2), or of at least this score.")
+        float | None, typer.Option(help="In place of -k: all within this distance (l2), or of at least this score.")
     ] = None,
     exclude: Annotated[
         list[str] | None,
@@ -38,7 +38,7 @@ def search(
     ] = None,
     diversity: Annotated[float | None, typer.Option(help="0: the nearest; up to 1: unlike each other, too.")] = None,
     fetch_k: Annotated[int | None, typer.Option(help="Among how many to choose diverse ones; 4 k.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Pass the index by.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Do not use the index.")] = False,
     encoder: EncoderName = None,
     projection: ProjectionFile = None,
     as_json: AsJson = False,
@@ -55,13 +55,13 @@ def search(
             diversity=diversity,
             fetch_k=fetch_k,
         )
-        found = [[(hit.id, hit.score, hit.payload) for hit in mine] for mine in hits]
+        answers = [[(hit.id, hit.score, hit.payload) for hit in mine] for mine in hits]
     if as_json:
         names = ("id", "score", "payload")
-        print_json([[dict(zip(names, hit, strict=True)) for hit in one] for one in found])
+        print_json([[dict(zip(names, hit, strict=True)) for hit in answer] for answer in answers])
         return
-    for one in found:
-        show_hits("score", one)
+    for answer in answers:
+        show_hits("score", answer)
 
 
 def attend(
@@ -75,21 +75,22 @@ def attend(
     projection: ProjectionFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask softly: the mean of all values, each weighted by softmax(score / temperature)."""
+    """Soft query: the mean of all values, each weighted by softmax(score / temperature)."""
     with opened(path, query, encoder) as db:
         asked, filter_ = projected(db, query, projection), filter_of(where)
         pooled = db.attend(asked, temperature=temperature, k=k, rtol=rtol, where=filter_)
         # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
         half = db.attend(asked, temperature=temperature / 2, k=k, rtol=rtol, where=filter_)
-        spread = (2 * pooled.lse - half.lse).exp().tolist()
+        effective = (2 * pooled.lse - half.lse).exp().tolist()
         hits = db.search(asked, min(k or 10, 10), where=filter_)
-        found = [
+        answers = [
             [(hit.id, math.exp(hit.score / temperature - lse), hit.payload) for hit in mine]
             for mine, lse in zip(hits, pooled.lse.tolist(), strict=True)
         ]
         is_label = db.num_classes is not None
+    facts = [attended(pooled, i, effective[i], answer) for i, answer in enumerate(answers)]
     if as_json:
-        print_json([attended(pooled, i, spread[i], one) for i, one in enumerate(found)])
+        print_json(facts)
         return
-    for i, one in enumerate(found):
-        show_attended(attended(pooled, i, spread[i], one), one, temperature, is_label)
+    for fact, answer in zip(facts, answers, strict=True):
+        show_attended(fact, answer, temperature, is_label)

@@ -1,20 +1,44 @@
-"""The commands that look after a database: verify, export, compact, snapshot, fields, index, tune."""
+"""The commands that look after a database: info, verify, compact, snapshot, fields, index, tune."""
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from softdb.cli.arguments import AsJson, Database, DType, Kind, Metric, QueryFile, Where, array_of, filter_of, opened
-from softdb.cli.show import listed, plain, print_json, safe, terminal
-from softdb.errors import BadInput
-from softdb.reports import IndexReport
+from softdb.cli.arguments import AsJson, Database, DType, Kind, Metric, QueryFile, array_of, named, opened
+from softdb.cli.show import print_json
+from softdb.errors import BadInput, CorruptionError
+from softdb.terminal import counted, listed, number, print_table, progress, safe, size, table, terminal
 
-__all__ = ["compact", "export", "fields", "index", "snapshot", "tune", "verify"]
+__all__ = ["compact", "fields", "index", "info", "snapshot", "tune", "verify"]
+
+LOST = 20  # lost records that are shown; --json lists up to a thousand
+
+
+def info(path: Database, as_json: AsJson = False) -> None:
+    """Show what a database is, holds and occupies."""
+    from softdb.text import noted_encoder
+
+    with opened(path) as db:
+        report = db.stats()
+    facts = {**report.asdict(), "encoder": noted_encoder(path)}
+    if as_json:
+        print_json(facts)
+        return
+    del facts["index"]
+    noted = {"kind": "none"} if report.index is None else report.index.told()
+    facts |= {f"index {name}": value for name, value in noted.items()}
+    made = table("", "")
+    made.show_header = False
+    for name, value in facts.items():
+        if value is not None:
+            made.add_row(f"[dim]{name.replace('_', ' ')}[/]", safe(number(value)))
+    print_table(made)
 
 
 def verify(
@@ -29,47 +53,65 @@ def verify(
     metric: Annotated[Metric | None, typer.Option(help="How queries and keys are compared.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything back and compare it with its checksums; or save what is intact of a damaged database."""
-    words: dict[str, object] = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes}
-    words |= {"dtype": dtype and dtype.value, "metric": metric and metric.value}
+    """Read everything back and compare it with its checksums; with --repair DEST, save what is intact."""
+    settings = named(dim=dim, value_dim=value_dim, num_classes=num_classes, dtype=dtype, metric=metric)
     if repair is not None:
-        from softdb.cli.repair import repair as salvaged
-
-        salvaged(path, repair, words, as_json)
+        _repair(path, repair, settings, as_json)
         return
-    if as_json or any(word is not None for word in words.values()):
+    if as_json or any(setting is not None for setting in settings.values()):
         raise BadInput("settings and --json go with --repair DEST; without it, give the path alone")
-    with opened(path) as db:
-        count = db.verify()
-    terminal().print(f"[green]ok[/]: {count:,} records, every byte as it was written")
+    try:
+        with opened(path) as db:
+            count = db.verify()
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"{error}; or save what is intact with softdb verify {shlex.quote(str(path))} --repair DEST"
+        ) from error
+    terminal().print(f"[green]ok[/]: {counted(count, 'record')}, every byte as it was written")
 
 
-def export(
-    path: Database,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write.")],
-    where: Where = None,
-) -> None:
-    """Write records as JSON lines, which `import` reads back."""
-    from softdb.formats import export_records
+def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:
+    """Save the intact records of a damaged database in a new one, and say what was lost."""
+    import softdb
+    from softdb.text import copy_note
 
-    with opened(path) as db:
-        count = export_records(db, file, where=filter_of(where))
-    terminal().print(f"{count:,} records written to {escape(str(file))}")
+    report = softdb.salvage(path, destination, **settings)
+    copy_note(path, destination)
+    if as_json:
+        print_json(report)
+        return
+    console = terminal()
+    console.print(
+        f"{counted(report['records'], 'record')} saved to {escape(str(destination))}, {report['lost_records']:,} lost; "
+        f"{escape(str(path))} is as it was"
+    )
+    for note in report["notes"]:
+        console.print(f"note: {safe(note)}")
+    if report["unconfirmed_records"]:
+        console.print(
+            f"note: {counted(report['unconfirmed_records'], 'saved record')} without an entry in the index of ids, or "
+            "marked as deleted; --json lists them"
+        )
+    lost = report["lost"]
+    if not lost:
+        return
+    made = table("row", "id", "why lost")
+    for loss in lost[:LOST]:
+        made.add_row(str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), safe(loss["why"]))
+    print_table(made)
+    if report["lost_records"] > LOST:
+        console.print(f"… and {report['lost_records'] - LOST:,} more; --json lists {len(lost):,}")
 
 
 def compact(path: Database, as_json: AsJson = False) -> None:
-    """Take what was deleted or replaced off the disk; answers stay as they are."""
+    """Remove deleted and replaced records from the disk; answers stay as they are."""
     import softdb
 
     with softdb.open(path) as db:
         report = db.compact()
-    if as_json:
-        print_json(report.asdict())
-        return
-    terminal().print(
-        f"{report.removed:,} rows removed, {report.records:,} records stay; "
-        f"{_bytes(report.bytes_before)} before, {_bytes(report.bytes)} now"
-    )
+    removed = f"{counted(report.removed, 'row')} removed, {counted(report.records, 'record')} left"
+    occupied = f"{size(report.bytes_before or 0)} before, {size(report.bytes or 0)} now"
+    _print(report.asdict(), as_json, f"{removed}; {occupied}")
 
 
 def snapshot(
@@ -83,11 +125,8 @@ def snapshot(
     with opened(path) as db:
         report = db.snapshot(destination)
     copy_note(path, destination)
-    if as_json:
-        print_json(report.asdict())
-        return
-    size = _bytes(report.bytes)
-    terminal().print(f"{report.records:,} records, {size}, copied to {escape(str(destination))}")
+    copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
+    _print(report.asdict(), as_json, escape(copied))
 
 
 def fields(
@@ -115,10 +154,7 @@ def fields(
             for warning in unknown:
                 terminal(stderr=True).print(f"[yellow]warning:[/] {safe(str(warning.message))}")
         names = list(db.fields)
-    if as_json:
-        print_json(names)
-        return
-    terminal().print("\n".join(map(safe, names)) if names else "no field has an index; --add NAME gives it one")
+    _print(names, as_json, "\n".join(map(safe, names)) if names else "no field has an index; --add NAME gives it one")
 
 
 def index(
@@ -134,18 +170,12 @@ def index(
 ) -> None:
     """Build the index that makes searches fast (needs FAISS). Interrupted, it leaves the old one in use."""
     import softdb
-    from softdb.demo import progress
 
     asked = None if queries is None else array_of(queries)
-    with softdb.open(path) as db, progress(terminal()) as bar:
-        task = bar.add_task("index")
-
-        def show(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=what, completed=done, total=whole)
-
-        budget = int(memory) if memory is not None and memory.isdecimal() else memory
-        report = db.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget, progress=show)
-    _tell(report, as_json)
+    budget = int(memory) if memory is not None and memory.isdecimal() else memory
+    with softdb.open(path) as db, progress("index") as say:
+        report = db.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget, progress=say)
+    _print(report.asdict(), as_json, listed(report.told()))
 
 
 def tune(
@@ -155,28 +185,18 @@ def tune(
     queries: QueryFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the index's recall anew and change how hard it looks, not what it holds."""
+    """Measure the index's recall anew and change its search effort, not what it holds."""
     import softdb
 
     asked = None if queries is None else array_of(queries)
     with softdb.open(path) as db:
         report = db.tune(recall, k=k, queries=asked)
-    _tell(report, as_json)
+    _print(report.asdict(), as_json, listed(report.told()))
 
 
-def _tell(report: IndexReport, as_json: bool) -> None:
-    """What a build or tuning measured."""
+def _print(report: Any, as_json: bool, text: str) -> None:
+    """A report as JSON, or as text."""
     if as_json:
-        print_json(report.asdict())
+        print_json(report)
     else:
-        terminal().print(listed(report.told()))
-
-
-def _bytes(count: int) -> str:
-    """A number of bytes as people read it."""
-    size = float(count)
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{plain(count) if unit == 'bytes' else f'{size:.1f}'} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
+        terminal().print(text)

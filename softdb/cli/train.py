@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened
-from softdb.cli.show import print_json, print_table, terminal
+from softdb.cli.show import print_json
 from softdb.errors import BadInput, TrainingWarning
+from softdb.terminal import counted, print_table, progress, table, terminal
 
 if TYPE_CHECKING:
     from softdb.train import Fitted
@@ -50,7 +50,6 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a projection of the queries, so that they find their right records; the database is only read."""
-    from softdb.demo import progress
     from softdb.train import fit, read_pairs, save
     from softdb.train.checkpoint import require_writable
 
@@ -63,12 +62,7 @@ def train(
     read = read_pairs(pairs, query=query, positives=positives, queries=None if queries is None else array_of(queries))
     with opened(path, "text" if read.is_text else None, encoder) as db:
         read.resolve(db)
-        with progress(terminal()) as bar, warnings.catch_warnings():
-            task = bar.add_task("train", total=None)
-
-            def show(what: str, done: int, whole: int) -> None:
-                bar.update(task, description=what, completed=done, total=whole)
-
+        with progress("train") as say, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the table says it
             fitted = fit(
                 db,
@@ -87,15 +81,11 @@ def train(
                 seed=seed,
                 checkpoint=checkpoint,
                 resume=resume,
-                progress=show,
+                progress=say,
             )
         facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
-    measured = {
-        "before": fitted.before._asdict(),
-        "after": fitted.after._asdict(),
-        "fell": fitted.fell,
-        "epochs": fitted.best,
-    }
+    before, after = fitted.before._asdict(), fitted.after._asdict()
+    measured = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
     save(out, fitted.projection, {**facts, **measured})
     if as_json:
         print_json({**measured, "history": [epoch._asdict() for epoch in fitted.history], "projection": str(out)})
@@ -121,17 +111,14 @@ def _show(fitted: Fitted, pairs: int, out: Path) -> None:
     """What the held-out queries find, before and after."""
     console, (before, after) = terminal(), (fitted.before, fitted.after)
     console.print(
-        f"{pairs:,} pairs, {len(fitted.history)} epochs, the projection is of epoch {fitted.best}; "
-        f"{before.queries:,} queries it never saw:"
+        f"{counted(pairs, 'pair')}, {counted(len(fitted.history), 'epoch')}, the projection is of epoch {fitted.best}; "
+        f"{before.queries:,} held-out queries:"
     )
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("before", "after"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("recall@1", f"{before.recall_1:.1%}", f"{after.recall_1:.1%}")
-    table.add_row("recall@10", f"{before.recall_10:.1%}", f"{after.recall_10:.1%}")
-    table.add_row("MRR@100", f"{before.mrr_100:.3f}", f"{after.mrr_100:.3f}")
-    print_table(table)
+    made = table("", "before", "after", numbers=("before", "after"))
+    made.add_row("recall@1", f"{before.recall_1:.1%}", f"{after.recall_1:.1%}")
+    made.add_row("recall@10", f"{before.recall_10:.1%}", f"{after.recall_10:.1%}")
+    made.add_row("MRR@100", f"{before.mrr_100:.3f}", f"{after.mrr_100:.3f}")
+    print_table(made)
     if fitted.fell:
         console.print(f"{' and '.join(fitted.fell)} fell: choose the epoch by it with --criterion, or lower --lr")
     if not fitted.best:

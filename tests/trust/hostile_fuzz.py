@@ -208,7 +208,7 @@ def commands(seed: int, count: int, folder: str) -> list[str]:
     from typer.testing import CliRunner
 
     import softdb
-    from softdb.cli import app
+    from softdb.cli.commands import app
 
     path = Path(folder) / "db"
     if not path.exists():

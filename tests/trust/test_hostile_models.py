@@ -167,7 +167,7 @@ def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nurser
 def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from softdb.cli import app
+    from softdb.cli.commands import app
 
     evil = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m\x85\u202egnp.exe\u2066\x7f\x00\r\n[red]b[/]"
     path, out = tmp_path / "db", tmp_path / "x.jsonl"

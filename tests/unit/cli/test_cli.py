@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import softdb
-from softdb.cli import app
+from softdb.cli.commands import app
 
 ROOT = Path(__file__).parents[3]
 BOOK: list[dict[str, Any]] = [
@@ -202,7 +202,10 @@ def test_verify_reads_everything_back(book: Path) -> None:
     data = bytearray(keys.read_bytes())
     data[128 + 40] ^= 1
     keys.write_bytes(bytes(data))
-    assert "keys-00000000.npy: row 0 differs from its checksum" in fails("verify", book)
+    error = fails("verify", book)
+    assert "keys-00000000.npy: row 0 differs from its checksum" in error
+    assert f"softdb verify {book} --repair DEST" in error
+    assert "--repair" in run("verify", "--help").stdout
 
 
 def test_index_is_built_or_faiss_is_missing(tmp_path: Path) -> None:
@@ -258,7 +261,18 @@ def test_compact_removes_what_is_gone(vectors: Path) -> None:
     report = answer("compact", vectors)
     assert (report["removed"], report["records"]) == (1500, 500)
     assert report["bytes"] < report["bytes_before"]
-    assert run("compact", vectors).stdout.startswith("0 rows removed, 500 records stay; ")
+    assert run("compact", vectors).stdout.startswith("0 rows removed, 500 records left; ")
+
+
+def test_one_is_not_counted_as_many(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    assert run("import", path, lines(tmp_path / "r.jsonl", [{"id": 1, "key": [1]}])).stdout.startswith("1 record imp")
+    assert run("export", path, tmp_path / "out.jsonl").stdout.startswith("1 record written")
+    assert "1 record weighed" in run("attend", path, "[1]").stdout
+    assert run("verify", path).stdout.startswith("ok: 1 record,")
+    assert run("snapshot", path, tmp_path / "copy").stdout.startswith("1 record, ")
+    run("import", path, tmp_path / "r.jsonl", "--upsert")
+    assert run("compact", path).stdout.startswith("1 row removed, 1 record left; ")
 
 
 def test_a_snapshot_is_a_database_with_its_encoder(book: Path, tmp_path: Path) -> None:
@@ -292,6 +306,35 @@ def test_version_and_help() -> None:
     ):
         assert name in shown
         assert "Usage" in run(name, "--help").stdout
+
+
+def test_names_are_completed() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "_SOFTDB_COMPLETE": "complete_bash"}
+    program = "import sys; sys.argv = ['softdb']; from softdb.cli import main; main()"
+    for words, expected in (("softdb sn", ["snapshot"]), ("softdb index --kin", ["--kind"])):
+        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert done.stdout.split() == expected
+    assert "--install-completion" in run("--help").stdout
+
+
+def test_without_typer_one_line_says_which_extra_is_missing() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for missing in ("typer", "rich"):
+        program = f"import sys; sys.modules[{missing!r}] = None; from softdb.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert line == "error: the command line needs typer and rich; pip install 'softdb[cli]', or 'softdb[cpu]'"
+
+
+def test_a_command_is_imported_when_it_is_called(book: Path) -> None:
+    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program += "print([name for name in sys.modules if name.startswith('softdb.bench')])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", program, "verify", str(book)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_help_does_not_wait_for_torch() -> None:

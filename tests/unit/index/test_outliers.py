@@ -404,7 +404,7 @@ def test_an_index_that_is_loaded_knows_them(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_recall_is_told_for_long_keys_and_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from softdb.cli.show import listed
+    from softdb.terminal import listed
 
     monkeypatch.setattr(build, "QUERIES", 300)
     monkeypatch.setattr(build, "affordable", lambda here, longest, *_: longest)

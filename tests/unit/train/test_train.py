@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 import softdb
 import softdb.train.projection
 from softdb.check import Id
-from softdb.cli import app
+from softdb.cli.commands import app
 from softdb.errors import BadInput, TrainingWarning
 from softdb.text import HashedNGrams
 from softdb.train import Fitted, Pairs, QueryProjection, fit, load, ranking, read_pairs, save

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from softdb.cli.arguments import Metric
-from softdb.cli.show import print_table, terminal
 from softdb.errors import BadInput
+from softdb.terminal import counted, print_table, progress, table, terminal
 
 __all__ = ["bench"]
 
@@ -52,7 +51,6 @@ def bench(
     from softdb.bench.grid import CURVE, DEFAULT, Ask, run
     from softdb.bench.peers import ENGINES
     from softdb.bench.report import write_json
-    from softdb.demo import progress
 
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
@@ -74,14 +72,9 @@ def bench(
     ask.checked()
     console = terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
-    console.print(f"{escape(data.name)}: {data.n:,} keys of width {data.dim}, {len(data.queries):,} queries")
-    with progress(console) as bar:
-        task = bar.add_task("bench")
-
-        def show(what: str, done: int, whole: int) -> None:
-            bar.update(task, description=what, completed=done, total=whole)
-
-        result = run(data, ask, lambda line: console.print(escape(line)), show)
+    console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
+    with progress("bench", console) as say:
+        result = run(data, ask, lambda line: console.print(escape(line)), say)
     _show(result)
     if out is not None:
         write_json(out, result)
@@ -97,19 +90,16 @@ def _numbers(text: str, kind: type[float] | type[int], name: str) -> list[Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """A table for each goal, the better variant of each engine, and softdb beside the best peers."""
-    from softdb.bench.report import MIB, best, goals
+    """A table for each goal, the best variants of each engine, and softdb beside the best peers."""
+    from softdb.bench.report import MIB, goals, leading
 
-    rows = best(result["rows"])
+    rows = leading(result["rows"])
+    columns = "recall", "queries/s", "one query", "build", "with tuning", "index"
     for goal, threads in goals(rows):
-        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=f"{goal}, {threads} threads")
-        table.title_justify = "left"
-        table.add_column("engine", no_wrap=True)
-        for name in ("recall", "queries/s", "one query", "build", "with tuning", "index"):
-            table.add_column(name, justify="right", no_wrap=True)
+        made = table("engine", *columns, numbers=columns, title=f"{goal}, {counted(threads, 'thread')}")
         for row in rows:
             if (row["goal"], row["threads"]) == (goal, threads):
-                table.add_row(
+                made.add_row(
                     row["label"],
                     f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
                     f"{row['batch_queries_s']['median']:,.0f}",
@@ -118,28 +108,36 @@ def _show(result: dict[str, Any]) -> None:
                     f"{row['build_s']['with_tuning']:.1f} s",
                     f"{row['index_bytes'] / MIB:,.1f} MiB",
                 )
-        print_table(table)
-    for one in result["compared"]:
-        for line in _lines(one):
-            terminal().print(escape(f"{one['goal']}, {one['threads']} threads: {line}"))
+        print_table(made)
+    for facts in result["compared"]:
+        for line in in_words(facts):
+            terminal().print(escape(f"{facts['goal']}, {counted(facts['threads'], 'thread')}: {line}"))
 
 
-def _lines(one: dict[str, Any]) -> list[str]:
-    """The ratios in words, losses as losses."""
-    found = []
-    if "batch" in one:
-        found.append(f"{one['batch']['ratio']} times the queries/s of {one['batch']['peer']}, the best in batches")
-        found.append(f"{one['single']['ratio']} times the time a query of {one['single']['peer']}, the best one by one")
-    if "hnswlib" in one:
-        facts = one["hnswlib"]
-        found.append(
-            f"{facts['index_bytes_ratio']} of hnswlib's index, {facts['build_ratio']} of its build time, "
-            f"{facts['build_with_tuning_ratio']} with tuning"
+def in_words(facts: dict[str, Any]) -> list[str]:
+    """A comparison of `softdb.bench.report.compared` in words, losses as losses."""
+    lines = []
+    if "batch" in facts:
+        batch, single = facts["batch"], facts["single"]
+        lines.append(f"{batch['softdb']} has {batch['ratio']} times the queries/s of {batch['peer']}, the fastest peer")
+        lines.append(
+            f"{single['softdb']} takes {single['ratio']} times as long for one query as {single['peer']}, the fastest "
+            "peer in that"
         )
-    if "over_faiss" in one:
-        facts = one["over_faiss"]
-        found.append(
-            f"{facts['softdb']} costs {facts['batch_cost']:+.1%} in batches and {facts['single_cost_ms']:+.3f} ms alone"
-            " over FAISS with the same index"
+    if "hnswlib" in facts:
+        graph = facts["hnswlib"]
+        lines.append(
+            f"{facts['softdb']} has {graph['index_bytes_ratio']} times the index of {graph['peer']}, "
+            f"{graph['build_ratio']} times its build time, {graph['build_with_tuning_ratio']} times with tuning"
         )
-    return found
+    if "over_faiss" in facts:
+        over = facts["over_faiss"]
+        lines.append(
+            f"{over['softdb']} takes {_more(over['batch_cost'], '.1%')} time in batches and "
+            f"{_more(over['single_cost_ms'], '.3f', ' ms')} for one query than FAISS with the same index"
+        )
+    return lines
+
+
+def _more(amount: float, form: str, unit: str = "") -> str:
+    return f"{abs(amount):{form}}{unit} {'more' if amount >= 0 else 'less'}"

@@ -1,0 +1,112 @@
+"""The commands that bring records in and out: `softdb demo`, `import` and `export`."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from softdb.cli.arguments import Database, DType, EncoderName, Metric, Where, filter_of, named, opened
+from softdb.errors import BadInput
+from softdb.terminal import counted, progress, terminal
+
+if TYPE_CHECKING:
+    from softdb.formats import Rows
+
+__all__ = ["demo", "export", "import_"]
+
+
+def demo(
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The new database's directory.")] = Path("softdb-demo"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace a demo database that is there already.")] = False,
+) -> None:
+    """Store, ask, learn and reopen: the whole job on 20,000 dictionary definitions, in a minute."""
+    from softdb.demo import run_demo
+
+    run_demo(path, fresh=fresh)
+
+
+def import_(
+    path: Database,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=".jsonl, .csv (also .gz), .npy or .npz.")],
+    keys: Annotated[Path | None, typer.Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
+    id_field: Annotated[str, typer.Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
+    key_field: Annotated[str, typer.Option("--key", metavar="FIELD", help="The field with the key: numbers.")] = "key",
+    text: Annotated[str | None, typer.Option(metavar="FIELD", help="A field with a text, encoded as the key.")] = None,
+    value: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="The field with the value: numbers or label.")
+    ] = None,
+    num_classes: Annotated[int | None, typer.Option(help="A new database's values are labels below this.")] = None,
+    encoder: EncoderName = None,
+    dim: Annotated[int | None, typer.Option(help="The width of a new database's keys.")] = None,
+    metric: Annotated[Metric | None, typer.Option(help="How queries and keys are compared.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="How numbers are stored.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Records a commit.")] = 10_000,
+    upsert: Annotated[bool, typer.Option("--upsert", help="Replace records whose ids are stored already.")] = False,
+) -> None:
+    """Import records. The database is made if it is not there; all other fields become the payload."""
+    import softdb
+    from softdb.demo import named_encoder
+    from softdb.formats import Fields, import_records, read_records
+    from softdb.text import encoder_name, note_encoder
+
+    if keys is not None and len(files) > 1:
+        raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")
+    fields = Fields(id_field, key_field, text, value)
+    batches = chain.from_iterable(
+        [read_records(file, fields=fields, keys=keys, batch_size=batch_size) for file in files]
+    )
+    first = next(batches, None)  # a file that cannot be read makes no database
+    if first is None:
+        raise BadInput(f"{files[0]} holds no records; nothing was imported")
+    new = not (path / "catalog.sqlite").exists()
+    name = encoder_name(path, encoder, "ngrams" if new else None) if text is not None and keys is None else None
+    shape = named(dim=dim, metric=metric, dtype=dtype)
+    if new:
+        shape |= {"dim": dim or (None if name else len(first.keys[0])), **_values_of(first, num_classes)}
+    elif name is not None:
+        with opened(path) as db:
+            dim = db.dim
+    done = 0
+    with (
+        softdb.open(path, encoder=None if name is None else named_encoder(name, dim), **shape) as db,
+        progress("import") as say,
+    ):
+        if name is not None:
+            note_encoder(path, name)
+
+        def show(rows: Rows) -> None:
+            nonlocal done
+            done += len(rows)
+            say(rows.path.name, done, round(done / max(rows.share, 1e-9)))
+
+        import_records(db, chain([first], batches), upsert=upsert, progress=show)
+        total = len(db)
+    terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
+
+
+def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
+    """What a new database's values are, by those of the first batch."""
+    if first.values is None:
+        return {}
+    if isinstance(first.values[0], list):
+        return {"value_dim": len(first.values[0])}
+    if num_classes is None:
+        raise BadInput("the values are not lists but labels; say how many classes there are with --num-classes")
+    return {"num_classes": num_classes}
+
+
+def export(
+    path: Database,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write.")],
+    where: Where = None,
+) -> None:
+    """Write records as JSON lines, which `import` reads back."""
+    from softdb.formats import export_records
+
+    with opened(path) as db:
+        count = export_records(db, file, where=filter_of(where))
+    terminal().print(f"{counted(count, 'record')} written to {escape(str(file))}")

@@ -1,0 +1,92 @@
+"""Text for people: tables, progress bars and numbers, on a terminal or in a pipe (extra `softdb[cli]`)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["CONTROLS", "counted", "listed", "number", "print_table", "progress", "safe", "size", "table", "terminal"]
+
+# control characters and those that reverse the order of letters: text from a database must not reach a terminal so
+CONTROLS = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROLS} | dict.fromkeys(
+    b"\t\n\r", " "
+)
+PIPED = 1 << 16  # columns where there is no terminal: lines are not wrapped
+
+
+def terminal(stderr: bool = False) -> Console:
+    """The console: a terminal, or a pipe, whose lines are never wrapped."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED
+    return console
+
+
+@contextlib.contextmanager
+def progress(what: str, console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar, told what is being done, how much of it is done, and the whole. None is drawn in a pipe."""
+    console = console or terminal()
+    columns = TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda what, done, whole: bar.update(task, description=what, completed=done, total=whole)
+
+
+def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None) -> Table:
+    """A table without lines; columns named in `numbers` are set to the right."""
+    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    return made
+
+
+def print_table(made: Table) -> None:
+    """Print a table; in a pipe without the spaces that fill its lines."""
+    console = terminal()
+    if console.is_terminal:
+        console.print(made)
+        return
+    with console.capture() as text:
+        console.print(made)
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+
+
+def safe(text: str) -> str:
+    """Text from a database or a file with its control characters and markup escaped."""
+    return escape(text.translate(_SHOWN))
+
+
+def listed(facts: dict[str, object]) -> str:
+    """Facts in one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in facts.items())
+
+
+def number(value: object) -> str:
+    """A number, or facts, as people read them."""
+    if isinstance(value, dict):
+        return f"({listed(value)})"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def counted(count: int, noun: str) -> str:
+    """A count and its noun: "1 record", "2,000 records"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def size(count: int) -> str:
+    """A number of bytes as people read it."""
+    amount = float(count)
+    for unit in ("bytes", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.0f} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} GB"
