@@ -42,6 +42,7 @@ from softdb.store import Batch, Snapshot, Store
 from softdb.store.compact import compact
 from softdb.store.duplicate import duplicate
 from softdb.store.filters import field_names
+from softdb.store.stats import stats
 from softdb.store.verify import verify
 from softdb.weights import Weighting, weighting
 
@@ -651,25 +652,7 @@ class SoftDB:
     @_verb
     def stats(self) -> Stats:
         """What the database is, holds and occupies. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
-        store, snapshot, schema = self._store, self._store.snapshot, self._store.schema
-        return Stats(
-            path=None if store.path is None else str(store.path),
-            mode=store.mode,
-            durability="relaxed" if store.relaxed else "full",
-            unflushed=store.waiting,
-            records=snapshot.count,
-            dead=snapshot.size - snapshot.count,
-            dim=schema.dim,
-            value_dim=schema.value_dim,
-            num_classes=schema.num_classes,
-            dtype=schema.dtype.name,
-            metric=schema.metric.value,
-            generation=snapshot.generation,
-            segments=len(snapshot.segments),
-            fields=list(store.fields()),
-            bytes=store.occupied(),
-            index=self._finder.report(),
-        )
+        return stats(self._store, self._finder.report())
 
     @_verb
     def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import warnings
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.markup import escape
 
 from softdb.cli.arguments import AsJson, Database, DType, Kind, Metric, QueryFile, array_of, named, opened
 from softdb.cli.show import print_json
-from softdb.errors import BadInput, CorruptionError
+from softdb.errors import BadInput, CorruptionError, SoftDBError
 from softdb.terminal import counted, listed, number, print_table, progress, safe, size, table, terminal
 
 __all__ = ["compact", "fields", "index", "info", "snapshot", "tune", "verify"]
@@ -22,10 +23,18 @@ LOST = 20  # lost records that are shown; --json lists up to a thousand
 
 def info(path: Database, as_json: AsJson = False) -> None:
     """Show what a database is, holds and occupies."""
+    import apsw
+
+    from softdb.store import Store
+    from softdb.store.stats import noted_index, stats
     from softdb.text import noted_encoder
 
-    with opened(path) as db:
-        report = db.stats()
+    try:
+        with contextlib.closing(Store(path, "r", None)) as store:
+            report = stats(store, noted_index(store))
+    except (SoftDBError, OSError, apsw.Error):  # an error is named as everywhere
+        with opened(path) as db:
+            report = db.stats()
     facts = {**report.asdict(), "encoder": noted_encoder(path)}
     if as_json:
         print_json(facts)

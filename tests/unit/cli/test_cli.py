@@ -161,6 +161,25 @@ def test_info_tells_what_is_there(book: Path) -> None:
     assert (shown["records"], shown["encoder"], shown["index"]) == ("3", "ngrams", "kind  none")
 
 
+def test_info_is_read_without_torch_and_tells_what_stats_tells(vectors: Path) -> None:
+    run("index", vectors, "--kind", "ivf")
+    with softdb.open(vectors) as db:
+        db.insert(["a", "b"], np.ones((2, 16)))
+    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program += "sys.exit(int('torch' in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", program, "info", str(vectors), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    with softdb.open(vectors, mode="r") as db:
+        stats = db.stats().asdict()
+    assert stats["index"]["unindexed"] == 2
+    assert json.loads(done.stdout) == {**stats, "encoder": None}
+    for file in (vectors / "index").iterdir():
+        file.unlink()
+    assert answer("info", vectors)["index"] is None
+
+
 def test_a_new_database_is_shaped_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "db"
     rows = [{"name": "a", "vec": [1, 2, 3], "out": [4, 5]}]

@@ -1,0 +1,58 @@
+"""What a database is, holds and occupies: metadata, read without torch or FAISS."""
+
+from __future__ import annotations
+
+import os
+
+from softdb.reports import IndexReport, Stats
+from softdb.store.snapshot import Snapshot
+from softdb.store.store import Store
+
+__all__ = ["noted_index", "stats"]
+
+
+def stats(store: Store, index: IndexReport | None) -> Stats:
+    """The facts of a store. Cost: a walk over its directory."""
+    snapshot, schema = store.snapshot, store.schema
+    return Stats(
+        path=None if store.path is None else str(store.path),
+        mode=store.mode,
+        durability="relaxed" if store.relaxed else "full",
+        unflushed=store.waiting,
+        records=snapshot.count,
+        dead=snapshot.size - snapshot.count,
+        dim=schema.dim,
+        value_dim=schema.value_dim,
+        num_classes=schema.num_classes,
+        dtype=schema.dtype.name,
+        metric=schema.metric.value,
+        generation=snapshot.generation,
+        segments=len(snapshot.segments),
+        fields=list(store.fields()),
+        bytes=store.occupied(),
+        index=index,
+    )
+
+
+def noted_index(store: Store) -> IndexReport | None:
+    """The index as the catalogue notes it, None without its file. Whether this user signed it, loading it will tell."""
+    entry = store.index_entry() or {}
+    facts, covered = entry.get("report"), entry.get("covered")
+    if store.path is None or not isinstance(facts, dict) or "kind" not in facts or type(covered) is not int:
+        return None
+    try:
+        there = entry.get("file") in os.listdir(store.path / "index")
+    except OSError:
+        return None
+    return IndexReport.of({**facts, "unindexed": _unindexed(store.snapshot, covered)}) if there else None
+
+
+def _unindexed(snapshot: Snapshot, covered: int) -> int:
+    """How many rows are not below `covered`."""
+    count = 0
+    for segment in snapshot.segments:
+        if segment.rows is None:
+            count += max(0, segment.stop_row - max(covered, segment.first_row))
+        else:
+            count += len(segment) - int(segment.rows.searchsorted(covered))
+    return count
