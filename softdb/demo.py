@@ -26,14 +26,13 @@ from softdb import check
 from softdb.answers import Hits
 from softdb.data import DemoData, load_wordnet
 from softdb.database import SoftDB
+from softdb.encoders import NOTE, PROJECTION, note_encoder
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.terminal import progress
-from softdb.text import NOTE, HashedNGrams, SentenceEncoder, note_encoder
-from softdb.train import fit, load, save
+from softdb.train import fit, save
 
-__all__ = ["DemoReport", "demo_encoder", "named_encoder", "run_demo"]
+__all__ = ["DemoReport", "run_demo"]
 
-PROJECTION = "projection.pt"  # what softdb.train.fit found; queries are asked projected
 MARK = "demo.json"  # a directory with this file may be made anew by --fresh
 _OURS = re.compile(
     rf"catalog\.sqlite(-wal|-shm)?|lock|committed|(keys|values|rows)-\d+\.npy|index|{NOTE}|{MARK}|projection\.(pt|npy)"
@@ -250,31 +249,3 @@ def _table(*columns: str) -> Table:
 def _short(text: str, room: int) -> str:
     """A text cut to a width, safe to print."""
     return escape(text if len(text) <= room else text[: max(1, room - 1)] + "…")
-
-
-# -- typed queries -----------------------------------------------------------------------------------------------------
-
-
-def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -> check.Encoder:
-    """The encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
-
-    With `path`, the directory of a database, it is the encoder of its queries: see `demo_encoder`.
-    """
-    if name == "ngrams":
-        return HashedNGrams() if dim is None else HashedNGrams(dim)
-    return demo_encoder(path) if name == "demo" else SentenceEncoder(name)
-
-
-def demo_encoder(path: Path | None = None) -> check.Encoder:
-    """The encoder of the demo's keys; with the path of a demo database, that of its queries, as trained."""
-    encoder = SentenceEncoder(projection=load_wordnet().projection)
-    if path is None or not (path / PROJECTION).is_file():
-        return encoder
-    advice = f"{path / PROJECTION} is not what the demo saved; make the demo anew with softdb demo --fresh"
-    try:
-        weight = load(path / PROJECTION).weight.detach().numpy()
-    except BadInput:
-        raise BadInput(advice) from None
-    if len(weight) != encoder.dim:
-        raise BadInput(advice)
-    return lambda texts: encoder(texts) @ weight.T

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
-import shlex
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,22 +19,14 @@ from softdb import check
 from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
 from softdb.scores import unit
-from softdb.store import files
 
 __all__ = [
-    "NOTE",
     "HashedNGrams",
     "SentenceEncoder",
-    "copy_note",
-    "encoder_name",
-    "note_encoder",
-    "noted_encoder",
 ]
 
 Vectors = NDArray[np.float32]
 
-NOTE = "encoder.json"  # in a database's directory: what made its keys, so that a typed query need not say it again
-_NOTED = 1 << 16  # bytes of a note, at most
 CHUNK = 4096  # texts hashed at once: the counts of one chunk stay within some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
@@ -230,49 +220,3 @@ def _located(model: str) -> str:
     if here:
         raise BadInput(f"the encoder {model!r} is also a folder here; to load that, write it as ./{here[0]}")
     return model
-
-
-def note_encoder(path: Path, name: str) -> None:
-    """Leave a note in a database's directory of the encoder that made its keys."""
-    files.write_whole(path / NOTE, json.dumps({"encoder": name}).encode() + b"\n")
-
-
-def noted_encoder(path: Path) -> str | None:
-    """The encoder that a database's directory notes, if it does."""
-    try:
-        with files.open_regular(path / NOTE) as file:
-            name = json.loads(file.read(_NOTED))["encoder"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return name if isinstance(name, str) else None
-
-
-def copy_note(path: Path, destination: Path) -> None:
-    """Note the encoder of one database, if it has a note, in the directory of its copy."""
-    name = noted_encoder(path)
-    if name is not None:
-        note_encoder(destination, name)
-
-
-def _lies_in(one: Path, folder: Path) -> bool:
-    return one.absolute().is_relative_to(folder.absolute()) or one.resolve().is_relative_to(folder.resolve())
-
-
-def encoder_name(path: Path, asked: str | None, default: str | None = None) -> str:
-    """The name of a database's encoder: asked for, noted there, or else the default. BadInput where they differ."""
-    noted = noted_encoder(path)
-    if asked is not None and asked not in ("ngrams", "demo") and Path(asked).exists() and _lies_in(Path(asked), path):
-        raise BadInput(f"the model {asked!r} lies in the database's own directory, and models run code; move it out")
-    if asked is not None and noted not in (None, asked):
-        raise BadInput(f"the keys of {path} were made by the encoder {noted!r}, not {asked!r}; leave --encoder out")
-    if asked is None and noted not in (None, "ngrams", "demo"):
-        # a note in a stranger's directory must not choose which model is loaded
-        raise BadInput(
-            f"the keys of {path} were made by the model {noted!r}; load it with --encoder {shlex.quote(str(noted))}"
-        )
-    name = asked or noted or default
-    if name is None:
-        raise BadInput(
-            f"{path} does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers"
-        )
-    return name

@@ -86,8 +86,7 @@ def opened(path: Path, query: str | None = None, encoder: str | None = None) -> 
 
     if query is None or not _is_text(query):
         return softdb.open(path, mode="r")
-    from softdb.demo import named_encoder
-    from softdb.text import encoder_name
+    from softdb.encoders import encoder_name, named_encoder
 
     with softdb.open(path, mode="r") as db:
         dim = db.dim

@@ -25,9 +25,9 @@ def info(path: Database, as_json: AsJson = False) -> None:
     """Show what a database is, holds and occupies."""
     import apsw
 
+    from softdb.encoders import noted_encoder
     from softdb.store import Store
     from softdb.store.stats import noted_index, stats
-    from softdb.text import noted_encoder
 
     try:
         with contextlib.closing(Store(path, "r", None)) as store:
@@ -82,7 +82,7 @@ def verify(
 def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:
     """Save the intact records of a damaged database in a new one, and say what was lost."""
     import softdb
-    from softdb.text import copy_note
+    from softdb.encoders import copy_note
 
     report = softdb.salvage(path, destination, **settings)
     copy_note(path, destination)
@@ -129,7 +129,7 @@ def snapshot(
     as_json: AsJson = False,
 ) -> None:
     """Copy a database, consistent even while another process writes to it."""
-    from softdb.text import copy_note
+    from softdb.encoders import copy_note
 
     with opened(path) as db:
         report = db.snapshot(destination)

@@ -49,9 +49,8 @@ def import_(
 ) -> None:
     """Import records. The database is made if it is not there; all other fields become the payload."""
     import softdb
-    from softdb.demo import named_encoder
+    from softdb.encoders import encoder_name, named_encoder, note_encoder
     from softdb.formats import Fields, import_records, read_records
-    from softdb.text import encoder_name, note_encoder
 
     if keys is not None and len(files) > 1:
         raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")

@@ -196,7 +196,7 @@ def _changes(db: Any, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def noted(path: str, write: bool) -> str | None:
     """Read the note of a directory, and write another."""
-    from softdb.text import note_encoder, noted_encoder
+    from softdb.encoders import note_encoder, noted_encoder
 
     found = noted_encoder(Path(path))
     if write:

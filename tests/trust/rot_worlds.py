@@ -12,7 +12,7 @@ import numpy as np
 from oracle import State, differences, held
 
 import softdb
-from softdb.text import note_encoder
+from softdb.encoders import note_encoder
 
 COUNT = 40
 ASKED = np.random.default_rng(9).standard_normal((3, 3)).astype(np.float32)

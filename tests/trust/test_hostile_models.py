@@ -102,7 +102,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
     import importlib.util
 
-    from softdb.demo import named_encoder
+    from softdb.encoders import named_encoder
 
     model_folder(tmp_path / folder, tmp_path / "mark")
     monkeypatch.chdir(tmp_path)
@@ -114,7 +114,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"encoder": ["x"]}', '{"encoder": "\\ud800"', "\xff", " " * 70_000])
 def test_a_note_that_is_noise_is_none(tmp_path: Path, text: str) -> None:
-    from softdb.text import noted_encoder
+    from softdb.encoders import noted_encoder
 
     (tmp_path / "encoder.json").write_text(text, encoding="latin-1")
     assert noted_encoder(tmp_path) is None

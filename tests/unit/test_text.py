@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.text import HashedNGrams, SentenceEncoder, encoder_name, note_encoder, noted_encoder
+from softdb.encoders import encoder_name, note_encoder, noted_encoder
+from softdb.text import HashedNGrams, SentenceEncoder
 
 BOOK = ["Schumacher", "Schneider", "Fischer", "Weber", "Schulz", "Schuler"]
 

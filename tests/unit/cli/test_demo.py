@@ -20,7 +20,8 @@ from rich.console import Console
 
 import softdb
 from softdb.data import DemoData, load_wordnet
-from softdb.demo import DemoReport, demo_encoder, named_encoder, run_demo
+from softdb.demo import DemoReport, run_demo
+from softdb.encoders import demo_encoder, named_encoder
 from softdb.text import HashedNGrams
 from softdb.train import QueryProjection, load, save
 
