@@ -1,0 +1,70 @@
+"""The walks that docs/architecture.md describes are what runs: each step is called, in that order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+
+import softdb
+
+ROOT = Path(softdb.__file__).parent
+ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
+
+Step = tuple[str, str]  # file and function
+COMPILED = "softdb/compiled/"  # no profiler sees these
+
+
+def walk(heading: str) -> list[Step]:
+    """The steps of a section's table."""
+    section = ARCHITECTURE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(softdb/[\w/]+\.py)` \| (.+?) \|", section, re.MULTILINE)
+    return [(path, name.split(".")[-1]) for path, names in rows for name in re.findall(r"`([\w.]+)`", names)]
+
+
+def called(run: Callable[[], object]) -> list[Step]:
+    """Functions of softdb that a call runs in this thread, in the order of their beginnings."""
+    steps: list[Step] = []
+    home = str(ROOT.parent)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(ROOT)):
+            steps.append((code.co_filename[len(home) + 1 :], code.co_name))
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def db() -> Iterator[softdb.SoftDB]:
+    random = np.random.default_rng(0)
+    with softdb.open(None, dim=16) as opened:
+        opened.insert(range(30_000), random.standard_normal((30_000, 16)))
+        opened.build_index("ivf", recall=0.8)
+        yield opened
+
+
+QUERIES = np.random.default_rng(1).standard_normal((64, 16)).astype(np.float32)
+WAYS: dict[str, Callable[[softdb.SoftDB], object]] = {
+    "A search by an index": lambda db: db.search(QUERIES, k=10),
+    "An insert": lambda db: db.insert(["new"], QUERIES[:1]),
+}
+
+
+@pytest.mark.parametrize("heading", WAYS)
+def test_a_walk_is_what_runs(db: softdb.SoftDB, heading: str) -> None:
+    told = [step for step in walk(heading) if not step[0].startswith(COMPILED)]
+    assert len(told) >= 5
+    run = iter(called(lambda: WAYS[heading](db)))
+    missed = [step for step in told if step not in run]  # `in` goes on from the last one that was found
+    assert missed == [], "not called, or not in this order"
