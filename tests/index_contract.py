@@ -52,6 +52,7 @@ class IndexContract:
 
     kind: ClassVar[str]
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("metric", ["dot", "l2"])
     def test_more_effort_never_loses_recall(self, metric: Any) -> None:
         keys, queries = world(4)
@@ -70,6 +71,7 @@ class IndexContract:
             assert lost.max() <= 0.002, reached
             assert reached[-1] >= 0.97
 
+    @pytest.mark.slow
     def test_tune_changes_effort_alone(self, tmp_path: Path) -> None:
         keys, queries = world(4)
         with softdb.open(tmp_path / "db", dim=D) as db:
@@ -106,6 +108,7 @@ class IndexContract:
         assert report.met
         return db, keys, queries
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
     def test_recall_and_exact_scores(self, metric: Any) -> None:
         db, keys, queries = self.made(metric=metric)

@@ -88,6 +88,7 @@ def explored(name: str, explorer: Explorer, tally: Counter[str], **how: Any) -> 
 @pytest.mark.parametrize(
     ("workload", "share", "random_ones", "tears"),
     [
+        (a_life, 0.02, 0, 1),
         (a_life, 0.1, 0, 1),
         (without_values, 0.2, 0, 1),
         (relaxed, 0.1, 0, 1),

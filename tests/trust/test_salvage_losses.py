@@ -143,6 +143,7 @@ def large(path: Path, *, deleted: int = 0) -> State:
         return held(db)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("deleted", [0, 2000])
 @pytest.mark.parametrize("tree", ["records", "sqlite_autoindex_records_1"])
 def test_leaves_are_found_without_the_page_above_them(tmp_path: Path, tree: str, deleted: int) -> None:
@@ -199,6 +200,7 @@ def test_a_deleted_record_does_not_come_back_where_the_index_is_lost(
     assert report["lost"] == [{"row": 3, "id": "r3", "why": "it is marked as deleted"}]
 
 
+@pytest.mark.slow
 def test_hits_of_chance_are_no_places(tmp_path: Path) -> None:
     """A checksum has 32 bits: among many records and many slots some are alike."""
     rng, count = np.random.default_rng(5), 200_000

@@ -60,6 +60,7 @@ def roots(pages: Pages) -> dict[Any, Any]:
     return {cell.columns[1]: cell.columns[3] for cell in pages.walk(1) if cell.columns}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("size", [512, 4096, 65536])
 @pytest.mark.parametrize("seed", [0, 1])

@@ -68,6 +68,7 @@ def drawn(db: softdb.SoftDB, queries: Any, seed: int | None = None, **more: Any)
 # -- the draws ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_sums_over_the_drawn_are_unbiased(metric: str, queries: Array) -> None:
     world = filled(metric)
@@ -123,6 +124,7 @@ def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries
 # -- the error bar -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.03, 0.1, 0.5])
 @pytest.mark.parametrize("values", [{}, {"value_dim": 3}, {"num_classes": 12}])
 def test_the_bar_holds_as_often_as_it_says(values: dict[str, Any], temperature: float, queries: Array) -> None:
@@ -163,6 +165,7 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     np.testing.assert_allclose(found.stderr**2, (errors**2).mean(), rtol=0.05)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "labels"])
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
@@ -273,6 +276,7 @@ def test_filters_deletions_and_young_records(queries: Array, monkeypatch: pytest
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_of_sums_are_unbiased(db: softdb.SoftDB, queries: Array) -> None:
     def gradient(pooled: softdb.Pooled, asked: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         (found,) = torch.autograd.grad((pooled.lse - shift).exp().sum(), asked)
@@ -356,6 +360,7 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
 # -- how many are near -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("metric", "radius", "where"), [("dot", 0.4, None), ("cosine", 0.4, {"part": 1}), ("l2", 1.3, None)]
 )

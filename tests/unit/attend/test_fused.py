@@ -145,6 +145,7 @@ def test_only_those_that_take_part_are_weighed(q: int, more: dict[str, Any]) -> 
             check(world(seed, q, metric, ["values", "labels", "keys"][seed % 3], **more))
 
 
+@pytest.mark.slow
 def test_threads_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     one = world(4, 5, Metric.DOT, live=0.9, masked=True)
     whole = fused.forward(one.queries, one.ask)
@@ -224,6 +225,7 @@ def test_scores_of_any_size_neither_overflow_nor_lose_the_answer(metric: Metric)
         check(one._replace(ask=one.ask._replace(temperature=temperature)))
 
 
+@pytest.mark.few(1)
 def test_near_duplicates_far_out_keep_their_distances(rng: np.random.Generator) -> None:
     keys = (1000 + 1e-2 * rng.standard_normal((500, 8))).astype(np.float32)
     stored = snapshot(keys, rng.standard_normal((500, 3)))

@@ -213,6 +213,7 @@ def test_a_record_outside_a_compact_kernel_proves_the_answer(
     assert found.hits.scores.min() >= 0
 
 
+@pytest.mark.slow
 def test_an_approximate_finder_proves_nothing(rng: np.random.Generator) -> None:
     pytest.importorskip("faiss", reason="an index needs FAISS")
     db = softdb.open(None, dim=8)

@@ -78,6 +78,7 @@ def test_passes_find_the_threshold(n: int, temperature: float, by: Any) -> None:
     torch.testing.assert_close(lse, expected)
 
 
+@pytest.mark.few(1)
 @every_sparse
 def test_float32_is_summed_in_float64(by: Any) -> None:
     (queries,), (keys, values) = tensors(3, 8), tensors(3000, 8, 2)

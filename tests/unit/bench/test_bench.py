@@ -296,6 +296,7 @@ def test_the_command_is_told_without_folders(monkeypatch: pytest.MonkeyPatch) ->
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_measures_writes_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     words = ["bench", "uniform", "--n", "3000", "--dim", "6", "--engines", "softdb,faiss-hnsw", "--recalls", "0.9"]

@@ -518,6 +518,7 @@ def child(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.slow
 def test_the_real_command_in_a_pipe(book: Path, tmp_path: Path) -> None:
     found = child("search", book, "Schulz", "-k", 1)
     assert (found.returncode, found.stderr) == (0, "")

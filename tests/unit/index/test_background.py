@@ -498,6 +498,7 @@ def program(path: Path, moment: str, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["adding", "measuring"])
 def test_a_process_that_is_killed_leaves_the_old_index(tmp_path: Path, moment: str) -> None:
     with program(tmp_path / "db", moment, SECONDS) as child:
@@ -510,6 +511,7 @@ def test_a_process_that_is_killed_leaves_the_old_index(tmp_path: Path, moment: s
         assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program_cancels(tmp_path: Path) -> None:
     with program(tmp_path / "db", "adding", 0.5) as child:
         out, errors = child.communicate(timeout=SECONDS)

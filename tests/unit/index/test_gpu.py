@@ -34,11 +34,13 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not REAL, reason="needs a CUDA 
 # -- the contract, on both ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 class TestPretendedIVF(IndexContract):
     kind: ClassVar[str] = "ivf"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 class TestPretendedIVFSQ8(IndexContract):
     kind: ClassVar[str] = "ivf-sq8"

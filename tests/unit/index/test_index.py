@@ -22,10 +22,12 @@ class TestIVF(IndexContract):
     kind: ClassVar[str] = "ivf"
 
 
+@pytest.mark.slow
 class TestIVFSQ8(IndexContract):
     kind: ClassVar[str] = "ivf-sq8"
 
 
+@pytest.mark.slow
 class TestIVFRaBitQ(IndexContract):
     kind: ClassVar[str] = "ivf-rabitq"
 
