@@ -1,4 +1,4 @@
-"""Every error softdb raises on purpose: one family, each name a reason."""
+"""Every error and warning of softdb."""
 
 from __future__ import annotations
 

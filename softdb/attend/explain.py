@@ -20,6 +20,7 @@ def explained(
     query: SoftQuery, snapshot: Snapshot, pooled: Pooled, count: int, find: Finder, resolve: Resolve
 ) -> list[Explanation]:
     """One explanation a query, of the `count` heaviest records. Cost of a search and a pass over what was weighed."""
+    count = min(count, max(1, snapshot.count))
     if pooled.hits is not None and pooled.weights is not None:
         weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
         weights, order = weights[:, :count], order[:, :count]

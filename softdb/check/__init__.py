@@ -1,4 +1,4 @@
-"""The door: everything from outside becomes canonical here, with every "got / expected / do this" message."""
+"""Validation: arguments become canonical here, or a BadInput that says what came, what was expected, what to do."""
 
 from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
 from softdb.check.asking import Asked, Tolerance, asked, excluded, generator, share, tolerance

@@ -1,4 +1,4 @@
-"""What a search may be asked beside its queries: k or a radius, records left out, how diverse the hits shall be."""
+"""Arguments of searches and estimates: k or a radius, tolerance, excluded ids, diversity, generator."""
 
 from __future__ import annotations
 

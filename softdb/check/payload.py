@@ -1,4 +1,4 @@
-"""Payloads: whatever JSON can say and give back unchanged."""
+"""Payloads: values that JSON can represent and give back unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
 def payloads(value: object, count: int) -> Iterator[str | None]:
     """Payloads as JSON texts, one an id; None stays None. Their number is checked now, each one as it is drawn.
 
-    Drawn inside the transaction, they are encoded while the disk writes the keys; a bad one undoes it all.
+    Drawn inside the transaction, they are encoded while the disk writes the keys; a bad one rolls it back.
 
     Raises BadInput for what JSON cannot say (another type, NaN, a key that is no str) or nesting beyond 64.
     """

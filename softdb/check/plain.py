@@ -1,4 +1,4 @@
-"""What every check needs: how a message quotes a value, whole and positive numbers, lengths, Unicode text."""
+"""Checks of single values: integers, positive numbers, choices, lengths, Unicode text; how messages quote a value."""
 
 from __future__ import annotations
 

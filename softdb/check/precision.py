@@ -1,4 +1,4 @@
-"""Autocast stops at the door: answers are as precise as their queries."""
+"""No autocast inside softdb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New records on their way in: columns beyond the watermark, fsynced, and the catalogue's word for them."""
+"""Appending records. Guarantee: columns are on disk beyond the watermark before the catalogue commits the rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The catalogue: one SQLite file in WAL mode, whose commit is the only commit point of a database.
-
-What it is made of: `softdb.store.format`.
-"""
+"""The catalogue: one SQLite file in WAL mode, whose commit is the only commit point; its format: `format.py`."""
 
 from __future__ import annotations
 
@@ -19,12 +16,14 @@ from numpy.typing import NDArray
 from softdb.check import Id, Schema, schema, shown
 from softdb.errors import BadInput, CorruptionError, NotADatabase
 from softdb.store import format
-from softdb.store.connect import BUSY, connect, typed
+from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
 __all__ = ["Catalog", "CatalogState"]
 
+# the last two are for macOS, where an fsync stops at the drive's cache
+_PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 STEPS = 20_000  # thousands of SQLite's steps that any statement may take; and a hundred a byte of the file
 
 
@@ -56,10 +55,14 @@ class Catalog:
                         f"{path} may not be written to: its permissions forbid that, or its header, which is damaged "
                         "then; mend that, or open it with mode='r'"
                     )
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA synchronous = FULL")
-                connection.execute("PRAGMA fullfsync = ON")  # macOS: an fsync stops at the drive's cache there
-                connection.execute("PRAGMA checkpoint_fullfsync = ON")
+                # the last two are for macOS, where an fsync stops at the drive's cache
+                for setting in (
+                    "journal_mode = WAL",
+                    "synchronous = FULL",
+                    "fullfsync = ON",
+                    "checkpoint_fullfsync = ON",
+                ):
+                    connection.execute(f"PRAGMA {setting}")
             return cls(connection, version)
         except BaseException as error:
             if connection is not None:
@@ -71,7 +74,7 @@ class Catalog:
             if isinstance(error, apsw.CorruptError | apsw.FormatError | apsw.SQLError):
                 raise typed(error) from error
             if isinstance(error, UnicodeDecodeError):
-                raise CorruptionError(f"catalog.sqlite has a damaged text ({error}); restore it from a copy") from None
+                raise damaged_text(error) from None
             raise
 
     def create(self, schema: Schema) -> None:
@@ -104,12 +107,10 @@ class Catalog:
             dim, value_dim, classes = (settings[name] for name in ("dim", "value_dim", "num_classes"))
             return schema(dim, value_dim, classes, settings["dtype"], settings["metric"], None)
         except (KeyError, BadInput) as error:
-            raise CorruptionError(
-                f"catalog.sqlite has damaged settings ({error}); restore the directory from a copy"
-            ) from None
+            raise damaged_catalog(f"has damaged settings ({error})") from None
 
     def close(self) -> None:
-        """Let go of the file; the last connection folds the WAL into it."""
+        """Close the file; the last connection checkpoints the WAL."""
         self.connection.close()
 
     # -- transactions ----------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class Catalog:
         self.connection.execute("COMMIT")
 
     def rollback(self) -> None:
-        """Undo the transaction, if SQLite has not done so itself."""
+        """Roll the transaction back, if SQLite has not done so itself."""
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 
@@ -137,9 +138,9 @@ class Catalog:
         return self._bounded(apsw.Cursor.fetchone, sql, bindings)
 
     def _bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
-        """Stop what takes more steps than a file of this size can need: its pages lead round in circles.
+        """Stop a query that takes more steps than a file of this size can need: its pages form a cycle.
 
-        Nothing of Python runs within a statement that writes: an interrupt there would make SQLite undo them all.
+        No Python runs within a statement that writes: an interrupt there would make SQLite roll back the transaction.
         """
         connection = self.connection
         self._steps = STEPS + self.capacity() // 80
@@ -147,7 +148,7 @@ class Catalog:
             connection.set_progress_handler(self._spent, 1000)
             return fetch(connection.execute(sql, bindings))
         except apsw.InterruptError as error:
-            raise CorruptionError("catalog.sqlite has pages that lead to themselves; restore it from a copy") from error
+            raise damaged_catalog("has a cycle of pages") from error
         finally:
             connection.set_progress_handler(None)
 
@@ -166,7 +167,7 @@ class Catalog:
         row = self.one(f"{self._settings} WHERE name = ?", (name,))
         found = default if row is None else self._sound(*row)
         if type(found) is not int or found < default:
-            raise CorruptionError(f"catalog.sqlite has a damaged setting {name!r}; restore the directory from a copy")
+            raise damaged_catalog(f"has a damaged setting {name!r}")
         return found
 
     @property
@@ -175,13 +176,11 @@ class Catalog:
 
     def _sound(self, name: str, value: Any, crc: int | None) -> Any:
         if self.version > 1 and (isinstance(value, bytes) or crc != format.setting_crc(name, value)):
-            raise CorruptionError(
-                f"catalog.sqlite has a damaged setting, {shown(name)}; restore the directory from a copy"
-            )
+            raise damaged_catalog(f"has a damaged setting, {shown(name)}")
         return value
 
     def put_setting(self, name: str, value: int | str | None) -> None:
-        """Set one."""
+        """Set a setting."""
         row = (name, value, format.setting_crc(name, value))
         self.connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?, ?)", row)
 
@@ -189,15 +188,15 @@ class Catalog:
         """Generation and next row number. Raises CorruptionError."""
         found = self.one(f"SELECT generation, next_row, {'crc' if self.version > 1 else 'NULL'} FROM state")
         if found is None:
-            raise CorruptionError("catalog.sqlite has lost its state row; restore the directory from a copy")
+            raise damaged_catalog("has lost its state row")
         generation, next_row, crc = found
         sound = type(generation) is int and type(next_row) is int and min(generation, next_row) >= 0
         if not sound or (self.version > 1 and crc != format.state_crc(generation, next_row)):
-            raise CorruptionError("catalog.sqlite has a damaged state; restore the directory from a copy")
+            raise damaged_catalog("has a damaged state")
         return CatalogState(generation, next_row)
 
     def advance(self, rows: int) -> None:
-        """One generation on, with that many rows assigned."""
+        """Move to the next generation, with that many rows assigned."""
         state = self.state()
         new = CatalogState(state.generation + 1, state.next_row + rows)
         self.connection.execute(
@@ -210,9 +209,7 @@ class Catalog:
         for entry in entries:
             numbers = all(type(number) is int and number >= 0 for number in entry)
             if not numbers or not entry.used <= entry.capacity <= MAX_ROWS:
-                raise CorruptionError(
-                    f"catalog.sqlite has an impossible segment {entry}; restore the directory from a copy"
-                )
+                raise damaged_catalog(f"has an impossible segment {entry}")
         return entries
 
     def put_segment(self, entry: SegmentEntry) -> None:
@@ -222,13 +219,13 @@ class Catalog:
     def delete(self, rows: NDArray[np.int64]) -> None:
         """Delete records and set their rows' tombstones."""
         self.connection.execute("DELETE FROM records WHERE row IN (SELECT value FROM json_each(?))", (_json(rows),))
-        self._mark(rows, True)
+        self._set_tombstones(rows, True)
 
     def clear_tombstones(self, rows: NDArray[np.int64]) -> None:
-        """Clear the tombstones of rows that no segment holds any more."""
-        self._mark(rows, False)
+        """Clear the tombstones of rows that no segment has any more."""
+        self._set_tombstones(rows, False)
 
-    def _mark(self, rows: NDArray[np.int64], dead: bool) -> None:
+    def _set_tombstones(self, rows: NDArray[np.int64], dead: bool) -> None:
         rows = np.sort(rows)
         chunks, starts = np.unique(rows // CHUNK, return_index=True)
         for chunk, part in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
@@ -258,17 +255,13 @@ class Catalog:
         last = -1
         for chunk, packed in self.connection.execute(sql, (CHUNK // 8,)):
             if not last < chunk < -(-rows // CHUNK):
-                raise CorruptionError(
-                    f"catalog.sqlite has tombstones of rows from {chunk * CHUNK} on, there are {rows}; "
-                    "restore the directory from a copy"
-                )
+                raise damaged_catalog(f"has tombstones of rows from {chunk * CHUNK} on, there are {rows}")
             last = chunk
             yield chunk, _bits(packed)
 
     def capacity(self) -> int:
         """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit."""
-        pages, size = (int(self.connection.pragma(name)) for name in ("page_count", "page_size"))
-        return 8 * pages * size
+        return 8 * self._pragma("page_count") * self._pragma("page_size")
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))
@@ -276,38 +269,30 @@ class Catalog:
     # -- the whole file --------------------------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """Give free pages back, when they are many, and fold the WAL in; what is in use elsewhere waits."""
-        try:
-            self.connection.set_busy_timeout(0)
-            # VACUUM needs room itself: on a full disk it waits, too
-            with contextlib.suppress(apsw.BusyError, apsw.LockedError, apsw.FullError):
-                if 4 * self._pragma("freelist_count") > self._pragma("page_count"):
-                    self.connection.execute("VACUUM")
-            with contextlib.suppress(apsw.BusyError, apsw.LockedError, apsw.FullError):
-                self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        finally:
-            self.connection.set_busy_timeout(BUSY)
+        """Give many free pages back, and checkpoint; neither where others use the file or the disk is full."""
+        with self._without_waiting(apsw.FullError):
+            if 4 * self._pragma("freelist_count") > self._pragma("page_count"):
+                self.connection.execute("VACUUM")
+        with self._without_waiting(apsw.FullError):
+            self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
 
     def checkpoint(self) -> None:
-        """Fold the log in before anything is written behind it: what a sync has failed on may only look as if on disk.
+        """Checkpoint before anything is appended to the WAL: what a sync has failed on may only look as if on disk.
 
         Nothing happens while somebody reads it. Raises apsw.Error, on a full disk for one.
         """
+        with self._without_waiting():
+            self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+
+    @contextlib.contextmanager
+    def _without_waiting(self, *also: type[apsw.Error]) -> Iterator[None]:
+        """Skip what another connection keeps from being done, or what fails so."""
         try:
             self.connection.set_busy_timeout(0)
-            with contextlib.suppress(apsw.BusyError, apsw.LockedError):
-                self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            with contextlib.suppress(apsw.BusyError, apsw.LockedError, *also):
+                yield
         finally:
             self.connection.set_busy_timeout(BUSY)
-
-    def copy(self, path: Path) -> None:
-        """The generation that this connection reads as a new file, on disk when this returns; its name may not be."""
-        target = apsw.Connection(str(path))
-        try:
-            with target.backup("main", self.connection, "main") as backup:
-                backup.step(-1)
-        finally:
-            target.close()
 
     # -- records ---------------------------------------------------------------------------------------------------
 
@@ -319,10 +304,9 @@ class Catalog:
         key_crcs: Iterable[int],
         value_crcs: Iterable[int | None],
     ) -> None:
-        """New records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
+        """Insert records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
         texts = list(payloads)
-        crcs = [None if text is None else crc32(text.encode()) for text in texts]
-        rows = range(first_row, first_row + len(texts))
+        rows, crcs = range(first_row, first_row + len(texts)), [*map(_crc, texts)]
         records = zip(rows, ids, texts, key_crcs, value_crcs, crcs, strict=True)
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", records)
 
@@ -345,10 +329,7 @@ class Catalog:
 
     def set_payloads(self, rows: Iterable[int], payloads: Iterable[str | None]) -> None:
         """Replace the payloads of stored records."""
-        new = (
-            (text, text if text is None else crc32(text.encode()), row)
-            for text, row in zip(payloads, rows, strict=True)
-        )
+        new = ((text, _crc(text), row) for text, row in zip(payloads, rows, strict=True))
         self.connection.executemany("UPDATE records SET payload = ?, payload_crc = ? WHERE row = ?", new)
         self.put_setting("payloads_replaced", self.state().generation + 1)
 
@@ -382,15 +363,12 @@ class Catalog:
 
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index."""
-        return tuple(sorted(bytes.fromhex(name.removeprefix("field_")).decode() for name in self._field_indexes()))
-
-    def _field_indexes(self) -> list[str]:
         found = self.all("SELECT name FROM sqlite_schema WHERE type = 'index' AND name GLOB 'field_*'")
-        return [name for (name,) in found]
+        return tuple(sorted(bytes.fromhex(name.removeprefix("field_")).decode() for (name,) in found))
 
     def index_field(self, name: str) -> None:
         """Index a field, if it is not. Cost: one pass over the payloads."""
-        if format.field_index(name) not in self._field_indexes():
+        if name not in self.fields():
             self.connection.execute(format.field_index_sql(name))
 
     def drop_field(self, name: str) -> None:
@@ -400,7 +378,7 @@ class Catalog:
 
 def _bits(packed: bytes) -> NDArray[np.bool_]:
     if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
-        raise CorruptionError("catalog.sqlite has a tombstone of the wrong size; restore the directory from a copy")
+        raise damaged_catalog("has a tombstone of the wrong size")
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
 
 
@@ -408,8 +386,12 @@ def _plain(records: list[tuple[int, Id, str | None]]) -> list[tuple[int, Id, str
     """Records as they came, if they are of the types that softdb writes."""
     for row, one, text in records:
         if type(one) not in (str, int) or not (text is None or type(text) is str):
-            raise CorruptionError(f"catalog.sqlite has a damaged record in row {row}; restore it from a copy")
+            raise damaged_catalog(f"has a damaged record in row {row}")
     return records
+
+
+def _crc(text: str | None) -> int | None:
+    return None if text is None else crc32(text.encode())
 
 
 def _json(rows: NDArray[np.int64]) -> str:

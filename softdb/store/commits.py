@@ -1,9 +1,8 @@
-"""When changes come to disk: with every verb, or, relaxed, some of them together.
+"""When changes come to disk. Guarantee: at any moment the disk has one whole state that the database was in.
 
-Full: a verb is one transaction, on disk when it returns. Relaxed: verbs gather in one open transaction, each a
-savepoint within it; a second after the first of them, or at `flush`, their columns are fsynced and then the transaction
-commits. So at any moment the disk holds a whole state that there was, in either mode; relaxed, one of at most about a
-second ago, which is what other processes see, too.
+Full: a write operation is one transaction, on disk when it returns. Relaxed: operations share one open transaction,
+each a savepoint in it; a second after the first, or at `flush`, their columns are fsynced and the transaction commits.
+The state on disk, which is what other processes see, is then at most about a second old.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from softdb.store.segments import ColumnFiles
 __all__ = ["DELAY", "Commits", "late"]
 
 DELAY = 1.0  # seconds that a relaxed change may wait
-PAGES = 1000  # of SQLite's log that make it fold that in
-MOST_PAGES = 4 * PAGES  # from here on it waits for the readers of the log, so that it can start anew
-PATIENCE = 1000  # milliseconds
+PAGES = 1000  # of the WAL from which on a commit is followed by a checkpoint
+MOST_PAGES = 4 * PAGES  # from here on the checkpoint waits for readers, so that the WAL can be restarted
+PATIENCE = 1000  # milliseconds that it waits
 
 
 class Flushed(Protocol):
-    """Who holds relaxed changes."""
+    """Something with relaxed changes."""
 
     def flush_late(self) -> None:
-        """Bring them to disk, if there are any. Raises nothing: the next verb tells what failed, or closing."""
+        """Bring them to disk, if there are any. An error is raised by the next write, or by `close`."""
 
 
 _open: weakref.WeakSet[Flushed] = weakref.WeakSet()
-_ending = False  # whether the interpreter is: nobody will come to flush
+_ending = False  # whether the interpreter ends: no thread will flush any more
 
 
 def late(store: Flushed) -> Callable[[], None]:
-    """What brings a store's changes to disk when they have waited long enough, and when the interpreter ends."""
+    """A function that flushes a store when its changes have waited long enough; it is flushed at exit, too."""
     _open.add(store)
     known = weakref.ref(store)
 
@@ -67,7 +66,7 @@ atexit.register(_flush_all)
 
 
 def _sleep(asleep: _thread.LockType, late: Callable[[], None]) -> None:
-    """What a thread does for relaxed changes. Nothing here or at its start is a lock that an interrupt could keep."""
+    """The thread that flushes relaxed changes. It takes no lock that an interrupt could leave locked."""
     if asleep.acquire(blocking=False):
         try:
             time.sleep(DELAY)
@@ -85,7 +84,7 @@ class Commits:
         self._catalog, self._columns, self._late = catalog, columns, late
         self._mark = None if directory is None else Committed(directory)
         self._asleep = _thread.allocate_lock()  # held by the thread that will call `late`
-        self.in_verb = False  # whether one has begun and not ended
+        self.in_operation = False  # whether one has begun and not ended
         self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
         if directory is not None:
             catalog.connection.set_wal_hook(self._checkpoint)
@@ -93,30 +92,30 @@ class Commits:
 
     @property
     def relaxed(self) -> bool:
-        """Whether verbs gather."""
+        """Whether operations share a transaction."""
         return self._late is not None
 
-    # An interrupt may come after any call, before any function: what must follow a statement stands in a `finally`, and
-    # what is left of a verb is undone by whoever comes next.
+    # An interrupt may come after any call: what must follow a statement stands in a `finally`, and the next operation
+    # rolls back what is left of an abandoned one.
 
     def begin(self) -> None:
-        """Start a verb. What an interrupt has left of another is undone."""
+        """Start an operation. One that an interrupt has abandoned is rolled back."""
         self.rollback()
         if not self.waiting:
             self._catalog.rollback()
         connection = self._catalog.connection
         if not connection.in_transaction:
-            self.in_verb = True
+            self.in_operation = True
             self._catalog.begin(write=True)
         if self.relaxed:
             try:
                 connection.execute("SAVEPOINT verb")
             finally:
-                self.in_verb = True
+                self.in_operation = True
 
     def rollback(self) -> None:
-        """Undo the verb, if one has begun and not ended. Raises apsw.Error, also where SQLite has undone more."""
-        if not self.in_verb:
+        """Roll back the operation that has not ended. Raises apsw.Error, also where SQLite rolled back more."""
+        if not self.in_operation:
             return
         connection = self._catalog.connection
         if connection.in_transaction:
@@ -124,15 +123,15 @@ class Commits:
             try:
                 connection.execute(undoing)
             finally:
-                self.in_verb = False
+                self.in_operation = False
         elif self.waiting:
-            raise apsw.AbortError("SQLite undid what was to be flushed")
-        self.in_verb = False
+            raise apsw.AbortError("SQLite rolled back what was to be flushed")
+        self.in_operation = False
 
     def end(self, durable: bool) -> None:
-        """The verb has happened: on disk when this returns, unless verbs gather and it needs not be."""
-        if not self.in_verb:
-            return  # undone
+        """End the operation: on disk when this returns, unless it is relaxed and not `durable`."""
+        if not self.in_operation:
+            return  # rolled back
         if self.relaxed:
             durable = durable or _ending or not self._wake()
             self.waiting += 1
@@ -140,7 +139,7 @@ class Commits:
             try:
                 connection.execute("RELEASE verb")
             finally:
-                self.in_verb = False
+                self.in_operation = False
         if durable or not self.relaxed:
             self.flush()
 
@@ -154,14 +153,14 @@ class Commits:
             except apsw.Error:
                 raise
             except BaseException:
-                if not self._catalog.connection.in_transaction:  # it has happened
-                    self.in_verb, self.waiting = False, 0
+                if not self._catalog.connection.in_transaction:  # it is committed
+                    self.in_operation, self.waiting = False, 0
                 raise
-        self.in_verb, self.waiting = False, 0
+        self.in_operation, self.waiting = False, 0
         self.acknowledge()
 
     def _wake(self) -> bool:
-        """See to it that somebody flushes in a while; whether somebody will."""
+        """Start the thread that will flush, if none is waiting; returns whether there is one."""
         if self._late is not None and not self._asleep.locked():
             try:
                 _thread.start_new_thread(_sleep, (self._asleep, self._late))
@@ -171,26 +170,26 @@ class Commits:
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""
-        self.in_verb, self.waiting = False, 0
+        self.in_operation, self.waiting = False, 0
         with contextlib.suppress(apsw.Error):
             self._catalog.rollback()
 
     def acknowledge(self) -> None:
-        """Leave the catalogue's generation beside it; if that fails, only a lost log would go unnoticed."""
+        """Write the generation to the file `committed`; without it, only the loss of the WAL would go unnoticed."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.put(self._catalog.state().generation)
 
     def close(self) -> None:
-        """Let go of the file beside the catalogue, not of the connection."""
+        """Close the file `committed`, not the connection."""
         mark, self._mark = self._mark, None
         if mark is not None:
             mark.close()
 
     def _checkpoint(self, connection: apsw.Connection, name: str, pages: int) -> int:
-        """Fold the log into the catalogue after a commit that leaves it long; longer still, wait for those who read it.
+        """Checkpoint after a commit that leaves the WAL long; if very long, wait for its readers.
 
-        SQLite's own checkpoint says nothing when it fails, and tries the sync again.
+        SQLite's own automatic checkpoint says nothing when it fails, and tries the sync again.
         """
         if pages >= PAGES and self.broken is None:
             patient = pages >= MOST_PAGES

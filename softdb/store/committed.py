@@ -26,7 +26,7 @@ _LINE = len("00000000000000000000 01234567\n")
 
 
 class Committed:
-    """A writer's hold on the file."""
+    """The file, open in a writer."""
 
     _descriptor = -1
 
@@ -35,12 +35,12 @@ class Committed:
         disk.truncate(self._descriptor, _LINE)
 
     def put(self, generation: int) -> None:
-        """Leave a generation that is on disk. Raises OSError."""
+        """Write a generation that is on disk. Raises OSError."""
         digits = f"{generation:020d}"
         disk.write(self._descriptor, f"{digits} {crc32(digits.encode()):08x}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let go of the file. Once is enough."""
+        """Close the file; safe to call twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             disk.close(descriptor)

@@ -13,7 +13,7 @@ import apsw
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
-__all__ = ["connect", "typed", "typed_errors"]
+__all__ = ["connect", "damaged_catalog", "damaged_text", "typed", "typed_errors"]
 
 BUSY = 10_000  # milliseconds that another connection is waited for
 
@@ -72,12 +72,22 @@ def _harden(connection: apsw.Connection) -> None:
 
 
 def typed(error: apsw.Error) -> SoftDBError:
-    """What SQLite says, in our words."""
+    """SQLite's error as one of softdb's."""
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
     if isinstance(error, apsw.FullError):
         return WriteFailed(f"the disk is full ({error}); nothing is lost: make room, then open the database again")
-    return CorruptionError(f"catalog.sqlite cannot be read ({error}); restore the directory from a copy")
+    return damaged_catalog(f"cannot be read ({error})")
+
+
+def damaged_catalog(what: str) -> CorruptionError:
+    """Something in the catalogue that softdb does not write."""
+    return CorruptionError(f"catalog.sqlite {what}; restore the directory from a copy")
+
+
+def damaged_text(error: UnicodeDecodeError) -> CorruptionError:
+    """A text in the catalogue that is not UTF-8."""
+    return damaged_catalog(f"has a damaged text ({error})")
 
 
 @contextlib.contextmanager
@@ -88,6 +98,4 @@ def typed_errors() -> Iterator[None]:
     except apsw.Error as error:
         raise typed(error) from error
     except UnicodeDecodeError as error:
-        raise CorruptionError(
-            f"catalog.sqlite has a damaged text ({error}); restore the directory from a copy"
-        ) from None
+        raise damaged_text(error) from None

@@ -1,4 +1,4 @@
-"""The directory of a database on its way to be opened: is it ours, may it be made, does anyone else write to it."""
+"""Opening a directory. Guarantee: it is a database or may become one, and a writer is the only one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase
 from softdb.store import files
 
-__all__ = ["enter"]
+__all__ = ["enter", "require_new"]
 
 _OURS = {  # what a creation that was cut short may have left: after a power cut any of them without the others
     "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
@@ -40,3 +40,9 @@ def enter(path: Path, writing: bool, may_create: bool) -> files.Lock | None:
             f"{path} is being written by process {holder}; close it there, or open this one with mode='r'"
         )
     return lock
+
+
+def require_new(path: Path | None, acknowledged: int) -> None:
+    """Raise CorruptionError where an empty catalogue stands beside data: a new one would have them removed."""
+    if acknowledged >= 0 or (path is not None and any(path.glob("keys-*.npy"))):
+        raise CorruptionError(f"{path}/catalog.sqlite is empty, the files beside it are not; restore it")

@@ -22,12 +22,12 @@ def open(path: Path, flags: int, mode: int = 0o644) -> int:
 
 
 def close(descriptor: int) -> None:
-    """Let go of a descriptor."""
+    """Close a descriptor."""
     os.close(descriptor)
 
 
 def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
-    """Write at an offset as much as goes, and return how much that was."""
+    """Write at an offset as much as is possible, and return how many bytes that was."""
     return os.pwrite(descriptor, data, offset)
 
 
@@ -37,7 +37,7 @@ def truncate(descriptor: int, size: int) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Bring a file's bytes and size, or a directory's entries, to the medium. Where it fails, never again."""
+    """fsync a file, or a directory's entries. After a failure it is never tried again."""
     if sys.platform == "darwin":
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync stops at the drive's cache there
     else:
@@ -45,17 +45,17 @@ def sync(descriptor: int) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file another name, in the place of whatever has it."""
+    """Rename a file, replacing whatever has the name."""
     os.replace(old, new)
 
 
 def link(old: Path, new: Path) -> None:
-    """Give a file a second name, which nothing may have."""
+    """Make a hard link; nothing may have the new name."""
     os.link(old, new)
 
 
 def unlink(path: Path) -> None:
-    """Take a file's name."""
+    """Remove a file's name."""
     os.unlink(path)
 
 

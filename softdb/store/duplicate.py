@@ -72,7 +72,7 @@ def _copied(store: Store, path: Path) -> SnapshotReport:
             with store.read_transaction() as snapshot:
                 entries, missing = store.catalog.segments(), gaps.read(store.catalog)
                 indexes = _open_indexes(store, opened)
-                store.catalog.copy(unfinished)
+                _copy_catalog(store.catalog, unfinished)
         columns, segments = ColumnFiles(path, store.schema), {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
@@ -83,6 +83,16 @@ def _copied(store: Store, path: Path) -> SnapshotReport:
         _forget_indexes(unfinished, lost)
     files.publish(unfinished, path / "catalog.sqlite")
     return SnapshotReport(str(path), snapshot.count, snapshot.generation, files.occupied(path))
+
+
+def _copy_catalog(catalog: Catalog, path: Path) -> None:
+    """The generation that a connection reads as a new file, on disk when this returns; its name may not be."""
+    target = apsw.Connection(str(path))
+    try:
+        with target.backup("main", catalog.connection, "main") as backup:
+            backup.step(-1)
+    finally:
+        target.close()
 
 
 def _parts(segment: Segment) -> Iterator[SegmentPart]:

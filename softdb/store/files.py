@@ -1,4 +1,4 @@
-"""What softdb does with files, each step on disk when it returns; the catalogue's own are SQLite's business."""
+"""What softdb does with files other than the catalogue's. Guarantee: each step is on disk when it returns."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
 
 
 def make_once(path: Path, data: bytes) -> None:
-    """A private file that whoever comes first makes, and that nobody sees half."""
+    """Make a private file, unless it is there; whoever reads it sees it whole."""
     make_directory(path.parent, 0o700)
     fresh = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as descriptor:
@@ -127,7 +127,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def _sync_names_above(path: Path) -> None:
-    """Bring the name of a directory that was there to disk: whoever made it may not have. So for all above it."""
+    """Sync the names of an existing directory and of those above it: whoever made them may not have."""
     path = path.resolve()
     device = path.stat().st_dev
     with contextlib.suppress(PermissionError):  # what we may not read, such as /home, was not made for us
@@ -199,7 +199,7 @@ def acquire(path: Path) -> Lock | None:
             raise OSError(f"{path} is not a regular file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         disk.truncate(descriptor, 0)
-        disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # for the message of whoever comes second, nothing else
+        disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # only for the error message of a second writer
     except BlockingIOError:
         lock.close()
         return None
@@ -215,13 +215,13 @@ class Lock:
     descriptor = -1  # when it is closed
 
     def release(self) -> None:
-        """Let go, though a child that has just been forked still has the descriptor; an interrupt leaves no lock."""
+        """Unlock and close, even if a forked child has the descriptor, too; an interrupt leaves no lock."""
         if self.descriptor >= 0:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """In a child: let go of the descriptor alone. Once is enough."""
+        """Close the descriptor without unlocking, as a child must; safe to call twice."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             disk.close(descriptor)

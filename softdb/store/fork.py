@@ -1,4 +1,4 @@
-"""What a forked child does with the handles of its parent: it reads on, and touches nothing of the parent's.
+"""Forking. Guarantee: a child reads on through its own connection, and changes nothing of its parent's.
 
 SQLite knows a file once a process. A connection that a child opened beside an inherited one would rely on locks which
 the inherited one remembers and the child does not hold: the parent's last close, or a new writer, would take the WAL
@@ -27,14 +27,14 @@ from softdb.store.catalog import Catalog
 
 __all__ = ["Connected", "Handle", "abandon", "keep_unused", "watch"]
 
-PATIENCE = 30.0  # seconds that a fork waits for the verbs of other threads; the child's handle is closed after that
+PATIENCE = 30.0  # seconds that a fork waits for operations of other threads; after that the child's handle is closed
 
 
 class Handle(Protocol):
     """Something open that a child inherits."""
 
     def after_fork(self) -> None:
-        """In a forked child, when all handles have let go: go on with what is one's own."""
+        """In a forked child, when all handles have been released: open what the child needs."""
 
 
 @runtime_checkable
@@ -42,10 +42,10 @@ class Connected(Handle, Protocol):
     """A handle with a connection to SQLite."""
 
     def acquire(self, seconds: float) -> Callable[[], None] | None:
-        """Keep other threads out of the connection until the returned is called; None where they did not leave."""
+        """Keep other threads out until the returned function is called; None where they did not leave."""
 
     def release_in_child(self, acquired: bool) -> None:
-        """In a forked child: close what was inherited. Where it was not acquired it may be torn: be closed."""
+        """In a forked child: close what was inherited; where `acquire` failed, it may be inconsistent."""
 
 
 class _Fork:
@@ -58,7 +58,7 @@ class _Fork:
         self.compiler: Any = None  # numba's lock
 
     def begin(self, seconds: float) -> None:
-        """Wait until no other thread is inside a handle, or imports what a child may need, too."""
+        """Wait until no other thread is inside a handle, or imports something."""
         deadline = time.monotonic() + seconds
         self.mine = self.lock.acquire(timeout=seconds)
         waiting = [one for one in (list(_handles) if self.mine else ()) if isinstance(one, Connected)]
@@ -93,7 +93,7 @@ class _Fork:
             self.compiler.release()
 
     def end(self) -> None:
-        """Let them in again."""
+        """Let the other threads go on."""
         self.let_import()
         while self.acquired:
             self.acquired.popitem()[1]()
@@ -113,9 +113,9 @@ def watch(handle: Handle) -> None:
 
 
 def abandon(catalog: Catalog) -> None:
-    """In a forked child: close an inherited connection, so that it does not stand in for locks that no child has.
+    """In a forked child: close an inherited connection, whose locks a child does not have.
 
-    That writes nothing. Within a transaction it would: such a connection is kept, unused, for ever. One in memory is
+    That writes nothing. In a transaction it would: such a connection is kept open and never used. One in memory is
     the child's own.
     """
     connection = catalog.connection

@@ -29,6 +29,7 @@ from zlib import crc32
 import apsw
 
 from softdb.errors import CorruptionError, FormatTooNew, NotADatabase
+from softdb.store.connect import damaged_catalog
 from softdb.store.filters import field_sql
 
 __all__ = [
@@ -99,7 +100,7 @@ def recognise(connection: apsw.Connection, place: str) -> int:
     if not (application or found):
         return 0
     if version not in _TABLES:
-        raise CorruptionError(f"catalog.sqlite has no format version {version}; restore the directory from a copy")
+        raise damaged_catalog(f"has no format version {version}")
     _require_schema(found, version)
     return version
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from softdb.errors import CorruptionError
 from softdb.store.catalog import Catalog
+from softdb.store.connect import damaged_catalog
+from softdb.store.segments import SegmentEntry
 
-__all__ = ["Gaps", "next_segment", "put", "read", "reserve"]
+__all__ = ["Gaps", "adds_up", "follows", "next_segment", "put", "read", "reserve"]
 
 
 MAX_SEGMENT = 10**8 - 2  # their files are named by eight digits
@@ -40,12 +41,22 @@ def read(catalog: Catalog) -> Gaps:
     return Gaps(gone, checksums)
 
 
+def follows(entry: SegmentEntry, row: int, gone: int) -> bool:
+    """Whether a segment may come where the rows before it end at `row`."""
+    return entry.first_row >= row if gone else entry.first_row == row
+
+
+def adds_up(entries: Iterable[SegmentEntry], next_row: int, gone: int) -> bool:
+    """Whether segments and what was compacted away are all rows there were."""
+    return sum(entry.used for entry in entries) + gone == next_row
+
+
 def next_segment(catalog: Catalog) -> int:
     """The number of the next new segment."""
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
     last = max(int(greatest), catalog.setting("last_segment", -1))
     if last >= MAX_SEGMENT:
-        raise CorruptionError(f"catalog.sqlite says that there was a segment {last}; restore the directory from a copy")
+        raise damaged_catalog(f"says that there was a segment {last}")
     return 1 + last
 
 

@@ -78,7 +78,7 @@ class SegmentPart(NamedTuple):
 
 
 class _Exposed:
-    """A read-only map as an array that does not claim so: torch warns of arrays it may not write to. Nothing writes."""
+    """A read-only map as an array that does not say so: torch warns of arrays that it may not write to."""
 
     def __init__(self, mapped: np.memmap[Any, Any]) -> None:
         self.mapped = mapped  # keeps the map alive as long as the array
@@ -134,7 +134,7 @@ class ColumnFiles:
                 future.result()
 
     def wait(self) -> None:
-        """Wait for a thread that impatience, two interrupts, has left behind: it writes where the next ones would."""
+        """Wait for a thread that two interrupts have left behind: it writes where the next appends would."""
         concurrent.futures.wait(self._appends)
         self._appends = []
 
@@ -203,7 +203,7 @@ class ColumnFiles:
         return keys, self._column("values", number, capacity) if "values" in self._shapes else None
 
     def keep_only(self, keep: set[int]) -> None:
-        """Let go of the maps of segments no longer in use."""
+        """Drop the maps of other segments."""
         for column, number in list(self._arrays):
             if number not in keep:
                 self._arrays.pop((column, number), None)

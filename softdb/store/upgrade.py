@@ -1,14 +1,15 @@
-"""Bringing a database of an older format up to date, in one transaction: old or new, whatever happens."""
+"""Bringing a database of an older format up to date. Guarantee: one transaction, so it is old or new, never between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
 from softdb.errors import CorruptionError
 from softdb.store import format
 from softdb.store.catalog import Catalog
+from softdb.store.connect import typed_errors
 from softdb.store.snapshot import Segment
 from softdb.store.soundness import AT_ONCE, checksums
 
@@ -17,14 +18,24 @@ __all__ = ["runs", "upgrade"]
 _MOVED = ("settings", "state", "records")  # tables that have gained columns
 
 
-def upgrade(catalog: Catalog, segments: Iterable[Segment]) -> None:
-    """Rewrite a catalogue of version 1, within the open transaction, as one of the present version.
+def upgrade(catalog: Catalog, segments: Sequence[Segment]) -> None:
+    """Rewrite a catalogue of version 1 as one of the present version, in one transaction.
 
     Cost: every byte is read twice and the catalogue is written once.
 
     Raises CorruptionError where a vector differs from its old checksum: a new one would hide it for ever.
     """
-    segments, execute = list(segments), catalog.connection.execute
+    with typed_errors():
+        catalog.begin(write=True)
+        try:
+            _rewrite(catalog, segments)
+            catalog.commit()
+        finally:
+            catalog.rollback()
+
+
+def _rewrite(catalog: Catalog, segments: Sequence[Segment]) -> None:
+    execute = catalog.connection.execute
     damage = runs(catalog, segments)
     if damage:
         raise CorruptionError("; ".join(damage) + ": restore them from a copy, or open it with mode='r'")
@@ -54,7 +65,7 @@ def _make_tables(catalog: Catalog) -> None:
             catalog.connection.execute(statement)
 
 
-def _move_records(catalog: Catalog, segments: list[Segment]) -> None:
+def _move_records(catalog: Catalog, segments: Sequence[Segment]) -> None:
     for segment in segments:
         catalog.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", _records(catalog, segment))
     stored, moved = (catalog.one(f"SELECT count(*) FROM {table}")[0] for table in ("old_records", "records"))
@@ -66,11 +77,7 @@ def _records(catalog: Catalog, segment: Segment) -> Iterator[tuple[Any, ...]]:
     """The records of a segment as they are in the present version."""
     for low in range(0, len(segment), AT_ONCE):
         high = min(low + AT_ONCE, len(segment))
-        rows = (
-            range(segment.first_row + low, segment.first_row + high)
-            if segment.rows is None
-            else segment.rows[low:high].tolist()
-        )
+        rows = segment.rows_of(slice(low, high)).tolist()
         keys = checksums(segment.keys[low:high])
         values: list[Any] = [None] * len(keys) if segment.values is None else checksums(segment.values[low:high])
         crcs = dict(zip(rows, zip(keys, values, strict=True), strict=True))

@@ -1,4 +1,4 @@
-"""Reading everything back: does the catalogue agree with itself, and every stored number with its checksum?"""
+"""Verifying: the catalogue must agree with itself, and every record with its checksums."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Nursery:
         folder, package = Path(__file__).parent, Path(sys.modules["softdb"].__file__ or "").parents[1]
         paths = os.pathsep.join([str(folder), str(package), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__],
+            [sys.executable, "-W", "error", "-W", "ignore:no record has the field", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

@@ -224,7 +224,7 @@ def interrupted(leaving: str, work: Callable[[], Any]) -> KeyboardInterrupt:
 
 
 def interrupted_reading(db: softdb.SoftDB) -> KeyboardInterrupt:
-    return interrupted("Store.read_transaction", lambda: db.count({"n": 1}))
+    return interrupted("Session.read_transaction", lambda: db.count({"n": 1}))
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
@@ -232,7 +232,9 @@ def test_a_flush_commits_nothing_of_a_verb_that_was_interrupted(path: Path, dura
     with made(path, durability, "a", "b") as db:
         put(db, "c")
         bad = [{}, {1, 2}]  # found when the old records are deleted already
-        kept = [interrupted("Store.write_transaction", lambda: db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=bad))]
+        kept = [
+            interrupted("Session.write_transaction", lambda: db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=bad))
+        ]
         db.flush()
         assert there(path) == {"a", "b", "c"}
         kept.clear()

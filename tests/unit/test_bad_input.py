@@ -223,6 +223,9 @@ def test_more_than_there_is_asks_for_all(db: SoftDB) -> None:
     everything = db.attend(ONE, k=2)
     for k in (3, 10**9, 2**62, 2**70):
         assert torch.equal(db.attend(ONE, k=k).output, everything.output)
+        assert torch.equal(db.search(ONE, k=k).scores, db.search(ONE, k=2).scores)
+        for asked in (db.attend(ONE), db.attend(ONE, k=k)):
+            assert asked.explain(k)[0].ids == asked.explain(2)[0].ids
     assert [records.ids for records in db.scan(2**70)] == [["a", 1]]
 
 

@@ -14,6 +14,7 @@ import apsw
 import numpy as np
 
 from softdb.store import files
+from softdb.store.gaps import adds_up, follows
 from softdb.store.salvage.placing import ColumnSpec, Numbers, at_once, crcs_in, file_of, read_slots, rows_in
 from softdb.store.salvage.remains import Remains, Run, is_dead
 from softdb.store.segments import SegmentEntry
@@ -45,12 +46,11 @@ def _checked(remains: Remains) -> list[tuple[SegmentEntry, str]]:
     entries, state, gone = remains.segments(), remains.state(), remains.settings().get("gone", 0)
     if state is None or not isinstance(gone, int):
         return [(entry, "it is not known how many rows there are") for entry in entries]
-    if sum(entry.used for entry in entries) + gone != state.next_row:
+    if not adds_up(entries, state.next_row, gone):
         return [(entry, "segments and rows do not add up") for entry in entries]
     checked, row = [], 0
     for entry in entries:
-        follows = entry.first_row >= row if gone else entry.first_row == row
-        checked.append((entry, "" if follows else "its rows do not follow those before"))
+        checked.append((entry, "" if follows(entry, row, gone) else "its rows do not follow those before"))
         row = entry.first_row + entry.used
     return checked
 

@@ -304,6 +304,6 @@ def test_memory_and_full_durability_have_nothing_to_flush(path: Path) -> None:
 
 
 def test_another_word_is_refused(path: Path) -> None:
-    with pytest.raises(softdb.BadInput, match="choose 'full' or 'relaxed'"):
+    with pytest.raises(softdb.BadInput, match="choose one of 'full', 'relaxed'"):
         softdb.open(path, dim=2, durability="none")  # type: ignore[arg-type]
     assert not path.exists()

@@ -1,0 +1,87 @@
+"""From the catalogue to a snapshot. Guarantee: every row below `next_row` lies in exactly one segment, or was compacted
+away; every segment's files are as large as they must be; every live label is one of a class. Else CorruptionError.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softdb.check import Schema
+from softdb.errors import CorruptionError
+from softdb.store import gaps
+from softdb.store.catalog import Catalog
+from softdb.store.connect import damaged_catalog
+from softdb.store.segments import ColumnFiles, SegmentEntry, checksum
+from softdb.store.snapshot import Segment, Snapshot
+
+__all__ = ["SnapshotLoader"]
+
+
+class SnapshotLoader:
+    """Makes the snapshot of the generation that a catalogue reads; unchanged segments are taken from the last one."""
+
+    def __init__(self, columns: ColumnFiles, schema: Schema) -> None:
+        self._columns, self._schema = columns, schema
+        self._labels_checked: dict[int, int] = {}  # how many labels of each segment have been looked at
+        self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))  # the last that was loaded
+
+    def load(self, catalog: Catalog) -> None:
+        """Load the generation that the open transaction reads. Raises CorruptionError, FileNotFoundError."""
+        state = catalog.state()
+        if state.generation == self.snapshot.generation:
+            return
+        entries, missing = catalog.segments(), gaps.read(catalog)
+        segments = self._segments(entries, missing, state.next_row, catalog.capacity())
+        if missing.gone:
+            whole = Snapshot.of(state.generation, segments, np.ones(sum(map(len, segments)), np.bool_))
+            snapshot = whole.without(catalog.dead())
+        else:
+            snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row))
+        self._require_labels(snapshot)
+        self._columns.keep_only({entry.number for entry in entries})
+        self.snapshot = snapshot
+
+    def _segments(
+        self, entries: list[SegmentEntry], missing: gaps.Gaps, rows: int, capacity: int
+    ) -> tuple[Segment, ...]:
+        known = {(s.number, len(s)): s for s in self.snapshot.segments}
+        segments, row = list[Segment](), 0
+        for entry in entries:
+            if not gaps.follows(entry, row, missing.gone):
+                raise damaged_catalog(f"has an impossible segment {entry}")
+            segment = known.get((entry.number, entry.used)) or self._segment(entry, missing.checksums.get(entry.number))
+            segments.append(segment)
+            row = segment.stop_row
+        stored = sum(map(len, segments))
+        if not gaps.adds_up(entries, rows, missing.gone) or row > rows or stored > capacity:
+            raise damaged_catalog(f"counts {rows} rows but {stored} in segments and {missing.gone} compacted away")
+        return tuple(segment for segment in segments if len(segment))
+
+    def _segment(self, entry: SegmentEntry, rows_crc: int | None) -> Segment:
+        number, first, capacity, used = entry
+        keys, values = self._columns.open(number, capacity)
+        rows = None if rows_crc is None else self._columns.rows(number, capacity)[:used]
+        if rows is not None and (not used or rows[0] != first):
+            raise CorruptionError(f"rows-{number:08d}.npy does not begin with row {first}; restore it from a copy")
+        if rows is not None and checksum(rows) != rows_crc:  # else ids would get other records' vectors
+            raise CorruptionError(f"rows-{number:08d}.npy differs from its checksum; restore it from a copy")
+        return Segment(number, first, rows, keys[:used], None if values is None else values[:used])
+
+    def _require_labels(self, snapshot: Snapshot) -> None:
+        """Raise CorruptionError where a live record has a label of no class: pooling uses labels as indices."""
+        classes, checked = self._schema.num_classes, dict[int, int]()
+        if classes is None:
+            return
+        for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
+            done = self._labels_checked.get(segment.number, 0)
+            labels = np.asarray(segment.values)[done:]
+            live = snapshot.live[start + done : start + len(segment)]
+            wrong = np.flatnonzero(((labels < 0) | (labels >= classes)) & live)
+            if len(wrong):
+                row = segment.rows_of(slice(done, None))[wrong[0]]
+                raise CorruptionError(
+                    f"values-{segment.number:08d}.npy: row {row} has the label {labels[wrong[0]]}, there are {classes} "
+                    "classes; restore the file from a copy"
+                )
+            checked[segment.number] = len(segment)
+        self._labels_checked = checked
