@@ -37,6 +37,16 @@ def negative_l2(query: Floats, key: Floats) -> float:
     return -sum((float(a) - float(b)) ** 2 for a, b in zip(query, key, strict=True))
 
 
+KERNELS: dict[str, Callable[[float], float]] = {  # K(u), u the distance over the bandwidth
+    "gaussian": lambda u: math.exp(-u * u / 2),
+    "laplacian": lambda u: math.exp(-u),
+    "boxcar": lambda u: 1.0 if u <= 1 else 0.0,
+    "epanechnikov": lambda u: max(0.0, 1 - u * u),
+    "triangular": lambda u: max(0.0, 1 - u),
+    "constant": lambda u: 1.0,
+}
+
+
 def scores(
     score: Score,
     queries: ArrayLike,  # (q, d)

@@ -89,10 +89,10 @@ def _linear(one: scores.LinearAdditive) -> reference.Score:
     return lambda q, k: float(_array(one.query_weight) @ q + _array(one.key_weight) @ k)
 
 
-def _kernel(equation: Callable[[float], float]) -> Callable[[scores.Kernel], reference.Score]:
+def _kernel(name: str) -> Callable[[scores.Kernel], reference.Score]:
     def made(one: scores.Kernel) -> reference.Score:
         h = 1.0 if one.log_bandwidth is None else float(one.bandwidth.detach())
-        return lambda q, k: equation(math.sqrt(-reference.negative_l2(q, k)) / h)
+        return lambda q, k: reference.KERNELS[name](math.sqrt(-reference.negative_l2(q, k)) / h)
 
     return made
 
@@ -116,14 +116,14 @@ SCORES: dict[str, tuple[Callable[[], Any], Callable[[Any], reference.Score]]] = 
         lambda: scores.NegativeL2(**_wide(1.5)),
         lambda one: lambda q, k: reference.negative_l2(q, k) / float(one.bandwidth.detach()) ** 2,
     ),
-    "gaussian": (lambda: scores.Gaussian(**_wide(1.5)), _kernel(lambda u: math.exp(-u * u / 2))),
-    "laplacian": (lambda: scores.Laplacian(**_wide(1.5)), _kernel(lambda u: math.exp(-u))),
-    "boxcar": (lambda: scores.Boxcar(**_wide(2.0)), _kernel(lambda u: float(u <= 1))),
-    "epanechnikov": (lambda: scores.Epanechnikov(**_wide(2.0)), _kernel(lambda u: max(0.0, 1 - u * u))),
-    "triangular": (lambda: scores.Triangular(**_wide(2.0)), _kernel(lambda u: max(0.0, 1 - u))),
-    "constant": (scores.Constant, _kernel(lambda u: 1.0)),
+    "gaussian": (lambda: scores.Gaussian(**_wide(1.5)), _kernel("gaussian")),
+    "laplacian": (lambda: scores.Laplacian(**_wide(1.5)), _kernel("laplacian")),
+    "boxcar": (lambda: scores.Boxcar(**_wide(2.0)), _kernel("boxcar")),
+    "epanechnikov": (lambda: scores.Epanechnikov(**_wide(2.0)), _kernel("epanechnikov")),
+    "triangular": (lambda: scores.Triangular(**_wide(2.0)), _kernel("triangular")),
+    "constant": (scores.Constant, _kernel("constant")),
 }
-KERNELS = ("gaussian", "laplacian", "boxcar", "epanechnikov", "triangular", "constant")
+KERNELS = tuple(reference.KERNELS)
 WEIGHTS = ("softmax", "sparsemax", "entmax15", "normalised", "uniform", "argmax")
 PAIRS = [(score, one) for score in SCORES for one in WEIGHTS if one != "normalised" or score in KERNELS]
 every_score = pytest.mark.parametrize("name", SCORES)

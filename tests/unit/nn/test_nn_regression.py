@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import Tensor
 
@@ -51,24 +52,13 @@ def wave(n: int = 60) -> tuple[Tensor, Tensor]:
     return x, 2 * x.sin() + x**0.8 + 0.5 * torch.randn(n, 1)
 
 
-def kernel_value(name: str, u: float) -> float:
-    """K(u)."""
-    if name == "gaussian":
-        return math.exp(-u * u / 2)
-    if name == "laplacian":
-        return math.exp(-u)
-    if name == "boxcar":
-        return float(u <= 1)
-    return max(0.0, 1 - u * u) if name == "epanechnikov" else max(0.0, 1 - u)
-
-
 def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor, out: int | None = None) -> Tensor:
     """The mean of Nadaraya and Watson at one place, without one record; zeros where there is none."""
     total, mean = 0.0, torch.zeros(values.shape[1], dtype=torch.float64)
     for i in range(len(keys)):
         if i != out:
             u = math.sqrt(sum(((float(a) - float(b)) / c) ** 2 for a, b, c in zip(x, keys[i], h, strict=True)))
-            share = kernel_value(name, u)
+            share = reference.KERNELS[name](u)
             total, mean = total + share, mean + share * values[i].double()
     return mean / total if total else mean
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from sklearn.datasets import load_diabetes, load_iris
 
@@ -45,16 +46,6 @@ def rule(keys: Floats, factor: str) -> list[float]:
     return found
 
 
-def profile(kind: type[Kernel], u: float) -> float:
-    if kind is Gaussian:
-        return math.exp(-u * u / 2)
-    if kind is Laplacian:
-        return math.exp(-u)
-    if kind is Boxcar:
-        return float(u <= 1)
-    return max(0.0, 1 - (u * u if kind is Epanechnikov else u))
-
-
 VOLUMES = {Gaussian: math.sqrt(2 * math.pi), Laplacian: 2.0, Boxcar: 2.0, Epanechnikov: 4 / 3, Triangular: 1.0}
 
 
@@ -63,7 +54,7 @@ def loss(keys: Floats, values: Floats | None, kind: type[Kernel], h: float) -> f
     total = 0.0
     for i in range(len(keys)):
         others = [j for j in range(len(keys)) if j != i]
-        near = [profile(kind, math.dist(keys[i], keys[j]) / h) for j in others]
+        near = [reference.KERNELS[kind.__name__.lower()](math.dist(keys[i], keys[j]) / h) for j in others]
         if math.fsum(near) == 0:
             return math.inf
         if values is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 
 from softdb.check import Metric
@@ -32,12 +33,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 # -- the equations, of one distance, in float64 ------------------------------------------------------------------------
 
 EQUATIONS: dict[type[Kernel], Callable[[float], float]] = {
-    Gaussian: lambda u: math.exp(-u * u / 2),
-    Laplacian: lambda u: math.exp(-u),
-    Boxcar: lambda u: 1.0 if u <= 1 else 0.0,
-    Epanechnikov: lambda u: max(0.0, 1 - u * u),
-    Triangular: lambda u: max(0.0, 1 - u),
-    Constant: lambda u: 1.0,
+    kind: reference.KERNELS[kind.__name__.lower()]
+    for kind in (Gaussian, Laplacian, Boxcar, Epanechnikov, Triangular, Constant)
 }
 NAMES = {
     Gaussian: "gaussian",
