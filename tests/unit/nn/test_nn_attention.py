@@ -493,6 +493,7 @@ def digest(path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=D, value_dim=V) as db:
         db.insert(list(range(RECORDS)), torch.randn(RECORDS, D), torch.randn(RECORDS, V))
@@ -527,6 +528,7 @@ def indexed(path: Path | None = None) -> softdb.SoftDB:
     return db
 
 
+@pytest.mark.slow
 def test_an_index_stays_right_however_long_the_projections_are_trained(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with indexed(tmp_path / "db") as db:

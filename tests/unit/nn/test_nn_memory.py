@@ -176,6 +176,7 @@ def test_the_search_is_as_hard_as_for_k_however_many_are_looked_at(monkeypatch: 
     assert efforts == [index.effort]
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_step_does_not_grow_with_the_records() -> None:
     import tracemalloc
 
@@ -607,6 +608,7 @@ while True:  # every value grows by 1 a step
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_loses_at_most_what_was_not_committed(tmp_path: Path) -> None:
     db = softdb.open(tmp_path / "db", dim=4, value_dim=3)
     db.insert(range(100), torch.randn(100, 4), torch.zeros(100, 3))
@@ -782,6 +784,7 @@ def test_with_an_index_records_of_others_take_no_part() -> None:
 # -- the index after commits -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_many_commits_the_index_is_built_anew() -> None:
     db = large()
     db.build_index("ivf", recall=0.9)
