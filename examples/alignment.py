@@ -38,7 +38,7 @@ def pairs(count: int) -> list[tuple[str, str]]:
 
 def codes(texts: list[str]) -> Tensor:  # (b, LONGEST + 1)
     """Texts as numbers of symbols, with one padding symbol at least."""
-    return torch.tensor([[SYMBOLS.index(one) for one in text.ljust(LONGEST + 1)] for text in texts])
+    return torch.tensor([[SYMBOLS.index(symbol) for symbol in text.ljust(LONGEST + 1)] for text in texts])
 
 
 class Rewriter(torch.nn.Module):
@@ -74,7 +74,7 @@ class Rewriter(torch.nn.Module):
         for _ in range(LONGEST):
             scores, weights = self(dates, written)
             written = torch.cat([written, scores[:, -1:].argmax(dim=-1)], dim=1)
-        return ["".join(SYMBOLS[one] for one in row[1:]).split(" ")[0] for row in written.tolist()], weights
+        return ["".join(SYMBOLS[code] for code in row[1:]).split(" ")[0] for row in written.tolist()], weights
 
 
 def trained(examples: list[tuple[str, str]]) -> Rewriter:
@@ -84,7 +84,7 @@ def trained(examples: list[tuple[str, str]]) -> Rewriter:
     written = F.pad(answers[:, :-1], (1, 0), value=SYMBOLS.index("^"))
     optimiser = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=2e-2, total_steps=STEPS)
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
         chosen = torch.randint(len(examples), (BATCH,))
         scores, _ = model(dates[chosen], written[chosen])
         loss = F.cross_entropy(scores.flatten(0, 1), answers[chosen].flatten())
@@ -93,6 +93,8 @@ def trained(examples: list[tuple[str, str]]) -> Rewriter:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
+        if step == 1 or step % 50 == 0:
+            print(f"step {step:3} of {STEPS}        loss {loss.item():.3f}", flush=True)
     return model
 
 
@@ -136,7 +138,7 @@ def main(picture: Path | None) -> None:
     model = trained(known)
     dates = [date for date, _ in held_out]
     found, weights = model.write(codes(dates))
-    right = sum(one == answer for one, (_, answer) in zip(found, held_out, strict=True)) / len(held_out)
+    right = sum(text == answer for text, (_, answer) in zip(found, held_out, strict=True)) / len(held_out)
     print(f"an answer              {dates[0]} -> {found[0]}")
     print(f"dates right            {right:.3f}")
     print(f"digits aligned         {aligned(dates, weights):.3f}")

@@ -99,17 +99,19 @@ class Detector(torch.nn.Module):
         return self.answer(pooled).squeeze(1), weights
 
 
-def trained(pooling: torch.nn.Module, known: Bags) -> Detector:
+def trained(name: str, pooling: torch.nn.Module, known: Bags) -> Detector:
     """A detector, from bags and their labels."""
     model = Detector(pooling)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
         chosen = torch.randint(len(known.images), (BATCH,))
         odds, _ = model(known.images[chosen], known.valid_len[chosen])
         loss = F.binary_cross_entropy_with_logits(odds, known.labels[chosen])
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
+        if step == 1 or step % 100 == 0:
+            print(f"training {name}, step {step} of {STEPS}: loss {loss.item():.3f}", flush=True)
     return model
 
 
@@ -130,22 +132,22 @@ def main() -> None:
     half = len(labels) // 2
     known = bags(images[:half], labels[:half], TRAINED, random)
     held_out = bags(images[half:], labels[half:], TESTED, random)
-    print("pooling            AUC   heaviest is a 9")
+    rows = ["pooling            AUC   heaviest is a 9"]
     for name, pooling in (
         ("attention", MILPooling(WIDTH, hidden=HIDDEN)),
         ("gated attention", MILPooling(WIDTH, hidden=HIDDEN, gated=True)),
         ("mean", Mean()),
         ("max", Max()),
     ):
-        model = trained(pooling, known)
+        model = trained(name, pooling, known)
         with torch.no_grad():
             odds, weights = model(held_out.images, held_out.valid_len)
         auc = roc_auc_score(held_out.labels, odds)
         where = f"{pointed(weights, held_out):18.3f}" if isinstance(pooling, MILPooling) else ""
-        print(f"{name:16}{auc:6.3f}{where}")
+        rows.append(f"{name:16}{auc:6.3f}{where}")
     held = held_out.labels == 1
     share = (held_out.wanted.sum(dim=1) / held_out.valid_len)[held].mean().item()
-    print(f"by chance            {share:19.3f}")
+    print("\n".join([*rows, f"by chance            {share:19.3f}"]))
 
 
 if __name__ == "__main__":

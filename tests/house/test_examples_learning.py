@@ -10,7 +10,12 @@ from test_examples import ROOT, run
 
 def test_attention_finds_the_nines_in_bags_of_digits(tmp_path: Path) -> None:
     shown = run(ROOT / "examples" / "digit_bags.py", tmp_path)
-    rows = {line[:16].strip(): [float(one) for one in line[16:].split()] for line in shown.splitlines()[1:]}
+    lines = shown.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("pooling"))
+    assert [line.split(",")[0] for line in lines[:first:4]] == [
+        f"training {name}" for name in ("attention", "gated attention", "mean", "max")
+    ]
+    rows = {line[:16].strip(): [float(cell) for cell in line[16:].split()] for line in lines[first + 1 :]}
     assert list(rows) == ["attention", "gated attention", "mean", "max", "by chance"]
     mean = rows["mean"][0]
     for name in ("attention", "gated attention"):
@@ -24,6 +29,7 @@ def test_attention_finds_the_nines_in_bags_of_digits(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_decoder_finds_the_alignment(tmp_path: Path) -> None:
     shown = run(ROOT / "examples" / "alignment.py", tmp_path, "mine.png")
+    assert shown.startswith("step   1 of ")
     lines = {line[:23].strip(): line[23:].split() for line in shown.splitlines()}
     read, _, written = lines["an answer"]
     assert written == ".".join(reversed(read.split("-")))
