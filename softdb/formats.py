@@ -22,8 +22,8 @@ from softdb.errors import BadInput, SoftDBError
 
 __all__ = ["Fields", "Line", "Rows", "export_records", "import_records", "is_vector", "read_records", "read_rows"]
 
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON writes them: 007 stays text
-_CELL = 1 << 27  # characters of a CSV cell: a key as text, wide as it may be
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
+_CELL = 1 << 27  # characters of a CSV cell
 _LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
 Row = dict[str, Any]
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fields:
-    """Which field of a line is what. The others together are the payload; one called `payload`, alone, is it whole."""
+    """Names of fields. The other fields are the payload; where `payload` is the only other one, its value is."""
 
     id: str = "id"
     key: str = "key"  # a list of numbers
@@ -41,7 +41,7 @@ class Fields:
 
 @dataclass
 class Rows:
-    """Consecutive records of a file on their way in."""
+    """A batch of consecutive records of a file."""
 
     path: Path
     share: float = 0.0  # of the file, read so far
@@ -85,16 +85,12 @@ def read_records(
     Raises BadInput naming file and line; the records before that line have been yielded by then.
     """
     path, fields, size = Path(path), fields or Fields(), check.integer(batch_size, "batch_size")
-    if not path.is_file():
-        raise BadInput(f"{path} is not a file; give one of {_KINDS}")
-    if path.suffix in (".npy", ".npz"):
+    if path.suffix in (".npy", ".npz") and path.is_file():
         if keys is not None:
             raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
         return _bare(path, _matrix(path), size)
-    name = path.name.removesuffix(".gz")
-    if not name.endswith((".jsonl", ".ndjson", ".csv")):
-        raise BadInput(f"{path.name} has a name of no known kind; expected {_KINDS}")
-    vectors = None if keys is None else _matched(Path(keys), path, name.endswith(".csv"))
+    kind = _kind(path, _KINDS, ".jsonl", ".ndjson", ".csv")
+    vectors = None if keys is None else _matched(Path(keys), path, kind == ".csv")
     return _batches(path, _Parser(path, fields, vectors), size, read_rows(path, fields))
 
 
@@ -103,14 +99,18 @@ def read_rows(path: Path, fields: Fields) -> Iterator[Line]:
 
     Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line.
     """
+    kind = _kind(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
+    return _csv_lines(path, fields, "," if kind == ".csv" else "\t") if kind in (".csv", ".tsv") else _json_lines(path)
+
+
+def _kind(path: Path, expected: str, *kinds: str) -> str:
+    """The suffix before `.gz` of a file that is there, one of `kinds`."""
     if not path.is_file():
-        raise BadInput(f"{path} is not a file; give a .jsonl, .csv or .tsv file, or such a .gz one")
-    name = path.name.removesuffix(".gz")
-    if name.endswith((".csv", ".tsv")):
-        return _csv_lines(path, fields, "," if name.endswith(".csv") else "\t")
-    if not name.endswith((".jsonl", ".ndjson")):
-        raise BadInput(f"{path.name} has a name of no known kind; expected .jsonl, .csv or .tsv, also with .gz")
-    return _json_lines(path)
+        raise BadInput(f"{path} is not a file; give one of {expected}")
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind not in kinds:
+        raise BadInput(f"{path.name} has a name of no known kind; expected {expected}")
+    return kind
 
 
 def import_records(
@@ -145,7 +145,7 @@ def is_vector(value: object) -> bool:
     if not isinstance(value, list) or not value:
         return False
     try:
-        return all(type(one) in (int, float) and math.isfinite(one) for one in value)
+        return all(type(number) in (int, float) and math.isfinite(number) for number in value)
     except OverflowError:  # an int of more than 308 digits
         return False
 
@@ -167,10 +167,9 @@ def export_records(
     ):
         for records in db.scan(batch_size, where):
             values = [None] * len(records) if records.values is None else records.values.tolist()
-            columns = (records.ids, records.keys.tolist(), values, records.payloads)
-            for one in zip(*columns, strict=True):
-                row = dict(zip(("id", "key", "value", "payload"), one, strict=True))
-                kept = {name: part for name, part in row.items() if part is not None}
+            for record in zip(records.ids, records.keys.tolist(), values, records.payloads, strict=True):
+                row = zip(("id", "key", "value", "payload"), record, strict=True)
+                kept = {name: part for name, part in row if part is not None}
                 file.write(json.dumps(kept, ensure_ascii=False, separators=(",", ":")) + "\n")
             done += len(records)
     fresh.replace(path)
@@ -191,9 +190,7 @@ def _text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
                     raise BadInput(f"{path.name} line {number}: longer than {_LINE:,} bytes; break it up")
                 yield number, raw.tell() / size, line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise BadInput(
-                f"{path.name} line {number}: not UTF-8 ({error.reason}); decode the source rightly"
-            ) from None
+            raise BadInput(f"{path.name} line {number}: not UTF-8 ({error.reason}); re-encode the source") from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
 
@@ -207,9 +204,8 @@ def _json_lines(path: Path) -> Iterator[Line]:
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line") from None
         if not isinstance(row, dict):
-            raise BadInput(
-                f'{path.name} line {number}: {check.shown(row)}; expected an object such as {{"id": …, "key": […]}}'
-            )
+            what = f'{check.shown(row)}; expected an object such as {{"id": …, "key": […]}}'
+            raise BadInput(f"{path.name} line {number}: {what}")
         yield Line(number, share, row)
 
 
@@ -236,9 +232,8 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
                 header = cells
                 continue
             if len(cells) != len(header):
-                raise BadInput(
-                    f"{path.name} line {reader.line_num}: {len(cells)} cells, {len(header)} in the header; mend it"
-                )
+                counts = f"{len(cells)} cells, {len(header)} in the header"
+                raise BadInput(f"{path.name} line {reader.line_num}: {counts}; mend it")
             row = {name: _cell(cell, name, fields) for name, cell in zip(header, cells, strict=True) if cell}
             yield Line(reader.line_num, share, row, tuple(name for name in header if name not in row))
     except csv.Error as error:
@@ -249,7 +244,7 @@ def _cell(cell: str, name: str, fields: Fields) -> Any:
     if name in (fields.id, fields.text):
         return cell
     if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
-        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a list that `_vector` will name
+        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a list that `key` will name
             value = json.loads(cell)
             return cell if isinstance(value, float) and math.isinf(value) else value
     return cell
@@ -293,17 +288,16 @@ class _Parser:
         if self.fields.text is not None:
             text = row.get(self.fields.text)
             if not isinstance(text, str):
-                fields = check.shown(list(row))
-                raise BadInput(
-                    f"field {self.fields.text!r} is {check.shown(text)}, not a text; its fields are {fields}"
-                )
+                named = f"field {self.fields.text!r} is {check.shown(text)}"
+                raise BadInput(f"{named}, not a text; its fields are {check.shown(list(row))}")
             return text
-        vector = _vector(_taken(row, self.fields.key, "key"), self.fields.key)
+        name = self.fields.key
+        vector = _taken(row, name, "key")
+        if not is_vector(vector):
+            raise BadInput(f"field {name!r} is {check.shown(vector)}; expected a list of numbers")
         self.width = self.width or len(vector)
         if len(vector) != self.width:
-            raise BadInput(
-                f"field {self.fields.key!r} has {len(vector)} numbers, {self.width} in the lines before; mend it"
-            )
+            raise BadInput(f"field {name!r} has {len(vector)} numbers, {self.width} in the lines before; mend it")
         return vector
 
 
@@ -311,12 +305,6 @@ def _taken(row: Row, name: str, what: str) -> Any:
     if name not in row:
         raise BadInput(f"no field {name!r} for the {what}; its fields are {check.shown(list(row))}, name the right one")
     return row.pop(name)
-
-
-def _vector(value: object, name: str) -> list[float]:
-    if not is_vector(value):
-        raise BadInput(f"field {name!r} is {check.shown(value)}; expected a list of numbers")
-    return cast("list[float]", value)
 
 
 def _batches(path: Path, parser: _Parser, size: int, lines: Iterator[Line]) -> Iterator[Rows]:
