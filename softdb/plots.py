@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from softdb import check
+from softdb.answers import Pooled
 from softdb.errors import BadInput, MissingDependency
 
 __all__ = ["attention_heatmap", "figure", "save", "temperature_sweep", "weight_bars"]
+
+LABELLED = 40  # records, at most, that a heat map names
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
@@ -58,11 +63,18 @@ def temperature_sweep(
 
 def attention_heatmap(
     ax: Any,  # matplotlib axes; None makes them
-    weights: Any,  # (q, n)
+    weights: Any,  # a Pooled answer with weights, or numbers (q, n)
     queries: Sequence[str] | None = None,  # q labels
     records: Sequence[str] | None = None,  # n labels
 ) -> Any:
-    """Which query looks at which record: weights as shades, queries down, records across. Returns the axes."""
+    """Which query looks at which record: weights as shades, queries down, records across. Returns the axes.
+
+    Of an answer of `attend(k=)`, or another with weights, the records that any query weighed stand in row order, with
+    their ids where these are at most 40. (The columns of `pooled.weights` itself are ranks, not records.)
+    """
+    if isinstance(weights, Pooled):
+        weights, ids = _by_record(weights)
+        records = ids if records is None and len(ids) <= LABELLED else records
     shares = _matrix(weights)
     for name, labels, count in (("queries", queries, len(shares)), ("records", records, shares.shape[1])):
         if labels is not None and len(labels) != count:
@@ -76,6 +88,19 @@ def attention_heatmap(
     if records is not None:
         ax.set_xticks(range(len(records)), records, rotation=45, ha="right")
     return ax
+
+
+def _by_record(pooled: Pooled) -> tuple[NDArray[np.float64], list[str]]:  # (q, n), n ids
+    """Weights by record, in row order, of all that some query weighed."""
+    if pooled.hits is None or pooled.weights is None:
+        raise BadInput("this answer has no weights by record; ask with k=, or with need_weights=True")
+    rows = pooled.hits.rows.cpu().numpy()
+    query, rank = np.nonzero(rows >= 0)
+    _, first, column = np.unique(rows[query, rank], return_index=True, return_inverse=True)
+    shares = np.zeros((len(rows), len(first)))
+    np.add.at(shares, (query, column), _floats(pooled.weights)[query, rank])
+    ids = list(chain.from_iterable(pooled.hits.ids)) if len(first) <= LABELLED else []
+    return shares, [str(ids[i]) for i in first] if ids else [""] * len(first)
 
 
 def weight_bars(

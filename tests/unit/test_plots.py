@@ -47,12 +47,34 @@ def test_a_heatmap_of_a_database(tmp_path: Path) -> None:
     db = softdb.open(None, dim=2)
     db.insert(["east", "north"], [[1, 0], [0, 1]])
     pooled = db.attend([[3.0, 0], [0, 3.0], [1, 1]], k=2)
-    assert pooled.weights is not None
-    assert pooled.hits is not None
-    by_row = torch.zeros_like(pooled.weights).scatter(1, pooled.hits.rows, pooled.weights)
-    ax = plots.attention_heatmap(None, by_row, ["e", "n", "ne"], ["east", "north"])
+    ax = plots.attention_heatmap(None, pooled, ["e", "n", "ne"])
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["east", "north"]
+    near, far = 1 / (1 + np.exp([-3, 3]))
+    np.testing.assert_allclose(ax.get_images()[0].get_array(), [[near, far], [far, near], [0.5, 0.5]], rtol=1e-5)
     plots.save(ax.figure, tmp_path / "map.svg")
     assert b"<svg" in (tmp_path / "map.svg").read_bytes()
+
+
+def test_a_heatmap_has_a_column_for_each_record_that_was_weighed(rng: np.random.Generator) -> None:
+    db = softdb.open(None, dim=3)
+    keys, queries = rng.standard_normal((60, 3)), rng.standard_normal((50, 3))
+    db.insert([f"r{i}" for i in range(60)], keys)
+    pooled = db.attend(queries[:4], k=5)
+    assert pooled.hits is not None
+    assert pooled.weights is not None
+    ax = plots.attention_heatmap(None, pooled)
+    names = [label.get_text() for label in ax.get_xticklabels()]
+    assert names == [f"r{i}" for i in np.unique(pooled.hits.rows)]
+    shares = ax.get_images()[0].get_array()
+    for i, mine in enumerate(pooled.hits):
+        for hit, weight in zip(mine, pooled.weights[i].tolist(), strict=True):
+            assert shares[i, names.index(str(hit.id))] == weight
+    np.testing.assert_allclose(shares.sum(1), 1, rtol=1e-5)
+    many = plots.attention_heatmap(None, db.attend(queries, k=60))
+    assert many.get_images()[0].get_array().shape == (50, 60)
+    assert "r0" not in [label.get_text() for label in many.get_xticklabels()]
+    with pytest.raises(softdb.BadInput, match=r"no weights by record; ask with k="):
+        plots.attention_heatmap(None, db.attend(queries))
 
 
 def test_given_axes_are_used_and_a_picture_is_saved(tmp_path: Path) -> None:
