@@ -26,7 +26,7 @@ from softdb.errors import (
 )
 
 if TYPE_CHECKING:
-    from softdb import nn, scores
+    from softdb import nn, scores, train
     from softdb.answers import Estimate, Explanation, Hit, Hits, Pooled, QueryHits, Record, Records, Samples
     from softdb.database import SoftDB
     from softdb.functional import attention
@@ -93,11 +93,13 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
-    if name in ("nn", "scores", "train"):
-        return importlib.import_module(f"softdb.{name}")
-    if name not in _LAZY:
-        raise AttributeError(f"module 'softdb' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"softdb.{_LAZY[name]}"), name)
-    return found
+if not TYPE_CHECKING:  # a type checker knows what there is
+
+    def __getattr__(name: str) -> Any:
+        """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
+        if name in ("nn", "scores", "train"):
+            return importlib.import_module(f"softdb.{name}")
+        if name not in _LAZY:
+            raise AttributeError(f"module 'softdb' has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(f"softdb.{_LAZY[name]}"), name)
+        return found

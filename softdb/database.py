@@ -44,6 +44,7 @@ from softdb.store.duplicate import duplicate
 from softdb.store.filters import field_names
 from softdb.store.stats import stats
 from softdb.store.verify import verify
+from softdb.typing import Device, Ids, IdsPerQuery, Numbers, Vectors
 from softdb.weights import Weighting, weighting
 
 __all__ = ["SoftDB"]
@@ -93,7 +94,7 @@ class SoftDB:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @_verb
-    def insert(self, ids: Any, keys: Any, values: Any = None, payloads: Any = None) -> None:
+    def insert(self, ids: Ids, keys: Vectors, values: Numbers | None = None, payloads: Any = None) -> None:
         """Add records; on disk when this returns, all of them or none.
 
         Args:
@@ -110,12 +111,14 @@ class SoftDB:
         self._store.insert(self._batch(ids, keys, values, payloads))
 
     @_verb
-    def upsert(self, ids: Any, keys: Any, values: Any = None, payloads: Any = None) -> None:
+    def upsert(self, ids: Ids, keys: Vectors, values: Numbers | None = None, payloads: Any = None) -> None:
         """As `insert`, but a record whose id is stored already is replaced whole, its payload too."""
         self._store.upsert(self._batch(ids, keys, values, payloads))
 
     @_verb
-    def update(self, ids: Any, keys: Any = None, values: Any = None, payloads: Any = None) -> None:
+    def update(
+        self, ids: Ids, keys: Vectors | None = None, values: Numbers | None = None, payloads: Any = None
+    ) -> None:
         """Replace the given parts of stored records, all or none. Raises UnknownId for an id that is not stored."""
         if keys is None and values is None and payloads is None:
             raise BadInput("nothing to change was given; pass keys, values or payloads")
@@ -128,7 +131,7 @@ class SoftDB:
         )
 
     @_verb
-    def delete(self, ids: Any = None, where: dict[str, Any] | None = None) -> int:
+    def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
         """Delete records by id (missing ones are fine) or by filter, and return how many there were."""
         if (ids is None) == (where is None):
             raise BadInput("give ids or where, one of them; where={} deletes every record")
@@ -137,7 +140,7 @@ class SoftDB:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @_verb
-    def get(self, ids: Any) -> Records:
+    def get(self, ids: Ids) -> Records:
         """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
         names = check.identifiers(ids, unique=False)
         snapshot, rows, texts = self._store.require(names)
@@ -184,13 +187,13 @@ class SoftDB:
     @_verb
     def search(
         self,
-        queries: Any,
+        queries: Vectors,
         k: int | None = None,
         *,
         where: dict[str, Any] | None = None,
         exact: bool = False,
         radius: float | None = None,
-        exclude_ids: Any = None,
+        exclude_ids: IdsPerQuery | None = None,
         diversity: float | None = None,
         fetch_k: int | None = None,
     ) -> Hits:
@@ -204,8 +207,8 @@ class SoftDB:
             k: how many; 10 where nothing else is asked for.
             where: a filter on the payload; see `softdb.store.filters`.
             exact: pass the index by.
-            radius: in place of k, every record that is near enough, always exact: for "l2" those at a distance
-                ‖q - k‖ of at most `radius`, score ≥ -radius²; for "dot" and "cosine" those with score ≥ `radius`. The
+            radius: in place of k, every record that is near enough, always exact: for "l2" a largest distance,
+                ‖q - k‖ ≤ radius, though scores are -‖q - k‖²; for "dot" and "cosine" a least score, s ≥ radius. The
                 answer is as wide as the query with the most hits; the others end in row -1, score -inf.
             exclude_ids: ids that shall not be found, one list for all queries or one for each of them (a query that is
                 itself stored leaves itself out); k others are. Unknown ids are fine.
@@ -257,7 +260,9 @@ class SoftDB:
             queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder. As wide as
                 the keys, unless the score compares other widths.
             temperature: towards 0 the nearest record's value, towards infinity the mean of all values.
-            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m); None: the database's metric.
+            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, by
+                which its index finds. `softdb.attention` has ScaledDot instead, as torch has: score=scores.ScaledDot()
+                gives that here.
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
                 (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
             k: truncate to the k nearest. A score that no index can find for is compared with every record.
@@ -358,7 +363,8 @@ class SoftDB:
 
         Args:
             queries: as in `search`.
-            radius: as in `search`: the largest distance for "l2", else the least score.
+            radius: as in `search`: the largest distance for "l2" (not its score, which is -distance²), else the least
+                score.
             rtol, atol: the error shall be at most atol + rtol max(count, 1).
             confidence, max_candidates, generator: as in `attend`; at most so many records are drawn.
             where: a filter on the payload.
@@ -434,11 +440,11 @@ class SoftDB:
         *,
         recall: float = 0.95,
         k: int = 10,
-        queries: Any = None,
+        queries: Vectors | None = None,
         memory: int | str | None = None,
         progress: Progress | None = None,
         background: Literal[False] = False,
-        device: Any = None,
+        device: Device | None = None,
     ) -> IndexReport: ...
 
     @overload
@@ -449,11 +455,11 @@ class SoftDB:
         *,
         recall: float = 0.95,
         k: int = 10,
-        queries: Any = None,
+        queries: Vectors | None = None,
         memory: int | str | None = None,
         progress: Progress | None = None,
         background: Literal[True],
-        device: Any = None,
+        device: Device | None = None,
     ) -> Build[IndexReport]: ...
 
     @_verb
@@ -463,11 +469,11 @@ class SoftDB:
         *,
         recall: float = 0.95,
         k: int = 10,
-        queries: Any = None,
+        queries: Vectors | None = None,
         memory: int | str | None = None,
         progress: Progress | None = None,
         background: bool = False,
-        device: Any = None,
+        device: Device | None = None,
     ) -> IndexReport | Build[IndexReport]:
         """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
 
@@ -519,7 +525,7 @@ class SoftDB:
         return report
 
     @_verb
-    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Any = None) -> IndexReport:
+    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None) -> IndexReport:
         """Measure the index's recall anew and change how hard it looks, not its codes; returns the report.
 
         After many changes, or for queries of another kind than it was tuned for. Costs the exact search of 512 queries.
@@ -754,7 +760,7 @@ class SoftDB:
             self.update(names, keys=keys, values=values)
             return self.locate(names)
 
-    def as_queries(self, queries: Any, width: int | None = None) -> Tensor:
+    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
         vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.schema.dim
         if width in (None, dim):
@@ -763,7 +769,7 @@ class SoftDB:
 
     # -- the door --------------------------------------------------------------------------------------------------
 
-    def _batch(self, ids: Any, keys: Any, values: Any, payloads: Any) -> Batch:
+    def _batch(self, ids: Ids, keys: Vectors, values: Numbers | None, payloads: Any) -> Batch:
         names = self._identifiers(ids)
         return Batch(
             names,
@@ -772,13 +778,13 @@ class SoftDB:
             check.payloads(payloads, len(names)),
         )
 
-    def _identifiers(self, ids: Any) -> list[Id]:
+    def _identifiers(self, ids: Ids) -> list[Id]:
         names = check.identifiers(ids)
         if not names:
             raise BadInput("ids are an empty batch; give at least one")
         return names
 
-    def _keys(self, keys: Any) -> Array:
+    def _keys(self, keys: Vectors) -> Array:
         schema = self._store.schema
         return check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
 

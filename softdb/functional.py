@@ -85,7 +85,9 @@ def attention(
         query, key, value: tensors, arrays or lists; leading dimensions (batch, heads) broadcast. All are computed in
             the query's dtype and on its device (a list as float32); half precision in float32, and the output is cast
             back.
-        score: a `softdb.scores` object or a callable (q, d_q), (n, d) -> (q, n); None: ScaledDot.
+        score: a `softdb.scores` object or a callable (q, d_q), (n, d) -> (q, n); None: ScaledDot,
+            q·k/√d, as torch has. `SoftDB.attend` ranks by the database's metric instead, as its index does: Dot(),
+            Cosine() or NegativeL2() here give that.
         temperature: towards 0 the nearest key's value, towards infinity the mean of all values.
         weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform" (average
             pooling; the score is not asked), "argmax" (a lookup, without gradient to query and key), or a Weighting;

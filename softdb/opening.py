@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import apsw
 
@@ -14,6 +14,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.store import Store
 from softdb.store.filters import field_names
+from softdb.typing import Device
 
 __all__ = ["open"]
 
@@ -28,7 +29,7 @@ def open(
     metric: Literal["dot", "cosine", "l2"] | None = None,
     mode: Literal["rw", "r"] = "rw",
     durability: Literal["full", "relaxed"] = "full",
-    device: Any = None,
+    device: Device | None = None,
     encoder: check.Encoder | None = None,
     fields: Iterable[str] | None = None,
     verify: bool = False,

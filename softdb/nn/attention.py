@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,8 @@ class Attention(torch.nn.MultiheadAttention):
         The bias (N·L·num_heads,) is what b_k adds to each score. Differentiable. Cost q E (E + h kdim).
         """
         return self._fold(self._heads(self._batch(query, self.embed_dim, "query")))
+
+    __call__: Callable[..., tuple[Tensor, Tensor | None]]
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -156,6 +157,8 @@ class MovingBaseline(torch.nn.Module):
     def extra_repr(self) -> str:
         """How much of the past is kept."""
         return f"momentum={self.momentum}"
+
+    __call__: Callable[..., Tensor]
 
     @torch.no_grad()
     def forward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,8 @@ class MILPooling(torch.nn.Module):
         self.content = torch.nn.Linear(self.dim, units, bias=False)  # V
         self.gate = torch.nn.Linear(self.dim, units, bias=False) if gated else None  # U
         self.score = torch.nn.Linear(units, 1, bias=False)  # w
+
+    __call__: Callable[..., tuple[Tensor, Tensor]]
 
     def forward(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,8 @@ class SinusoidalPositions(torch.nn.Module):
         self.max_len = None if max_len is None else check.integer(max_len, "max_len")
         self.dropout = torch.nn.Dropout(check.share(dropout, "dropout"))
 
+    __call__: Callable[..., Tensor]
+
     def forward(
         self,
         x: Tensor,  # (…, n, d)
@@ -79,6 +83,8 @@ class LearnedPositions(torch.nn.Module):
         """The vectors as they start."""
         torch.nn.init.normal_(self.weight, std=INITIAL_STD)
 
+    __call__: Callable[..., Tensor]
+
     def forward(
         self,
         x: Tensor,  # (…, n, d)
@@ -113,6 +119,8 @@ class RotaryPositions(torch.nn.Module):
         self.dim = check.integer(dim, "dim")
         if self.dim % 2:
             raise BadInput(f"dim is {self.dim}, but rotary positions turn pairs of coordinates; choose an even width")
+
+    __call__: Callable[..., Tensor]
 
     def forward(
         self,

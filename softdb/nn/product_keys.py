@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -93,6 +94,8 @@ class ProductKeys(torch.nn.Module):
             f"{self.num_keys**2} slots, dim={self.dim}, value_dim={self.value_dim}, num_heads={self.num_heads}, "
             f"k={self.k}, key_dim={self.key_dim}"
         )
+
+    __call__: Callable[..., Tensor]
 
     def forward(
         self,

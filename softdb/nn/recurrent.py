@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,8 @@ class RecurrentAttention(torch.nn.Module):
             self.score = Additive(self.query_dim, self.state_dim, self.query_dim if hidden is None else hidden)
         else:
             raise BadInput(f"score is {shown(score)}; expected 'dot', 'general' or 'additive'")
+
+    __call__: Callable[..., tuple[Tensor, Tensor]]
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -74,6 +75,8 @@ class _NadarayaWatson(torch.nn.Module):
     def extra_repr(self) -> str:
         """The database."""
         return repr(self.db)
+
+    __call__: Callable[..., Tensor]
 
     def forward(
         self,

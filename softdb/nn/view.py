@@ -387,6 +387,8 @@ class View(torch.nn.Module):
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
+    __call__: Callable[..., Pooled]
+
     def forward(self, queries: Any, **words: Any) -> Pooled:
         """As `attend`."""
         return self.attend(queries, **words)

@@ -141,7 +141,7 @@ def _questions(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> l
         ("get", UnknownId, "is not stored", lambda: db.get(fresh)),
         ("delete: neither", BadInput, "give ids or where", lambda: db.delete()),
         ("delete: both", BadInput, "give ids or where", lambda: db.delete(fresh, {})),
-        ("delete: None", BadInput, "expected str or int", lambda: db.delete([None])),
+        ("delete: None", BadInput, "expected str or int", lambda: db.delete([None])),  # type: ignore[list-item]
         ("search: k=0", BadInput, "expected a whole number", lambda: db.search(query, k=0)),
         ("search: wide", BadInput, "wide", lambda: db.search(np.ones(model.kind.dim + 1))),
         ("search: NaN", BadInput, "NaN or infinity", lambda: db.search(query * np.nan)),

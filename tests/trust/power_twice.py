@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from oracle import Truth, held
@@ -73,7 +74,7 @@ def _continued(record: Record, timeline: Timeline, state: Held) -> None:
 def _write(record: Record, db: softdb.SoftDB) -> None:
     schema = db._store.schema
     key = np.ones(schema.dim, schema.dtype)
-    value = np.ones(schema.value_dim, schema.dtype) if schema.value_dim else 1 if schema.num_classes else None
+    value: Any = np.ones(schema.value_dim, schema.dtype) if schema.value_dim else 1 if schema.num_classes else None
     record.begin(0)
     db.insert([SECOND], key[None], None if value is None else [value])
     state = record.history.timelines[0].states[-1]

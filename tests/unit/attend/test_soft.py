@@ -426,7 +426,7 @@ def test_an_explanation_of_nothing_is_empty(db: SoftDB) -> None:
 def test_an_explanation_after_a_deletion_says_so(db: SoftDB, queries: Tensor) -> None:
     pooled = db.attend(queries, weights="argmax")
     assert pooled.hits is not None
-    db.delete([pooled.hits.rows[0, 0].item()])
+    db.delete([int(pooled.hits.rows[0, 0])])
     with pytest.raises(softdb.StaleRead, match="search again"):
         pooled.explain()
 

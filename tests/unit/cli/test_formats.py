@@ -267,7 +267,7 @@ PAYLOADS: list[Any] = [None, {}, {"payload": 1}, [], "text", 0, False, {"ü": "�
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
 def test_what_is_exported_comes_back_the_same(tmp_path: Path, dtype: Any, value: str, name: str) -> None:
     rng, n = np.random.default_rng(0), len(PAYLOADS)
-    ids = ["a", 1, "1", -(2**63), "ü", "", 'quote"', "last"]
+    ids: list[int | str] = ["a", 1, "1", -(2**63), "ü", "", 'quote"', "last"]
     values = {"none": None, "vector": rng.normal(size=(n, 2)), "label": rng.integers(0, 5, n)}[value]
     shape: dict[str, Any] = {"none": {}, "vector": {"value_dim": 2}, "label": {"num_classes": 5}}[value]
     with softdb.open(None, dim=3, dtype=dtype, **shape) as db, softdb.open(None, dim=3, dtype=dtype, **shape) as copy:

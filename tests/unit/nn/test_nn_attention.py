@@ -190,7 +190,7 @@ def test_gradients_are_right_by_finite_differences() -> None:
     mine, _ = pair(db, torch.float64, add_bias_kv=True, add_zero_attn=True)
     query = torch.randn(2, 2, E, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: mine(x, temperature=0.7)[0], query)
-    assert torch.autograd.gradcheck(lambda x: mine(x, temperature=0.7, k=5, need_weights=True), query)
+    assert torch.autograd.gradcheck(lambda x: mine(x, temperature=0.7, k=5, need_weights=True), query)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("k", [None, RECORDS])
@@ -216,7 +216,7 @@ def test_where_nothing_takes_part_heads_are_zeros(k: int | None, how: str) -> No
     query = torch.randn(L, N, E, requires_grad=True)
     output, _ = mine(query, k=k, **words)
     torch.testing.assert_close(output, mine.out_proj.bias.expand_as(output))
-    output.sum().backward()
+    output.sum().backward()  # type: ignore[no-untyped-call]
     for tensor in (query, mine.q_proj_weight, mine.k_proj_weight, mine.v_proj_weight, mine.in_proj_bias):
         assert tensor.grad is not None
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
@@ -285,7 +285,7 @@ def test_dropout_drops_candidates_unfolded(words: dict[str, Any], labels: bool) 
     assert hits is not None
     expected = _unfolded(mine, torch.tensor(hits.ids).view(N, L, HEADS, 6), weights)
     torch.testing.assert_close(output, expected)
-    output.sum().backward()
+    output.sum().backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is not None for parameter in mine.parameters())
 
 
@@ -432,7 +432,7 @@ def test_plain_rows_where_nothing_takes_part(numbers: bool) -> None:
     query.requires_grad_()
     output, _ = mine(query, key, value, attn_mask=mask)
     torch.testing.assert_close(output[1], mine.out_proj.bias.expand(N, E))
-    output.sum().backward()
+    output.sum().backward()  # type: ignore[no-untyped-call]
     assert query.grad is not None
     assert bool(query.grad.isfinite().all())
     assert torch.equal(query.grad[1], torch.zeros(N, E))
@@ -505,7 +505,7 @@ def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -
         for step in range(1000):
             optimizer.zero_grad()
             loss = (mine(query, k=5 if step % 2 else None)[0] - wanted).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < 0.1 * losses[0]
@@ -543,7 +543,7 @@ def test_an_index_stays_right_however_long_the_projections_are_trained(tmp_path:
         before, optimizer = digest(tmp_path), torch.optim.Adam(mine.parameters(), lr=0.003)
         for _ in range(1000):
             optimizer.zero_grad()
-            (mine(query, k=8)[0] - wanted).square().mean().backward()
+            (mine(query, k=8)[0] - wanted).square().mean().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         assert digest(tmp_path) == before
         db.tune(0.95, queries=mine.fold(unseen.unsqueeze(1)).queries.detach())
@@ -564,7 +564,7 @@ def test_heads_estimated_to_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None
         gradients = []
         for rtol in (None, 0.05):
             mine.zero_grad()
-            mine(query, rtol=rtol)[0].square().sum().backward()
+            mine(query, rtol=rtol)[0].square().sum().backward()  # type: ignore[no-untyped-call]
             gradients.append(torch.cat([one.grad.flatten() for one in mine.parameters() if one.grad is not None]))
         assert torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.97
         with pytest.raises(BadInput, match="rtol, generator or temperature are given without a database"):
@@ -596,7 +596,7 @@ def test_half_precision_and_autocast(k: int | None) -> None:
         cast = mine(query, k=k)[0]
     for one in (found, cast):
         assert float((one.float() - expected).abs().max().detach()) < 0.05 * float(expected.abs().max().detach())
-    cast.sum().backward()
+    cast.sum().backward()  # type: ignore[no-untyped-call]
     assert mine.k_proj_weight.grad is not None
 
 

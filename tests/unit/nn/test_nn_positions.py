@@ -88,7 +88,7 @@ def test_learnt_positions_are_added_and_trained() -> None:
     found = positions(x, offset=2)
     for p in range(N):
         assert torch.equal(found[:, p], x[:, p] + positions.weight[p + 2])
-    found.sum().backward()
+    found.sum().backward()  # type: ignore[no-untyped-call]
     expected = torch.zeros(10, 4)
     expected[2 : 2 + N] = B
     assert positions.weight.grad is not None

@@ -123,7 +123,7 @@ def test_gradcheck() -> None:
 def test_values_get_the_gradient_of_the_slots_found_and_no_more() -> None:
     memory = made()
     inputs = torch.randn(2, 6, dtype=torch.float64)
-    memory(inputs).sum().backward()
+    memory(inputs).sum().backward()  # type: ignore[no-untyped-call]
     grad = memory.values.grad
     assert grad is not None
     assert grad.is_sparse
@@ -132,7 +132,7 @@ def test_values_get_the_gradient_of_the_slots_found_and_no_more() -> None:
 
 def test_a_step_holds_no_gradient_as_large_as_the_memory() -> None:
     memory = ProductKeys(16, num_keys=256, value_dim=64, num_heads=1, k=4)
-    memory(torch.randn(2, 16)).sum().backward()
+    memory(torch.randn(2, 16)).sum().backward()  # type: ignore[no-untyped-call]
     grad = memory.values.grad
     assert grad is not None
     assert grad._values().numel() == 2 * 4 * 64  # of 65,536 slots
@@ -149,7 +149,7 @@ def test_it_learns_to_recall() -> None:
         loss = (memory(inputs) - targets).square().mean()
         for optimizer in (sparse, dense):
             optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in (sparse, dense):
             optimizer.step()
         losses.append(float(loss.detach()))
@@ -240,7 +240,7 @@ def test_what_inference_mode_kept_serves_training() -> None:
     inputs = torch.randn(4, 6, dtype=torch.float64)
     with torch.inference_mode():
         memory(inputs)
-    memory(inputs).sum().backward()
+    memory(inputs).sum().backward()  # type: ignore[no-untyped-call]
     assert memory.keys.grad is not None
 
 

@@ -34,7 +34,7 @@ def fill(db: softdb.SoftDB, ids: list[Any], seed: int = 0) -> tuple[np.ndarray, 
 
 
 def test_what_was_inserted_comes_back_in_the_order_asked(db: softdb.SoftDB) -> None:
-    ids = ["a", 1, "1", -(2**63), 2**63 - 1, "", "nul\0", "emoji 😀", "'; DROP TABLE records; --"]
+    ids: list[int | str] = ["a", 1, "1", -(2**63), 2**63 - 1, "", "nul\0", "emoji 😀", "'; DROP TABLE records; --"]
     keys, values = fill(db, ids)
     order = [3, 0, 8, 2, 1, 7, 6, 5, 4, 4]
     found = db.get([ids[i] for i in order])

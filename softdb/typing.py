@@ -1,0 +1,26 @@
+"""Types of what a database is asked with and given, for annotations; at run time they are text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any
+
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Numbers", "Vectors"]
+
+Array: TypeAlias = "Tensor | NDArray[Any]"
+# a row of numbers or a table of them; queries that are tensors keep their graph
+Numbers: TypeAlias = "Array | Sequence[float] | Sequence[Sequence[float]] | Sequence[Array]"
+# the same, or texts where the database has an encoder
+Vectors: TypeAlias = "Numbers | str | Sequence[str]"
+# one id alone is a batch of one
+Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
+# one list of ids for every query, or one for each
+IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
+Device: TypeAlias = "str | int | torch.device"
