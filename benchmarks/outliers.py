@@ -67,7 +67,7 @@ class World:
 
     def use(self, index: Index) -> None:
         """Search by this index from now on."""
-        self.db._finder._held = (index, self.db._finder._held[1])
+        self.db._finder._in_use = (index, self.db._finder._in_use[1])
 
     def recalls(self, index: Index) -> dict[str, Any]:
         """Shares of the true nearest that are found: all, and those that are outliers of norm."""

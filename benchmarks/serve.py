@@ -117,7 +117,7 @@ def ask_index(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         flat = faiss.IndexFlatIP(args.dim)
         flat.add(np.load(path.parent / "keys.npy"))
         peer = faiss.IndexRefine(index.inner, flat)
-        words = {"k_factor": float(index.candidates), "base_index_params": index.parameters(index.effort, None)}
+        words = {"k_factor": float(index.fetch_k), "base_index_params": index.parameters(index.effort, None)}
         parameters = faiss.IndexRefineSearchParameters(**words)
         truth = db.search(queries, k=10, exact=True).rows.numpy()
         mine, theirs = db.search(queries, k=10).rows.numpy(), peer.search(queries, 10, params=parameters)[1]

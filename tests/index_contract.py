@@ -85,7 +85,7 @@ class IndexContract:
             assert index.inner is before.inner
             assert high.recall >= 0.99
             assert high.measured_on == "queries given"
-            assert (index.effort, index.candidates) > (before.effort, before.candidates)
+            assert (index.effort, index.fetch_k) > (before.effort, before.fetch_k)
             assert high.bytes == low.bytes
             assert high.target == db.tune().target == 0.99
             found = db.search(queries, k=10).rows.tolist()

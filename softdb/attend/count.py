@@ -89,7 +89,7 @@ def _estimated(
     where it found much, would make counts too large.
     """
     asked, snapshot = prepared(ball.queries[which], tail.index.metric), ball.snapshot
-    near, doubt = min(int(NEAR * drawn * WIDER**look), tail.held), math.log(1 / (1 - confidence))
+    near, doubt = min(int(NEAR * drawn * WIDER**look), tail.size), math.log(1 / (1 - confidence))
     found = tail.draw(snapshot, asked, 1.0, near, drawn, seed, 1 - confidence, ball.least)
     positions = found.positions
     positions[(positions < 0) | ~ball.keep[positions]] = -1

@@ -12,7 +12,7 @@ from softdb.attend.request import Live, Positions, metric_in_place, score_rows
 from softdb.check import Asked, Metric
 from softdb.index.contract import Floats, Found
 from softdb.index.diverse import diverse
-from softdb.index.range import within
+from softdb.index.flat import radius_search
 from softdb.index.rerank import ordered
 from softdb.scores import score_of
 from softdb.store import Snapshot
@@ -135,7 +135,7 @@ def _in_radius(
 ) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
     """The records whose score, as it is shown, reaches the least one, best first; m is the most that a query has."""
     found, score = (
-        _without(within(snapshot, queries, least, metric, allowed), None, excluded, None)[0],
+        _without(radius_search(snapshot, queries, least, metric, allowed), None, excluded, None)[0],
         score_of(metric),
     )
     width = max(1, found.shape[1] * queries.shape[1])

@@ -14,7 +14,7 @@ from softdb.attend.request import Live, Positions, SoftQuery, metric_in_place, p
 from softdb.attend.streaming import stream
 from softdb.check import Tolerance
 from softdb.index.contract import Floats
-from softdb.index.tail import Drawn, Tail, kept, seeds_of
+from softdb.index.tail import Tail, TailSample, seeds_of, subsample
 from softdb.pool import State, merge
 from softdb.store import Snapshot
 from softdb.weights import divisor, softmax
@@ -138,11 +138,11 @@ class Plan(NamedTuple):
 
     def _near(self, task: Task) -> int:
         """How many records are scored because they are near: more where few of those found take part."""
-        return int(min(NEAR * task.budget * WIDER**task.look / self._share(), self.tail.held))
+        return int(min(NEAR * task.budget * WIDER**task.look / self._share(), self.tail.size))
 
     def _share(self) -> float:
         """Of the records that the index holds, about how many take part."""
-        return min(1.0, max(self.drawable / max(1, self.tail.held), 0.05))
+        return min(1.0, max(self.drawable / max(1, self.tail.size), 0.05))
 
     def _halves(self, task: Task) -> list[Task]:
         """The task in parts that fit into memory."""
@@ -220,7 +220,7 @@ class Plan(NamedTuple):
         out = (drawn.positions < 0) | ~self.counts[drawn.positions]
         drawn.positions[out], drawn.scores[out] = -1, -np.inf
         logits = self.factor * drawn.scores + drawn.log_weights
-        places, logs, largest = kept(drawn, logits, task.budget, seeds_of(asked, 2 * self.seed + 1))
+        places, logs, largest = subsample(drawn, logits, task.budget, seeds_of(asked, 2 * self.seed + 1))
         total, unseen, hidden = _beyond(drawn, logits)
         thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
         few = ((places >= 0).sum(1) < LEAST) & (thinned > 0)
@@ -268,7 +268,7 @@ class Plan(NamedTuple):
         return bar, tolerance.atol + tolerance.rtol * length
 
 
-def _beyond(drawn: Drawn, logits: Numbers) -> tuple[Numbers, Numbers, Numbers]:  # (q,), (q,), (q,)
+def _beyond(drawn: TailSample, logits: Numbers) -> tuple[Numbers, Numbers, Numbers]:  # (q,), (q,), (q,)
     """log Ẑ, and `unseen` and `hidden` relative to it, once the draws were held against what was thought of them.
 
     Infinite where a record that was drawn is heavier than any was said to be. Where the squared terms drawn add up to

@@ -245,10 +245,10 @@ class FaissRefine(Engine):
         k = self.setup.k
         effort = index.effort * max(1, -(-k // index.tuned_for))
         self.parameters = faiss.IndexRefineSearchParameters(
-            k_factor=max(LEAST_CANDIDATES, index.candidates * k) / k,
+            k_factor=max(LEAST_CANDIDATES, index.fetch_k * k) / k,
             base_index_params=index.parameters(effort, None),
         )
-        self.facts = {"index": self.beside.label, index.effort_name: effort, "candidates": index.candidates}
+        self.facts = {"index": self.beside.label, index.effort_name: effort, "fetch_k": index.fetch_k}
         return {"adding": seconds}
 
     def search(self, queries: Floats, effort: int) -> Rows:

@@ -21,13 +21,13 @@ from softdb.bench.report import command, commit, compared, machine, spread, vers
 from softdb.bench.truth import Exam, true_nearest
 from softdb.check import integer, share, shown
 from softdb.errors import BadInput
+from softdb.index.tune import least_effort
 
-__all__ = ["CURVE", "DEFAULT", "Ask", "least_effort", "run"]
+__all__ = ["CURVE", "DEFAULT", "Ask", "run"]
 
 DEFAULT = ("softdb", "softdb-ivf", "faiss-refine", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
 ALONE = 200  # queries that are asked one by one
-GAIN = 0.002  # recall that two doublings of the effort must bring, or the engine has reached what it can
 FINE = 64  # an effort is found to within one part in so many
 DOUBT = 3.0  # standard errors by which the recall on other queries may fall short: by chance once in 700 times
 
@@ -212,26 +212,9 @@ def _prepare(entry: _Entry, exam: Exam, goal: Goal, ask: Ask, say: Say) -> None:
     entry.effort = 0 if engine.efforts[1] == 0 and not engine.each_goal else goal.effort
     if tunable and goal.recall is not None:
         least, most = max(engine.efforts[0], ask.k), engine.efforts[1]
-        entry.effort = least_effort(recall, least, most, goal.recall)
+        entry.effort = least_effort(recall, least, most, goal.recall, FINE)[0]
         entry.seconds["measuring"] = time.perf_counter() - start
     entry.tuned = recall(entry.effort)
-
-
-def least_effort(recall: Callable[[int], float], low: int, high: int, goal: float) -> int:
-    """The least effort that reaches the goal, by doubling, then bisection; what it ended with where none does."""
-    trail, effort = [recall(low)], low
-    while trail[-1] < goal and effort < high:
-        if len(trail) > 4 and trail[-1] - trail[-3] < GAIN:
-            return effort
-        effort = min(2 * effort, high)
-        trail.append(recall(effort))
-    if trail[-1] < goal or len(trail) == 1:
-        return effort
-    below = effort // 2
-    while effort - below > max(1, effort // FINE):
-        middle = (below + effort) // 2
-        below, effort = (below, middle) if recall(middle) >= goal else (middle, effort)
-    return effort
 
 
 def _facts(entry: _Entry, exam: Exam, goal: Goal) -> dict[str, Any]:

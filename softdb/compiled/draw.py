@@ -14,7 +14,7 @@ import numpy as np
 from softdb.compiled.decorators import compiled, summed
 from softdb.compiled.memory import fetch
 
-__all__ = ["draw", "far", "hashed", "hashes", "log_normal", "thin"]
+__all__ = ["draw", "hashed", "hashes", "list_proposals", "log_normal", "subsample"]
 
 STEPS = 16  # of the bisection for how many are drawn: to a few thousandths of them
 AHEAD = 8  # lists whose random numbers are on their way from memory while one is drawn from
@@ -52,7 +52,7 @@ def log_normal(x: Any) -> Any:
 
 
 @compiled
-def far(
+def list_proposals(
     found: Any,  # (q,) int64 how many records are near, and looked at one by one
     near: Any,  # (5, q) float64 of the others in the lists searched, as `beyond.caps` has it, in logits:
     # the last of the near by its code (-inf: there are no others), cap, deviation from codes, share hidden, edge
@@ -286,7 +286,7 @@ def draw(
 
 
 @compiled
-def thin(
+def subsample(
     rows: Any,  # (q, w) int64
     logits: Any,  # (q, w) float64 how much each matters, its log-weight included; -inf = not at all
     scales: Any,  # (w,) float64 at least 1: by how much more the values of some matter

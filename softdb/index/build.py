@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
-from softdb.index.choose import KINDS, TRIED, Plan, Progress, budget, choose, plans
+from softdb.index.choose import KINDS, TRIED, Option, Progress, budget, choose, options
 from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module, prepared
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, engines, gpu_faiss, place
@@ -20,7 +20,7 @@ from softdb.index.gpu_search import find, nearest
 from softdb.index.ivf import POINTS_A_LIST, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
 from softdb.index.search import FLOOR, indexed_until
-from softdb.index.tune import Setting, hits_of, recalls_of, seconds_of, settle, steadied
+from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of, steadied
 from softdb.store import Snapshot
 
 __all__ = ["KINDS", "Progress", "Target", "build", "checked", "possible", "tuned"]
@@ -79,32 +79,32 @@ def build(
         reason = "asked for" if kind == "flat" else f"{snapshot.count} records are searched exactly in a moment"
         where = "cpu" if board is None else str(board.device)
         return None, {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
-    target = Target(recall, k, queries)
+    target = Target(recall, min(k, snapshot.count), queries)
     say = progress or (lambda *_: None)
     start = time.perf_counter()
     ranked = _ranked(snapshot, metric, fit, target, say)[:BUILT]
     chosen = time.perf_counter()
-    index = plan = None
+    index = option = None
     while ranked and (index is None or not index.report["met"]):
-        plan = ranked.pop(0)
+        option = ranked.pop(0)
         index = None  # its memory goes before the next is made
         begun = time.perf_counter()
-        index = _filled(snapshot, metric, plan, say)
+        index = _filled(snapshot, metric, option, say)
         built = time.perf_counter()
         lists = int(getattr(index.inner, "nlist", 0)) or None
-        index.report = {"codes": plan.codes, "lists": lists, "device": place(index)}
+        index.report = {"codes": option.codes, "lists": lists, "device": place(index)}
         tuned(snapshot, index, target, say)
-        ranked = [other for other in ranked if other.size > plan.size]  # only finer codes can do better
+        ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
     assert index is not None
-    assert plan is not None
+    assert option is not None
     if memory is not None and not index.report["met"] and kind == "auto":
-        raise _short(index, plan, possible(snapshot, kind, None, board), memory, target)
+        raise _short(index, option, possible(snapshot, kind, None, board), memory, target)
     index.report |= {"choose_seconds": round(chosen - start, 2), "build_seconds": round(built - begun, 2)}
     say("measuring", 1, 1)
     return index, index.report
 
 
-def possible(snapshot: Snapshot, kind: str, memory: int | None, board: Board | None = None) -> list[Plan]:
+def possible(snapshot: Snapshot, kind: str, memory: int | None, board: Board | None = None) -> list[Option]:
     """What may be built, nothing where exact search serves better. Raises MissingDependency and BadInput."""
     if kind == "flat":
         return []
@@ -114,7 +114,7 @@ def possible(snapshot: Snapshot, kind: str, memory: int | None, board: Board | N
     if snapshot.count < LEAST:
         raise BadInput(f"{snapshot.count} records are too few to train an index on; it takes {LEAST}, or kind='flat'")
     dim = snapshot.segments[0].keys.shape[1]
-    return plans(kind, dim, snapshot.count, memory, KINDS if board is None else engines(board))
+    return options(kind, dim, snapshot.count, memory, KINDS if board is None else engines(board))
 
 
 def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> None:
@@ -127,10 +127,10 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     if lengths is not None and board_of(index) is None:
         index.room = most_of(snapshot)
         index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
-    exam = _Exam(snapshot, index, asked, own, target.k)
-    exam.leave_out()
-    setting, measured = _aimed(exam, target.recall, say)
-    index.effort, index.candidates = setting.effort, setting.candidates
+    trial = _FullTrial(snapshot, index, asked, own, target.k)
+    trial.leave_out()
+    setting, measured = _aimed(trial, target.recall, say)
+    index.effort, index.fetch_k = setting.effort, setting.fetch_k
     index.report = {
         **{name: value for name, value in index.report.items() if name in ("codes", "lists", "device")},
         "kind": index.kind,
@@ -140,32 +140,32 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         "k": target.k,
         "measured_on": "queries given" if own is None else "stored keys, each without itself",
         index.effort_name: index.effort,
-        "candidates": index.candidates,
-        **({} if lengths is None else _by_norm(exam, setting, lengths)),
+        "fetch_k": index.fetch_k,
+        **({} if lengths is None else _by_norm(trial, setting, lengths)),
         "records": snapshot.count,
         "bytes": int(index.dump().nbytes),
         "tune_seconds": round(time.perf_counter() - start, 2),
     }
 
 
-def _aimed(exam: _Exam, recall: float, say: Progress) -> tuple[Setting, float]:
+def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, float]:
     """A setting, and the recall of the half that it was not tuned on: the aim is raised while that is too low."""
 
     def told(done: int, whole: int) -> None:
         say("measuring", done, whole)
 
-    def settled(goal: float) -> Setting:
-        return steadied(exam, exam.index.effort_most, settle(exam, exam.index, goal, told))
+    def aimed_at(goal: float) -> Setting:
+        return steadied(trial, trial.index.effort_most, fastest(trial, trial.index, goal, told))
 
     goal, kept = recall, None
     for aim in range(AIMS):
-        setting = settled(goal)
-        if kept is None and exam.afford(setting):  # the others are now for the index to find
-            setting = settled(goal)
-        measured = exam.recall(setting.effort, setting.candidates, held=True)
+        setting = aimed_at(goal)
+        if kept is None and trial.afford(setting):  # the others are now for the index to find
+            setting = aimed_at(goal)
+        measured = trial.recall(setting.effort, setting.fetch_k, held=True)
         if kept is None or kept[1] < recall or measured >= recall:
             kept = setting, measured
-        sure = measured - exam.doubt(setting.effort, setting.candidates)  # other queries will find as much, most likely
+        sure = measured - trial.doubt(setting.effort, setting.fetch_k)  # other queries will find as much, most likely
         if sure >= recall or setting.recall < goal or goal == 1:
             break
         goal = min(1.0, goal + 1.5 * (recall - sure) + (1 - recall) * aim / 10)
@@ -173,10 +173,10 @@ def _aimed(exam: _Exam, recall: float, say: Progress) -> tuple[Setting, float]:
     return kept
 
 
-def _by_norm(exam: _Exam, setting: Setting, lengths: Floats) -> dict[str, Any]:
+def _by_norm(trial: _FullTrial, setting: Setting, lengths: Floats) -> dict[str, Any]:
     """For inner products, how many outliers are compared, and the recall of long keys and of others."""
-    index = exam.index
-    hit, counts, truth = exam.hits(setting)
+    index = trial.index
+    hit, counts, truth = trial.hits(setting)
     classes = (lengths[truth, None] <= ALIKE * np.nanquantile(lengths, EDGES)).sum(2)
     found: dict[str, Any] = {}
     for number, name in enumerate(NORMS):
@@ -186,7 +186,7 @@ def _by_norm(exam: _Exam, setting: Setting, lengths: Floats) -> dict[str, Any]:
     return {"outliers": 0 if index.longest is None else len(index.longest), "recall_by_norm": found}
 
 
-class _Exam:
+class _FullTrial:
     """Questions to a whole database: one half to tune on, the other held aside.
 
     Where outliers of norm are compared with every query, tuning is on what is left for the index to find: so it finds
@@ -214,40 +214,40 @@ class _Exam:
         self.left = Selected(rows), truth
         self.known.clear()
 
-    def recall(self, effort: int, candidates: int, held: bool = False) -> float:
+    def recall(self, effort: int, fetch_k: int, held: bool = False) -> float:
         """The share of the true nearest that a search finds."""
-        return round(float(self._recalls(effort, candidates, held).mean()), 9)  # 0.99 is not 0.9899999999999999
+        return round(float(self._recalls(effort, fetch_k, held).mean()), 9)  # 0.99 is not 0.9899999999999999
 
-    def doubt(self, effort: int, candidates: int) -> float:
+    def doubt(self, effort: int, fetch_k: int) -> float:
         """The standard error of the half's recall that is held aside."""
-        each = self._recalls(effort, candidates, held=True)
+        each = self._recalls(effort, fetch_k, held=True)
         return float(each.std() / np.sqrt(len(each)))
 
-    def _recalls(self, effort: int, candidates: int, held: bool) -> NDArray[np.float64]:
-        name = (effort, candidates, held)
+    def _recalls(self, effort: int, fetch_k: int, held: bool) -> NDArray[np.float64]:
+        name = (effort, fetch_k, held)
         if name not in self.known:
             half = self._half(held)
             own = None if self.own is None else self.own[half]
             if self.left is None or held:
-                found, truth = self._search(self.asked[half], effort, candidates), self.truth[half]
+                found, truth = self._search(self.asked[half], effort, fetch_k), self.truth[half]
             else:
-                found, truth = self._candidates(self.asked[half], effort, candidates, self.left[0]), self.left[1]
+                found, truth = self._candidates(self.asked[half], effort, fetch_k, self.left[0]), self.left[1]
             self.known[name] = recalls_of(found, truth, own)
         return self.known[name]
 
     def _half(self, held: bool) -> slice:
         return slice(1, None, 2) if held and len(self.asked) > 1 else slice(0, None, 2)
 
-    def _candidates(self, queries: Tensor, effort: int, candidates: int, selected: Selected) -> Rows:
+    def _candidates(self, queries: Tensor, effort: int, fetch_k: int, selected: Selected) -> Rows:
         """What a search scores exactly: the nearest of these that count are those that it finds."""
         vectors = prepared(queries.float().numpy(), self.index.metric)
-        c = max(FLOOR, candidates * self.wanted)
+        c = max(FLOOR, fetch_k * self.wanted)
         return self.snapshot.positions(self.index.find(vectors, c, selected, effort))
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k), (q, k), (q, k)
         """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
         half = self._half(held=True)
-        found, truth = self._search(self.asked[half], setting.effort, setting.candidates), self.truth[half]
+        found, truth = self._search(self.asked[half], setting.effort, setting.fetch_k), self.truth[half]
         return *hits_of(found, truth, None if self.own is None else self.own[half]), truth
 
     def afford(self, setting: Setting) -> bool:
@@ -258,7 +258,7 @@ class _Exam:
         asked = np.ascontiguousarray(self.asked[self._half(held=False)].float().numpy())
 
         def search(queries: Floats) -> Rows:
-            return self._search(torch.from_numpy(queries), setting.effort, setting.candidates)
+            return self._search(torch.from_numpy(queries), setting.effort, setting.fetch_k)
 
         index.longest = every[:0]
         index.longest = affordable(self.snapshot, every, asked, search)
@@ -269,21 +269,21 @@ class _Exam:
         self.leave_out()
         return True
 
-    def seconds(self, effort: int, candidates: int) -> float:
+    def seconds(self, effort: int, fetch_k: int) -> float:
         """What a whole search costs."""
 
         def search(queries: Floats) -> Rows:
-            return self._search(torch.from_numpy(queries), effort, candidates)
+            return self._search(torch.from_numpy(queries), effort, fetch_k)
 
         return seconds_of(search, np.ascontiguousarray(self.asked.float().numpy()))
 
-    def _search(self, queries: Tensor, effort: int, candidates: int) -> Rows:
-        self.index.effort, self.index.candidates = effort, candidates
+    def _search(self, queries: Tensor, effort: int, fetch_k: int) -> Rows:
+        self.index.effort, self.index.fetch_k = effort, fetch_k
         return find(self.snapshot, self.index, queries, self.wanted, self.index.metric, None)
 
 
-def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Plan], target: Target, say: Progress) -> list[Plan]:
-    """The plans in the order in which a trial prefers them."""
+def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Target, say: Progress) -> list[Option]:
+    """The options in the order in which a trial prefers them."""
     if len(fit) == 1:
         return fit
     keys = prepared(snapshot.keys_at(_sample(snapshot, TRIED)).numpy(), metric)
@@ -291,14 +291,14 @@ def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Plan], target: Target,
     if target.queries is not None and len(target.queries):
         queries = prepared(_questions(snapshot, target.queries)[0][::2].float().numpy(), metric)
     preferred = choose(fit, metric, keys, queries, snapshot.count, target.recall, target.k, say)
-    return [plan for plan, _ in preferred]
+    return [option for option, _ in preferred]
 
 
-def _filled(snapshot: Snapshot, metric: Metric, plan: Plan, say: Progress) -> Index:
+def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -> Index:
     say("training", 0, 1)
     sample = _sample(snapshot, max(TRAINED, POINTS_A_LIST * lists_for(snapshot.count)))
     keys = prepared(snapshot.keys_at(sample).numpy(), metric)
-    index = plan.engine.train(metric, keys, snapshot.count, plan.codes)
+    index = option.engine.train(metric, keys, snapshot.count, option.codes)
     say("training", 1, 1)
     done = 0
     for block in snapshot.blocks(BLOCK):
@@ -324,11 +324,11 @@ def _questions(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows
     return snapshot.keys_at(own).float(), own
 
 
-def _short(index: Index, plan: Plan, every: list[Plan], memory: int, target: Target) -> BadInput:
+def _short(index: Index, option: Option, every: list[Option], memory: int, target: Target) -> BadInput:
     """What to say where nothing within the memory reaches the recall."""
     finer = [other for other in every if other.size > memory]
     more = f"about {min(other.size for other in finer)} bytes or more" if finer else "kind='flat'"
     return BadInput(
-        f"memory is {memory} bytes, within which {plan.name} comes closest: recall {index.report['recall']} of "
+        f"memory is {memory} bytes, within which {option.name} comes closest: recall {index.report['recall']} of "
         f"{target.recall}; give {more}, or ask for less recall"
     )

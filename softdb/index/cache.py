@@ -29,7 +29,9 @@ __all__ = ["load", "save"]
 
 _log = logging.getLogger("softdb")
 _NAME = re.compile(r"(ivf|ivf-sq8|ivf-rabitq|hnsw)-[0-9a-f]{16}\.faiss")
-_KEPT = ("covered", "effort", "candidates", "tuned_for", "report")  # of an index, beside its bytes
+_KEPT = {  # what an entry calls the attributes of an index that stand beside its bytes
+    "covered": "covered", "effort": "effort", "candidates": "fetch_k", "tuned_for": "tuned_for", "report": "report",
+}  # fmt: skip
 _KEY_BYTES = 32
 
 
@@ -47,7 +49,7 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
         "generation": generation,
         "bytes": len(data),
         "sha256": hashlib.sha256(data.data).hexdigest(),
-        **{attribute: getattr(index, attribute) for attribute in _KEPT},
+        **{name: getattr(index, attribute) for name, attribute in _KEPT.items()},
         "room": index.room,
         "longest": None if index.longest is None else index.longest.tolist(),
     }
@@ -73,8 +75,8 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
         return None
-    for attribute in _KEPT:
-        setattr(index, attribute, entry[attribute])
+    for name, attribute in _KEPT.items():
+        setattr(index, attribute, entry[name])
     return index
 
 

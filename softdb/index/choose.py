@@ -13,9 +13,9 @@ from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, faiss_module
 from softdb.index.hnsw import HNSW
 from softdb.index.ivf import IVF, IVFSQ8, POINTS_A_LIST, IVFRaBitQ, lists_for
-from softdb.index.tune import Setting, recall_of, seconds_of, settle
+from softdb.index.tune import Setting, fastest, recall_of, seconds_of
 
-__all__ = ["KINDS", "TRIED", "Plan", "Progress", "budget", "choose", "plans"]
+__all__ = ["KINDS", "TRIED", "Option", "Progress", "budget", "choose", "options"]
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
 
@@ -27,7 +27,7 @@ RESCORED = 2e-10  # seconds to multiply two numbers of a candidate that is score
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-class Plan(NamedTuple):
+class Option(NamedTuple):
     """An engine, its codes, and what they will occupy."""
 
     engine: type[IVF] | type[HNSW]
@@ -55,20 +55,20 @@ def budget(memory: object) -> int | None:
     return int(memory)
 
 
-def plans(
+def options(
     kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[IVF] | type[HNSW]] = KINDS
-) -> list[Plan]:
+) -> list[Option]:
     """What may be built within the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
     wanted = engines.values() if kind == "auto" else [engines[kind]]
     every = [
-        Plan(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
+        Option(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
         for engine in wanted
         for codes in engine.codes(dim)
     ]
-    fit = [plan for plan in every if memory is None or plan.size <= memory]
+    fit = [option for option in every if memory is None or option.size <= memory]
     if not fit:
-        least = min(every, key=lambda plan: plan.size)
+        least = min(every, key=lambda option: option.size)
         raise BadInput(
             f"memory is {memory} bytes, which no index of kind {kind!r} meets; the smallest, {least.name}, takes about "
             f"{least.size}; give that, or kind='flat', which takes none"
@@ -77,7 +77,7 @@ def plans(
 
 
 def choose(
-    fit: list[Plan],
+    fit: list[Option],
     metric: Metric,
     keys: Floats,  # (m, d) prepared, a sample of the records
     queries: Floats | None,  # (q, d) prepared; None: some of the keys
@@ -85,29 +85,29 @@ def choose(
     goal: float,
     k: int,
     say: Progress,
-) -> list[tuple[Plan, Setting]]:
-    """The plans by preference: those that meet the goal, the fastest first, then the others, the best first.
+) -> list[tuple[Option, Setting]]:
+    """The options by preference: those that meet the goal, the fastest first, then the others, the best first.
 
     Lists with 4-bit codes are tried first; what comes after them only where none of them will do.
     """
     if len(fit) == 1:
         return [(fit[0], Setting(1, 1, 1.0, 0.0))]
-    tried: list[tuple[Plan, Setting]] = []
-    exam = _Sampled(metric, keys, queries, k, len(keys) / whole)
-    for done, plan in enumerate(fit):
+    tried: list[tuple[Option, Setting]] = []
+    trial = _Sampled(metric, keys, queries, k, len(keys) / whole)
+    for done, option in enumerate(fit):
         say("choosing", done, len(fit))
-        if plan.engine.kind != IVF.kind and any(setting.recall >= goal for _, setting in tried):
+        if option.engine.kind != IVF.kind and any(setting.recall >= goal for _, setting in tried):
             break
-        exam.index = plan.engine.train(metric, exam.training, len(keys), plan.codes)
-        exam.index.add(np.arange(len(keys)), keys)
-        tried.append((plan, settle(exam, exam.index, goal, lambda *_: None)))
+        trial.index = option.engine.train(metric, trial.training, len(keys), option.codes)
+        trial.index.add(np.arange(len(keys)), keys)
+        tried.append((option, fastest(trial, trial.index, goal, lambda *_: None)))
     say("choosing", len(fit), len(fit))
     # what is larger must be clearly faster
     return sorted(tried, key=lambda one: (one[1].seconds * LARGER ** tried.index(one), -one[1].recall))
 
 
 class _Sampled:
-    """An exam on a sample. Where it holds a share s of the records, the s k nearest among s c candidates are asked for.
+    """A trial on a sample. Where it holds a share s of the records, the s k nearest among s c candidates are asked for.
 
     Neighbours are as thin in a sample as the records are, so codes tell them apart more easily: k nearest of a tenth
     would need fewer candidates than k nearest of all.
@@ -125,13 +125,13 @@ class _Sampled:
         measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
         self.truth = faiss.knn(self.queries, keys, self.nearest + (own is not None), metric=measure)[1]
 
-    def recall(self, effort: int, candidates: int) -> float:
+    def recall(self, effort: int, fetch_k: int) -> float:
         """Recall among the best codes, as many as exact scores would be worked out for."""
-        found = self.index.find(self.queries, candidates * self.nearest + (self.own is not None), None, effort)
+        found = self.index.find(self.queries, fetch_k * self.nearest + (self.own is not None), None, effort)
         return recall_of(found, self.truth, self.own)
 
-    def seconds(self, effort: int, candidates: int) -> float:
+    def seconds(self, effort: int, fetch_k: int) -> float:
         """With as many candidates as a search of the whole would have."""
-        c = candidates * self.k
+        c = fetch_k * self.k
         finding: float = seconds_of(lambda queries: self.index.find(queries, c, None, effort), self.queries)
         return finding + RESCORED * c * int(self.queries.shape[1])

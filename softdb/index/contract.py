@@ -105,8 +105,8 @@ class Index(ABC):
         self.inner = inner  # the FAISS index; its ids are rows
         self.covered = 0  # rows below this are in it
         self.effort = 1
-        self.candidates = 10  # looked at again by exact score, for each of the k asked for
-        self.tuned_for = 10  # the k for which effort and candidates were measured
+        self.fetch_k = 10  # candidates that are fetched and rescored for each of the k asked for
+        self.tuned_for = 10  # the k for which effort and fetch_k were measured
         self.room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
         self.longest: Rows | None = None  # their rows, the longest first; None: not known
         self.report: dict[str, Any] = {}
@@ -176,7 +176,7 @@ class Index(ABC):
     def restored(self, inner: Any) -> Index:
         """This index around another FAISS index of its kind."""
         twin = type(self)(self.metric, inner)
-        for name in ("covered", "effort", "candidates", "tuned_for", "room", "longest"):
+        for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest"):
             setattr(twin, name, getattr(self, name))
         twin.report = dict(self.report)
         return twin

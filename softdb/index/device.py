@@ -2,7 +2,7 @@
 
 Queries, keys and candidates stay on the device; what comes back are the positions found. The exact finder is that of
 `flat`, step by step: blocked products keep a few more than k candidates, float64 puts them in order, and where the
-bound on rounding lets another record in, the query is asked again, on the CPU, where `flat` settles it.
+bound on rounding lets another record in, the query is asked again, on the CPU, where `flat` decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from softdb.index import flat
 from softdb.index.contract import Live, Rows
 from softdb.index.products import Best, BlockKeys, Probe
 from softdb.index.rerank import best
-from softdb.index.resident import Column, Kept, Seen, View
+from softdb.index.resident import DeviceView, Kept, KeyColumn, Seen
 from softdb.store import Snapshot
 
 __all__ = ["Board"]
@@ -35,7 +35,7 @@ class Board:
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.column = Column(device)
+        self.column = KeyColumn(device)
         self._seen: Seen | None = None
 
     @classmethod
@@ -43,12 +43,12 @@ class Board:
         """The board of a device; None for the CPU."""
         return None if device is None or device.type == "cpu" else cls(device)
 
-    def view(self, snapshot: Snapshot) -> View:
+    def view(self, snapshot: Snapshot) -> DeviceView:
         """A snapshot, as it lies here."""
         seen = self._seen
         if seen is None or seen.snapshot() is not snapshot:
             seen = self._seen = Seen(snapshot, self.column)
-        return View(snapshot, seen)
+        return DeviceView(snapshot, seen)
 
     def small(self, snapshot: Snapshot) -> bool:
         """Whether a search of every record takes a moment: the keys are here, and few."""
@@ -91,7 +91,7 @@ class Board:
 
     def ordered(
         self,
-        view: View,
+        view: DeviceView,
         queries: Tensor,  # (q, d) float32, here
         positions: Tensor,  # (q, c), -1 = none, here
         k: int,
@@ -118,7 +118,7 @@ def _coarse() -> bool:
 
 
 def _exact(
-    view: View,
+    view: DeviceView,
     queries: Tensor,  # (q, d) float32 or float64, on the device
     k: int,  # at most count
     metric: Metric,
@@ -145,7 +145,7 @@ def _exact(
     return torch.cat(found), torch.cat(unsure)
 
 
-def _candidates(view: View, probes: list[Probe], kept: Kept, start: int, more: int) -> list[Best]:
+def _candidates(view: DeviceView, probes: list[Probe], kept: Kept, start: int, more: int) -> list[Best]:
     """The best of each chunk of the queries by approximate score."""
     asked = len(probes[0].queries)
     dtype, dim = probes[0].queries.dtype, probes[0].queries.shape[1]
@@ -182,7 +182,7 @@ def _top(
 
 
 def _scores(
-    view: View,
+    view: DeviceView,
     queries: Tensor,  # (q, d), in the dtype to compute in
     positions: Tensor,  # (q, c) none of them -1
     metric: Metric,
@@ -205,7 +205,7 @@ def _scores(
 
 
 def _longest(
-    view: View,
+    view: DeviceView,
     positions: Tensor,  # (q, c)
     metric: Metric,
 ) -> Tensor:  # (q,) float64

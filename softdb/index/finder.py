@@ -41,7 +41,7 @@ class Finder:
         self._store = store
         self._board = Board.of(device)  # the GPU to search on; None: the CPU
         # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
-        self._held: tuple[Index | None, int] = (None, 0)
+        self._in_use: tuple[Index | None, int] = (None, 0)
         self._tail: Tail | None = None  # of the index, made when first needed
         self._file: str | None = None  # the file that was last loaded or refused
         self._looked = False  # whether the catalogue was asked for one
@@ -54,7 +54,7 @@ class Finder:
 
     @property
     def _index(self) -> Index | None:
-        return self._held[0]
+        return self._in_use[0]
 
     def after_fork(self) -> None:
         """In a forked child: no thread builds, and none will let go of the lock."""
@@ -172,9 +172,10 @@ class Finder:
                 raise BadInput("there is no index to tune, search is exact; build_index() makes one")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
             twin = index.restored(index.inner)  # the other is being searched; the codes are shared
-            tuned(self._store.snapshot, twin, Target(goal, k or index.report["k"], queries), say)
+            snapshot = self._store.snapshot
+            tuned(snapshot, twin, Target(goal, min(k or index.report["k"], snapshot.count), queries), say)
             with self._lock:
-                self._use(twin, self._held[1])
+                self._use(twin, self._in_use[1])
             self.save()
             return IndexReport.of(twin.report)
 
@@ -192,7 +193,7 @@ class Finder:
             folder = self._folder()
             if not self._unsaved or folder is None or self._store.mode != "rw":
                 return
-            index, since = self._held
+            index, since = self._in_use
             entry = None if index is None else cache.save(folder, index, since)
             self._store.put_index_entry(entry)
             self._file = None if entry is None else entry["file"]
@@ -253,12 +254,12 @@ class Finder:
             return index
 
     def _serving(self, snapshot: Snapshot) -> Index | None:
-        index, since = self._held
+        index, since = self._in_use
         return index if since <= snapshot.generation else None
 
     def _use(self, index: Index | None, since: int) -> None:
         """Take an index into use, under the lock."""
-        self._held, self._looked, self._unsaved = (index, since), True, True
+        self._in_use, self._looked, self._unsaved = (index, since), True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
         young = snapshot.size - indexed_until(snapshot, index)
@@ -270,12 +271,12 @@ class Finder:
         if folder is None:
             return
         if entry is None:
-            self._held, self._file = (None, 0), None
+            self._in_use, self._file = (None, 0), None
         elif entry.get("file") != self._file:
             index = cache.load(folder, entry, self._store.schema.metric, self._store.schema.dim)
             index = None if index is None else placed(index, self._board)
             since = 0 if index is None else int(entry.get("generation", 0))
-            self._held, self._file = (index, since), entry.get("file")
+            self._in_use, self._file = (index, since), entry.get("file")
 
     def _folder(self) -> Path | None:
         return None if self._store.path is None else self._store.path / "index"

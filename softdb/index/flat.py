@@ -3,7 +3,7 @@
 Two steps. Blocked matrix products give approximate scores, from which a few more than k candidates are kept; those are
 scored again in float64, pair by pair, and ordered by score, then row. A bound on the rounding of the products says
 whether anything left out could have come in: where it could (ties by the dozen, near duplicates far from the others),
-a second round in float64 settles the query.
+a second round in float64 decides.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from softdb.check import Metric
 from softdb.index.products import Best, BlockKeys, Probe, merge
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["World", "nearest"]
+__all__ = ["nearest", "radius_search"]
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 
 _BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
 _QUERIES = 256  # compared with a block at once
-_SETTLED = 16  # queries of the second round at once
+_SECOND = 16  # queries of the second round at once
 
 
 def nearest(
@@ -46,9 +46,52 @@ def nearest(
         return found
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries = queries.detach().to("cpu", dtype)
-    world = World(snapshot, keep, start, count, metric)
-    found[:, :k] = world.nearest(queries, k)
+    scan = _Scan(snapshot, keep, start, count, metric)
+    found[:, :k] = scan.nearest(queries, k)
     return found
+
+
+def radius_search(
+    snapshot: Snapshot,
+    queries: Tensor,  # (q, d) floating point, any device
+    least: float,
+    metric: Metric,
+    allowed: Live | None = None,  # (size,) over positions; None: every live record
+) -> Rows:  # (q, m) ascending, then -1, where m is the most that a query has
+    """Positions of every allowed live record whose score may reach `least`, in whatever precision it is computed.
+
+    None is missed; those that rounding may bring in are there too. Cost q n d, memory O(block + hits).
+    """
+    keep = snapshot.live if allowed is None else snapshot.live & allowed
+    count = int(np.count_nonzero(keep))
+    if not count or not len(queries):
+        return np.empty((len(queries), 0), np.int64)
+    queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
+    # a distance summed from differences is off by d roundings at most; what a product misplaced farther drops out here
+    slack = torch.finfo(queries.dtype).eps * (queries.shape[1] + 8) * abs(least) if metric is Metric.L2 else np.inf
+    scan = _Scan(snapshot, keep, 0, count, metric)
+    which, found = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for low in range(0, len(queries), _QUERIES):
+        part = queries[low : low + _QUERIES]
+        for query, places, scores in scan.reaching(part, torch.full((len(part),), least, dtype=torch.float64)):
+            near = scores >= least - slack
+            which.append(query[near] + low)
+            found.append(places[near])
+    return _padded(np.concatenate(which), np.concatenate(found), len(queries))
+
+
+def _padded(
+    which: Rows,  # (p,) query of each hit
+    found: Rows,  # (p,)
+    queries: int,
+) -> Rows:  # (q, m)
+    """One line of hits for each query."""
+    counts = np.bincount(which, minlength=queries)
+    order = np.lexsort((found, which))
+    column = np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
+    lines = np.full((queries, int(counts.max())), -1, np.int64)
+    lines[which[order], column] = found[order]
+    return lines
 
 
 def _block_for(queries: int, dim: int) -> int:
@@ -56,7 +99,7 @@ def _block_for(queries: int, dim: int) -> int:
     return min(max(_BLOCK * (2 if queries <= 8 else 1) // dim, 256), 1 << 16)
 
 
-class World:
+class _Scan:
     """The records that take part in one exact search."""
 
     def __init__(self, snapshot: Snapshot, keep: Live, start: int, count: int, metric: Metric) -> None:
@@ -80,8 +123,8 @@ class World:
         if kept < self.count:
             worst = torch.from_numpy(np.take_along_axis(exact, order[:, -1:], 1)[:, 0])
             unsure = self._unsure(queries, found, worst, best.scores.amin(1)).nonzero()[:, 0]
-            for few in torch.split(unsure, _SETTLED) if len(unsure) else ():
-                found[few.numpy()] = self._settle(queries[few].double(), worst[few], k)
+            for few in torch.split(unsure, _SECOND) if len(unsure) else ():
+                found[few.numpy()] = self._second_round(queries[few].double(), worst[few], k)
         if self.metric is not Metric.L2:  # every record scores 0: nothing but the row decides
             found[~queries.any(1).numpy()] = np.flatnonzero(self.keep[self.start :])[:k] + self.start
         return found
@@ -163,7 +206,7 @@ class World:
         lengths: Tensor = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float64)
         return lengths.amax(1)
 
-    def _settle(
+    def _second_round(
         self,
         queries: Tensor,  # (q, d) float64
         worst: Tensor,  # (q,) float64: no better k-th score exists below it

@@ -154,7 +154,7 @@ class OnGPU(IVF):
         return faiss_module().serialize_index(_downloaded(self))
 
 
-class _IVF(OnGPU):
+class _DeviceIVF(OnGPU):
     """Inverted lists of product codes, a byte for each 2 to 16 numbers."""
 
     host: ClassVar[type[IVF]] = IVF
@@ -172,7 +172,7 @@ class _IVF(OnGPU):
         return (dim if codes == "SQ8" else int(codes.removeprefix("PQ"))) + ID
 
 
-class _IVFSQ8(OnGPU):
+class _DeviceIVFSQ8(OnGPU):
     """Inverted lists of a byte a number."""
 
     kind: ClassVar[str] = IVFSQ8.kind
@@ -183,7 +183,7 @@ class _IVFSQ8(OnGPU):
 
 def engines(board: Board) -> dict[str, type[OnGPU]]:
     """The engines with a form on a GPU, each for indexes on that board."""
-    return {engine.kind: type(engine.__name__, (engine,), {"board": board}) for engine in (_IVF, _IVFSQ8)}
+    return {engine.kind: type(engine.__name__, (engine,), {"board": board}) for engine in (_DeviceIVF, _DeviceIVFSQ8)}
 
 
 def placed(index: Index, board: Board | None) -> Index:

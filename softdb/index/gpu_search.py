@@ -11,7 +11,7 @@ from softdb.index import flat, search
 from softdb.index.contract import Found, Index, Live, Rows
 from softdb.index.device import Board
 from softdb.index.gpu import MOST, QUERIES, OnGPU, board_of
-from softdb.index.resident import View
+from softdb.index.resident import DeviceView
 from softdb.index.search import indexed_until
 from softdb.store import Snapshot
 
@@ -79,13 +79,13 @@ def find_there(
     return Found(found, None, index.kind)
 
 
-class _Plan:
+class _DeviceSearch:
     """How to ask an index on a GPU, which knows nothing of filters and deletions."""
 
-    def __init__(self, view: View, index: OnGPU, k: int, allowed: Live | None, border: int, inside: int) -> None:
+    def __init__(self, view: DeviceView, index: OnGPU, k: int, allowed: Live | None, border: int, inside: int) -> None:
         self.view, self.index, self.kept, self.border = view, index, view.kept(allowed), border
         self.share = inside / max(1, index.inner.ntotal)  # of the codes that count
-        wanted = min(max(FLOOR, index.candidates * k), inside)
+        wanted = min(max(FLOOR, index.fetch_k * k), inside)
         spread = SURE * np.sqrt(wanted * (1 - min(1.0, self.share)))
         self.fetched = int(np.ceil((wanted + spread) / self.share))
         effort = index.effort * -(-k // index.tuned_for)  # farther neighbours lie in more places
@@ -114,7 +114,7 @@ class _Plan:
         return found
 
 
-def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _Plan | None:
+def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _DeviceSearch | None:
     """None where to compare every record is the lesser work, or the only way."""
     if k > index.covered // 8:
         return None
@@ -123,5 +123,5 @@ def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _Pl
     inside = kept.number if border == snapshot.size else int(np.count_nonzero(kept.mask[:border]))
     if inside <= max(FEW, 4 * k):
         return None
-    plan = _Plan(view, index, k, allowed, border, inside)
+    plan = _DeviceSearch(view, index, k, allowed, border, inside)
     return plan if plan.fetched <= MOST else None

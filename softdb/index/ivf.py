@@ -64,12 +64,12 @@ class IVF(Index):
         inner = faiss.index_factory(dim, f"IVF{lists},{codes}", measure)
         inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
         inner.train_q1(m, faiss.swig_ptr(sample), False, measure)
-        cls._settle(inner, sample, metric)
+        cls._choose_residual(inner, sample, metric)
         inner.train(sample)
         return cls(metric, inner)
 
     @classmethod
-    def _settle(cls, inner: Any, sample: Floats, metric: Metric) -> None:
+    def _choose_residual(cls, inner: Any, sample: Floats, metric: Metric) -> None:
         """Whether what the centroids leave is coded, or the key itself."""
         # for L2 every probed list would need tables of its own: five times slower than finer codes
         inner.by_residual = metric is not Metric.L2 and _explained(inner.quantizer, sample) > EXPLAINED
@@ -97,7 +97,7 @@ class IVFSQ8(IVF):
         return dim + ID
 
     @classmethod
-    def _settle(cls, inner: Any, sample: Floats, metric: Metric) -> None:
+    def _choose_residual(cls, inner: Any, sample: Floats, metric: Metric) -> None:
         """What the centroids leave, always: FAISS' own choice."""
 
 
@@ -118,7 +118,7 @@ class IVFRaBitQ(IVF):
         return -(-dim // 8) + cls.FACTORS + ID
 
     @classmethod
-    def _settle(cls, inner: Any, sample: Floats, metric: Metric) -> None:
+    def _choose_residual(cls, inner: Any, sample: Floats, metric: Metric) -> None:
         """What the centroids leave, always: the codes are made for it."""
 
 

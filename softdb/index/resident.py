@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.index.contract import Live, Rows
+from softdb.index.contract import Live, Recent, Rows
 from softdb.store import Snapshot
 
-__all__ = ["Column", "Kept", "Part", "Seen", "View", "room"]
+__all__ = ["DeviceView", "Kept", "KeyBlock", "KeyColumn", "Seen", "room"]
 
 SPARE = 0.2  # of the memory that is free: for scores, candidates, and whatever else runs there
 UPLOADED = 1 << 24  # numbers sent to the GPU at once
-FILTERS = 4  # whose masks stay on the GPU, n bytes each
 
-Shape = tuple[tuple[int, int, int], ...]  # of each segment: its number, first row and length
+Layout = tuple[tuple[int, int, int], ...]  # of each segment: its number, first row and length
 
 
 def room(device: torch.device) -> int:
@@ -31,7 +30,7 @@ def room(device: torch.device) -> int:
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-class Column:
+class KeyColumn:
     """The keys of one database on one device, in the dtype they are stored in, dead ones included.
 
     A newer snapshot costs the upload of its new keys; a compaction, of all of them. Safe to use from several threads
@@ -42,7 +41,7 @@ class Column:
         self.device = device
         self._lock = threading.Lock()
         self._keys: Tensor | None = None  # (capacity, d)
-        self._held: Shape = ()
+        self._layout: Layout = ()
         self._generation = 0
 
     def of(self, snapshot: Snapshot) -> Tensor | None:  # (size, d)
@@ -51,22 +50,22 @@ class Column:
         with self._lock:
             if not shape:
                 return None
-            if self._keys is None or not _begins(self._held, shape):
-                if not _begins(shape, self._held):
+            if self._keys is None or not _begins(self._layout, shape):
+                if not _begins(shape, self._layout):
                     if snapshot.generation < self._generation:
                         return None
                     self._forget()
                 if not self._extend(snapshot):
                     return None
-                self._held, self._generation = shape, snapshot.generation
+                self._layout, self._generation = shape, snapshot.generation
             return None if self._keys is None else self._keys[: snapshot.size]
 
     def _forget(self) -> None:
-        self._keys, self._held, self._generation = None, (), 0
+        self._keys, self._layout, self._generation = None, (), 0
 
     def _extend(self, snapshot: Snapshot) -> bool:
         """Upload what is not there yet; False where it does not fit."""
-        have = sum(length for _, _, length in self._held)
+        have = sum(length for _, _, length in self._layout)
         try:
             have = self._reserve(snapshot, have)
         except torch.cuda.OutOfMemoryError:
@@ -103,7 +102,7 @@ class Column:
         return 0
 
 
-def _begins(longer: Shape, shorter: Shape) -> bool:
+def _begins(longer: Layout, shorter: Layout) -> bool:
     """Whether the keys of one shape are the first of those of the other: only the last segment may have grown."""
     if len(shorter) > len(longer):
         return False
@@ -123,7 +122,7 @@ class Kept(NamedTuple):
     number: int  # of them
 
 
-class Part(NamedTuple):
+class KeyBlock(NamedTuple):
     """Some of the records, on the device."""
 
     positions: Tensor  # (m,)
@@ -137,7 +136,7 @@ class Seen:
     All of it is made here and uploaded, so that it is whole for every stream.
     """
 
-    def __init__(self, snapshot: Snapshot, column: Column) -> None:
+    def __init__(self, snapshot: Snapshot, column: KeyColumn) -> None:
         self.snapshot = weakref.ref(snapshot)  # an old one must not keep its segments mapped
         self.device = column.device
         self.keys = column.of(snapshot)  # (size, d); None: not there
@@ -145,26 +144,19 @@ class Seen:
         if not snapshot.contiguous:
             self.rows = torch.from_numpy(snapshot.rows(np.arange(snapshot.size))).to(self.device)
         self._every = self._kept(snapshot.live)
-        self._filtered: list[tuple[weakref.ref[Live], Kept]] = []  # replaced, never changed
+        self._filtered: Recent[Kept] = Recent()
 
     def kept(self, snapshot: Snapshot, allowed: Live | None) -> Kept:
         """The live records that a filter allows."""
         if allowed is None:
             return self._every
-        known = self._filtered
-        for mine, kept in known:
-            if mine() is allowed:
-                return kept
-        kept = self._kept(snapshot.live & allowed)
-        alive = [(mine, old) for mine, old in known if mine() is not None][-FILTERS + 1 :]
-        self._filtered = [*alive, (weakref.ref(allowed), kept)]
-        return kept
+        return self._filtered.of(lambda: self._kept(snapshot.live & allowed), allowed)
 
     def _kept(self, mask: Live) -> Kept:
         return Kept(mask, torch.from_numpy(mask).to(self.device), int(np.count_nonzero(mask)))
 
 
-class View(NamedTuple):
+class DeviceView(NamedTuple):
     """A snapshot and what a device has of it."""
 
     snapshot: Snapshot
@@ -204,27 +196,27 @@ class View(NamedTuple):
         kept: Kept,
         start: int,  # first position
         block: int,  # records a part at most
-    ) -> Iterator[Part]:
+    ) -> Iterator[KeyBlock]:
         """The records that count from a position on, in order: slices where most do, gathered where few do."""
         count = int(np.count_nonzero(kept.mask[start:])) if start else kept.number
         if 4 * count <= self.snapshot.size - start:
             sparse: Rows = np.flatnonzero(kept.mask[start:]) + start
             for low in range(0, len(sparse), block):
                 positions = torch.from_numpy(sparse[low : low + block]).to(self.device)
-                yield Part(positions, self.keys_at(positions), None)
+                yield KeyBlock(positions, self.keys_at(positions), None)
         elif self.seen.keys is None:
             yield from self._streamed(kept, start, block)
         else:
             for low in range(start, self.snapshot.size, block):
                 part = slice(low, min(low + block, self.snapshot.size))
                 dead = None if kept.mask[part].all() else ~kept.there[part]
-                yield Part(torch.arange(low, part.stop, device=self.device), self.seen.keys[part], dead)
+                yield KeyBlock(torch.arange(low, part.stop, device=self.device), self.seen.keys[part], dead)
 
-    def _streamed(self, kept: Kept, start: int, block: int) -> Iterator[Part]:
+    def _streamed(self, kept: Kept, start: int, block: int) -> Iterator[KeyBlock]:
         """Blocks from the segments through pinned memory: one is read from disk while another is on its way."""
         staging = _Staging(self.device)
         for turn, found in enumerate(self.snapshot.blocks(block, kept.mask, start)):
-            yield Part(found.positions.to(self.device), staging.upload(found.keys, turn % 2), None)
+            yield KeyBlock(found.positions.to(self.device), staging.upload(found.keys, turn % 2), None)
 
 
 class _Staging:

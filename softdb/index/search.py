@@ -135,7 +135,7 @@ def _search(
 ) -> tuple[Rows, Floats | None]:  # (q, k), (q, k)
     """The k best of the rows that the index holds, and their scores where none was computed in another way."""
     effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
-    c, asked = max(FLOOR, index.candidates * certain, k), prepared(queries, index.metric)
+    c, asked = max(FLOOR, index.fetch_k * certain, k), prepared(queries, index.metric)
     unfound, selected = None, eligible.selected
     if selected is not None:
         c = min(c, max(1, eligible.inside))
@@ -166,7 +166,7 @@ def _outliers(
         return known
     room = index.room
     if room is None:  # of an older softdb, or tuned on a GPU: by operations
-        scored = index.candidates * index.tuned_for
+        scored = index.fetch_k * index.tuned_for
         room = max(LEAST, int(SHARE * (scored + _codes(index, index.effort) / CODES)))
     outliers = outliers_of(snapshot, index, coverage.until, room)
     eligible.outliers = known = outliers, outliers.positions(snapshot, allowed)

@@ -33,7 +33,7 @@ from softdb.index.reach import Numbers, measured, words_of
 from softdb.index.rerank import precise_scores_at
 from softdb.store import Snapshot
 
-__all__ = ["FEWEST", "Drawn", "Frame", "Tail", "kept", "seeds_of"]
+__all__ = ["FEWEST", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
 
 FEWEST = 10_000  # records that are all pooled sooner than drawn from
 SAMPLED = 1 << 14  # stored keys that the shape of the lists is taken from
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
     starts: Rows  # (lists + 1,)
 
 
-class Drawn(NamedTuple):
+class TailSample(NamedTuple):
     """Records for each query, scored exactly."""
 
     positions: Rows  # (q, w), -1 = none
@@ -99,7 +99,7 @@ class Tail:
         )  # ‖c‖², ‖m‖²
         self.frame = _frame(rows, starts, self.reach.is_apart)
         self.sizes = np.diff(self.frame.starts)  # (lists,)
-        self.held = len(self.frame.rows) + len(self.reach.apart)
+        self.size = len(self.frame.rows) + len(self.reach.apart)
         live = np.flatnonzero(snapshot.live)
         some = np.sort(np.random.default_rng(3).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False))
         keys = prepared(snapshot.keys_at(some).numpy(), index.metric)
@@ -130,21 +130,21 @@ class Tail:
         seed: int,
         doubt: float,  # the probability with which what is said of records not drawn may be wrong
         least: float = np.nan,  # records matter only if they score so much; NaN: by their weight
-    ) -> Drawn:
+    ) -> TailSample:
         """The `near` nearest by their codes, the records set apart, and about `budget` drawn from the others.
 
         Dead records are among them. Where half of all would be near, all are taken. Cost of a search of the lists that
         may matter, q lists, and (near + apart + budget) d for the scores of each query.
         """
-        if 2 * near >= self.held:
+        if 2 * near >= self.size:
             return self._everything(snapshot, queries)
         lists = self._seen_by(queries, counts=not np.isnan(least))
         found = self._near(snapshot, queries, lists, factor, near, budget, doubt, least)
-        rows, logs, bounds = self._loose(queries, lists, found, factor, least, budget, seed, _visible(doubt, budget))
+        rows, logs, bounds = self._sampled(queries, lists, found, factor, least, budget, seed, _visible(doubt, budget))
         unseen, hidden, expected = bounds
         positions = snapshot.positions(rows)
         scores = precise_scores_at(snapshot, queries, positions, self.index.metric)
-        return Drawn(
+        return TailSample(
             np.concatenate([found.positions, positions], axis=1),
             np.concatenate([found.scores, scores], axis=1),
             np.concatenate([np.zeros(found.scores.shape, np.float32), logs], axis=1),
@@ -154,7 +154,7 @@ class Tail:
             np.concatenate([np.ones(near), self.reach.scales, np.ones(rows.shape[1])]),
         )
 
-    def _everything(self, snapshot: Snapshot, queries: Floats) -> Drawn:
+    def _everything(self, snapshot: Snapshot, queries: Floats) -> TailSample:
         """Every record that the index holds, scored exactly."""
         rows = np.concatenate([self.frame.rows, self.reach.apart])
         positions = snapshot.positions(rows)
@@ -163,7 +163,7 @@ class Tail:
         everyone = np.broadcast_to(positions[there], (len(queries), int(np.count_nonzero(there)))).copy()
         scores = precise_scores_at(snapshot, queries, everyone, self.index.metric)
         certain, none = np.zeros(everyone.shape, np.float32), np.full(len(queries), -np.inf)
-        return Drawn(everyone, scores, certain, none, none, none, scales[there])
+        return TailSample(everyone, scores, certain, none, none, none, scales[there])
 
     def _near(
         self,
@@ -234,7 +234,7 @@ class Tail:
         codes[rows < 0] = -np.inf
         return rows, codes
 
-    def _loose(
+    def _sampled(
         self,
         queries: Floats,
         lists: _Lists,
@@ -245,7 +245,7 @@ class Tail:
         seed: int,
         visible: float,
     ) -> tuple[Rows, Floats, Numbers]:  # (q, w), (q, w), (3, q)
-        """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `Drawn` has it."""
+        """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `TailSample` has it."""
         from softdb.compiled import draw as loops
 
         q, each = len(queries), (found.rows.shape[1] + len(self.sizes)) * loops.STEPS
@@ -253,7 +253,7 @@ class Tail:
         seeds, counts, bounds = seeds_of(queries, seed), np.zeros(q, np.int64), np.empty((3, q))
         others = found.others * np.array([factor, factor, factor, 1, factor])[:, None]
         seen = (found.rows >= 0).sum(1), others, factor * lists.means, factor * lists.deviations, lists.excess
-        loops.far(*seen, self.sizes, found.searched, visible, factor * least, caps, logits, hiding, left)
+        loops.list_proposals(*seen, self.sizes, found.searched, visible, factor * least, caps, logits, hiding, left)
 
         def draw(width: int) -> tuple[Rows, Floats, int]:
             rows, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
@@ -360,8 +360,8 @@ def _factors(seed: int, count: int) -> NDArray[np.uint64]:  # (count,)
     return factors
 
 
-def kept(
-    drawn: Drawn,
+def subsample(
+    drawn: TailSample,
     logits: Numbers,  # (q, w) with the log-weights; -inf = takes no part
     budget: int,
     seeds: NDArray[np.uint64],  # (q,)
@@ -379,7 +379,7 @@ def kept(
 
         def work(part: slice) -> None:
             given = drawn.positions[part], logits[part], drawn.scales, drawn.log_weights[part], float(budget)
-            loops.thin(*given, seeds[part], places[part], logs[part], counts[part], largest[part])
+            loops.subsample(*given, seeds[part], places[part], logs[part], counts[part], largest[part])
 
         by_lines(work, q, logits.size * loops.STEPS * 4)
         return places, logs, int(counts.max(initial=0))

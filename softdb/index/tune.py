@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -11,11 +12,23 @@ from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Index, Live, Rows
 
-__all__ = ["Exam", "Setting", "hits_of", "recall_of", "recalls_of", "seconds_of", "settle", "steadied"]
+__all__ = [
+    "Setting",
+    "Trial",
+    "fastest",
+    "hits_of",
+    "least_effort",
+    "recall_of",
+    "recalls_of",
+    "seconds_of",
+    "steadied",
+]
 
 LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
 FLAT = 0.002  # recall that two doublings of effort must bring, or no more effort will
+FINE = 8  # the effort is found to within one part in so many
 STEADY = 0.001  # recall that more effort may lose
+PAIRED = 1 << 17  # positions of a query that are compared pair by pair: beyond, to sort is cheaper
 TIMED = 9  # single queries whose median counts
 
 
@@ -23,35 +36,37 @@ class Setting(NamedTuple):
     """An effort and candidates, what they reach, and the seconds a query takes: alone and in a batch, their mean."""
 
     effort: int
-    candidates: int
+    fetch_k: int
     recall: float
     seconds: float
 
 
-class Exam(Protocol):
+class Trial(Protocol):
     """Questions whose answers are known."""
 
-    def recall(self, effort: int, candidates: int) -> float:
+    def recall(self, effort: int, fetch_k: int) -> float:
         """The share of the true nearest that are found."""
 
-    def seconds(self, effort: int, candidates: int) -> float:
+    def seconds(self, effort: int, fetch_k: int) -> float:
         """What a query costs."""
 
 
-def settle(exam: Exam, index: Index, goal: float, say: Callable[[int, int], None]) -> Setting:
+def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], None]) -> Setting:
     """The fastest setting that meets the goal, or, where none does, the one of the highest recall.
 
     For each number of candidates the least effort, by doubling, then bisection.
     """
     best, highest = None, Setting(1, LEVELS[0], -1.0, np.inf)
-    for done, candidates in enumerate(LEVELS):
+    for done, fetch_k in enumerate(LEVELS):
         say(done, len(LEVELS))
-        effort, reached = _least(exam, index.effort_most, candidates, goal)
+        effort, reached = least_effort(
+            functools.partial(trial.recall, fetch_k=fetch_k), 1, index.effort_most, goal, FINE
+        )
         if reached < goal:
             if reached > highest.recall + FLAT or highest.recall < 0:
-                highest = Setting(effort, candidates, reached, np.inf)
+                highest = Setting(effort, fetch_k, reached, np.inf)
             continue
-        this = Setting(effort, candidates, reached, exam.seconds(effort, candidates))
+        this = Setting(effort, fetch_k, reached, trial.seconds(effort, fetch_k))
         if best is not None and this.seconds >= best.seconds:
             break
         best = this
@@ -59,39 +74,48 @@ def settle(exam: Exam, index: Index, goal: float, say: Callable[[int, int], None
     return best or highest
 
 
-def _least(exam: Exam, most: int, candidates: int, goal: float) -> tuple[int, float]:
-    """The least effort that meets the goal and its recall, or the most that still gains and its."""
-    effort, trail = 1, [exam.recall(1, candidates)]
-    while trail[-1] < goal and effort < most:
+def least_effort(
+    recall: Callable[[int], float],  # of an effort
+    low: int,
+    high: int,
+    goal: float,
+    fine: int,  # the effort is found to within one part in so many
+) -> tuple[int, float]:
+    """The least effort that meets the goal and its recall, by doubling, then bisection.
+
+    Where none does, the effort beyond which two doublings bring next to nothing, and its recall.
+    """
+    effort, trail = low, [recall(low)]
+    while trail[-1] < goal and effort < high:
         if len(trail) > 4 and trail[-1] - trail[-3] < FLAT:
             break
-        effort = min(2 * effort, most)
-        trail.append(exam.recall(effort, candidates))
-    low, reached = effort // 2, trail[-1]
-    while reached >= goal and effort - low > max(1, effort // 8):
-        middle = (low + effort) // 2
-        recall = exam.recall(middle, candidates)
-        low, effort, reached = (low, middle, recall) if recall >= goal else (middle, effort, reached)
+        effort = min(2 * effort, high)
+        trail.append(recall(effort))
+    below, reached = effort if len(trail) == 1 else effort // 2, trail[-1]
+    while reached >= goal and effort - below > max(1, effort // fine):
+        middle = (below + effort) // 2
+        found = recall(middle)
+        below, effort, reached = (below, middle, found) if found >= goal else (middle, effort, reached)
     return effort, reached
 
 
-def steadied(exam: Exam, most: int, setting: Setting) -> Setting:
+def steadied(trial: Trial, most: int, setting: Setting) -> Setting:
     """With as many candidates more as it takes for a greater effort not to lose recall.
 
     Probing more lists brings more wrong codes, too, which push true neighbours out of too few candidates.
     """
-    effort, candidates, reached, seconds = setting
-    while candidates < LEVELS[-1] and _loses(exam, effort, most, candidates):
-        candidates = min(LEVELS[-1], candidates + -(-candidates // 2))
-        reached = exam.recall(effort, candidates)
-    return Setting(effort, candidates, reached, seconds)
+    effort, fetch_k, reached, seconds = setting
+    while fetch_k < LEVELS[-1] and _loses(trial, effort, most, fetch_k):
+        fetch_k = min(LEVELS[-1], fetch_k + -(-fetch_k // 2))
+        reached = trial.recall(effort, fetch_k)
+    return Setting(effort, fetch_k, reached, seconds)
 
 
-def _loses(exam: Exam, effort: int, most: int, candidates: int) -> bool:
+def _loses(trial: Trial, effort: int, most: int, fetch_k: int) -> bool:
     """Whether recall falls somewhere as the effort is doubled."""
     highest = 0.0
     while True:
-        reached = exam.recall(effort, candidates)
+        reached = trial.recall(effort, fetch_k)
         if reached < highest - STEADY:
             return True
         if effort >= most:
@@ -128,7 +152,9 @@ def hits_of(
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]
-    return (truth[:, :, None] == found[:, None, :]).any(2) & counts, counts
+    if not len(truth) or truth.shape[1] * found.shape[1] <= PAIRED:
+        return (truth[:, :, None] == found[:, None, :]).any(2) & counts, counts
+    return np.stack([np.isin(*pair) for pair in zip(truth, found, strict=True)]) & counts, counts
 
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:

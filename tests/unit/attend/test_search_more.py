@@ -15,8 +15,7 @@ import softdb
 from softdb import BadInput, SoftDB
 from softdb.check import Metric
 from softdb.index import search
-from softdb.index.flat import nearest
-from softdb.index.range import within
+from softdb.index.flat import nearest, radius_search
 
 Array = np.ndarray[Any, Any]
 METRICS = ["dot", "cosine", "l2"]
@@ -130,7 +129,7 @@ def test_rounding_hides_no_record_and_shows_none_too_many(metric: str, rng: np.r
     db, truth = filled(metric, keys), scored(metric, queries, keys)
     for i in range(20):
         least = float(truth[i, i])
-        found = within(db._store.snapshot, torch.from_numpy(queries[i : i + 1]), least, Metric(metric))
+        found = radius_search(db._store.snapshot, torch.from_numpy(queries[i : i + 1]), least, Metric(metric))
         assert set(np.flatnonzero(truth[i] >= least)) <= set(found[0].tolist())
         radius = float(np.sqrt(-least)) if metric == "l2" else least
         scores = db.search(queries[i], radius=radius).scores
@@ -143,7 +142,7 @@ def test_far_from_the_origin_a_radius_is_exact(rng: np.random.Generator) -> None
     world = snapshot(keys)
     distances = np.linalg.norm(keys[:1].astype(np.float64) - keys.astype(np.float64), axis=1)
     radius = float(np.sort(distances)[20]) * (1 + 1e-9)
-    found = within(world, torch.from_numpy(np.concatenate([keys[:1], -keys[:1]])), -(radius**2), Metric.L2)
+    found = radius_search(world, torch.from_numpy(np.concatenate([keys[:1], -keys[:1]])), -(radius**2), Metric.L2)
     assert set(np.flatnonzero(distances <= radius)) <= set(found[0].tolist())
     assert (found[0] >= 0).sum() <= 23
     assert (found[1] == -1).all()

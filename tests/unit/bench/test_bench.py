@@ -18,11 +18,12 @@ from softdb.bench.command import in_words
 from softdb.bench.datasets import Dataset, load
 from softdb.bench.draw import draw, frontier
 from softdb.bench.engines import Engine, FaissHNSW, Say, SoftDBIVF
-from softdb.bench.grid import Ask, least_effort, run
+from softdb.bench.grid import Ask, run
 from softdb.bench.peers import ENGINES, Hnswlib
 from softdb.bench.truth import WrongAnswer, nearest
 from softdb.check import Metric
 from softdb.cli.commands import app
+from softdb.index.tune import least_effort
 
 Array = NDArray[Any]
 pytest.importorskip("faiss", reason="the index engines need FAISS")
@@ -38,13 +39,13 @@ def test_the_least_effort_is_found() -> None:
         asked.append(effort)
         return min(1.0, effort / 100)
 
-    assert least_effort(recall, 10, 8192, 0.53) == 53
-    assert least_effort(recall, 60, 8192, 0.53) == 60
+    assert least_effort(recall, 10, 8192, 0.53, 64)[0] == 53
+    assert least_effort(recall, 60, 8192, 0.53, 64)[0] == 60
     assert len(asked) < 12
-    assert least_effort(recall, 10, 40, 0.9) == 40
+    assert least_effort(recall, 10, 40, 0.9, 64)[0] == 40
     asked.clear()
-    assert least_effort(lambda effort: asked.append(effort) or 0.4, 10, 1 << 30, 0.9) == 160  # type: ignore[func-returns-value]
-    assert least_effort(lambda effort: float(effort >= 5000), 10, 8192, 0.9) == 160  # no gain, no more effort
+    assert least_effort(lambda effort: asked.append(effort) or 0.4, 10, 1 << 30, 0.9, 64)[0] == 160  # type: ignore[func-returns-value]
+    assert least_effort(lambda effort: float(effort >= 5000), 10, 8192, 0.9, 64)[0] == 160  # no gain, no more effort
 
 
 class Exact(Engine):

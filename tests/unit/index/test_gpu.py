@@ -21,7 +21,7 @@ import softdb
 from softdb.check import Metric
 from softdb.index import cache, flat, gpu, gpu_search, resident
 from softdb.index.device import Board
-from softdb.index.resident import Column
+from softdb.index.resident import KeyColumn
 from softdb.store.snapshot import Segment, Snapshot
 
 __all__ = ["fake"]
@@ -196,7 +196,7 @@ def grown(keys: Array, generation: int, *segments: tuple[int, int, int]) -> Snap
 
 
 def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
-    keys, column = rng.standard_normal((100, 4)).astype(np.float32), Column(DEVICE)
+    keys, column = rng.standard_normal((100, 4)).astype(np.float32), KeyColumn(DEVICE)
     first = column.of(grown(keys, 1, (1, 0, 10), (2, 10, 15)))
     assert first is not None
     np.testing.assert_array_equal(first.numpy(), keys[:15])
@@ -215,7 +215,7 @@ def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
 
 
 def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.Generator) -> None:
-    keys, column = rng.standard_normal((50, 4)).astype(np.float32), Column(DEVICE)
+    keys, column = rng.standard_normal((50, 4)).astype(np.float32), KeyColumn(DEVICE)
     before = grown(keys, 1, (1, 0, 30), (2, 30, 50))
     assert column.of(before) is not None
     found = column.of(grown(keys, 2, (2, 30, 50), (3, 0, 10)))
@@ -232,7 +232,7 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
 
 
 def test_keys_that_do_not_fit_stay_where_they_are(rng: np.random.Generator, monkeypatch: Any) -> None:
-    keys, column = rng.standard_normal((100, 4)).astype(np.float32), Column(DEVICE)
+    keys, column = rng.standard_normal((100, 4)).astype(np.float32), KeyColumn(DEVICE)
     space = {"bytes": 16 * 60 / (1 - resident.SPARE)}
     monkeypatch.setattr(resident, "room", lambda device: space["bytes"])
     assert column.of(grown(keys, 1, (1, 0, 61))) is None
@@ -267,10 +267,10 @@ def test_masks_of_the_latest_filters_stay(rng: np.random.Generator) -> None:
     allowed = rng.random(40) < 0.5
     kept = board.view(records).kept(allowed)
     assert board.view(records).kept(allowed) is kept
-    others = [allowed.copy() for _ in range(3 * resident.FILTERS)]
+    others = [allowed.copy() for _ in range(12)]
     for one in others:
         board.view(records).kept(one)
-    assert len(board.view(records).seen._filtered) <= resident.FILTERS
+    assert len(board.view(records).seen._filtered._known) <= 4
 
 
 # -- the index there ---------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
     assert isinstance(index, gpu.OnGPU)
     index.covered = 10**6  # k is small for it
     fake.asked.clear()
-    index.candidates = 10
+    index.fetch_k = 10
     assert not bool((db.search(queries, k=300).rows < 0).any())  # 3000 candidates
     hits = db.search(queries, k=2500)
     assert not fake.asked
@@ -344,7 +344,7 @@ def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generat
     keys, _ = world()
     index = gpu.engines(Board(DEVICE))["ivf"].train(Metric.L2, keys, N, "PQ2")
     index.add(np.arange(N), keys)
-    index.effort, index.candidates = index.effort_most, 20
+    index.effort, index.fetch_k = index.effort_most, 20
     order = np.argsort(keys[:, 0])
     allowed = np.zeros(N, np.bool_)
     allowed[order[: N // 2]] = True
@@ -364,7 +364,7 @@ def test_more_is_fetched_where_less_counts(fake: FakeGpu) -> None:
     db.delete(range(0, N, 2))
     hits = db.search(queries)
     (_, plain, lists), (_, fetched, probed) = fake.asked
-    assert plain == max(gpu_search.FLOOR, index.candidates * 10)
+    assert plain == max(gpu_search.FLOOR, index.fetch_k * 10)
     assert 2 * plain < fetched < 3.5 * plain
     assert probed >= min(2 * lists, index.effort_most)
     assert bool((hits.rows % 2 == 1).all())
@@ -420,7 +420,7 @@ def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypa
     expected, board = db.search(queries).rows.tolist(), db._finder._board
     assert board is not None
     monkeypatch.setattr(resident, "room", lambda device: 0)
-    board.column, board._seen = Column(DEVICE), None
+    board.column, board._seen = KeyColumn(DEVICE), None
     fake.asked.clear()
     assert db.search(queries).rows.tolist() == expected
     assert fake.asked

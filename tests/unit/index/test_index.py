@@ -66,6 +66,14 @@ def test_effort_is_raised_until_the_recall_is_measured(db: softdb.SoftDB) -> Non
     assert [report.measured_on for report in reports] == ["queries given"] * 3
 
 
+def test_k_beyond_the_records_is_cut_to_their_number(db: softdb.SoftDB) -> None:
+    """A recall at 10⁹ asked for a terabyte."""
+    _, queries = world(1)
+    report = db.build_index("ivf", k=10**9, queries=queries[:8])
+    assert (report.k, report.met) == (len(db), True)
+    assert db.tune(k=2**62, queries=queries[:8]).k == len(db)
+
+
 def test_progress_is_told() -> None:
     keys, _ = world(d=32)
     told: list[tuple[str, int, int]] = []
@@ -251,26 +259,30 @@ def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeyp
     asked: dict[bool, set[bytes]] = {False: set(), True: set()}
     reached: dict[bool, list[float]] = {False: [], True: []}
     halves: list[bool] = []
-    recall_plain, search_plain, candidates_plain = build._Exam.recall, build._Exam._search, build._Exam._candidates
+    recall_plain, search_plain, candidates_plain = (
+        build._FullTrial.recall,
+        build._FullTrial._search,
+        build._FullTrial._candidates,
+    )
 
-    def recall_seen(self: build._Exam, effort: int, candidates: int, held: bool = False) -> float:
+    def recall_seen(self: build._FullTrial, effort: int, fetch_k: int, held: bool = False) -> float:
         halves.append(held)
-        reached[held].append(recall_plain(self, effort, candidates, held))
+        reached[held].append(recall_plain(self, effort, fetch_k, held))
         halves.pop()
         return reached[held][-1]
 
-    def search_seen(self: build._Exam, queries: torch.Tensor, effort: int, candidates: int) -> object:
+    def search_seen(self: build._FullTrial, queries: torch.Tensor, effort: int, fetch_k: int) -> object:
         if halves:
             asked[halves[-1]] |= {query.numpy().tobytes() for query in queries}
-        return search_plain(self, queries, effort, candidates)
+        return search_plain(self, queries, effort, fetch_k)
 
-    def candidates_seen(self: build._Exam, queries: torch.Tensor, *others: Any) -> object:
+    def candidates_seen(self: build._FullTrial, queries: torch.Tensor, *others: Any) -> object:
         asked[halves[-1]] |= {query.numpy().tobytes() for query in queries}
         return candidates_plain(self, queries, *others)
 
-    monkeypatch.setattr(build._Exam, "recall", recall_seen)
-    monkeypatch.setattr(build._Exam, "_search", search_seen)
-    monkeypatch.setattr(build._Exam, "_candidates", candidates_seen)
+    monkeypatch.setattr(build._FullTrial, "recall", recall_seen)
+    monkeypatch.setattr(build._FullTrial, "_search", search_seen)
+    monkeypatch.setattr(build._FullTrial, "_candidates", candidates_seen)
     report = db.build_index("ivf", recall=0.6, queries=world(1)[1])
     assert len(asked[False]) == len(asked[True]) == 20
     assert not asked[False] & asked[True]
@@ -317,20 +329,20 @@ class Curve:
     def __init__(self, loses: bool = False) -> None:
         self.loses, self.asked = loses, list[tuple[int, int]]()
 
-    def recall(self, effort: int, candidates: int) -> float:
-        self.asked.append((effort, candidates))
-        lost = 0.1 if self.loses and effort > 100 and candidates < 15 else 0.0
-        return min(1.0, 0.5 + effort / 100, 0.9 + candidates / 100) - lost
+    def recall(self, effort: int, fetch_k: int) -> float:
+        self.asked.append((effort, fetch_k))
+        lost = 0.1 if self.loses and effort > 100 and fetch_k < 15 else 0.0
+        return min(1.0, 0.5 + effort / 100, 0.9 + fetch_k / 100) - lost
 
-    def seconds(self, effort: int, candidates: int) -> float:
-        return effort + candidates
+    def seconds(self, effort: int, fetch_k: int) -> float:
+        return effort + fetch_k
 
 
 def settled(curve: Curve, goal: float) -> tune.Setting:
     class Any1024:
         effort_most = 1024
 
-    found = tune.settle(curve, Any1024(), goal, lambda *_: None)  # type: ignore[arg-type]
+    found = tune.fastest(curve, Any1024(), goal, lambda *_: None)  # type: ignore[arg-type]
     return tune.steadied(curve, 1024, found)
 
 
@@ -339,23 +351,23 @@ def test_effort_is_near_the_least_that_meets_the_goal(goal: float, least: int) -
     setting = settled(Curve(), goal)
     assert setting.recall >= goal
     assert least <= setting.effort <= 1.2 * least
-    assert setting.candidates == 6
+    assert setting.fetch_k == 6
 
 
 def test_candidates_grow_where_the_goal_needs_them() -> None:
-    assert settled(Curve(), 0.97).candidates == 10
-    assert settled(Curve(), 1.0).candidates == 10
+    assert settled(Curve(), 0.97).fetch_k == 10
+    assert settled(Curve(), 1.0).fetch_k == 10
 
 
 def test_candidates_grow_where_more_effort_would_lose_recall() -> None:
-    assert settled(Curve(loses=True), 0.93).candidates >= 15
+    assert settled(Curve(loses=True), 0.93).fetch_k >= 15
 
 
 def test_a_goal_out_of_reach_gives_the_best_there_is() -> None:
     class Low(Curve):
-        def recall(self, effort: int, candidates: int) -> float:
-            return super().recall(effort, candidates) / 2
+        def recall(self, effort: int, fetch_k: int) -> float:
+            return super().recall(effort, fetch_k) / 2
 
     setting = settled(Low(), 0.9)
     assert setting.recall == 0.5
-    assert setting.candidates == 10
+    assert setting.fetch_k == 10

@@ -63,7 +63,7 @@ def same(found: Array, metric: Metric, queries: Array, keys: Array, k: int, allo
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, chunks of queries and rounds in a small world."""
-    for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SETTLED": 2}.items():
+    for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SECOND": 2}.items():
         monkeypatch.setattr(f"softdb.index.flat.{name}", size)
 
 

@@ -82,7 +82,7 @@ def trained(kind: str) -> Any:
 def indexed(kind: str) -> Index:
     """Lists of 4-bit codes, which the longest keys are beyond; as many outliers as operations allow."""
     index = IVF(Metric.DOT, trained(kind))
-    index.covered, index.effort, index.candidates = N, 80, 10
+    index.covered, index.effort, index.fetch_k = N, 80, 10
     return index
 
 
