@@ -5,8 +5,7 @@ from softdb.check.asking import Asked, Tolerance, asked, excluded, generator, sh
 from softdb.check.ids import Id, identifiers, padded
 from softdb.check.npy import numbers_in
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
-from softdb.check.plain import clamped, filled, integer, one_of, positive, shown
-from softdb.check.precision import precise
+from softdb.check.plain import clamped, filled, integer, one_of, positive, precise, shown
 from softdb.check.schemas import MAX_DIM, Metric, Schema, schema
 
 __all__ = [

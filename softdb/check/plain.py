@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import sys
 from collections.abc import Iterable, Sized
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["clamped", "dense", "encodable", "filled", "integer", "is_tensor", "one_of", "positive", "shown"]
+__all__ = ["clamped", "dense", "encodable", "filled", "integer", "is_tensor", "one_of", "positive", "precise", "shown"]
 
 Batched = TypeVar("Batched", bound=Sized)
 
@@ -105,3 +106,16 @@ def encodable(text: str, what: str) -> None:
         raise BadInput(
             f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source rightly"
         ) from None
+
+
+def precise() -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off: answers are as precise as their queries, whatever a model around them is cast to."""
+    import torch
+
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

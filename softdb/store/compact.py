@@ -115,7 +115,7 @@ def _replace(store: Store, numbers: set[int]) -> int:
         group, number = _Group.of(store, numbers), gaps.reserve(store.catalog)
     if group is None:
         return 0
-    # in memory everything happens under the lock: a column that the catalogue does not know is let go of by any commit
+    # in memory everything happens under the lock: any commit drops a column that the catalogue does not know
     written = None if store.path is None else _written_aside(store, group, number)
     with store.lock, store.write_lock, store.write_transaction(durable=True):  # before anything is unlinked
         current = _Group.of(store, numbers)

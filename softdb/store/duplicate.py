@@ -109,7 +109,7 @@ def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple
     """The index files that the catalogue names, open, so that a writer may replace them; None where one is gone."""
     found: dict[str, tuple[str, BinaryIO] | None] = {}
     folder = None if store.path is None else store.path / "index"
-    ours = folder is not None and not folder.is_symlink()  # a link may lead to what is nobody's business
+    ours = folder is not None and not folder.is_symlink()  # a link may lead anywhere
     for name, text in store.catalog.all("SELECT name, entry FROM indexes"):
         found[name] = None
         with contextlib.suppress(

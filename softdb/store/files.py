@@ -150,7 +150,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Unlink a file that may be gone already; whoever has it mapped keeps it."""
+    """Unlink a file that may be gone already; maps of it stay valid."""
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(path)
 

@@ -16,7 +16,7 @@ import numpy as np
 from softdb.store import files
 from softdb.store.gaps import adds_up, follows
 from softdb.store.salvage.placing import ColumnSpec, Numbers, at_once, crcs_in, file_of, read_slots, rows_in
-from softdb.store.salvage.remains import Remains, Run, is_dead
+from softdb.store.salvage.remains import Remains, SlotRun, is_dead
 from softdb.store.segments import SegmentEntry
 
 __all__ = ["place_runs"]
@@ -68,7 +68,12 @@ def _fits(remains: Remains, scratch: apsw.Connection, rows: Numbers) -> bool:
 
 
 def _place(
-    scratch: apsw.Connection, directory: Path, column: ColumnSpec, entry: SegmentEntry, rows: Numbers, runs: list[Run]
+    scratch: apsw.Connection,
+    directory: Path,
+    column: ColumnSpec,
+    entry: SegmentEntry,
+    rows: Numbers,
+    runs: list[SlotRun],
 ) -> None:
     """Give the records of intact runs their places."""
     path = file_of(directory, column.name, entry.number)

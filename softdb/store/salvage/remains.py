@@ -25,7 +25,7 @@ from softdb.store.salvage.log import Log
 from softdb.store.salvage.pages import PAGE, Cell, Pages
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["Remains", "Run", "is_dead"]
+__all__ = ["Remains", "SlotRun", "is_dead"]
 
 _IDS = "sqlite_autoindex_records_1"  # SQLite's own index of the records' ids
 _SORTED = {"settings", "indexes", "batches", _IDS}  # kept in index trees
@@ -35,7 +35,7 @@ _WIDTHS = {1: 3, 2: 6}  # columns of a record, by version
 _MAGIC = b"SQLite format 3\0"
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Slots that version 1 has one checksum for."""
 
     segment: int
@@ -65,7 +65,7 @@ class Remains:
                 log = Log(opened.enter_context(files.open_regular(path.with_name(path.name + "-wal"))))
             self._pages(file, log)
             self.log_cut = log is not None and log.cut
-            self.checkpointed = False  # whether a log that is cut had been folded in, as far as can be seen
+            self.checkpointed = False  # whether a WAL that is cut had been checkpointed, as far as can be seen
             if self.log_cut:  # then its good part may be older than the file
                 before = self._generation()
                 self._pages(file, None)
@@ -75,7 +75,7 @@ class Remains:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._opened.close()
 
     def _pages(self, file: apsw.VFSFile, log: Log | None) -> None:
@@ -118,7 +118,7 @@ class Remains:
         return -1 if state is None else state.generation
 
     def _adds_up(self) -> bool:
-        """Whether there are as many records as there should be: a catalogue that was folded in half has others."""
+        """Whether there are as many records as there should be: after half a checkpoint there are others."""
         seen = self.pages.seen.copy()
         try:
             return sum(1 for _ in self.records()) == self.expected() == sum(1 for _ in self.ids())
@@ -196,13 +196,13 @@ class Remains:
                 found[cell.row] = packed
         return found
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[SlotRun]:
         """Version 1's checksums."""
         found = []
         for row in self._rows("batches"):
             numbers = _numbers(row[:4])
             if len(row) == 5 and len(numbers) == 4 and (row[4] is None or isinstance(row[4], int)):
-                found.append(Run(numbers[0], numbers[1], numbers[2], numbers[3], row[4]))
+                found.append(SlotRun(numbers[0], numbers[1], numbers[2], numbers[3], row[4]))
         return sorted(found)
 
     # -- the records -----------------------------------------------------------------------------------------------

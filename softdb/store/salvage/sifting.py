@@ -1,7 +1,7 @@
 """Which of a damaged catalogue's records can be trusted: what the table of records says is held against its checksums,
 against the index of its ids, and against the tombstones.
 
-An id has no checksum, but it is stored twice, in the table and in the index: where these differ, nobody can tell
+An id has no checksum, but it is stored twice, in the table and in the index: where these differ, it is not known
 which is right, and the record is not trusted. Where the index is lost, the id is the table's, and called unconfirmed.
 """
 
