@@ -541,7 +541,6 @@ def test_vmap_is_refused_with_a_way_round() -> None:
         torch.func.vmap(lambda one: attention(one, key, value))(query)
 
 
-@pytest.mark.slow
 def test_functional_gradients_are_right_or_refused_with_a_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 2)
 
