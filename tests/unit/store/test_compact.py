@@ -225,6 +225,7 @@ def test_groups_keep_to_the_largest_segment(path: Path, monkeypatch: pytest.Monk
             same(db, model.records)
 
 
+@pytest.mark.slow
 def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
     with softdb.open(path, dim=32) as db:
         model = Model(db)

@@ -104,6 +104,7 @@ def dynamo() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [None, pytest.param(9, marks=pytest.mark.exhaustive)])
 def test_a_compiled_model_answers_as_the_plain_one(db: softdb.SoftDB, k: int | None, dynamo: Any) -> None:
     model = model_of(db, k)
@@ -138,6 +139,7 @@ def test_a_compiled_step_has_the_loss_of_the_plain_one(db: softdb.SoftDB, how: d
     assert dynamo["frames"]["total"] == frames, "compiled anew for other ids"
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ends_where_the_database_begins(db: softdb.SoftDB, dynamo: Any) -> None:
     places: list[str] = []
 
@@ -225,6 +227,7 @@ def in_rank(rank: int, ranks: int, folder: str, model: Asker) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_get_the_gradients_of_one(db: softdb.SoftDB, tmp_path: Path) -> None:
     model = model_of(db)
     torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
