@@ -471,6 +471,7 @@ print(number)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_old_or_new_complete(path: Path, tmp_path: Path) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
