@@ -112,7 +112,7 @@ def ask_index(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     queries = np.load(path.parent / "queries.npy")
     with softdb.open(path) as db:
         report = db.build_index("ivf", recall=0.95, queries=queries[500:])
-        index = db._finder._index
+        index = db.finder.index
         assert index is not None
         flat = faiss.IndexFlatIP(args.dim)
         flat.add(np.load(path.parent / "keys.npy"))

@@ -61,7 +61,7 @@ class IndexContract:
         with softdb.open(None, dim=D, metric=metric) as db:
             db.insert(range(N), keys)
             db.build_index(self.kind, recall=0.8)
-            index = db._finder._index
+            index = db.finder.index
             assert index is not None
             reached = []
             for _ in range(12):
@@ -77,9 +77,9 @@ class IndexContract:
         with softdb.open(tmp_path / "db", dim=D) as db:
             db.insert(range(N), keys)
             low = db.build_index(self.kind, recall=0.5)
-            before = db._finder._index
+            before = db.finder.index
             high = db.tune(0.99, queries=queries)
-            index = db._finder._index
+            index = db.finder.index
             assert before is not None
             assert index is not None
             assert index.inner is before.inner

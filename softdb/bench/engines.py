@@ -162,7 +162,7 @@ class SoftDBAuto(Engine):
     @property
     def index(self) -> Index | None:
         """The index in use; None where search is exact."""
-        return self.db._finder._index
+        return self.db.finder.index
 
     def bytes(self) -> int:
         """Codes and ids; the keys stay in the database's files."""

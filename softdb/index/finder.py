@@ -53,7 +53,8 @@ class Finder:
         fork.watch(self)
 
     @property
-    def _index(self) -> Index | None:
+    def index(self) -> Index | None:
+        """The index in use; None where search is exact."""
         return self._in_use[0]
 
     def after_fork(self) -> None:
@@ -206,17 +207,17 @@ class Finder:
         self._current(snapshot)
         with self._lock:
             self._compacted = max(self._compacted, snapshot.generation)
-            if self._index is None:
+            if self.index is None:
                 return
-            rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self._index)]))
-            if len(rows) == self._index.inner.ntotal:
+            rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self.index)]))
+            if len(rows) == self.index.inner.ntotal:
                 return
-            held = np.zeros(self._index.covered, np.bool_)
+            held = np.zeros(self.index.covered, np.bool_)
             held[rows] = True
-            selected, twin = Selected(held), hosted(self._index)  # the other is being searched
+            selected, twin = Selected(held), hosted(self.index)  # the other is being searched
             with contextlib.suppress(RuntimeError):  # an engine that cannot, such as a graph
                 twin.inner.remove_ids(faiss_module().IDSelectorNot(selected.selector))
-                twin = placed(twin, board_of(self._index))
+                twin = placed(twin, board_of(self.index))
                 self.watch.follow(twin)
                 self._use(twin, snapshot.generation)
         self.save()

@@ -135,7 +135,7 @@ def test_what_is_written_meanwhile_is_right_afterwards(
         assert not {one for ids in hits.ids for one in ids} & {*gone[::2], *range(100)}
         agrees(db, queries)
         assert len(db.search(queries[:1], k=len(db)).ids[0]) == len(set(db.search(queries[:1], k=len(db)).ids[0]))
-        index = db._finder._index
+        index = db.finder.index
         assert index is not None
         if compacted and kind == "ivf":  # codes of what compaction removed are taken out
             assert index.inner.ntotal == N - 100 - len(gone)
@@ -234,7 +234,7 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
     _, queries = world()
     with filled(tmp_path / "db") as db:
         db.build_index("ivf-sq8")
-        before, stats = db._finder._index, db.stats().index
+        before, stats = db.finder.index, db.stats().index
         said = rf"build_index: the build was cancelled while {moment} \d+ %: cancel\(\) was called; the old index"
         with building(db, moment=moment) as build:
             build.cancel()
@@ -242,7 +242,7 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
         with pytest.raises(Cancelled, match=said):
             build.result()
         assert repr(build) == "<Build: cancelled>"
-        assert db._finder._index is before
+        assert db.finder.index is before
         assert db.stats().index == stats
         found = db.search(queries, k=5).rows.tolist()
         assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
@@ -414,12 +414,12 @@ def test_a_search_does_not_wait_while_another_thread_saves(monkeypatch: pytest.M
     with filled() as db:
         db.build_index("ivf")
         db.insert([f"n{i}" for i in range(1000)], world(2)[0][:1000])
-        before = db._finder._index
+        before = db.finder.index
         with db._finder._lock:  # as if it saved
             agrees(db, queries)
-            assert db._finder._index is before
+            assert db.finder.index is before
         agrees(db, queries)
-        assert db._finder._index is not before
+        assert db.finder.index is not before
 
 
 def test_a_reader_from_before_an_index_searches_exactly(tmp_path: Path) -> None:

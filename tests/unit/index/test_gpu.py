@@ -296,7 +296,7 @@ def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: 
 
 def test_a_search_that_fails_gives_the_stream_back(fake: FakeGpu) -> None:
     db, _, queries = opened()
-    index = db._finder._index
+    index = db.finder.index
     assert isinstance(index, gpu.OnGPU)
     with pytest.raises(AssertionError):
         index.near(torch.from_numpy(queries), 3000)
@@ -306,7 +306,7 @@ def test_a_search_that_fails_gives_the_stream_back(fake: FakeGpu) -> None:
 
 def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
     db, keys, queries = opened()
-    index = db._finder._index
+    index = db.finder.index
     assert isinstance(index, gpu.OnGPU)
     index.covered = 10**6  # k is small for it
     fake.asked.clear()
@@ -357,7 +357,7 @@ def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generat
 
 def test_more_is_fetched_where_less_counts(fake: FakeGpu) -> None:
     db, keys, queries = opened()
-    index = db._finder._index
+    index = db.finder.index
     assert index is not None
     fake.asked.clear()
     db.search(queries)
@@ -477,7 +477,7 @@ def test_compaction_takes_codes_out(fake: FakeGpu, tmp_path: Path) -> None:
     db, keys, queries = opened(tmp_path / "db")
     db.delete(range(0, N, 2))
     db.compact()
-    index = db._finder._index
+    index = db.finder.index
     assert isinstance(index, gpu.OnGPU)
     assert index.inner.ntotal == len(db) == N // 2
     truth = scores("dot", queries, keys)
@@ -490,7 +490,7 @@ def test_young_records_are_taken_in(fake: FakeGpu, monkeypatch: Any) -> None:
     db, keys, queries = opened()
     db.insert([f"new{i}" for i in range(1000)], keys[:1000] * np.float32(1.2))
     db.search(queries)
-    index = db._finder._index
+    index = db.finder.index
     assert isinstance(index, gpu.OnGPU)
     assert index.inner.ntotal == N + 1000
     truth = scores("dot", queries, np.concatenate([keys, keys[:1000] * np.float32(1.2)]))
@@ -686,7 +686,7 @@ class TestOnAGPU:
     def test_nothing_but_positions_travels(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(gpu_search, "FEW", 500)
         db, _, queries = opened(None, "ivf", device="cuda")
-        index, records = db._finder._index, db._store.snapshot
+        index, records = db.finder.index, db._store.snapshot
         assert index is not None
         asked = torch.from_numpy(queries).cuda()
         gpu_search.find(records, index, asked, 10, Metric.DOT, None)

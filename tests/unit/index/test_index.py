@@ -209,10 +209,10 @@ def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, 
     with softdb.open(tmp_path / "db", dim=32) as db:
         db.insert(range(6000), keys)
         db.build_index("hnsw")
-        before, stats = db._finder._index, db.stats().index
+        before, stats = db.finder.index, db.stats().index
         with pytest.raises(error, match="stop"):
             db.build_index("ivf", progress=stop)
-        assert db._finder._index is before
+        assert db.finder.index is before
         assert db.stats().index == stats
         found = db.search(queries, k=5).rows.tolist()
     with softdb.open(tmp_path / "db", mode="r") as db:
@@ -250,7 +250,7 @@ def test_residual_codes_are_taken_where_centroids_explain_most(centres: int, res
     with softdb.open(None, dim=16, metric="cosine") as db:
         db.insert(range(6000), keys + random.standard_normal((6000, 16)))
         db.build_index("ivf")
-        index = db._finder._index
+        index = db.finder.index
         assert index is not None
         assert index.inner.by_residual is residual
 

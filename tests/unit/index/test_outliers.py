@@ -239,7 +239,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
         db.insert(range(5000), keys)
         report = db.build_index("ivf-rabitq", recall=0.3)
         db.search(keys[:5], k=3)
-        index = db._finder._index
+        index = db.finder.index
         assert index is not None
         assert index.longest is None or not len(index.longest)
         assert report.outliers == 0
@@ -296,7 +296,7 @@ def check(db: softdb.SoftDB, **words: Any) -> None:
     """The largest inner product is found wherever it is that of one of the longest keys."""
     queries = items()[1]
     found, exact = (db.search(queries, k=1, exact=way, **words) for way in (False, True))
-    index = db._finder._index
+    index = db.finder.index
     assert index is not None
     assert index.longest is not None
     long = np.isin(exact.rows[:, 0].numpy(), index.longest[: outliers.LEAST])
@@ -314,7 +314,7 @@ def test_search_and_attention_find_them() -> None:
     assert pooled.hits is not None
     hit = pooled.hits.rows[:, 0] == exact.rows[:, 0]
     assert hit.float().mean() > 0.9
-    index = db._finder._index
+    index = db.finder.index
     assert index is not None
     index.longest = NONE
     with pytest.raises(AssertionError):
@@ -330,7 +330,7 @@ def test_deleted_ones_never_come_back_and_others_follow() -> None:
     db.delete(order[10:200].tolist())
     assert not np.isin(db.search(items()[1], k=20).rows.numpy(), order[:200]).any()
     check(db)
-    index = db._finder._index
+    index = db.finder.index
     assert index is not None
     assert index.longest is not None
     assert index.longest[:10].tolist() == order[200:210].tolist()
