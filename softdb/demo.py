@@ -82,7 +82,7 @@ def run_demo(
         mark = {"records": len(data.ids), "seed": seed}
         (path / MARK).write_text(json.dumps(mark) + "\n")
         note_encoder(path, "demo")
-        _store(db, data, console)
+        _fill(db, data, console)
         index = _index(db, console)
         query = _chosen(data)
         _ask(db, data, query, index, console)
@@ -116,7 +116,7 @@ def _clear(path: Path, fresh: bool) -> None:
     shutil.rmtree(path.resolve())
 
 
-def _store(db: SoftDB, data: DemoData, console: Console) -> None:
+def _fill(db: SoftDB, data: DemoData, console: Console) -> None:
     _step(console, 1, "Store", "every commit is on disk before the next begins")
     begin, count = time.perf_counter(), len(data.ids)
     with progress("insert", console) as say:

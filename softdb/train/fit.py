@@ -178,7 +178,7 @@ def fit(
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
         raise BadInput(f"checkpoint is {check.shown(checkpoint)}; expected the path of a file")
     file = None if checkpoint is None else Path(checkpoint)
-    checkpoints.may_write(file, resume, db._store.path)
+    checkpoints.may_write(file, resume, db.path)
     with torch.inference_mode(False), check.precise():
         asked = _asked(db, queries)
         right = listed(positives, len(asked))
