@@ -28,7 +28,7 @@ class Softdb(Engine):
             part = keys[low : low + BATCH]
             payloads = [{"title": f"record {low + i}, with a title", **p} for i, p in enumerate(_dicts(columns, low))]
             self.db.insert(range(low, low + len(part)), part, payloads=payloads)
-        self.report = self.db.build_index("auto", recall=0.95, k=K, queries=queries)
+        self.report = self.db.build_index("auto", recall=0.95, k=K, queries=queries).asdict()
 
     def prepare(self, wanted: Filter) -> dict[str, Any]:
         """As a user writes it."""

@@ -75,7 +75,7 @@ def build(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         report = db.build_index(recall=args.recall, k=K, queries=asked)
         seconds = time.perf_counter() - start
-    return {"build_s": round(seconds, 1), "build_private_mib": round(peak.more / MIB), "index": report}
+    return {"build_s": round(seconds, 1), "build_private_mib": round(peak.more / MIB), "index": report.asdict()}
 
 
 def answer(path: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -106,7 +106,9 @@ class Ours(Engine):
                 part = slice(low, min(world.n, low + (1 << 16)))
                 self.db.insert(range(part.start, part.stop), world.keys[part], world.values[part])
             self.db.build_index("ivf", recall=world.recall, k=world.k, queries=world.queries())
-        self.index = self.db.stats().index
+        index = self.db.stats().index
+        assert index is not None
+        self.index = index
         self.memory = Memory(self.db, k=world.k)
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +183,7 @@ class Refined(ByHand):
         inner.nprobe = like["nprobe"]
         index = self.faiss.IndexRefineFlat(inner)
         index.add(self.world.keys.numpy())
-        index.k_factor = float(like["candidates"])
+        index.k_factor = float(like["fetch_k"])
         return index
 
 
@@ -315,7 +317,7 @@ def measured(n: int, given: argparse.Namespace) -> dict[str, Any]:
         folder = Path(scratch) / "db"
         ours = Ours(world, folder)
         names = chosen(n, given)
-        (folder / "index.json").write_text(json.dumps(ours.index))
+        (folder / "index.json").write_text(json.dumps(ours.index.asdict()))
         engines = [ours, *(ENGINES[name](world, folder) for name in names[1:])]
         checks = {engine.name: checked(engine) for engine in engines}
         times = timed(engines, given.rounds)

@@ -130,7 +130,7 @@ def ask_index(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         many = times(lambda: db.search(queries, k=10), 9)
         others = times(lambda: peer.search(queries, 10, params=parameters), 9)
     return {
-        "report": report,
+        "report": report.asdict(),
         "recall": shares,
         "single_ms": one,
         "single_peer_ms": other,
