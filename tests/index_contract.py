@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,6 +53,14 @@ class IndexContract:
     """Inherit, and name the kind."""
 
     kind: ClassVar[str]
+    built: ClassVar[dict[type, Path]] = {}  # by the engine's tests: a database as `made` leaves it
+
+    @pytest.fixture(autouse=True)
+    def room(self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        self.folder, self.factory, self.open = tmp_path, tmp_path_factory, list[softdb.SoftDB]()
+        yield
+        for db in self.open:
+            db.close()
 
     @pytest.mark.few(1)
     @pytest.mark.parametrize("metric", ["dot", "l2"])
@@ -96,7 +106,21 @@ class IndexContract:
                 db.tune()
 
     def made(self, path: Path | None = None, **words: Any) -> tuple[softdb.SoftDB, Floats, Floats]:
+        """An indexed database, its keys, and queries. The usual one is built once, and copied."""
         keys, queries = world(d=words.pop("dim", D))
+        if words or keys.shape[1] != D:
+            db = self.build(path, keys, **words)
+        else:
+            if type(self) not in self.built:
+                self.built[type(self)] = self.factory.mktemp(self.kind) / "db"
+                self.build(self.built[type(self)], keys).close()
+            path = path or self.folder / "made"
+            shutil.copytree(self.built[type(self)], path)
+            db = softdb.open(path)
+        self.open.append(db)
+        return db, keys, queries
+
+    def build(self, path: Path | None, keys: Floats, **words: Any) -> softdb.SoftDB:
         db = softdb.open(path, dim=keys.shape[1], **words)
         groups = np.random.default_rng(5).permutation(N)
         payloads = [{"g": int(g)} for g in groups]
@@ -106,7 +130,7 @@ class IndexContract:
         report = db.build_index(self.kind, recall=0.95)
         assert report.kind == self.kind
         assert report.met
-        return db, keys, queries
+        return db
 
     @pytest.mark.few(1)
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])

@@ -207,6 +207,7 @@ def attended(path: Path, count: int, how: dict[str, Any], labels: bytes, *, late
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "queries", "how"), [(40, 3, {}), (20_000, 64, {}), (20_000, 64, {"rtol": 0.1})])
 def test_a_label_that_no_class_has_is_named(tmp_path: Path, count: int, queries: int, how: dict[str, Any]) -> None:
     """A database from a stranger, or rot, must not have memory written to that is nobody's."""

@@ -263,6 +263,7 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
         assert len(again) == 5000
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_an_index_is_loaded_leaves_its_lock_free(path: Path, tally: Counter[str]) -> None:
     keys = np.random.default_rng(0).standard_normal((5000, 8))
     with softdb.open(path, dim=8) as db:

@@ -117,6 +117,7 @@ def check(one: World) -> None:
     np.testing.assert_allclose(grad, truth.queries, atol=2 * bound * max(1.0, float(np.abs(truth.queries).max())))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.value)
 @pytest.mark.parametrize("q", QUERIES)
 @pytest.mark.parametrize("seed", range(3))

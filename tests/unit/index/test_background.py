@@ -104,6 +104,7 @@ def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
     assert not builders()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "on_disk", "compacted", "moment"),
     [

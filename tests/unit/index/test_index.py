@@ -32,6 +32,7 @@ class TestIVFRaBitQ(IndexContract):
     kind: ClassVar[str] = "ivf-rabitq"
 
 
+@pytest.mark.slow
 class TestHNSW(IndexContract):
     kind: ClassVar[str] = "hnsw"
 
