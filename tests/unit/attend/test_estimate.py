@@ -291,6 +291,7 @@ def test_gradients_of_sums_are_unbiased(db: softdb.SoftDB, queries: Array) -> No
     assert bias < 3 * (found.std(0).norm() / true.norm()) / 80**0.5
 
 
+@pytest.mark.slow
 def test_gradients_of_the_output_are_near(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
     grads = []

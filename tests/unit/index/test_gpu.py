@@ -625,6 +625,7 @@ def test_engines_without_a_form_there(fake: FakeGpu, db: softdb.SoftDB, kind: st
         db.build_index("tree", device="cpu")
 
 
+@pytest.mark.slow
 def test_back_to_the_cpu(fake: FakeGpu, monkeypatch: Any) -> None:
     db, _, queries = opened()
     monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: None))

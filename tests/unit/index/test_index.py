@@ -198,6 +198,7 @@ def test_nothing_to_tune(db: softdb.SoftDB) -> None:
         db.tune()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("moment", ["choosing", "training", "adding", "measuring"])
 def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, error: type[BaseException]) -> None:
