@@ -9,7 +9,7 @@ The truth is worlds/exact.py, in float64. A cell is one world, size, verb, tempe
 many generators. Answers given exactly leave its statistics, and so do infinite bars: they cannot fail. An error counts
 as inside where it is at most the bar and what float32 rounds away: 2e-6 max(‖o‖, rms‖v‖) of an output, 2e-6 max(1,
 |lse|) of Z (of a density also |log p|), records within 1e-6 of the radius of a count; `inside_strictly` does without.
-Modes: "candidates" has max_candidates=400, "default" has none; "-single" asks one query at a time.
+Modes: "candidates" has max_draws=400, "default" has none; "-single" asks one query at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Question(NamedTuple):
     verb: str
     temperature: str  # its name, or that of the radius
     number: float
-    ask: Callable[..., Any]  # (queries, generator=, confidence=, max_candidates=) -> an answer
+    ask: Callable[..., Any]  # (queries, generator=, confidence=, max_draws=) -> an answer
     error: Callable[[Any, slice], Array]  # (b,), of an answer to some of the queries
     rounding: Array  # (q,) what float32 may add to an error
     small: bool = False  # whether errors as small as the rounding have no meaningful ratio to a bar
@@ -169,7 +169,7 @@ def measured(question: Question, subject: World, mode: str, confidence: float, d
     times: list[float] = []
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)
-        ask = functools.partial(question.ask, generator=generator, confidence=confidence, max_candidates=most)
+        ask = functools.partial(question.ask, generator=generator, confidence=confidence, max_draws=most)
         start = time.perf_counter()
         columns.append(_asked(question, ask, queries, 1 if single else len(queries), wrong))
         times.append((time.perf_counter() - start) / len(queries) * 1e3)
@@ -201,7 +201,7 @@ def _asked(question: Question, ask: Callable[..., Any], queries: torch.Tensor, s
         except Exception as error:  # an exception is a result here: it is counted, and the run goes on
             wrong[_told(error)] += 1
             continue
-        pooled = answer.candidates.numpy() if hasattr(answer, "candidates") else np.nan
+        pooled = answer.n_pooled.numpy() if hasattr(answer, "n_pooled") else np.nan
         found[part, 0] = np.nan_to_num(question.error(answer, part), nan=np.inf)
         for column, value in enumerate((answer.bar, answer.met, answer.exact), 1):
             found[part, column] = value.double().numpy()

@@ -97,13 +97,13 @@ def quality(world: World, kind: str, temperature: float, draws: int) -> dict[str
     errors, bars, ratios, deviations, pooled_records = [], [], [], [], []
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)
-        pooled = db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=CANDIDATES, generator=generator)
+        pooled = db.attend(queries, temperature=temperature, rtol=0.05, max_draws=CANDIDATES, generator=generator)
         assert not pooled.exact.any()
         errors.append(np.linalg.norm(pooled.output.double().numpy() - output, axis=1))
         bars.append(pooled.bar.numpy())
         ratios.append(np.exp(pooled.lse.double().numpy() - lse))
         deviations.append(pooled.lse_stderr.numpy())
-        pooled_records.append(pooled.candidates.float().mean().item())
+        pooled_records.append(pooled.n_pooled.float().mean().item())
     error, bar = np.stack(errors), np.stack(bars)
     size = np.linalg.norm(output, axis=1)
     bias = float(np.mean(ratios) - 1)
@@ -127,7 +127,7 @@ def compared(world: World, temperature: float, candidates: int = CANDIDATES) -> 
     answers: dict[str, Callable[[], torch.Tensor]] = {
         "truncated": lambda: db.attend(queries, temperature=temperature, k=candidates).output,
         "top-k + uniform": lambda: _uniform(db, world.keys, queries, temperature, candidates),
-        "estimated": lambda: db.attend(queries, temperature=temperature, rtol=1e-9, max_candidates=candidates).output,
+        "estimated": lambda: db.attend(queries, temperature=temperature, rtol=1e-9, max_draws=candidates).output,
         "exact": lambda: db.attend(queries, temperature=temperature).output,
     }
     size, result = np.linalg.norm(output, axis=1), {}
@@ -222,7 +222,7 @@ def tolerance(world: World, temperature: float, rtol: float) -> dict[str, Any]:
         "temperature": temperature,
         "within": round(float((error <= allowed).mean()), 4),
         "answered_exactly": round(float(pooled.exact.float().mean()), 4),
-        "records_pooled": round(float(pooled.candidates.float().mean())),
+        "records_pooled": round(float(pooled.n_pooled.float().mean())),
     }
     for q in (1, 64):
         mine, others, alone = _timed(queries, q, attend, sdpa)

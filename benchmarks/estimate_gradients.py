@@ -61,7 +61,7 @@ def measured(db: softdb.SoftDB, x: torch.Tensor, draws: int, candidates: int) ->
     squares = dict.fromkeys(truth, 0.0)
     projected: dict[str, list[torch.Tensor]] = {name: [] for name in truth}
     for seed in range(draws):
-        how = {"rtol": 1e-9, "max_candidates": candidates, "generator": torch.Generator().manual_seed(seed)}
+        how = {"rtol": 1e-9, "max_draws": candidates, "generator": torch.Generator().manual_seed(seed)}
         for name, one in gradients(db, x, losses, **how).items():
             off = one - truth[name]
             means[name] += off.double() / draws

@@ -118,7 +118,7 @@ def trained(
 
     def measured() -> dict[str, float]:
         if view is not None:
-            view.refresh()
+            view.reindex()
             with torch.no_grad():
                 rows = view.search(model(world.queries[test]), 10).rows
             mine = [set(world.right[i]) & set(one) for i, one in zip(test.tolist(), rows.tolist(), strict=True)]
@@ -174,13 +174,13 @@ def identity(dim: int) -> torch.nn.Linear:
 def further(world: World, given: argparse.Namespace) -> dict[str, Any]:
     """Models beyond one matrix, on the first split: what each buys."""
     dim, draws = world.keys.shape[1], torch.Generator().manual_seed(0)
-    drawn = by_softdb(world.db, rtol=0.9, max_candidates=given.candidates, generator=draws)
+    drawn = by_softdb(world.db, rtol=0.9, max_draws=given.candidates, generator=draws)
     found = {
         "query: matrix and a residual layer": trained(
             world, torch.nn.Sequential(identity(dim), Residual(dim)), drawn, 0, given
         )
     }
-    view = View(world.db, Residual(dim), refresh=EverySteps(80))
+    view = View(world.db, Residual(dim), reindex=EverySteps(80))
 
     def through_view(queries: Tensor, right: list[list[Any]]) -> Tensor:
         """The nearest of the view, and the other queries' right records, as negatives."""
@@ -242,7 +242,7 @@ def main() -> None:
         ways: dict[str, Loss] = {
             "torch": by_torch(world.keys),
             "exact": by_softdb(world.db),
-            "drawn": by_softdb(world.db, rtol=0.9, max_candidates=given.candidates, generator=draws),
+            "drawn": by_softdb(world.db, rtol=0.9, max_draws=given.candidates, generator=draws),
             "truncated": by_softdb(world.db, k=given.k),
         }
         splits: list[dict[str, Any]] = []

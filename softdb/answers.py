@@ -277,10 +277,10 @@ class Pooled:
     lse: Tensor  # (q,) log-normaliser, the smoothed largest score / temperature; -inf for none; differentiable
     exact: Tensor  # (q,) bool: whether this is the answer over every record that takes part, proven
     missed_mass: Tensor  # (q,) estimated share of the weight of other records; 0 where exact, NaN where unknown
-    candidates: Tensor  # (q,) int64: how many records were weighed
+    n_pooled: Tensor  # (q,) int64: how many records were weighed
     hits: Hits | None  # the records that were weighed, best first; None when all took part in one stream
     weights: Tensor | None  # (q, k) of those hits, differentiable
-    finder: str  # what found the candidates: "all", "flat" (exact), "scan" (by score), "shadow" (a view's), or an index
+    finder: str  # what found them: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), or an index
     explanation: Callable[[int], list[Explanation]]
     bar: Tensor  # (q,) the error ‖ô - o‖ that `confidence` of all answers stay below; 0 where exact, NaN for `k=`
     stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)

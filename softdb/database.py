@@ -19,18 +19,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Record, Records, Samples
-from softdb.attend import (
-    Ball,
-    SoftQuery,
-    attend_all,
-    attend_estimated,
-    attend_nearest,
-    count_within,
-    drawn,
-    hits,
-    log_partition,
-    soft_query,
-)
+from softdb.attend import Request, Stored, counted, estimated, exact, hits, log_partition, nearest, sampled
 from softdb.check import Array, Id, Schema
 from softdb.errors import BadInput, ReadOnly, SoftDBError, StaleRead, WriteFailed
 from softdb.index import Finder
@@ -45,7 +34,7 @@ from softdb.store.filters import field_names
 from softdb.store.stats import stats
 from softdb.store.verify import verify
 from softdb.typing import Device, Ids, IdsPerQuery, Numbers, Vectors
-from softdb.weights import Weighting, weighting
+from softdb.weights import Weighting
 
 __all__ = ["SoftDB"]
 
@@ -243,10 +232,11 @@ class SoftDB:
         rtol: float | None = None,
         atol: float = 0.0,
         confidence: float = 0.95,
-        max_candidates: int | None = None,
+        max_draws: int | None = None,
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
         mask: Any = None,
+        need_weights: bool = False,
     ) -> Pooled:
         """The soft query: the mean of the values, weighted by softmax(score / temperature) or another weighting.
 
@@ -271,25 +261,26 @@ class SoftDB:
                 where that costs less, and where nothing can be drawn: no IVF index, one of another metric than the
                 score's, a mask. BadInput for weights other than softmax, and scores without an index form.
             confidence: the share of answers whose error shall be within their `bar`.
-            max_candidates: pool so many records for a query at most, whether the tolerance is met or not; `bar` is inf
+            max_draws: pool so many records for a query at most, whether the tolerance is met or not; `bar` is inf
                 where nothing can be said of what was not drawn. More may be scored to narrow the bar, unless the
                 queries want a gradient.
             generator: draws anew with each call, as training wants; None: the same draw every time.
             where: a filter on the payload.
             mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.
+            need_weights: hold the weights of an exact answer: `weights` (q, n) of `hits`, every record that takes part,
+                in row order. Memory q n; without it they are never held. With `k` and tolerances they always are.
 
         An empty set of records gives zeros and lse = -inf, with gradient zero.
         """
-        tolerance = check.tolerance(rtol, atol, confidence, max_candidates, k)
-        query, snapshot = self._soft(queries, temperature, score, weights, where, mask)
-        find = functools.partial(self._finder.find_folded, snapshot)
-        exact = functools.partial(find, exact=True)
+        tolerance = check.tolerance(rtol, atol, confidence, max_draws, k)
+        count = None if k is None else check.integer(k, "k")
+        request, source = self.request(
+            queries, temperature, score, weights, where, mask, k=count, tolerance=tolerance, generator=generator,
+            need_weights=need_weights,
+        )  # fmt: skip
         if tolerance is not None:
-            drawing = *self._drawing(query, snapshot, tolerance, generator), exact, self._store.read
-            return attend_estimated(*drawing)
-        if k is None:
-            return attend_all(query, snapshot, exact, self._store.read)
-        return attend_nearest(query, snapshot, check.clamped(k, "k", snapshot.count), find, self._store.read)
+            return estimated(request, source)
+        return exact(request, source) if k is None else nearest(request, source)
 
     @_verb
     def log_partition(
@@ -300,7 +291,7 @@ class SoftDB:
         score: Score | ScoreFunction | None = None,
         rtol: float = 0.05,
         confidence: float = 0.95,
-        max_candidates: int | None = None,
+        max_draws: int | None = None,
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
     ) -> Estimate:
@@ -309,11 +300,12 @@ class SoftDB:
         What normalises a softmax; `log_density` is the same for a kernel. Z itself is estimated without bias, and so is
         its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
         """
-        tolerance = check.tolerance(rtol, 0.0, confidence, max_candidates, None)
+        tolerance = check.tolerance(rtol, 0.0, confidence, max_draws, None)
         if tolerance is None:
             raise BadInput("rtol is None; expected a number above 0, such as 0.05")
-        query, snapshot = self._soft(queries, temperature, score, None, where, None)
-        return log_partition(*self._drawing(query, snapshot, tolerance, generator))
+        return log_partition(
+            *self.request(queries, temperature, score, where=where, tolerance=tolerance, generator=generator)
+        )
 
     @_verb
     def log_density(
@@ -323,7 +315,7 @@ class SoftDB:
         *,
         rtol: float = 0.05,
         confidence: float = 0.95,
-        max_candidates: int | None = None,
+        max_draws: int | None = None,
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
     ) -> Estimate:
@@ -336,12 +328,14 @@ class SoftDB:
         """
         if not isinstance(kernel, Kernel):
             raise BadInput(f"kernel is {check.shown(kernel)}; expected one of softdb.scores, such as Gaussian(0.3)")
-        tolerance = check.tolerance(rtol, 0.0, confidence, max_candidates, None)
+        tolerance = check.tolerance(rtol, 0.0, confidence, max_draws, None)
         if tolerance is None:
             raise BadInput("rtol is None; expected a number above 0, such as 0.05")
-        query, snapshot = self._soft(queries, 1.0, kernel, None, where, None)
-        found = log_partition(*self._drawing(query, snapshot, tolerance, generator))
-        shift = query.taking_part(snapshot).clamp(min=1).double().log() + kernel.log_volume(query.queries.shape[1])
+        request, source = self.request(queries, score=kernel, where=where, tolerance=tolerance, generator=generator)
+        found = log_partition(request, source)
+        shift = request.taking_part(source).clamp(min=1).to(found.value).log() + kernel.log_volume(
+            request.queries.shape[1]
+        )
         return dataclasses.replace(found, value=found.value - shift.to(found.value))
 
     @_verb
@@ -353,7 +347,7 @@ class SoftDB:
         rtol: float = 0.05,
         atol: float = 0.0,
         confidence: float = 0.95,
-        max_candidates: int | None = None,
+        max_draws: int | None = None,
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
     ) -> Estimate:
@@ -366,26 +360,16 @@ class SoftDB:
             radius: as in `search`: the largest distance for "l2" (not its score, which is -distance²), else the least
                 score.
             rtol, atol: the error shall be at most atol + rtol max(count, 1).
-            confidence, max_candidates, generator: as in `attend`; at most so many records are drawn.
+            confidence, max_draws, generator: as in `attend`; at most so many records are drawn.
             where: a filter on the payload.
         """
         metric = self._store.schema.metric
         ask, tensor = check.asked(None, radius, None, None, metric), self.as_queries(queries).detach()
-        tolerance = check.tolerance(rtol, atol, confidence, max_candidates, None)
+        tolerance = check.tolerance(rtol, atol, confidence, max_draws, None)
         if tolerance is None or ask.least is None:
             raise BadInput("radius or rtol is None; expected numbers, such as radius=0.8 and rtol=0.05")
-        snapshot, allowed = self.view(where)
-
-        def exactly(which: NDArray[np.int64], keep: NDArray[np.bool_]) -> NDArray[np.float64]:
-            few = (tensor[torch.from_numpy(one)] for one in np.array_split(which, -(-len(which) // 16)))
-            find = functools.partial(self._finder.find, snapshot, exact=True)
-            rows = (hits(ask, part, snapshot, metric, find, keep, None)[0] for part in few)
-            return np.concatenate([(one >= 0).sum(1).cpu().numpy() for one in rows]).astype(np.float64)
-
-        keep = snapshot.live if allowed is None else snapshot.live & allowed
-        asked = tensor.cpu().numpy().astype(np.float32)
-        ball = Ball(asked, ask.least, snapshot, keep, *self._finder.tail(snapshot), exactly)
-        return count_within(ball, tolerance, _seed(generator))
+        request, source = self.request(tensor, where=where, tolerance=tolerance, generator=generator)
+        return counted(request, source, ask.least)
 
     @_verb
     def sample(
@@ -405,10 +389,9 @@ class SoftDB:
         pass over the records, two where the queries want a gradient. Other arguments as `attend`; without a generator
         torch's own random numbers.
         """
-        query, snapshot = self._soft(queries, temperature, score, None, where, mask)
-        generator = check.generator(generator) or torch.default_generator
-        count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(query.queries)))
-        return drawn(query, snapshot, count, generator, self._store.read)
+        request, source = self.request(queries, temperature, score, where=where, mask=mask)
+        generator = torch.default_generator if generator is None else generator
+        return sampled(request, source, check.integer(n, "n"), generator)
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -735,6 +718,40 @@ class SoftDB:
         """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
         return (self._store.snapshot, None) if where is None else self._store.matching(where)
 
+    def source(self, snapshot: Snapshot) -> Stored:
+        """The records of a generation, as every answer reads them."""
+        return Stored(snapshot, self._store.schema, self._finder, self._store.read)
+
+    def request(
+        self,
+        queries: Any,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        weights: str | Weighting | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        *,
+        k: int | None = None,
+        tolerance: check.Tolerance | None = None,
+        generator: torch.Generator | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Request, Stored]:
+        """What a soft verb asks, checked, and the records it asks; arguments as `attend`. Raises BadInput."""
+        if score is not None and not callable(score):
+            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        schema = self._store.schema
+        score = score_of(schema.metric) if score is None else score
+        tensor = self.as_queries(queries, query_width(score, schema.dim))
+        temperature = check.positive(temperature, "temperature")
+        snapshot, allowed = self.view(where)
+        if mask is not None:
+            mask = check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device)
+        seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+        request = Request.of(
+            tensor, score, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
+        )
+        return request, self.source(snapshot)
+
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
         """The newest generation and the rows (n,) of ids in it; -1, or UnknownId if required, for those not stored."""
         return (self._store.require if required else self._store.locate)(ids)[:2]
@@ -788,40 +805,6 @@ class SoftDB:
         schema = self._store.schema
         return check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
 
-    def _soft(
-        self,
-        queries: Any,
-        temperature: float,
-        score: Score | ScoreFunction | None,
-        weights: str | Weighting | None,
-        where: dict[str, Any] | None,
-        mask: Any,
-    ) -> tuple[SoftQuery, Snapshot]:
-        """A soft query and the records that it may see."""
-        if score is not None and not callable(score):
-            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
-        schema = self._store.schema
-        score = score_of(schema.metric) if score is None else score
-        tensor = self.as_queries(queries, query_width(score, schema.dim))
-        snapshot, allowed = self.view(where)
-        query = soft_query(
-            tensor,
-            score,
-            weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights),
-            check.positive(temperature, "temperature"),
-            allowed,
-            None if mask is None else check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device),
-            schema.num_classes,
-            schema.pooled_dim,
-        )
-        return query, snapshot
-
-    def _drawing(
-        self, query: SoftQuery, snapshot: Snapshot, tolerance: check.Tolerance, generator: torch.Generator | None
-    ) -> tuple[Any, ...]:
-        """What an estimate takes: what to draw from, how well, by which random numbers."""
-        return query, snapshot, *self._finder.tail(snapshot), tolerance, _seed(generator)
-
     def _view_without(
         self, where: dict[str, Any] | None, left_out: list[list[Id]]
     ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
@@ -851,11 +834,6 @@ def _index_kept() -> Iterator[None]:
             f"the index serves this handle, but the disk refused its file ({error}); the records are safe: make room, "
             "then build it again"
         ) from error
-
-
-def _seed(generator: torch.Generator | None) -> int:
-    given = check.generator(generator)
-    return 0 if given is None else int(torch.randint(1 << 40, (), generator=given))
 
 
 def _reopen(path: Path, encoder: check.Encoder | None, device: torch.device | None) -> SoftDB:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend import Columns, indifferent, scan, soft_query, stream
+from softdb.attend import Columns, Request, stream, weighed
+from softdb.attend.request import indifferent
 from softdb.check import positive, shown
 from softdb.errors import BadInput
 from softdb.scores import Kernel, ScaledDot, Score, ScoreFunction, query_width
@@ -154,18 +155,9 @@ def _attention(
     live = _Live.of(layout, mask, valid_len, is_causal, asked[0].device)
     queries, keys, values = layout.queries(asked[0]), layout.records(asked[1]), layout.records(asked[2])
     # it knows what a weighting makes of a score, whatever the shape of the queries
-    soft = soft_query(queries, score, by, positive(temperature, "temperature"), None, None, None, values.shape[-1])
-    call = _Call(
-        queries,
-        keys,
-        values,
-        indifferent if isinstance(by, Uniform) else soft.score,
-        isinstance(by, Uniform) or full,
-        soft.weighting,
-        soft.temperature,
-        live,
-    )
-    streamed = isinstance(call.weighting, Softmax | Sparse | Uniform | Argmax)
+    request = Request.of(queries, score, by, positive(temperature, "temperature"))
+    call = _Call(request, keys, values, isinstance(by, Uniform) or full, live)
+    streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
     if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:
         return layout.back(_streamed(call)).to(narrow)
     output, lse, found = (layout.back(one) for one in _dense(call))
@@ -365,36 +357,37 @@ def _lengths(valid_len: Any, layout: _Layout) -> Tensor:  # (b, 1 …, m or 1, 1
 class _Call(NamedTuple):
     """A soft query of u entries."""
 
-    queries: Tensor  # (u, q, d_q)
+    request: Request  # of queries (u, q, d_q)
     keys: Tensor  # (u, n, d)
     values: Tensor  # (u, n, v)
-    score: Score | ScoreFunction
     together: bool  # whether the score takes all entries at once
-    weighting: Weighting
-    temperature: float
     live: _Live | None
 
 
 def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)
     """Output, lse and weights, by all scores at once."""
-    with torch.autocast(call.queries.device.type, enabled=False):
+    with torch.autocast(call.request.queries.device.type, enabled=False):
         scores = _scores(call)
         u, q, n = scores.shape
         if call.live is None:
             live = torch.ones((), dtype=torch.bool, device=scores.device).expand(scores.shape)
         else:
             live = call.live.rows(0, u * q).reshape(u, q, n)
-        weights, lse, _ = call.weighting.weigh(scores, call.temperature, live)
+        weights, lse, _ = call.request.weighting.weigh(scores, call.request.temperature, live)
         return weights @ call.values, lse, weights
 
 
 def _scores(call: _Call) -> Tensor:  # (u, q, n)
     """All scores, checked. Raises BadInput for a wrong shape or NaN."""
-    shape = (*call.queries.shape[:2], call.keys.shape[1])
-    pairs = [(call.queries, call.keys)] if call.together else list(zip(call.queries, call.keys, strict=True))
+    shape = (*call.request.queries.shape[:2], call.keys.shape[1])
+    pairs = (
+        [(call.request.queries, call.keys)]
+        if call.together
+        else list(zip(call.request.queries, call.keys, strict=True))
+    )
     found = []
     for queries, keys in pairs:
-        scores = call.score(queries, keys)
+        scores = call.request.streamed_score(queries, keys)
         expected = shape if call.together else shape[1:]
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
@@ -407,32 +400,22 @@ def _scores(call: _Call) -> Tensor:  # (u, q, n)
         found.append(scores.to(queries.dtype))
     if call.together:
         return found[0]
-    return torch.stack(found) if found else indifferent(call.queries, call.keys)
+    return torch.stack(found) if found else indifferent(call.request.queries, call.keys)
 
 
 def _streamed(call: _Call) -> Tensor:  # (u, q, v)
     """The output, block by block."""
-    u, q, _ = call.queries.shape
+    u, q, _ = call.request.queries.shape
     rows = q if call.live is None else max(1, MASKED // call.keys.shape[1])
     found, low = [], 0
-    for queries, keys, values in zip(call.queries, call.keys, call.values, strict=True):
+    for queries, keys, values in zip(call.request.queries, call.keys, call.values, strict=True):
         source = Columns(keys, values)
         for chunk in torch.split(queries, rows):
             mask = None if call.live is None else call.live.rows(low, low + len(chunk))
-            found.append(_streamed_chunk(call, chunk, source, mask))
+            request = replace(call.request, queries=chunk, mask=mask)
+            if isinstance(request.weighting, Argmax):
+                found.append(weighed(request, source, source.find(request, 1)).output)
+            else:
+                found.append(stream(request, source)[0])
             low += len(chunk)
     return torch.cat(found).reshape(u, q, -1)
-
-
-def _streamed_chunk(
-    call: _Call,
-    queries: Tensor,  # (c, d_q)
-    source: Columns,
-    mask: Tensor | None,  # (c, n) bool
-) -> Tensor:  # (c, v)
-    if isinstance(call.weighting, Argmax):
-        nearest = torch.from_numpy(scan(queries.detach(), source, call.score, 1, mask=mask)[:, 0])
-        nearest = nearest.to(queries.device).unsqueeze(1)
-        return source.values[nearest[:, 0].clamp(min=0)].masked_fill(nearest < 0, 0)
-    sparse = call.weighting if isinstance(call.weighting, Sparse) else None
-    return stream(queries, source, call.score, call.temperature, mask=mask, sparse=sparse)[0]

@@ -166,7 +166,7 @@ class SnapshotReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ReindexReport(Report):
-    """A refreshed copy of encoded or trained keys: its version, records, step of training, and seconds it took."""
+    """An indexed copy of encoded or trained keys: its version, records, step of training, and seconds it took."""
 
     version: int
     records: int

@@ -1,34 +1,36 @@
-"""Answers over records: exact over every one that takes part, truncated to the nearest, estimated, sampled, counted."""
+"""Answers over records: exact over all, truncated to the nearest, estimated, sampled, counted, explained.
 
-from softdb.attend.blocks import Task
-from softdb.attend.count import Ball, count_within
-from softdb.attend.estimate import attend_estimated, log_partition
-from softdb.attend.exact import attend_all, log_all
+Each is one function of a `Request`, what is asked, and a `Source`, where the records are.
+"""
+
+from softdb.attend.count import counted
+from softdb.attend.dense import all_scores, shared_scores
+from softdb.attend.estimate import estimated, log_partition
+from softdb.attend.exact import exact, log_normaliser
+from softdb.attend.explain import explained
 from softdb.attend.hits import hits
-from softdb.attend.nearest import attend_nearest
-from softdb.attend.request import SoftQuery, indifferent, score_rows, soft_query
-from softdb.attend.sample import drawn
-from softdb.attend.scanning import scan
-from softdb.attend.source import Columns, Source
+from softdb.attend.nearest import nearest, weighed
+from softdb.attend.request import Request
+from softdb.attend.sample import sampled
+from softdb.attend.source import Columns, Source, Stored
 from softdb.attend.streaming import stream
 
 __all__ = [
-    "Ball",
     "Columns",
-    "SoftQuery",
+    "Request",
     "Source",
-    "Task",
-    "attend_all",
-    "attend_estimated",
-    "attend_nearest",
-    "count_within",
-    "drawn",
+    "Stored",
+    "all_scores",
+    "counted",
+    "estimated",
+    "exact",
+    "explained",
     "hits",
-    "indifferent",
-    "log_all",
+    "log_normaliser",
     "log_partition",
-    "scan",
-    "score_rows",
-    "soft_query",
+    "nearest",
+    "sampled",
+    "shared_scores",
     "stream",
+    "weighed",
 ]

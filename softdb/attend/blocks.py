@@ -6,21 +6,23 @@ Forward is one pass with an online softmax (Milakov and Gimelshein 2018); backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.source import Columns, Live, Source
+from softdb.attend.request import Live, Request
 from softdb.errors import BadInput
 from softdb.scores import Score, ScoreFunction
+from softdb.scores.contract import alike
 
-__all__ = [
-    "Blocks", "Once", "Solved", "Task", "Tile", "along", "hidden_parameters", "pool_into", "softmax_over", "width_of",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from softdb.attend.source import Source
+
+__all__ = ["Blocks", "Once", "Solved", "Tile", "hidden_parameters", "pool_into", "scores_of", "softmax_over", "tiles"]
 
 BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
@@ -37,70 +39,45 @@ class Tile(NamedTuple):
     dead: Tensor | None  # (chunk, m) bool; None: all take part
 
 
-def width_of(source: Source, num_classes: int | None, value_dim: int) -> int:
-    """v, the width of the answer. Raises BadInput for labels without `num_classes`."""
-    if isinstance(source, Columns):
-        shape: Sequence[int] = source.values.shape
-    elif source.segments:
-        first = source.segments[0]
-        shape = (first.keys if first.values is None else first.values).shape
-    else:
-        return num_classes or value_dim
-    if len(shape) == 2:
-        return shape[1]
-    if num_classes is None:
-        raise BadInput("the values are class labels; give num_classes, the width of the distribution to return")
-    return num_classes
+def tiles(request: Request, source: Source) -> Iterator[Tile]:
+    """Every meeting of a chunk of the queries with a block of the records that take part."""
+    queries, width = request.queries, source.width if request.pools else 0
+    bytes_a_record = queries.element_size() * (queries.shape[1] + width)
+    rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(source.live)))
+    chunk_size = max(1, TILE // rows)
+    places = _Places(source.live)
+    for stored in source.blocks(rows, request.allowed):
+        block = source.encoded(stored)
+        keys = alike(block.keys, queries)
+        values = keys if block.values is block.keys else block.values.to(queries.device)
+        if values.is_floating_point():
+            values = values.to(queries.dtype)
+        columns = None if request.mask is None else places.of(block.positions).to(request.mask.device)
+        for low in range(0, len(queries), chunk_size):
+            chunk = slice(low, low + chunk_size)
+            dead = None
+            if request.mask is not None and columns is not None:
+                dead = ~request.mask[chunk].index_select(1, columns).to(queries.device)
+            yield Tile(chunk, block.positions, keys, values, dead)
 
 
-@dataclass(frozen=True)
-class Task:
-    """A soft query but for its queries."""
-
-    source: Source
-    score: Score | ScoreFunction
-    temperature: float
-    allowed: Live | None
-    mask: Tensor | None
-    num_classes: int | None
-    width: int  # v
-
-    def tiles(self, queries: Tensor) -> Iterator[Tile]:
-        """Every meeting of a chunk of the queries with a block of the records."""
-        bytes_a_record = queries.element_size() * (queries.shape[1] + self.width)
-        rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(self.source.live)))
-        chunk_size = max(1, TILE // rows)
-        places = _Places(self.source.live)
-        for block in self.source.blocks(rows, self.allowed):
-            keys = block.keys.to(queries.device).to(queries.dtype)
-            values = keys if block.values is block.keys else block.values.to(queries.device)
-            if values.is_floating_point():
-                values = values.to(queries.dtype)
-            columns = None if self.mask is None else places.of(block.positions).to(self.mask.device)
-            for low in range(0, len(queries), chunk_size):
-                chunk = slice(low, low + chunk_size)
-                dead = None
-                if self.mask is not None and columns is not None:
-                    dead = ~self.mask[chunk].index_select(1, columns).to(queries.device)
-                yield Tile(chunk, block.positions, keys, values, dead)
-
-    def scores(
-        self,
-        queries: Tensor,  # (chunk, d)
-        tile: Tile,
-    ) -> Tensor:  # (chunk, m), -inf where dead
-        """The score, checked. Raises BadInput for a wrong shape or NaN."""
-        scores = self.score(queries, tile.keys)
-        expected = (len(queries), len(tile.keys))
-        if tuple(scores.shape) != expected:
-            raise BadInput(
-                f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and shared keys "
-                f"{tuple(tile.keys.shape)}; expected {expected}"
-            )
-        scores = scores.to(queries.dtype)
-        if bool(scores.detach().isnan().any()):
-            raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
-        return scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
+def scores_of(
+    score: Score | ScoreFunction,
+    queries: Tensor,  # (chunk, d)
+    tile: Tile,
+) -> Tensor:  # (chunk, m), -inf where dead
+    """The score, checked. Raises BadInput for a wrong shape or NaN."""
+    scores = score(queries, tile.keys)
+    expected = (len(queries), len(tile.keys))
+    if tuple(scores.shape) != expected:
+        raise BadInput(
+            f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and shared keys "
+            f"{tuple(tile.keys.shape)}; expected {expected}"
+        )
+    scores = scores.to(queries.dtype)
+    if bool(scores.detach().isnan().any()):
+        raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
+    return scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
 
 
 class _Places:
@@ -121,7 +98,7 @@ class _Places:
         return places[positions - low]
 
 
-class _State(NamedTuple):
+class _Sums(NamedTuple):
     """The online softmax: Σ exp((s - top) / T) v, the largest score so far, Σ exp((s - top) / T)."""
 
     output: Tensor  # (q, v)
@@ -143,7 +120,8 @@ class _State(NamedTuple):
         parts = (scores - shift.unsqueeze(1)).div_(temperature).exp_()
         total.mul_(decay).add_(parts.sum(dim=1))
         output.mul_(decay.unsqueeze(1))
-        pool_into(output, parts, values)
+        if output.shape[1]:
+            pool_into(output, parts, values)
         top.copy_(new)
 
 
@@ -157,21 +135,22 @@ class Solved(NamedTuple):
     of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # scores of a chunk (c, m) -> weights w and pulls u
 
 
-def softmax_over(queries: Tensor, task: Task) -> Solved:
+def softmax_over(request: Request, source: Source) -> Solved:
     """One pass of the online softmax; w = u = exp((s - top) / T) / total."""
-    q = len(queries)
-    state = _State(queries.new_zeros(q, task.width), queries.new_full((q,), -torch.inf), queries.new_zeros(q))
-    for tile in task.tiles(queries):
-        state.absorb(tile.chunk, task.scores(queries[tile.chunk], tile), tile.values, task.temperature)
-    empty = state.total == 0
-    top, total = state.top.masked_fill(empty, 0), state.total.masked_fill(empty, 1)
-    output = state.output.div_(total.unsqueeze(1))
-    lse = (total.log() + top / task.temperature).masked_fill(empty, -torch.inf)
+    queries, score, temperature = request.queries, request.streamed_score, request.temperature
+    q, width = len(queries), source.width if request.pools else 0
+    sums = _Sums(queries.new_zeros(q, width), queries.new_full((q,), -torch.inf), queries.new_zeros(q))
+    for tile in tiles(request, source):
+        sums.absorb(tile.chunk, scores_of(score, queries[tile.chunk], tile), tile.values, temperature)
+    empty = sums.total == 0
+    top, total = sums.top.masked_fill(empty, 0), sums.total.masked_fill(empty, 1)
+    output = sums.output.div_(total.unsqueeze(1))
+    lse = (total.log() + top / temperature).masked_fill(empty, -torch.inf)
 
     def of(scores: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         # top and total rather than lse: s / T - lse loses digits where s / T is large. At most 0, but a score computed
         # twice may differ in its last digit, which a tiny temperature makes infinite
-        weights = (scores - top[chunk].unsqueeze(1)).clamp_(max=0).div_(task.temperature).exp_()
+        weights = (scores - top[chunk].unsqueeze(1)).clamp_(max=0).div_(temperature).exp_()
         weights.div_(total[chunk].unsqueeze(1))
         return weights, weights
 
@@ -179,22 +158,24 @@ def softmax_over(queries: Tensor, task: Task) -> Solved:
 
 
 class Blocks(torch.autograd.Function):
-    """A soft query over a task's records: output (q, v) and lse (q,)."""
+    """The request over every record of a source: output (q, v) and lse (q,)."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        queries: Tensor,
-        keys: Tensor | None,  # (n, d), the task's own, given where it wants a gradient
+        queries: Tensor,  # the request's
+        keys: Tensor | None,  # (n, d), the source's own, given where it wants a gradient
         values: Tensor | None,  # (n, v), likewise
-        task: Task,
-        solve: Callable[[Tensor, Task], Solved],
+        request: Request,
+        source: Source,
+        solve: Callable[[Request, Source], Solved],
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """`solve` makes the weights."""
+        request = replace(request, queries=queries)
         with torch.autocast(queries.device.type, enabled=False):
-            solved = solve(queries, task)
-        ctx.task, ctx.columns, ctx.of = task, (keys, values), solved.of
+            solved = solve(request, source)
+        ctx.request, ctx.source, ctx.columns, ctx.of = request, source, (keys, values), solved.of
         ctx.save_for_backward(queries, solved.mean, solved.empty, *parameters)
         return solved.output, solved.lse
 
@@ -207,7 +188,7 @@ class Blocks(torch.autograd.Function):
         query_grad, key_grad, value_grad, *parameter_grads = Once.guarded(
             grads, (queries, *parameters, output_grad, lse_grad, *(one for one in ctx.columns if one is not None))
         )
-        return query_grad, key_grad, value_grad, None, None, *parameter_grads
+        return query_grad, key_grad, value_grad, None, None, None, *parameter_grads
 
 
 class Once(torch.autograd.Function):
@@ -234,7 +215,7 @@ class Once(torch.autograd.Function):
         )
 
 
-def along(
+def dot_values(
     grad: Tensor,  # (q, v)
     values: Tensor,  # (m, v) or labels (m,)
 ) -> Tensor:  # (q, m)
@@ -259,29 +240,31 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
 
     ds = (u (g·v - g·mean) + g_lse w) / T, dv = w g.
     """
-    task: Task = ctx.task
+    request, source = ctx.request, ctx.source
     queries, mean, empty, *parameters = ctx.saved_tensors
     output_grad = output_grad.masked_fill(empty.unsqueeze(1), 0)
     lse_grad = lse_grad.masked_fill(empty, 0)
     offset = (output_grad * mean).sum(dim=1)
     query_grad, *parameter_grads = [torch.zeros_like(tensor) for tensor in (queries, *parameters)]
     key_grad, value_grad = (None if column is None else torch.zeros_like(column) for column in ctx.columns)
-    for tile in task.tiles(queries):
+    for tile in tiles(request, source):
         chunk = tile.chunk
         with torch.enable_grad():
             part, keys = queries[chunk].detach().requires_grad_(), tile.keys
             if key_grad is not None:
                 keys = keys.detach().requires_grad_()
-            scores = task.scores(part, tile._replace(keys=keys))
+            scores = scores_of(request.streamed_score, part, tile._replace(keys=keys))
         weights, pulls = ctx.of(scores.detach(), chunk)
         if value_grad is not None:
             _add_at(value_grad, tile.positions, weights.mT @ output_grad[chunk])
         if not scores.requires_grad:  # a constant
             continue
-        score_grad = along(output_grad[chunk], tile.values).sub_(offset[chunk].unsqueeze(1)).mul_(pulls)
-        score_grad.addcmul_(weights, lse_grad[chunk].unsqueeze(1)).div_(task.temperature)
+        score_grad = weights * lse_grad[chunk].unsqueeze(1)
+        if request.pools:
+            along = dot_values(output_grad[chunk], tile.values)
+            score_grad += along.sub_(offset[chunk].unsqueeze(1)).mul_(pulls)
         wanted = (part, *parameters) if key_grad is None else (part, *parameters, keys)
-        found = torch.autograd.grad(scores, wanted, score_grad, allow_unused=True)
+        found = torch.autograd.grad(scores, wanted, score_grad.div_(request.temperature), allow_unused=True)
         for grad, add in zip((query_grad[chunk], *parameter_grads), found, strict=False):
             if add is not None:
                 grad.add_(add)
@@ -294,9 +277,10 @@ def _add_at(grad: Tensor, positions: Tensor, found: Tensor) -> None:
     grad.index_add_(0, positions.to(grad.device), found.to(grad.device).to(grad.dtype))
 
 
-def hidden_parameters(task: Task, queries: Tensor) -> bool:
+def hidden_parameters(request: Request, source: Source) -> bool:
     """Whether the score depends on tensors that want gradients."""
-    block = next(task.source.blocks(1), None)
+    first = int(np.argmax(source.live)) if source.count else 0
+    block = next(source.blocks(1, start=first), None)
     if block is None:
         return False
-    return bool(task.score(queries[:1].detach(), block.keys.to(queries.device).to(queries.dtype)).requires_grad)
+    return bool(request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries)).requires_grad)

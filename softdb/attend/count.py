@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,14 +11,16 @@ from numpy.typing import NDArray
 
 from softdb.answers import Estimate
 from softdb.attend.error import SKEWED, f_quantile
-from softdb.attend.request import Live, Positions
+from softdb.attend.request import Live, Positions, Request
+from softdb.attend.scoring import score_rows
+from softdb.attend.source import Stored
 from softdb.check import Tolerance
 from softdb.compiled.threads import available
-from softdb.index.contract import Floats, prepared
+from softdb.index.contract import prepared
+from softdb.index.flat import radius_search
 from softdb.index.tail import FEWEST, Tail
-from softdb.store import Snapshot
 
-__all__ = ["count_within"]
+__all__ = ["counted"]
 
 FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
 NEAR = 1.3  # times as many codes are looked at one by one
@@ -29,30 +30,28 @@ LOOKS, WIDER = 2, 8  # how often it is looked wider for what lies inside, and ho
 BLIND = 0.3  # of the bar, at most, may be for what was not drawn
 BOUNDARY = 50  # records drawn just outside, which stand for those missed just inside
 
+EXACTLY = 16  # queries that are counted exactly at once
+GATHERED = 1 << 24  # numbers of keys gathered at once for that, where they cannot be read in place
+
 Numbers = NDArray[np.float64]
 
 
-class Ball(NamedTuple):
-    """What is counted: the records that score at least so much."""
-
-    queries: Floats  # (q, d)
-    least: float
-    snapshot: Snapshot
-    keep: Live  # (size,) the records that take part
-    tail: Tail | None  # None: nothing can draw
-    border: int  # the first position that it does not cover
-    exactly: Callable[[Positions, Live], Numbers]  # which queries, of which records -> their counts
-
-
-def count_within(ball: Ball, tolerance: Tolerance, seed: int) -> Estimate:
-    """How many records there are, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
+def counted(
+    request: Request,
+    source: Stored,
+    least: float,  # the score that counts
+) -> Estimate:
+    """How many records score at least so much, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
 
     Its variance is Σ 1[s ≥ least] (1 - p) / p². One more record counts as drawn, as uncertain as those just outside, so
     that few draws, or none, do not pass for certainty; and the bar allows for records that draws may not show, in lists
     that may hold some (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers
     where that costs less. The records younger than the index are compared one by one.
     """
-    rest, drawn = np.arange(len(ball.queries)), FIRST
+    tolerance = request.tolerance
+    assert tolerance is not None
+    ball = _Ball(request, source, least, request.keep(source), *source.sampler())
+    rest, drawn = np.arange(len(request.queries)), FIRST
     value, bar = np.zeros(len(rest)), np.full(len(rest), np.inf)
     taking_part = int(np.count_nonzero(ball.keep))
     while ball.tail is not None and available() and taking_part >= FEWEST and len(rest):
@@ -62,7 +61,7 @@ def count_within(ball: Ball, tolerance: Tolerance, seed: int) -> Estimate:
         drawn = min(drawn, most)
         left = rest
         for look in range(LOOKS + 1):  # wider, where much of the bar is for what was not drawn
-            value[left], bar[left], blind = _estimated(ball, ball.tail, left, drawn, look, tolerance.confidence, seed)
+            value[left], bar[left], blind = ball.estimated(ball.tail, left, drawn, look)
             left = left[blind & (bar[left] > _allowed(tolerance, value[left]))]
             if not len(left):
                 break
@@ -73,48 +72,75 @@ def count_within(ball: Ball, tolerance: Tolerance, seed: int) -> Estimate:
     if len(rest):
         value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
     met = bar <= _allowed(tolerance, value)
-    return Estimate(*(torch.from_numpy(one) for one in (value, bar, met, exact)))
+    return Estimate(*(torch.from_numpy(column) for column in (value, bar, met, exact)))
 
 
 def _allowed(tolerance: Tolerance, counts: Numbers) -> Numbers:
     return tolerance.atol + tolerance.rtol * np.maximum(counts, 1)
 
 
-def _estimated(
-    ball: Ball, tail: Tail, which: Positions, drawn: int, look: int, confidence: float, seed: int
-) -> tuple[Numbers, Numbers, Live]:  # (q,), (q,), (q,)
-    """Counts, their error bars, and whether too much of each is for records that were not drawn.
+class _Ball(NamedTuple):
+    """The records that count."""
 
-    The last is told from what was expected, not from what was drawn: to look again where a draw found little, and not
-    where it found much, would make counts too large.
-    """
-    asked, snapshot = prepared(ball.queries[which], tail.index.metric), ball.snapshot
-    near, doubt = min(int(NEAR * drawn * WIDER**look), tail.size), math.log(1 / (1 - confidence))
-    found = tail.draw(snapshot, asked, 1.0, near, drawn, seed, 1 - confidence, ball.least)
-    positions = found.positions
-    positions[(positions < 0) | ~ball.keep[positions]] = -1
-    inside = (positions >= 0) & (found.scores >= ball.least)
-    weights = np.exp(found.log_weights.astype(np.float64))
-    counts: Numbers = (weights * inside).sum(1)
-    noise = (weights * weights - weights) * inside
-    outside = np.where((positions >= 0) & ~inside & (found.log_weights > 0), -found.scores, np.inf)
-    nearest = np.argsort(outside, axis=1, kind="stable")[:, :BOUNDARY]
-    there = np.isfinite(np.take_along_axis(outside, nearest, 1))
-    just = np.take_along_axis(weights * weights - weights, nearest, 1) * there
-    one_more = just.sum(1) / np.maximum(there.sum(1), 1)
-    variance, squares = noise.sum(1), np.square(noise).sum(1)
-    some = found.unseen > -np.inf  # else no record that was not drawn can lie inside
-    variance, squares = variance + one_more * some, squares + np.square(one_more) * some
-    draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
-    bar = np.sqrt(variance * [f_quantile(confidence, 1.0, one) for one in draws])
-    blind = np.minimum(np.sqrt(2 * doubt * np.exp(found.hidden)), doubt * np.exp(found.unseen))
-    by_chance = found.log_weights > 0
-    wrong = inside & by_chance & (found.log_weights > found.unseen[:, None] + 1e-6)  # where none was said to be
-    few = (drawn < LEAST) & (found.unseen > -np.inf)  # so few tell nothing of the others
-    bar += np.where(few | wrong.any(1), np.inf, blind)
-    if ball.border < snapshot.size:
-        young = ball.keep.copy()
-        young[: ball.border] = False
-        counts += ball.exactly(which, young)
-    usual = np.sqrt(f_quantile(confidence, 1.0, 50.0) * np.exp(found.expected))
-    return counts, bar, blind > BLIND * (blind + usual)
+    request: Request
+    source: Stored
+    least: float
+    keep: Live  # (size,) the records that take part
+    tail: Tail | None  # None: nothing can draw
+    indexed_until: int  # the first position that it does not cover
+
+    def exactly(self, which: Positions, keep: Live) -> Numbers:  # (w,)
+        """Exact counts of some of the queries, among some of the records."""
+        score, columns = self.request.score, self.source.columns
+        counts = []
+        for few in np.array_split(which, -(-len(which) // EXACTLY)):
+            queries = self.request.queries[torch.from_numpy(few)]
+            positions = radius_search(columns, queries, self.least, self.source.schema.metric, keep)
+            count, step = np.zeros(len(few)), max(1, GATHERED // (EXACTLY * queries.shape[1]))
+            for part in np.split(positions, range(step, positions.shape[1], step), axis=1):
+                scores = score_rows(score, queries, columns, part).detach().cpu().numpy()
+                count += ((scores >= self.least) & (part >= 0)).sum(1)
+            counts.append(count)
+        return np.concatenate(counts)
+
+    def estimated(
+        self, tail: Tail, which: Positions, drawn: int, look: int
+    ) -> tuple[Numbers, Numbers, Live]:  # (q,), (q,), (q,)
+        """Counts, their error bars, and whether too much of each is for records that were not drawn.
+
+        The last is told from what was expected, not from what was drawn: to look again where a draw found little,
+        and not where it found much, would make counts too large.
+        """
+        tolerance = self.request.tolerance
+        assert tolerance is not None
+        confidence, queries = tolerance.confidence, self.request.queries.detach().cpu().numpy()
+        asked = prepared(queries[which], tail.index.metric)
+        near, doubt = min(int(NEAR * drawn * WIDER**look), tail.size), math.log(1 / (1 - confidence))
+        found = tail.draw(self.source.columns, asked, 1.0, near, drawn, self.request.seed, 1 - confidence, self.least)
+        positions = found.positions
+        positions[(positions < 0) | ~self.keep[positions]] = -1
+        inside = (positions >= 0) & (found.scores >= self.least)
+        weights = np.exp(found.log_weights.astype(np.float64))
+        counts: Numbers = (weights * inside).sum(1)
+        noise = (weights * weights - weights) * inside
+        outside = np.where((positions >= 0) & ~inside & (found.log_weights > 0), -found.scores, np.inf)
+        nearest = np.argsort(outside, axis=1, kind="stable")[:, :BOUNDARY]
+        there = np.isfinite(np.take_along_axis(outside, nearest, 1))
+        just = np.take_along_axis(weights * weights - weights, nearest, 1) * there
+        one_more = just.sum(1) / np.maximum(there.sum(1), 1)
+        variance, squares = noise.sum(1), np.square(noise).sum(1)
+        some = found.unseen > -np.inf  # else no record that was not drawn can lie inside
+        variance, squares = variance + one_more * some, squares + np.square(one_more) * some
+        draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
+        bar = np.sqrt(variance * [f_quantile(confidence, 1.0, one) for one in draws])
+        blind = np.minimum(np.sqrt(2 * doubt * np.exp(found.hidden)), doubt * np.exp(found.unseen))
+        by_chance = found.log_weights > 0
+        wrong = inside & by_chance & (found.log_weights > found.unseen[:, None] + 1e-6)  # where none was said to be
+        few = (drawn < LEAST) & (found.unseen > -np.inf)  # so few tell nothing of the others
+        bar += np.where(few | wrong.any(1), np.inf, blind)
+        if self.indexed_until < self.source.columns.size:
+            unindexed = self.keep.copy()
+            unindexed[: self.indexed_until] = False
+            counts += self.exactly(which, unindexed)
+        usual = np.sqrt(f_quantile(confidence, 1.0, 50.0) * np.exp(found.expected))
+        return counts, bar, blind > BLIND * (blind + usual)

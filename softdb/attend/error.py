@@ -17,14 +17,14 @@ from softdb.compiled.threads import by_lines
 from softdb.index.contract import Floats
 from softdb.store import Snapshot
 
-__all__ = ["SKEWED", "Bars", "Spread", "bars", "f_quantile", "joined", "pooled_at", "spread_at", "sure"]
+__all__ = ["SKEWED", "Bars", "ErrorEstimate", "bars", "f_quantile", "joined", "pooled_at", "spread_at", "sure"]
 
 SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
 
 Numbers = NDArray[np.float64]
 
 
-class Spread(NamedTuple):
+class ErrorEstimate(NamedTuple):
     """What the error of a drawn answer is made of, c = (1 - p) w² of each candidate, w its weight, p its probability.
 
     Of parts that share no record the spreads merge into that of the whole (`joined`).
@@ -84,7 +84,7 @@ def spread_at(
     output: NDArray[np.floating],  # (q, v) the answer; v = 0: nothing was pooled
     lse: NDArray[np.floating],  # (q,) its normaliser
     salt: int = 0,  # parts that are merged need their own
-) -> tuple[Spread, Tensor]:  # and the candidates' weights, (q, k)
+) -> tuple[ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
     """What the error of an answer is made of whose candidates were drawn independently.
 
     stderr² = Σ c ‖v - o‖², c = (1 - p) w² (Särndal, Swensson and Wretman 1992, section 5.6); of Z relative to it Σ c.
@@ -107,20 +107,22 @@ def spread_at(
     wide, none = output.astype(np.float64), np.zeros(q)
     noise, noises, variance = found
     given = wide, lse.astype(np.float64), noise, noises, variance, first, signed, roots
-    spread = Spread(*given, none, none, none, none)
+    spread = ErrorEstimate(*given, none, none, none, none)
     return spread, torch.from_numpy(weights)
 
 
-def sure(output: Numbers, lse: Numbers) -> Spread:
+def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
     """The spread of an answer without error."""
     from softdb.compiled import pooling
 
     (q, v), signs = output.shape, pooling.SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, -(-v // pooling.TILE) * pooling.TILE), np.float32)
-    return Spread(output, lse, none, none, none, np.zeros((q, v)), signed, np.zeros((q, signs)), none, none, none, none)
+    return ErrorEstimate(
+        output, lse, none, none, none, np.zeros((q, v)), signed, np.zeros((q, signs)), none, none, none, none
+    )
 
 
-def joined(parts: Sequence[Spread]) -> Spread:
+def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     """The spread of the whole, from parts that share no record. Associative and commutative up to rounding.
 
     With z = Z_part / Z and the shift s = o_part - o, each sum is moved to the new centre and scaled: w becomes z w, so
@@ -136,14 +138,14 @@ def joined(parts: Sequence[Spread]) -> Spread:
     sums = (sum(column) for column in zip(*(one[:6] for one in moved), strict=True))
     noise, noises, variance, first, signed, roots = sums
     unseen, hidden, thinned, reach = zip(*(one[6:] for one in moved), strict=True)
-    return Spread(
+    return ErrorEstimate(
         output, lse, noise, noises, variance, first, signed, roots,
         np.max(unseen, axis=0), np.sum(hidden, axis=0), np.max(thinned, axis=0), np.max(reach, axis=0),
     )  # fmt: skip
 
 
 def _moved(
-    part: Spread,
+    part: ErrorEstimate,
     share: Numbers,  # (q,)
     shift: Numbers,  # (q, v)
 ) -> tuple[Any, ...]:
@@ -163,7 +165,7 @@ def _moved(
     )  # fmt: skip
 
 
-def bars(spread: Spread, confidence: float) -> Bars:
+def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     """Standard errors and error bars; docs/error-bars.md derives them.
 
     What the draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom: ‖ô - o‖²

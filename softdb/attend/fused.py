@@ -9,89 +9,151 @@ such blocks together move the normaliser by less than 2⁻²⁵, the rounding of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from softdb.attend.blocks import Once
+from softdb.attend.request import Request
 from softdb.check import Metric
-from softdb.compiled.threads import share_out, workers
-from softdb.store.snapshot import Segment
+from softdb.compiled.threads import available, share_out, workers
+from softdb.store import Snapshot
+from softdb.weights import Sparse
 
-__all__ = ["Ask", "State", "backward", "forward"]
+if TYPE_CHECKING:
+    from softdb.attend.source import Source
+
+__all__ = ["Pass", "backward", "forward", "fused"]
 
 Array: TypeAlias = NDArray[Any]
 
+WORTH = 1 << 22  # products: less than a compiler's start, and no slower in torch
 PIECE = 1 << 18  # records visited by one compiled call: a few milliseconds, between which Ctrl-C is heard
 CHUNK = 1024  # queries that share a pass; their sums are float64
 
 
-class Ask(NamedTuple):
-    """A soft query but for its queries: the softmax of metric(q, k) / temperature."""
+class Pass(NamedTuple):
+    """A request as the loops take it: the softmax of metric(q, k) / temperature over stored columns."""
 
-    segments: tuple[Segment, ...]
-    starts: Array  # (segments + 1,) position of each segment's first record
+    columns: Snapshot
     keep: Array  # (size,) bool over positions: which take part
-    live: Array  # (size,) bool over positions: which the mask has columns for
     mask: Array | None  # (q, live) bool, True = takes part
     metric: Metric
     temperature: float
     num_classes: int | None
+    pools: bool
 
-    def chunk(self, part: slice) -> Ask:
+    @property
+    def labels(self) -> bool:
+        """Whether the weight of classes is what is pooled."""
+        return self.pools and self.num_classes is not None
+
+    def chunk(self, part: slice) -> Pass:
         """The same for some of the queries."""
         return self if self.mask is None else self._replace(mask=self.mask[part])
 
 
-class State(NamedTuple):
-    """What a soft query found: the answer, and what its gradient needs."""
+class _Sums(NamedTuple):
+    """What a pass found: the answer, and what its gradient needs."""
 
     output: Array  # (q, v) float32
     top: Array  # (q,) float32, the largest score
     total: Array  # (q,) float64, Σ exp((s - top) / T); 0 where nothing takes part
 
 
-def forward(
-    queries: Array,  # (q, d) float32
-    ask: Ask,
-) -> State:
-    """The soft query over every record that takes part."""
-    parts = [slice(low, low + CHUNK) for low in range(0, len(queries), CHUNK)]
-    states = [_forward(queries[part], ask.chunk(part)) for part in parts]
-    return State(*(np.concatenate(column) for column in zip(*states, strict=True)))
+def fused(request: Request, source: Source) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
+    """The answer of the compiled loops, with its gradients; None where they cannot give it, or a score overflows."""
+    queries, columns = request.queries, source.columns
+    if columns is None or queries.dtype is not torch.float32 or queries.device.type != "cpu" or not available():
+        return None
+    width = source.width if request.pools else 0
+    if isinstance(request.weighting, Sparse) or len(queries) * source.count * (queries.shape[1] + width) < WORTH:
+        return None
+    folded = None if request.streamed_score is not request.score else request.folded
+    if folded is None or folded.scale is None or not _trains(request, source):
+        return None
+    if isinstance(folded.scale, Tensor) and folded.scale.requires_grad and torch.is_grad_enabled():
+        return None  # the loops have no gradient for it
+    inverse = float(folded.scale) / request.temperature
+    if not 1e-30 < inverse < 1e30:  # beyond what float32 holds
+        return None
+    asked = folded.queries
+    if folded.metric is Metric.COSINE:
+        asked = asked / _length(asked)
+    mask = None if request.mask is None else np.ascontiguousarray(request.mask.cpu().numpy())
+    what = columns, request.keep(source), mask, folded.metric, 1 / inverse, source.num_classes, request.pools
+    output, lse = _Fused.apply(asked, *source.trained, Pass(*what))  # type: ignore[no-untyped-call]
+    if bool(lse.isnan().any()):
+        return None
+    return output, lse + torch.as_tensor(folded.bias) / request.temperature
 
 
-def backward(
-    queries: Array,  # (q, d) float32
-    ask: Ask,
-    state: State,
-    output_grad: Array,  # (q, v) float32
-    lse_grad: Array,  # (q,) float32
-    key_grad: Array | None = None,  # (n, d) float32, added to; for dot products and squared distances
-    value_grad: Array | None = None,  # (n, v) float32, added to
-) -> Array:  # (q, d) float32
-    """The gradient of the queries, and of the columns where it is asked for."""
-    found = []
-    for low in range(0, len(queries), CHUNK):
-        part = slice(low, low + CHUNK)
-        mine = State(state.output[part], state.top[part], state.total[part])
-        found.append(
-            _backward(queries[part], ask.chunk(part), mine, output_grad[part], lse_grad[part], key_grad, value_grad)
-        )
-    return np.concatenate(found)
+def _trains(request: Request, source: Source) -> bool:
+    """Whether the loops give the gradients that the source's own columns want, if they want any."""
+    if not torch.is_grad_enabled() or source.trained == (None, None):
+        return True
+    metric, columns = getattr(request.score, "metric", None), source.columns
+    if columns is None or metric is not Metric.DOT or source.num_classes is not None:
+        return False
+    return all(column is None or column.dtype is torch.float32 for column in source.trained)
+
+
+def _length(
+    queries: Tensor,  # (q, d)
+) -> Tensor:  # (q, 1)
+    length: Tensor = torch.linalg.vector_norm(queries, dim=1, keepdim=True, dtype=torch.float64).float()
+    return length.masked_fill(length < torch.finfo(length.dtype).tiny, torch.inf)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor | None, values: Tensor | None, what: Pass
+    ) -> tuple[Tensor, Tensor]:
+        asked = np.ascontiguousarray(queries.detach().numpy())
+        parts = [slice(low, low + CHUNK) for low in range(0, len(asked), CHUNK)]
+        sums = [forward(asked[part], what.chunk(part)) for part in parts]
+        output, top, total = (torch.from_numpy(np.concatenate(column)) for column in zip(*sums, strict=True))
+        ctx.what, ctx.columns = what, (keys, values)
+        ctx.save_for_backward(queries, output, top, total)
+        if not bool(torch.isfinite(top).all()):
+            return output, torch.full_like(top, math.nan)
+        return output, (total.log() + top / what.temperature).float()
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, *saved = ctx.saved_tensors
+        columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
+        written = [None if column is None else column.numpy() for column in columns]
+        asked, sums = np.ascontiguousarray(queries.detach().numpy()), _Sums(*(one.detach().numpy() for one in saved))
+        query_grad = np.empty_like(asked)
+        for low in range(0, len(asked), CHUNK):
+            part = slice(low, low + CHUNK)
+            mine, grads = _Sums(*(one[part] for one in sums)), (output_grad[part].numpy(), lse_grad[part].numpy())
+            query_grad[part] = backward(asked[part], ctx.what.chunk(part), mine, *grads, *written)
+        sources = queries, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)
+        return *Once.guarded([torch.from_numpy(query_grad), *columns], sources), None
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(queries: Array, ask: Ask) -> State:
+def forward(
+    queries: Array,  # (q, d) float32
+    what: Pass,
+) -> _Sums:
+    """One pass over every record that takes part."""
     from softdb.compiled import attention as loops
 
-    layout = _Layout(queries, ask)
-    labels = ask.num_classes is not None
-    v = ask.num_classes if ask.num_classes is not None else layout.value_width
-    rows = layout.padded if not labels else v
+    layout = _Layout(queries, what)
+    labels = what.labels
+    v = int(what.num_classes or 0) if labels else layout.value_width
+    rows = v if labels else layout.padded
 
     def work(pieces: Iterator[_Piece]) -> tuple[Array, Array, Array]:
         output = np.zeros((rows, layout.padded if labels else layout.value_pitch))
@@ -100,33 +162,35 @@ def _forward(queries: Array, ask: Ask) -> State:
             loops.forward(layout.shape, *piece, task, output.reshape(-1), total, scratch)
         return output.T[: layout.q] if labels else output[: layout.q, :v], task.top[: layout.q], total[: layout.q]
 
-    found = _threads(work, layout)
+    parts = layout.shares()
+    found = [work(parts[0])] if len(parts) == 1 else share_out(work, parts)
     top = np.maximum.reduce([one[1] for one in found])  # NaN where a score overflowed
-    decays = [np.exp((one[1] - top).astype(np.float64) / ask.temperature) for one in found]
+    decays = [np.exp((one[1] - top).astype(np.float64) / what.temperature) for one in found]
     total = sum(decay * one[2] for decay, one in zip(decays, found, strict=True))
     output = sum(decay[:, None] * one[0] for decay, one in zip(decays, found, strict=True))
     output /= np.where(total > 0, total, 1)[:, None]
-    return State(output.astype(np.float32), np.where(total == 0, 0 * top, top).astype(np.float32), total)
+    return _Sums(output.astype(np.float32), np.where(total == 0, 0 * top, top).astype(np.float32), total)
 
 
-def _backward(
-    queries: Array,
-    ask: Ask,
-    state: State,
-    output_grad: Array,
-    lse_grad: Array,
-    key_grad: Array | None,
-    value_grad: Array | None,
-) -> Array:
+def backward(
+    queries: Array,  # (q, d) float32
+    what: Pass,
+    sums: _Sums,
+    output_grad: Array,  # (q, v) float32
+    lse_grad: Array,  # (q,) float32
+    key_grad: Array | None = None,  # (n, d) float32, added to; for dot products
+    value_grad: Array | None = None,  # (n, v) float32, added to
+) -> Array:  # (q, d) float32
+    """The gradient of the queries, and of the columns where it is asked for."""
     from softdb.compiled import attention as loops
 
-    layout = _Layout(queries, ask, backward=True)
-    empty = state.total == 0
+    layout = _Layout(queries, what, backward=True)
+    empty = sums.total == 0
     output_grad = np.where(empty[:, None], 0, output_grad).astype(np.float32)
-    offset = np.where(empty, 0, lse_grad - (output_grad * state.output).sum(1, dtype=np.float64))
-    inverse_total = np.where(empty, 0, 1 / np.where(empty, 1, state.total))
-    top = np.where(empty, np.float32(np.inf), state.top)  # so that no record matters
-    labels = ask.num_classes is not None
+    offset = np.where(empty, 0, lse_grad - (output_grad * sums.output).sum(1, dtype=np.float64))
+    inverse_total = np.where(empty, 0, 1 / np.where(empty, 1, sums.total))
+    top = np.where(empty, np.float32(np.inf), sums.top)  # so that no record matters
+    labels = what.labels
     grads = layout.columns(output_grad) if labels else layout.grouped(output_grad)
     query_rows = layout.rows(layout.seen, layout.key_pitch) if key_grad is not None else _NONE
     grad_rows = layout.rows(output_grad, layout.value_pitch) if value_grad is not None else _NONE
@@ -136,18 +200,19 @@ def _backward(
     )
 
     def work(pieces: Iterator[_Piece]) -> tuple[Array, Array]:
-        sums, mass = np.zeros((layout.padded, layout.key_pitch)), np.zeros(layout.padded)
+        pulled, mass = np.zeros((layout.padded, layout.key_pitch)), np.zeros(layout.padded)
         task, scratch = layout.task(top), layout.scratch()
         for piece in pieces:
             loops.backward(
-                layout.shape, *piece, task, grads, layout.pad(offset), layout.pad(inverse_total), sums.reshape(-1),
+                layout.shape, *piece, task, grads, layout.pad(offset), layout.pad(inverse_total), pulled.reshape(-1),
                 mass, query_rows, grad_rows, *columns, scratch,
             )  # fmt: skip
-        return sums[: layout.q, : queries.shape[1]], mass[: layout.q]
+        return pulled[: layout.q, : queries.shape[1]], mass[: layout.q]
 
-    found = _threads(work, layout)
-    pulled, mass = sum(one[0] for one in found), sum(one[1] for one in found)
-    if ask.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
+    parts = layout.shares()
+    found = [work(parts[0])] if len(parts) == 1 else share_out(work, parts)
+    pulled, mass = (np.sum(column, axis=0) for column in zip(*found, strict=True))
+    if what.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
         pulled = 2 * (pulled - mass[:, None] * layout.seen)
     return np.asarray(pulled, np.float32)
 
@@ -160,20 +225,20 @@ _Piece: TypeAlias = tuple[Any, Any, Array, Any]  # keys, values, labels, part
 class _Layout:
     """Queries in groups, and memory of the sizes that go with them."""
 
-    def __init__(self, queries: Array, ask: Ask, backward: bool = False) -> None:
+    def __init__(self, queries: Array, what: Pass, backward: bool = False) -> None:
         from softdb.compiled import attention as loops
 
-        self.loops, self.ask, self.backward = loops, ask, backward
+        self.loops, self.what, self.backward = loops, what, backward
         self.q, self.width = queries.shape
         self.group = next((g for g in loops.GROUPS if self.q <= g), loops.GROUPS[-1])
         self.shape = (0,) * self.group
         self.padded = -(-max(self.q, 1) // self.group) * self.group
-        first = ask.segments[0]
+        first = what.columns.segments[0]
         column = first.keys if first.values is None else first.values
-        self.value_width = column.shape[1] if column.ndim == 2 else 0
+        self.value_width = column.shape[1] if column.ndim == 2 and what.pools else 0
         self.key_pitch, self.value_pitch = (_pitch(width, loops.LANES) for width in (self.width, self.value_width))
         # a gradient is a difference of keys: around the queries it loses nothing to cancellation
-        self.centre = queries.mean(0) if backward and ask.metric is Metric.L2 else _NONE
+        self.centre = queries.mean(0) if backward and what.metric is Metric.L2 else _NONE
         self.seen = queries - self.centre if self.centre.size else queries
         self.queries = self.grouped(self.seen)
 
@@ -205,13 +270,13 @@ class _Layout:
 
     def task(self, top: Array | None = None) -> Any:
         """What the loops are asked; the running maximum is each thread's own. To padding no record matters."""
-        ask = self.ask
+        what = self.what
         if top is None:
             top = np.full(self.q, np.finfo(np.float32).min / 4)  # above what fills a row of lanes
-        negligible = -(25 * np.log(2) + np.log(max(1, len(ask.keep))))
+        negligible = -(25 * np.log(2) + np.log(max(1, len(what.keep))))
         return self.loops.Task(
-            self.queries, ask.metric is Metric.COSINE, ask.metric is Metric.L2,
-            np.float32(1 / ask.temperature), np.float32(negligible),
+            self.queries, what.metric is Metric.COSINE, what.metric is Metric.L2,
+            np.float32(1 / what.temperature), np.float32(negligible),
             self.pad(top, np.inf), self.centre, _NONE,
         )  # fmt: skip
 
@@ -227,31 +292,40 @@ class _Layout:
 
     def pieces(self, low: int, high: int) -> Iterator[_Piece]:
         """The records at positions from low to high that take part, as the loops take them."""
-        ask = self.ask
-        mask = _NO_MASK if ask.mask is None else ask.mask
-        place = 0 if ask.mask is None else int(np.count_nonzero(ask.live[:low]))
-        for segment, start in zip(ask.segments, ask.starts.tolist(), strict=False):
+        what = self.what
+        mask = _NO_MASK if what.mask is None else what.mask
+        place = 0 if what.mask is None else int(np.count_nonzero(what.columns.live[:low]))
+        for segment, start in zip(what.columns.segments, what.columns.starts.tolist(), strict=False):
             begin, end = max(low, start), min(high, start + len(segment))
             keys = self._column(segment.keys, self.key_pitch)
             values, labels = keys, _NO_LABELS
-            if segment.values is not None and segment.values.ndim == 1:
+            if not what.pools:
+                values = keys._replace(width=0, pitch=0)
+            elif segment.values is not None and segment.values.ndim == 1:
                 values, labels = keys._replace(width=0, pitch=0), np.ascontiguousarray(segment.values, np.int32)
             elif segment.values is not None:
                 values = self._column(segment.values, self.value_pitch)
             for first in range(begin, end, PIECE):
                 last = min(first + PIECE, end)
-                keep, live = ask.keep[first:last], ask.live[first:last]
+                keep, live = what.keep[first:last], what.columns.live[first:last]
                 rows, places = _NO_ROWS, _NO_ROWS
                 part = (first - start, last - start)
                 if not keep.all():
                     rows = np.flatnonzero(keep) + (first - start)
                     part = (0, len(rows))
-                if ask.mask is not None:
+                if what.mask is not None:
                     places = place + np.cumsum(live)[keep] - 1
                     place += int(np.count_nonzero(live))
                     rows = np.flatnonzero(keep) + (first - start)
                     part = (0, len(rows))
                 yield keys, values, labels, self.loops.Part(rows, places, mask, *part)
+
+    def shares(self) -> list[Iterator[_Piece]]:
+        """The pieces in equal shares of the records, one a thread."""
+        size = len(self.what.keep)
+        count = workers(self.q * size * (self.width + self.value_width))
+        bounds = [size * w // count for w in range(count + 1)]
+        return [self.pieces(low, high) for low, high in itertools.pairwise(bounds)]
 
     def _column(self, column: Array, pitch: int) -> Any:
         flat = np.asarray(column).reshape(-1)
@@ -262,11 +336,3 @@ class _Layout:
 
 def _pitch(width: int, lanes: int) -> int:
     return -(-width // lanes) * lanes
-
-
-def _threads(work: Callable[[Iterator[_Piece]], Any], layout: _Layout) -> list[Any]:
-    """What the work finds in each of some equal parts of the records."""
-    size = len(layout.ask.keep)
-    count = workers(layout.q * size * (layout.width + layout.value_width))
-    bounds = [size * w // count for w in range(count + 1)]
-    return share_out(work, [layout.pieces(low, high) for low, high in itertools.pairwise(bounds)])

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.request import Live, Positions, metric_in_place, score_rows
+from softdb.attend.request import Live, Positions
+from softdb.attend.scoring import metric_in_place, score_rows
 from softdb.check import Asked, Metric
 from softdb.index.contract import Floats, Found
 from softdb.index.diverse import diverse

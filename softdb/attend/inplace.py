@@ -18,10 +18,10 @@ from softdb.compiled.threads import by_lines
 from softdb.index.rerank import scores_at
 from softdb.store import Snapshot
 
-__all__ = ["Column", "dots", "scores_in_place", "sums"]
+__all__ = ["Rowwise", "dots", "scores_in_place", "sums"]
 
 
-class Column(NamedTuple):
+class Rowwise(NamedTuple):
     """The candidates' records in one column, float32 or float16."""
 
     snapshot: Snapshot
@@ -45,7 +45,7 @@ class Column(NamedTuple):
 
 def dots(
     x: Tensor,  # (q, w); as float32
-    column: Column,
+    column: Rowwise,
 ) -> Tensor:  # (q, k), 0 for none
     """x · a for each candidate's record a. Cost q k w."""
     return _Dots.apply(x, column)  # type: ignore[no-any-return, no-untyped-call]
@@ -53,7 +53,7 @@ def dots(
 
 def sums(
     weights: Tensor,  # (q, k) float32 or float64
-    column: Column,
+    column: Rowwise,
 ) -> Tensor:  # (q, w) as the weights
     """Σ w a over each query's candidates. Cost q k w."""
     return _Sums.apply(weights, column)  # type: ignore[no-any-return, no-untyped-call]
@@ -66,7 +66,7 @@ def scores_in_place(
     metric: Metric,  # DOT or L2
 ) -> Tensor:  # (q, k), 0 for none
     """Scores of candidates with gradient to the queries. Cost q k d."""
-    column = Column(snapshot, positions, False)
+    column = Rowwise(snapshot, positions, False)
     if metric is Metric.DOT:
         return dots(queries, column)
     return _Distances.apply(queries, column)  # type: ignore[no-any-return, no-untyped-call]
@@ -74,7 +74,7 @@ def scores_in_place(
 
 class _Dots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, column: Column) -> Tensor:
+    def forward(ctx: Any, x: Tensor, column: Rowwise) -> Tensor:
         ctx.column = column
         return _dots(x, column)
 
@@ -85,7 +85,7 @@ class _Dots(torch.autograd.Function):
 
 class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, column: Column) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, column: Rowwise) -> Tensor:
         ctx.column = column
         return _sums(weights, column)
 
@@ -98,7 +98,7 @@ class _Distances(torch.autograd.Function):
     """-‖q - k‖² by differences."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, column: Column) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, column: Rowwise) -> Tensor:
         ctx.column = column
         ctx.save_for_backward(queries)
         found = scores_at(column.snapshot, queries.numpy(), column.positions, Metric.L2)
@@ -113,7 +113,7 @@ class _Distances(torch.autograd.Function):
         return (2 * found).to(queries.dtype), None
 
 
-def _dots(x: Tensor, column: Column) -> Tensor:
+def _dots(x: Tensor, column: Rowwise) -> Tensor:
     from softdb.compiled import rerank
 
     addresses, starts, dtype = column.place
@@ -129,7 +129,7 @@ def _dots(x: Tensor, column: Column) -> Tensor:
     return torch.from_numpy(found).to(x.dtype)
 
 
-def _sums(weights: Tensor, column: Column) -> Tensor:
+def _sums(weights: Tensor, column: Rowwise) -> Tensor:
     from softdb.compiled import pooling
 
     addresses, starts, dtype = column.place

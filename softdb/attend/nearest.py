@@ -1,4 +1,4 @@
-"""The soft query truncated to the k nearest."""
+"""The answer truncated to the k nearest, and what is known of the others."""
 
 from __future__ import annotations
 
@@ -6,98 +6,76 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.answers import Hits, Pooled, Resolve
-from softdb.attend.explain import explained
-from softdb.attend.request import (
-    Candidates,
-    Finder,
-    Live,
-    Positions,
-    SoftQuery,
-    candidates,
-    pool_rows,
-    score_rows,
-)
-from softdb.pool import missed_mass, pool
+from softdb.answers import Pooled
+from softdb.attend.request import Live, Positions, Request
+from softdb.attend.result import answered
+from softdb.attend.scoring import Candidates
+from softdb.attend.source import Source
+from softdb.pool import missed_mass
 from softdb.store import Snapshot
 from softdb.weights import Softmax, Uniform
 
-__all__ = ["attend_nearest", "weighed"]
+__all__ = ["nearest", "weighed"]
 
 SAMPLED = 1024  # records drawn to estimate the mass beyond the k nearest: 3 % of that mass's own spread
 
 
-def attend_nearest(query: SoftQuery, snapshot: Snapshot, k: int, find: Finder, resolve: Resolve) -> Pooled:
-    """The soft query over the k nearest that take part, and what is known of the others.
+def nearest(request: Request, source: Source) -> Pooled:
+    """The answer over the k nearest that take part.
 
     Exact where nothing else takes part, or where the k nearest are certain and the last of them proves that no other
     record has weight. Cost of the search, then q k (d + v), and q SAMPLED d for the missed mass.
     """
-    return weighed(query, snapshot, candidates(query, snapshot, k, find), find, resolve)
+    assert request.k is not None
+    return weighed(request, source, source.find(request, request.k))
 
 
-def weighed(query: SoftQuery, snapshot: Snapshot, found: Candidates, find: Finder, resolve: Resolve) -> Pooled:
-    """The soft query over its candidates."""
-    queries, device, positions = query.queries, query.queries.device, found.positions
-    live = torch.from_numpy(positions >= 0).to(device)
-    scores = score_rows(query.score, queries, snapshot, positions)
-    weights, lse, threshold = query.weighting.weigh(scores, query.temperature, live)
-    if snapshot.size:
-        output = pool_rows(weights, snapshot, positions, query.num_classes)
-    else:
-        output = pool(weights, weights.new_zeros(*positions.shape, query.pooled_dim))
-    others = query.taking_part(snapshot).to(device) - live.sum(1)
-    exact = others == 0
-    if found.certain and positions.shape[1]:
-        worst = scores.detach().masked_fill(~live, torch.inf).amin(1)
+def weighed(request: Request, source: Source, candidates: Candidates, complete: bool = False) -> Pooled:
+    """The answer over candidates; `complete`: proven to be all that have weight."""
+    found = source.scored(request, candidates.positions)
+    live = torch.from_numpy(found.positions >= 0).to(found.scores.device)
+    weights, lse, threshold = request.weighting.weigh(found.scores, request.temperature, live)
+    output = source.pooled(weights, found)
+    others = request.taking_part(source).to(live.device) - live.sum(1)
+    exact = (others == 0) | complete
+    if candidates.certain and live.shape[1]:
+        worst = found.scores.detach().masked_fill(~live, torch.inf).amin(1)
         exact = exact | (worst <= threshold)
-    unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
-    pooled = Pooled(
-        output,
-        lse,
-        exact=exact,
-        missed_mass=_missed(query, snapshot, positions, others, exact, lse.detach()),
-        candidates=live.sum(1),
-        hits=Hits(torch.from_numpy(snapshot.rows(positions)).to(device), query.shown_scores(scores), resolve),
-        weights=weights,
-        finder=found.finder,
-        explanation=lambda count: explained(query, snapshot, pooled, count, find, resolve),
-        bar=unknown,
-        stderr=unknown.clone(),
-        lse_stderr=unknown.clone(),
-        met=exact.clone(),
-    )
-    return pooled
+    missed = _missed(request, source, found.positions, others, exact, lse.detach())
+    return answered(
+        request, source, output, lse,
+        finder=candidates.finder, exact=exact, found=found, weights=weights, missed_mass=missed,
+    )  # fmt: skip
 
 
 def _missed(
-    query: SoftQuery, snapshot: Snapshot, positions: Positions, others: Tensor, exact: Tensor, lse: Tensor
-) -> Tensor:
-    """Share of the weight beyond the candidates, (q,); NaN where nobody can tell."""
+    request: Request, source: Source, positions: Positions, others: Tensor, exact: Tensor, lse: Tensor
+) -> Tensor | None:
+    """Share of the weight beyond the candidates, (q,); NaN, or None, where nobody can tell."""
     if bool(exact.all()):
         return torch.zeros_like(lse)
-    if isinstance(query.weighting, Uniform):
-        found = others / query.taking_part(snapshot).to(others.device).clamp(min=1)
-    elif isinstance(query.weighting, Softmax):
-        found = _estimated(query, snapshot, positions, others, lse)
+    if isinstance(request.weighting, Uniform):
+        found = others / request.taking_part(source).to(others.device).clamp(min=1)
+    elif isinstance(request.weighting, Softmax) and source.columns is not None:
+        found = _estimated(request, source.columns, positions, others, lse)
     else:  # a sparse weighting of more records may take all weight from these
-        found = torch.full_like(lse, torch.nan)
+        return None
     return found.to(lse.dtype).masked_fill(exact, 0)
 
 
-def _estimated(query: SoftQuery, snapshot: Snapshot, positions: Positions, others: Tensor, lse: Tensor) -> Tensor:
+def _estimated(request: Request, snapshot: Snapshot, positions: Positions, others: Tensor, lse: Tensor) -> Tensor:
     """The softmax mass of the others, (q,): a uniform sample of them stands for them."""
-    sample = _uniform(snapshot, query.allowed)  # (m,) ascending
+    sample = _uniform(snapshot, request.allowed)  # (m,) ascending
     with torch.no_grad():
-        scores = query.score(query.queries.detach(), snapshot.keys_at(sample).to(lse.device))
+        scores = request.score(request.queries.detach(), snapshot.keys_at(sample).to(lse.device))
     taken = np.zeros((len(positions), len(sample)), np.bool_)
     places = np.minimum(np.searchsorted(sample, positions), len(sample) - 1)
     which, _ = np.nonzero(hit := sample[places] == positions)
     taken[which, places[hit]] = True
-    if query.mask is not None:
+    if request.mask is not None:
         column = np.cumsum(snapshot.live)[sample] - 1
-        taken |= ~query.mask.cpu().numpy()[:, column]
-    return missed_mass(scores, torch.from_numpy(taken).to(lse.device), others, lse, query.temperature)
+        taken |= ~request.mask.cpu().numpy()[:, column]
+    return missed_mass(scores, torch.from_numpy(taken).to(lse.device), others, lse, request.temperature)
 
 
 def _uniform(snapshot: Snapshot, allowed: Live | None) -> Positions:

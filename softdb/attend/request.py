@@ -1,45 +1,28 @@
-"""A soft query, checked: what is asked, of which records, and where its candidates are."""
+"""The Request: one soft question, checked, as it goes from the verb to the loops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.inplace import Column, scores_in_place, sums
-from softdb.attend.scanning import scan
-from softdb.check import Metric, shown
-from softdb.compiled.threads import available
+from softdb.check import Tolerance, shown
 from softdb.errors import BadInput
-from softdb.index.rerank import scores_at
-from softdb.pool import pool
-from softdb.scores import Dot, Fold, Gaussian, Kernel, Score, ScoreFunction, fold, score_of
-from softdb.store import Snapshot
-from softdb.weights import Normalised, Softmax, Weighting
+from softdb.lazy import cached_property
+from softdb.scores import Fold, Gaussian, Kernel, Score, ScoreFunction, fold
+from softdb.weights import Normalised, Softmax, Uniform, Weighting, weighting
 
-__all__ = [
-    "Candidates",
-    "Finder",
-    "LogScore",
-    "SoftQuery",
-    "candidates",
-    "indifferent",
-    "metric_in_place",
-    "pool_rows",
-    "score_rows",
-    "soft_query",
-]
+if TYPE_CHECKING:
+    from softdb.attend.source import Source
+
+__all__ = ["Live", "LogScore", "Positions", "Request", "indifferent"]
 
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
-Finder: TypeAlias = Callable[[Fold, int, "Live | None"], "tuple[Positions, str]"]  # -> positions (q, k), finder's name
-
-EXACT = ("flat", "scan")  # finders whose candidates are the nearest for sure
 
 
 class LogScore(torch.nn.Module):
@@ -77,20 +60,79 @@ class LogScore(torch.nn.Module):
         return None if folded is None else folded._replace(scale=None, bias=0.0)
 
 
+def indifferent(
+    queries: Tensor,  # (…, q, d_q)
+    keys: Tensor,  # (…, n, d)
+) -> Tensor:  # (…, q, n)
+    """A score that tells no key from another, with gradients of 0: what average pooling asks."""
+    return queries[..., :1] * 0 + keys[..., :1].mT * 0
+
+
 @dataclass(frozen=True)
-class SoftQuery:
-    """A soft query's fixed parts, checked."""
+class Request:
+    """What is asked, of whom, and how well. `of` checks; which records there are is the Source's to say."""
 
-    queries: Tensor  # (q, d)
+    queries: Tensor  # (q, d), on the device and in the dtype to compute in, with their graph
     score: Score | ScoreFunction  # of which softmax, or another weighting, is taken
-    weighting: Weighting
-    temperature: float
-    allowed: Live | None  # (size,) over positions
-    mask: Tensor | None  # (q, live records) in row order, True = takes part
-    num_classes: int | None
-    pooled_dim: int  # v of the answer
+    weighting: Weighting = Softmax()  # noqa: RUF009 - immutable
+    temperature: float = 1.0
+    allowed: Live | None = None  # (size,) over positions: who takes part; None: every live record
+    mask: Tensor | None = None  # (q, live records) in row order, True = takes part
+    k: int | None = None  # truncate to the k nearest
+    tolerance: Tolerance | None = None  # estimate; without k and tolerance the answer is exact
+    seed: int = 0  # of an estimate's draws
+    need_weights: bool = False  # hold the weights of an exact answer
+    pools: bool = True  # False: the log-normaliser alone is wanted
 
-    def of(self, which: Positions) -> SoftQuery:
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        score: Score | ScoreFunction,
+        weights: str | Weighting | None = None,
+        temperature: float = 1.0,
+        allowed: Live | None = None,
+        mask: Tensor | None = None,
+        k: int | None = None,
+        tolerance: Tolerance | None = None,
+        seed: int = 0,
+        need_weights: bool = False,
+    ) -> Request:
+        """A request. Weights None: "normalised" for a kernel, else "softmax".
+
+        Normalised weights become the softmax of the score's logarithm, which cannot underflow.
+        """
+        by = weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights)
+        if isinstance(by, Normalised):
+            if temperature != 1:
+                raise BadInput(
+                    f"temperature is {shown(temperature)} but normalised weights have none; leave it at 1 and set the "
+                    "kernel's bandwidth, or use softmax"
+                )
+            score, by = LogScore(score), Softmax()
+        return cls(queries, score, by, temperature, allowed, mask, k, tolerance, seed, need_weights)
+
+    @cached_property
+    def folded(self) -> Fold | None:
+        """The score as an index must see it, with the queries' graph; None where no index can find its nearest."""
+        return fold(self.score, self.queries)
+
+    @cached_property
+    def detached(self) -> Request:
+        """The same without a graph: for finding, and for what needs no gradient."""
+        return replace(self, queries=self.queries.detach())
+
+    @property
+    def streamed_score(self) -> Score | ScoreFunction:
+        """The score of a pass over all records: average pooling asks for none."""
+        return indifferent if isinstance(self.weighting, Uniform) else self.score
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the queries do."""
+        return self.queries.requires_grad and torch.is_grad_enabled()
+
+    def at(self, which: Positions) -> Request:
         """The same for some of the queries (ascending), with their gradient."""
         if len(which) == len(self.queries):
             return self
@@ -105,156 +147,17 @@ class SoftQuery:
         """Scores as the user's own score gives them."""
         return scores.exp() if isinstance(self.score, LogScore) else scores
 
-    def taking_part(self, snapshot: Snapshot) -> Tensor:
-        """How many records each query may weigh, (q,)."""
+    def keep(self, source: Source) -> Live:  # (size,)
+        """The positions that take part, but for the mask."""
+        return source.live if self.allowed is None else source.live & self.allowed
+
+    def taking_part(self, source: Source) -> Tensor:  # (q,)
+        """How many records each query may weigh."""
+        device = self.queries.device
         if self.mask is None:
-            count = snapshot.count if self.allowed is None else int(np.count_nonzero(self.allowed & snapshot.live))
-            return torch.full((len(self.queries),), count)
+            count = source.count if self.allowed is None else int(np.count_nonzero(self.keep(source)))
+            return torch.full((len(self.queries),), count, device=device)
         mask = self.mask.cpu()
         if self.allowed is not None:
-            mask = mask & torch.from_numpy(self.allowed[snapshot.live])
-        return mask.sum(1)
-
-
-def indifferent(
-    queries: Tensor,  # (…, q, d_q)
-    keys: Tensor,  # (…, n, d)
-) -> Tensor:  # (…, q, n)
-    """A score that tells no key from another, with gradients of 0: what average pooling asks."""
-    return queries[..., :1] * 0 + keys[..., :1].mT * 0
-
-
-def soft_query(
-    queries: Tensor,  # (q, d)
-    score: Score | ScoreFunction,
-    weighting: Weighting,
-    temperature: float,
-    allowed: Live | None,
-    mask: Tensor | None,
-    num_classes: int | None,
-    pooled_dim: int,
-) -> SoftQuery:
-    """A soft query. Normalised weights become the softmax of the score's logarithm, which cannot underflow."""
-    if isinstance(weighting, Normalised):
-        if temperature != 1:
-            raise BadInput(
-                f"temperature is {shown(temperature)} but normalised weights have none; leave it at 1 and set the "
-                "kernel's bandwidth, or use softmax"
-            )
-        score, weighting = LogScore(score), Softmax()
-    return SoftQuery(queries, score, weighting, temperature, allowed, mask, num_classes, pooled_dim)
-
-
-class Candidates(NamedTuple):
-    """The records that a soft query weighs."""
-
-    positions: Positions  # (q, k), -1 = none
-    finder: str  # which one found them
-
-    @property
-    def certain(self) -> bool:
-        """Whether they are the nearest for sure."""
-        return self.finder in EXACT
-
-
-def candidates(query: SoftQuery, snapshot: Snapshot, k: int, find: Finder) -> Candidates:
-    """The k nearest of each query by its score. With a mask each query searches its own records.
-
-    A score without an index form (`fold` gives None) is compared with every record.
-    """
-    queries = query.queries.detach()
-    with torch.no_grad():
-        folded = fold(query.score, queries)
-    if folded is None:
-        return Candidates(scan(queries, snapshot, query.score, k, allowed=query.allowed, mask=query.mask), "scan")
-    if query.mask is None:
-        return Candidates(*find(folded, k, query.allowed))
-    found = np.full((len(queries), k), -1, np.int64)
-    names = set()
-    for i, mine in enumerate(query.mask.cpu().numpy()):
-        allowed = np.zeros(snapshot.size, np.bool_)
-        allowed[snapshot.live] = mine
-        if query.allowed is not None:
-            allowed &= query.allowed
-        one, name = find(folded._replace(queries=folded.queries[i : i + 1]), k, allowed)
-        found[i] = one[0]
-        names.add(name)
-    return Candidates(found, "flat" if not names - {"flat"} else (names - {"flat"}).pop())
-
-
-def score_rows(
-    score: Score | ScoreFunction,
-    queries: Tensor,  # (q, d)
-    snapshot: Snapshot,
-    positions: Positions,  # (q, k), -1 = none
-) -> Tensor:  # (q, k), -inf for none
-    """Exact scores of candidates, from the stored keys, with gradient to the queries. Cost q k d."""
-    live = torch.from_numpy(positions >= 0).to(queries.device)
-    metric = metric_in_place(score, queries, snapshot)
-    if metric is not None:
-        found = scores_at(snapshot, queries.detach().numpy(), positions, metric)
-        if not np.isnan(found).any():  # too large for float32: torch says so
-            return torch.from_numpy(found)
-    metric = metric_in_place(score, queries, snapshot, gradient=True)
-    if metric in (Metric.DOT, Metric.L2):
-        scores = scores_in_place(queries, snapshot, positions, metric)
-        if bool(scores.detach().isfinite().all()):
-            return scores.masked_fill(~live, -torch.inf)
-    keys = queries.new_zeros(*positions.shape, queries.shape[1])
-    if snapshot.size:  # a live key stands where there is none: a score may not bear a key of zeros
-        first = np.argmax(snapshot.live)
-        keys = snapshot.keys_at(np.where(positions < 0, first, positions))
-    with torch.autocast(queries.device.type, enabled=False):
-        scores = own_scores(score, queries, keys.to(queries.device))
-    return scores.masked_fill(~live, -torch.inf)
-
-
-def in_place(tensor: Tensor, snapshot: Snapshot) -> bool:
-    """Whether compiled loops read stored columns where they lie for it; else torch has to, from copies."""
-    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.size > 0 and available()
-
-
-def metric_in_place(
-    score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot, gradient: bool = False
-) -> Metric | None:
-    """The metric by which compiled loops score candidates where the keys lie; None where torch has to."""
-    if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
-        return None
-    if type(score) is Dot:
-        return Metric.DOT
-    return next((metric for metric in Metric if score is score_of(metric)), None)
-
-
-def pool_rows(
-    weights: Tensor,  # (q, k)
-    snapshot: Snapshot,
-    positions: Positions,  # (q, k), -1 = none
-    num_classes: int | None,
-) -> Tensor:  # (q, v), or (q, num_classes)
-    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`, without a copy where none is needed."""
-    if num_classes is None and in_place(weights, snapshot):
-        return sums(weights, Column(snapshot, positions, True))
-    return pool(weights, snapshot.values_at(positions), num_classes)
-
-
-def own_scores(
-    score: Score | ScoreFunction,
-    queries: Tensor,  # (q, d)
-    keys: Tensor,  # (q, k, d), each query's own
-) -> Tensor:  # (q, k)
-    """A score of each query's own keys. A plain callable need only know shared keys: then each query is asked alone."""
-    expected = tuple(keys.shape[:2])
-    if fold(score, queries[:1].detach()) is not None or isinstance(score, torch.nn.Module):
-        scores = score(queries, keys)
-    else:
-        keys = keys.to(queries.dtype)
-        each = [score(one.unsqueeze(0), own) for one, own in zip(queries, keys, strict=True)]
-        scores = torch.cat(each) if each else queries.new_zeros(expected)
-    if tuple(scores.shape) != expected:
-        raise BadInput(
-            f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and their own keys "
-            f"{tuple(keys.shape)}; expected {expected}"
-        )
-    if bool(scores.detach().isnan().any()):
-        raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
-    return scores.to(queries.dtype)
+            mask = mask & torch.from_numpy(self.allowed[source.live])
+        return mask.sum(1).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,17 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.error import Bars, Spread, bars, joined, pooled_at, spread_at, sure
-from softdb.attend.request import Live, Positions, SoftQuery, metric_in_place, pool_rows, score_rows
+from softdb.attend.error import Bars, ErrorEstimate, bars, joined, pooled_at, spread_at, sure
+from softdb.attend.request import Live, Positions, Request
+from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
+from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
 from softdb.check import Tolerance
 from softdb.index.contract import Floats
-from softdb.index.tail import Tail, TailSample, seeds_of, subsample
+from softdb.index.tail import Tail, TailSample, seeds_of
 from softdb.pool import State, merge
-from softdb.store import Snapshot
 from softdb.weights import divisor, softmax
 
-__all__ = ["Answer", "Plan"]
+__all__ = ["Estimated", "Estimator", "Round"]
 
 Numbers = NDArray[np.float64]
 
@@ -36,7 +38,7 @@ AT_ONCE = 1 << 22  # records scored at once, of all queries
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
 
 
-class Answer(NamedTuple):
+class Estimated(NamedTuple):
     """An estimated answer to some of the queries."""
 
     output: Tensor  # (q, v)
@@ -49,11 +51,11 @@ class Answer(NamedTuple):
     scores: Tensor  # (q, k)
     weights: Tensor  # (q, k)
 
-    def of(self, which: Tensor) -> Answer:
+    def of(self, which: Tensor) -> Estimated:
         """The same for some of them."""
-        return Answer(*(column[which] for column in self))
+        return Estimated(*(column[which] for column in self))
 
-    def padded(self, width: int) -> Answer:
+    def padded(self, width: int) -> Estimated:
         """The same with so many candidates."""
         more = (0, width - self.positions.shape[1])
         pad = torch.nn.functional.pad
@@ -64,18 +66,18 @@ class Answer(NamedTuple):
         )
 
 
-class Chosen(NamedTuple):
+class Subsample(NamedTuple):
     """Records to pool, and what is known of the others."""
 
     positions: Positions  # (q, k), -1 = none
     log_weights: Floats  # (q, k) log of the inverse of each one's probability
     scores: Numbers  # (q, k) by the index's metric, -inf for none
-    unseen: Numbers  # (q,) as in `Spread`, relative to what was drawn
+    unseen: Numbers  # (q,) as in `ErrorEstimate`, relative to what was drawn
     hidden: Numbers  # (q,)
     thinned: Numbers  # (q,)
 
 
-class Task(NamedTuple):
+class Round(NamedTuple):
     """Some of the queries, how many records to pool for each, and how wide to look for what is heavy."""
 
     which: Positions  # (q,)
@@ -83,26 +85,24 @@ class Task(NamedTuple):
     look: int = 0
 
 
-class Plan(NamedTuple):
+class Estimator(NamedTuple):
     """What is drawn from, for what."""
 
-    query: SoftQuery
-    snapshot: Snapshot
+    request: Request
+    source: Stored
     tail: Tail
     factor: float  # logits are this times the metric's score
     asked: Floats  # (q, d) the queries as the index sees them
     counts: Live  # (size,) over positions: the records that take part and can be drawn
-    young: Live | None  # (size,): those that cannot, as the index does not hold them
+    unindexed: Live | None  # (size,): those that cannot, as the index does not hold them
     taking_part: int  # how many they are together
     drawable: int  # and how many of them can be drawn
-    seed: int
-    pools: bool = True  # else log Z alone is wanted
 
-    def rounds(self, tolerance: Tolerance) -> tuple[list[tuple[Positions, Answer]], Positions]:
+    def rounds(self, tolerance: Tolerance) -> tuple[list[tuple[Positions, Estimated]], Positions]:
         """Estimates, each with the queries (q,) that it answers; and the queries that are left for an exact pass."""
-        parts: list[tuple[Positions, Answer]] = []
+        parts: list[tuple[Positions, Estimated]] = []
         rest: list[Positions] = []
-        tasks = [Task(np.arange(len(self.asked)), min(FIRST, tolerance.most or FIRST))]
+        tasks = [Round(np.arange(len(self.asked)), min(FIRST, tolerance.most or FIRST))]
         while tasks:
             task = tasks.pop()
             if tolerance.most is None and self._seconds(task) > self._exact_seconds(len(task.which)):
@@ -122,9 +122,9 @@ class Plan(NamedTuple):
             more = ~stop & ~wider
             if bool(more.any()):
                 needed = MARGIN * task.budget * float((found.bar / allowed)[more].square().median())
-                budget = max(GROWTH * task.budget, int(min(needed, self.snapshot.size)))
+                budget = max(GROWTH * task.budget, int(min(needed, self.source.columns.size)))
                 budget = min(budget, tolerance.most or budget)
-                tasks.append(Task(task.which[more.cpu().numpy()], budget, task.look))
+                tasks.append(Round(task.which[more.cpu().numpy()], budget, task.look))
         return parts, np.sort(np.concatenate(rest)) if rest else np.arange(0)
 
     def _looks(self, tolerance: Tolerance) -> int:
@@ -132,11 +132,11 @@ class Plan(NamedTuple):
 
         A step of training asks for a direction at a bounded cost, not for a narrow bar.
         """
-        trains = tolerance.most is not None and self.query.queries.requires_grad and torch.is_grad_enabled()
+        trains = tolerance.most is not None and self.request.queries.requires_grad and torch.is_grad_enabled()
         few = tolerance.most is not None and tolerance.most < LEAST  # which no look makes more
         return 0 if trains or few else LOOKS
 
-    def _near(self, task: Task) -> int:
+    def _near(self, task: Round) -> int:
         """How many records are scored because they are near: more where few of those found take part."""
         return int(min(NEAR * task.budget * WIDER**task.look / self._share(), self.tail.size))
 
@@ -144,83 +144,83 @@ class Plan(NamedTuple):
         """Of the records that the index holds, about how many take part."""
         return min(1.0, max(self.drawable / max(1, self.tail.size), 0.05))
 
-    def _halves(self, task: Task) -> list[Task]:
+    def _halves(self, task: Round) -> list[Round]:
         """The task in parts that fit into memory."""
         parts = -(-len(task.which) * self._near(task) // AT_ONCE)
         return [task._replace(which=one) for one in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
-    def _seconds(self, task: Task) -> float:
+    def _seconds(self, task: Round) -> float:
         """What an estimate costs: the first look, and whatever more a wider one scores."""
         q, dim = len(task.which), int(self.asked.shape[1])
         near, usual = self._near(task), NEAR * task.budget
-        found = CALLED + q * task.budget * (SPENT + GATHERED * (dim + self.query.pooled_dim))
+        found = CALLED + q * task.budget * (SPENT + GATHERED * (dim + self._width))
         return found + q * (max(0, near - usual) + len(self.tail.reach.apart)) * (READ * dim + SPENT / 50)
 
     def _exact_seconds(self, queries: int) -> float:
         """What a pass over every record costs."""
-        numbers = float(self.taking_part * (self.asked.shape[1] + self.query.pooled_dim))
+        numbers = float(self.taking_part * (self.asked.shape[1] + self._width))
         return numbers * (READ + PASSED * queries)
 
-    def _estimate(self, task: Task, tolerance: Tolerance) -> tuple[Answer, Tensor, Tensor]:
+    def _estimate(self, task: Round, tolerance: Tolerance) -> tuple[Estimated, Tensor, Tensor]:
         """The answer of one round, the bar (q,) that is allowed, and (q,) whether too much of it is for the unseen."""
-        query, chosen = self.query.of(task.which), self._chosen(task, 1 - tolerance.confidence)
-        positions, temperature = chosen.positions, query.temperature
+        request, chosen = self.request.at(task.which), self._chosen(task, 1 - tolerance.confidence)
+        positions, temperature = chosen.positions, request.temperature
         scores = torch.from_numpy(chosen.scores)
-        if metric_in_place(query.score, query.queries, self.snapshot) is None:
-            scores = score_rows(query.score, query.queries, self.snapshot, positions)
-        precise = not scores.requires_grad and scores.device.type == "cpu" and self.young is None
+        if metric_in_place(request.score, request.queries, self.source.columns) is None:
+            scores = score_rows(request.score, request.queries, self.source.columns, positions)
+        precise = not scores.requires_grad and scores.device.type == "cpu" and self.unindexed is None
         # a copy for the error, which has no gradient
         exact_logits = scores.detach().cpu().double() / divisor(temperature, torch.float64)
         logits: Numbers = exact_logits.numpy() + chosen.log_weights.astype(np.float64)
-        state = self._pooled(query, scores, chosen, logits)
+        state = self._pooled(request, scores, chosen, logits)
         output, lse = (one.detach().cpu().double().numpy() for one in (state.output, state.lse))
-        spread, weights = spread_at(logits, chosen.log_weights, self.snapshot, positions, output, lse)
+        spread, weights = spread_at(logits, chosen.log_weights, self.source.columns, positions, output, lse)
         spread = self._known(spread, chosen)
-        if self.young is not None:
-            young = self._whole(query)
-            state = State(*merge([state, (young[0].to(state.output), young[1].to(state.lse))])[:2])
-            exact = sure(*(one.detach().cpu().double().numpy() for one in young))
+        if self.unindexed is not None:
+            rest = self._exactly(request)
+            state = State(*merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])[:2])
+            exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
             before, spread = spread.lse, joined([spread, exact])
             weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
         found = bars(spread, tolerance.confidence)
         bar, allowed = self._error(state, spread, found, tolerance, precise)
         # where more may be pooled, that makes what was not drawn less, too
-        most, reach = BLINDER if tolerance.most is None else BLIND, spread.reach if self.pools else 1.0
+        most, reach = BLINDER if tolerance.most is None else BLIND, spread.reach if self.request.pools else 1.0
         blind = torch.from_numpy((found.blind * reach > most * bar.numpy()) | np.isinf(found.blind))
-        dtype, device = query.queries.dtype if query.queries.is_floating_point() else torch.float32, scores.device
+        dtype, device = request.queries.dtype if request.queries.is_floating_point() else torch.float32, scores.device
 
         def told(column: Tensor) -> Tensor:
             return column.to(device, dtype)
 
-        answer = Answer(
+        answer = Estimated(
             told(state.output), told(state.lse), told(torch.from_numpy(found.stderr)),
             told(torch.from_numpy(found.lse_stderr)), told(bar), (bar <= allowed).to(device),
             torch.from_numpy(positions).to(device), told(scores.detach()), told(weights),
         )  # fmt: skip
         return answer, told(allowed), blind.to(device)
 
-    def _pooled(self, query: SoftQuery, scores: Tensor, chosen: Chosen, logits: Numbers) -> State:
+    def _pooled(self, request: Request, scores: Tensor, chosen: Subsample, logits: Numbers) -> State:
         """The softmax over what was chosen."""
-        width = query.pooled_dim if self.pools else 0
+        width = self._width
         if not scores.requires_grad and scores.device.type == "cpu":
-            return State(*pooled_at(logits, self.snapshot, chosen.positions, width))
+            return State(*pooled_at(logits, self.source.columns, chosen.positions, width))
         live = torch.from_numpy(chosen.positions >= 0).to(scores.device)
-        temperature = divisor(query.temperature, scores.dtype)
+        temperature = divisor(request.temperature, scores.dtype)
         log_weights = torch.from_numpy(chosen.log_weights).to(scores)
         weights, lse = softmax(scores + log_weights * temperature, temperature, live)
         if not width:
             return State(lse.new_zeros(len(lse), 0), lse)
-        return State(pool_rows(weights, self.snapshot, chosen.positions, query.num_classes), lse)
+        return State(pool_rows(weights, self.source.columns, chosen.positions, self.source.num_classes), lse)
 
-    def _chosen(self, task: Task, doubt: float) -> Chosen:
+    def _chosen(self, task: Round, doubt: float) -> Subsample:
         """Which records to pool."""
         asked, near = self.asked[task.which], self._near(task)
         draws = int(SCORED * task.budget * 2**task.look / self._share())
-        drawn = self.tail.draw(self.snapshot, asked, self.factor, near, draws, 2 * self.seed, doubt)
+        drawn = self.tail.draw(self.source.columns, asked, self.factor, near, draws, 2 * self.request.seed, doubt)
         out = (drawn.positions < 0) | ~self.counts[drawn.positions]
         drawn.positions[out], drawn.scores[out] = -1, -np.inf
         logits = self.factor * drawn.scores + drawn.log_weights
-        places, logs, largest = subsample(drawn, logits, task.budget, seeds_of(asked, 2 * self.seed + 1))
+        places, logs, largest = kept(drawn, logits, task.budget, seeds_of(asked, 2 * self.request.seed + 1))
         total, unseen, hidden = _beyond(drawn, logits)
         thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
         few = ((places >= 0).sum(1) < LEAST) & (thinned > 0)
@@ -231,40 +231,40 @@ class Plan(NamedTuple):
         positions = np.take_along_axis(drawn.positions, places, 1)
         scores = np.take_along_axis(drawn.scores, places, 1)
         positions[none], scores[none] = -1, -np.inf
-        return Chosen(positions, logs, scores, unseen, hidden, thinned)
+        return Subsample(positions, logs, scores, unseen, hidden, thinned)
 
-    def _known(self, spread: Spread, chosen: Chosen) -> Spread:
+    def _known(self, spread: ErrorEstimate, chosen: Subsample) -> ErrorEstimate:
         """The spread of what was drawn, with what is known of the values and weights that were not."""
         reach, output = self.tail.reach, spread.output
-        if not self.pools:
+        if not self.request.pools:
             far = np.ones(len(output))
-        elif self.query.num_classes:
+        elif self.source.num_classes:
             far = np.sqrt(np.square(output).sum(1) + 1 - 2 * output.min(1, initial=0.0))  # from the farthest corner
         else:
             far = reach.value_radius + np.linalg.norm(output - reach.centre, axis=1)
         return spread._replace(unseen=chosen.unseen, hidden=chosen.hidden, thinned=chosen.thinned, reach=far)
 
-    def _whole(self, query: SoftQuery) -> tuple[Tensor, Tensor]:
-        """The soft query over the records that the index does not hold."""
-        output, lse = stream(
-            query.queries, self.snapshot, query.score, query.temperature,
-            allowed=self.young, num_classes=query.num_classes, value_dim=query.pooled_dim,
-        )  # fmt: skip
-        return output if self.pools else output[:, :0], lse
+    def _exactly(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The answer over the records that the index does not hold."""
+        return stream(replace(request, allowed=self.unindexed), self.source)
+
+    @property
+    def _width(self) -> int:
+        return self.source.width if self.request.pools else 0
 
     def _error(
-        self, state: State, spread: Spread, found: Bars, tolerance: Tolerance, precise: bool
+        self, state: State, spread: ErrorEstimate, found: Bars, tolerance: Tolerance, precise: bool
     ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
         """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
         eps, size = float(np.finfo(np.float32).eps), np.abs(np.nan_to_num(spread.lse, neginf=0.0))
-        if not self.pools:  # log Z is rounded to float32
+        if not self.request.pools:  # log Z is rounded to float32
             wide = torch.from_numpy(found.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700)))
             return wide, torch.full_like(wide, tolerance.rtol)
         rounding = eps * (1 + (0 if precise else size))
         length: Tensor = torch.linalg.vector_norm(state.output.detach().cpu().double(), dim=1)
         bar = torch.from_numpy(found.bar) + torch.from_numpy(rounding * np.ones(len(length))) * length
         if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
-            length = length.clamp(min=SMALL * (1.0 if self.query.num_classes else self.snapshot.value_size))
+            length = length.clamp(min=SMALL * (1.0 if self.source.num_classes else self.source.columns.value_size))
         return bar, tolerance.atol + tolerance.rtol * length
 
 

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.blocks import Task
-from softdb.attend.source import Live, Source
-from softdb.scores import Score, ScoreFunction
+from softdb.attend.blocks import scores_of, tiles
+from softdb.attend.request import Positions, Request
+
+if TYPE_CHECKING:
+    from softdb.attend.source import Source
 
 __all__ = ["scan"]
 
 
 @torch.no_grad()
-def scan(
-    queries: Tensor,  # (q, d)
-    source: Source,
-    score: Score | ScoreFunction,
-    k: int,
-    *,
-    allowed: Live | None = None,  # (size,) over positions; None: every live record
-    mask: Tensor | None = None,  # (q, count) bool over live records in row order, True = takes part
-) -> NDArray[np.int64]:  # (q, k)
+def scan(request: Request, source: Source, k: int) -> Positions:  # (q, k)
     """Positions of the k best, best first, ties by row, then -1. For scores that no index finds for. Cost q n d."""
-    task = Task(source, score, 1.0, allowed, mask, None, queries.shape[1])
+    request, k = replace(request.detached, pools=False), min(k, source.count)
+    queries = request.queries
     best = queries.new_full((len(queries), k), -torch.inf)
     found = torch.full((len(queries), k), -1, device=queries.device)
-    for tile in task.tiles(queries):
+    for tile in tiles(request, source):
         chunk = tile.chunk
-        scores = torch.cat([best[chunk], task.scores(queries[chunk], tile)], dim=1)
+        scores = torch.cat([best[chunk], scores_of(request.score, queries[chunk], tile)], dim=1)
         places = _top(scores, k)
         best[chunk] = scores.gather(1, places)
         positions = torch.cat([found[chunk], tile.positions.to(found.device).expand(len(scores), -1)], dim=1)

@@ -1,4 +1,4 @@
-"""Records that are plain tensors: what the functional `attention` streams over, and what may itself be learnt."""
+"""Sources: records in order, wherever they lie. Every answer is a function of a Request and a Source."""
 
 from __future__ import annotations
 
@@ -8,19 +8,30 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb.answers import Resolve
+from softdb.attend.request import Live, Positions, Request
+from softdb.attend.scanning import scan
+from softdb.attend.scoring import Candidates, Scored, own_scores, pool_rows, score_rows
+from softdb.check import Schema
+from softdb.index import Finder
+from softdb.index.tail import Tail
 from softdb.lazy import cached_property
-from softdb.store.snapshot import Block, Segment, Snapshot
+from softdb.pool import pool
+from softdb.scores import Constant, Kernel
+from softdb.store import Snapshot
+from softdb.store.snapshot import Block, Segment
+from softdb.weights import Argmax
 
-__all__ = ["Columns", "Live", "Source"]
-
-Live = NDArray[np.bool_]
+__all__ = ["Columns", "Source", "Stored"]
 
 
 class Source(Protocol):
-    """Records in order: a database's snapshot, or columns."""
+    """Records in order. Positions count them, 0 … size - 1, dead ones included; -1 means none.
+
+    A new source (columns on a device, shards on other machines) gives these, and is then asked whatever a database is.
+    """
 
     @property
     def live(self) -> Live:
@@ -31,53 +42,226 @@ class Source(Protocol):
         """How many do."""
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The columns in memory or mapped; none where nothing is stored."""
+    def width(self) -> int:
+        """v, how wide an answer is."""
+
+    @property
+    def num_classes(self) -> int | None:
+        """How many classes there are, where values are labels."""
+
+    @property
+    def columns(self) -> Snapshot | None:
+        """Keys and values as compiled loops read them where they lie; None: they come by `blocks` alone."""
+
+    @property
+    def trained(self) -> tuple[Tensor | None, Tensor | None]:
+        """The source's own keys (n, d) and values (n, v), where they want a gradient."""
+
+    @property
+    def graph(self) -> bool:
+        """Whether `encoded` makes keys with a graph."""
+
+    @property
+    def block_size(self) -> int:
+        """How many records `encoded` takes at once; asked where there is a graph."""
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """The allowed live records from a position on, in order."""
+        """The allowed live records from a position on, in order, at most `size` at a time."""
+
+    def encoded(self, block: Block) -> Block:
+        """A block with its keys as they are compared."""
+
+    def frozen(self) -> Source:
+        """The same records without a graph, to look again. Raises StaleRead where they have changed since."""
+
+    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
+        """The k nearest of each query by the request's score; `exact`: for sure."""
+
+    def scored(self, request: Request, positions: Positions) -> Scored:
+        """Scores of candidates (q, k), with their gradients."""
+
+    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+        """The weighted sum of candidates' values (q, v), with its gradients."""
+
+    def rows(self, positions: Positions) -> Positions:
+        """Permanent row numbers, -1 where there is none."""
+
+    @property
+    def resolve(self) -> Resolve:
+        """Ids and payload texts of rows; those deleted since are absent."""
+
+
+class AsStored:
+    """A source whose keys are compared as they are stored."""
+
+    graph, block_size = False, 0
+
+    def encoded(self, block: Block) -> Block:
+        """The block itself."""
+        return block
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Keys and values as tensors, on any device, which may want gradients."""
+class Stored(AsStored):
+    """The records of a database as of one generation."""
+
+    columns: Snapshot
+    schema: Schema
+    finder: Finder
+    resolve: Resolve
+
+    trained = (None, None)
+
+    @property
+    def live(self) -> Live:
+        """Which positions hold a record."""
+        return self.columns.live
+
+    @property
+    def count(self) -> int:
+        """How many do."""
+        return self.columns.count
+
+    @property
+    def width(self) -> int:
+        """v."""
+        return self.schema.pooled_dim
+
+    @property
+    def num_classes(self) -> int | None:
+        """The database's."""
+        return self.schema.num_classes
+
+    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
+        """As `Snapshot.blocks`."""
+        return self.columns.blocks(size, allowed, start)
+
+    def frozen(self) -> Stored:
+        """Itself: a generation never changes."""
+        return self
+
+    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
+        """By the index, or by comparing all. A score without an index form is compared with every record.
+
+        With a mask each query searches its own records.
+        """
+        folded, k = request.detached.folded, min(k, self.count)
+        if folded is None or (isinstance(request.weighting, Argmax) and _plateaus(request.score)):
+            return Candidates(scan(request, self, k), "scan")
+        if request.mask is None:
+            return Candidates(*self.finder.find_folded(self.columns, folded, k, request.allowed, exact))
+        found, finder = np.full((len(request.queries), k), -1, np.int64), "flat"
+        for i, mine in enumerate(request.mask.cpu().numpy()):
+            allowed = np.zeros(self.columns.size, np.bool_)
+            allowed[self.live] = mine
+            if request.allowed is not None:
+                allowed &= request.allowed
+            own = folded._replace(queries=folded.queries[i : i + 1])
+            (found[i],), name = self.finder.find_folded(self.columns, own, k, allowed, exact)
+            finder = name if finder == "flat" else finder
+        return Candidates(found, finder)
+
+    def scored(self, request: Request, positions: Positions) -> Scored:
+        """By compiled loops where the keys lie, or by the score on copies of them."""
+        return Scored(positions, score_rows(request.score, request.queries, self.columns, positions))
+
+    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+        """By compiled loops where the values lie, or on copies of them."""
+        if not self.columns.size:
+            return pool(weights, weights.new_zeros(*found.positions.shape, self.width))
+        return pool_rows(weights, self.columns, found.positions, self.num_classes)
+
+    def rows(self, positions: Positions) -> Positions:
+        """As `Snapshot.rows`."""
+        return self.columns.rows(positions)
+
+    def sampler(self) -> tuple[Tail | None, int]:
+        """What draws records through the index, None where nothing does; and the first position beyond it."""
+        return self.finder.tail(self.columns)
+
+
+@dataclass(frozen=True)
+class Columns(AsStored):
+    """Keys and values as tensors, on any device, which may want gradients: of `softdb.attention`."""
 
     keys: Tensor  # (n, d)
     values: Tensor  # (n, v) or int64 labels (n,)
+    num_classes: int | None = None  # of labels
 
     @property
     def count(self) -> int:
         """How many records there are."""
         return len(self.keys)
 
+    @property
+    def width(self) -> int:
+        """v."""
+        return self.num_classes or self.values.shape[1]
+
     @cached_property
     def live(self) -> Live:
         """All of them, (n,)."""
         return np.ones(len(self.keys), np.bool_)
 
+    @property
+    def trained(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those that want a gradient."""
+        keys, values = (column if column.requires_grad else None for column in (self.keys, self.values))
+        return keys, values
+
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """One segment that shares the tensors' memory where they lie on the CPU."""
+    def columns(self) -> Snapshot | None:
+        """The tensors' own memory as one segment, where they lie on the CPU in a dtype that the loops read."""
+        if self.keys.device.type != "cpu" or self.keys.dtype not in (torch.float32, torch.float16) or not self.count:
+            return None
+        if self.values.is_floating_point() and self.values.dtype is not self.keys.dtype:
+            return None
         keys, values = (column.detach().contiguous().cpu().numpy() for column in (self.keys, self.values))
         if values.dtype.kind == "i":
             values = values.astype(np.int32)
-        return (Segment(0, 0, None, keys, values),) if len(keys) else ()
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The same as a database would show it."""
-        return Snapshot.of(0, self.segments, self.live)
+        return Snapshot.of(0, (Segment(0, 0, None, keys, values),), self.live)
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
         """As `Snapshot.blocks`."""
         chosen = None if allowed is None else torch.from_numpy(np.flatnonzero(allowed))
         for low in range(start, len(self.keys), size):
             part = torch.arange(low, min(low + size, len(self.keys)))
+            run: slice | Tensor = slice(low, low + size)
             if chosen is not None:
-                part = chosen[(chosen >= part[0]) & (chosen <= part[-1])]
+                run = part = chosen[(chosen >= part[0]) & (chosen <= part[-1])]
                 if not len(part):
                     continue
-                yield Block(part, self.keys.detach()[part], self.values.detach()[part])
-            else:
-                run = slice(low, low + size)
-                yield Block(part, self.keys.detach()[run], self.values.detach()[run])
+            yield Block(part, self.keys.detach()[run], self.values.detach()[run])
+
+    def frozen(self) -> Columns:
+        """The same, detached."""
+        return Columns(self.keys.detach(), self.values.detach(), self.num_classes)
+
+    def find(self, request: Request, k: int, exact: bool = True) -> Candidates:
+        """Every record is compared."""
+        return Candidates(scan(request, self, k), "scan")
+
+    def scored(self, request: Request, positions: Positions) -> Scored:
+        """By the score, on copies."""
+        own = torch.from_numpy(positions).to(self.keys.device)
+        scores = own_scores(request.score, request.queries, self.keys[own.clamp(min=0)])
+        return Scored(positions, scores.masked_fill(own.to(scores.device) < 0, -torch.inf))
+
+    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+        """On copies."""
+        own = torch.from_numpy(found.positions).to(self.values.device).clamp(min=0)
+        return pool(weights, self.values[own], self.num_classes)
+
+    def rows(self, positions: Positions) -> Positions:
+        """The positions."""
+        return positions
+
+    @property
+    def resolve(self) -> Resolve:
+        """A record is called by its place."""
+        return lambda rows: {row: (row, None) for row in rows.tolist()}
+
+
+def _plateaus(score: object) -> bool:
+    """Whether records at unlike distances score alike, so that an index orders more finely than the score does."""
+    return isinstance(score, Kernel) and (score.compact or isinstance(score, Constant))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from softdb.attend.blocks import Solved, Task, pool_into
+from softdb.attend.blocks import Solved, pool_into, scores_of, tiles
+from softdb.attend.request import Request
+
+if TYPE_CHECKING:
+    from softdb.attend.source import Source
 from softdb.weights import Sparse
 
 __all__ = ["sparse_over"]
@@ -15,23 +20,25 @@ __all__ = ["sparse_over"]
 STEPS = 60  # of Newton's method at most; it takes about 10
 
 
-def sparse_over(queries: Tensor, task: Task, by: Sparse) -> Solved:
-    """Sparsemax or entmax15 over the task's records. Cost q n (d + v), and q n d for each of some 10 Newton steps."""
+def sparse_over(request: Request, source: Source) -> Solved:
+    """Sparsemax or entmax15 over the source's records. Cost q n (d + v), and q n d for each of some 10 Newton steps."""
+    by, queries, temperature = request.weighting, request.queries, request.temperature
+    assert isinstance(by, Sparse)
     q, wide = len(queries), torch.promote_types(queries.dtype, torch.float64)
     top = queries.new_full((q,), -torch.inf)
-    for chunk, scores, _ in _scores(queries, task):
+    for chunk, scores, _ in _scores(request, source):
         top[chunk] = torch.maximum(top[chunk], scores.amax(dim=1))
     empty = ~(top > -torch.inf)
     top = top.masked_fill(empty, 0)
 
     def below(scores: Tensor, chunk: slice) -> Tensor:
         """z less its largest; two scores of one pair may differ in their last digit."""
-        return (scores - top[chunk].unsqueeze(1)).clamp_(max=0).to(wide).div_(task.temperature)
+        return (scores - top[chunk].unsqueeze(1)).clamp_(max=0).to(wide).div_(temperature)
 
     tau = queries.new_full((q, 1), -1, dtype=wide)
     for _ in range(STEPS):
         mass, slope = tau.new_zeros(q), tau.new_zeros(q)
-        for chunk, scores, _ in _scores(queries, task):
+        for chunk, scores, _ in _scores(request, source):
             more, steeper = by.root_step(below(scores, chunk), tau[chunk])
             mass[chunk] += more
             slope[chunk] += steeper
@@ -44,9 +51,9 @@ def sparse_over(queries: Tensor, task: Task, by: Sparse) -> Solved:
         weights, pulls = by.of(below(scores, chunk), tau[chunk])
         return weights.to(queries.dtype), pulls.to(queries.dtype)
 
-    output, mean = queries.new_zeros(2, q, task.width, dtype=wide)
+    output, mean = queries.new_zeros(2, q, source.width, dtype=wide)
     weight, pulled, lse = tau.new_zeros(3, q)
-    for chunk, scores, values in _scores(queries, task):
+    for chunk, scores, values in _scores(request, source):
         z = below(scores, chunk)
         weights, pulls = by.of(z, tau[chunk])
         some = values.to(wide) if values.is_floating_point() else values
@@ -57,11 +64,11 @@ def sparse_over(queries: Tensor, task: Task, by: Sparse) -> Solved:
         lse[chunk] += (weights * z.masked_fill(weights == 0, 0)).sum(dim=1) + by.entropy(weights)
     pulled = pulled.masked_fill(empty, 1)
     narrow = queries.dtype
-    lse = (lse + top / task.temperature).to(narrow).masked_fill(empty, -torch.inf)
+    lse = (lse + top / temperature).to(narrow).masked_fill(empty, -torch.inf)
     output, mean = output / weight.masked_fill(empty, 1).unsqueeze(1), mean / pulled.unsqueeze(1)
     return Solved(output.to(narrow), lse, mean.to(narrow), empty, of)
 
 
-def _scores(queries: Tensor, task: Task) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    for tile in task.tiles(queries):
-        yield tile.chunk, task.scores(queries[tile.chunk], tile), tile.values
+def _scores(request: Request, source: Source) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    for tile in tiles(request, source):
+        yield tile.chunk, scores_of(request.score, request.queries[tile.chunk], tile), tile.values

@@ -52,11 +52,11 @@ class Tolerance(NamedTuple):
     most: int | None  # records pooled for it at most; None: every record, where it takes that
 
 
-def tolerance(rtol: object, atol: object, confidence: object, max_candidates: object, k: object) -> Tolerance | None:
+def tolerance(rtol: object, atol: object, confidence: object, max_draws: object, k: object) -> Tolerance | None:
     """A tolerance, None where none is asked for; BadInput where it makes no sense or k is given, too."""
     if rtol is None and atol == 0 and not isinstance(atol, bool):
-        if max_candidates is not None:
-            raise BadInput("max_candidates bounds an estimate, but no tolerance is asked for; give rtol or atol, too")
+        if max_draws is not None:
+            raise BadInput("max_draws bounds an estimate, but no tolerance is asked for; give rtol or atol, too")
         return None
     if k is not None:
         raise BadInput(
@@ -72,7 +72,7 @@ def tolerance(rtol: object, atol: object, confidence: object, max_candidates: ob
     sure = _number(confidence, "confidence", "a number between 0 and 1, such as 0.95")
     if not 0 < sure < 1:
         raise BadInput(f"confidence is {sure}; expected a number between 0 and 1, such as 0.95")
-    most = None if max_candidates is None else integer(max_candidates, "max_candidates")
+    most = None if max_draws is None else integer(max_draws, "max_draws")
     return Tolerance(relative, absolute, sure, most)
 
 

@@ -25,8 +25,8 @@ def attended(pooled: Pooled, i: int, effective: float, hits: list[Any]) -> dict[
     bar = pooled.bar[i].item()
     return {
         "output": pooled.output[i].tolist(),
-        "lse": pooled.lse[i].item() if pooled.candidates[i] else None,  # JSON has no -inf
-        "candidates": int(pooled.candidates[i]),
+        "lse": pooled.lse[i].item() if pooled.n_pooled[i] else None,  # JSON has no word for -inf
+        "candidates": int(pooled.n_pooled[i]),
         "exact": bool(pooled.exact[i]),
         "missed_mass": pooled.missed_mass[i].item(),
         "bar": bar if math.isfinite(bar) else None,  # unknown where truncated

@@ -124,6 +124,8 @@ def forward(
             if labels.size:
                 _add_labels(size, g, len(total), labels, part, first, count, scratch.scores, output)
                 continue
+            if not wide:  # nothing is pooled
+                continue
             if v_place < 0:
                 v_place, v_start, v_pitch = load(values, part, first, count, task.nowhere, scratch.values, True, few)
             sums(shape, scratch.scores, values, v_place, scratch.values, v_start, v_pitch, count, scratch.sums)

@@ -5,10 +5,10 @@ from softdb.nn.hard import Drawn, MovingBaseline, hard_attention, leave_one_out,
 from softdb.nn.losses import info_nce, label_loss, pooled_loss, retrieval_loss
 from softdb.nn.memory import Memory
 from softdb.nn.mil import MILPooling
+from softdb.nn.policies import EverySteps, InBackground, Never, OnRecall
 from softdb.nn.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 from softdb.nn.product_keys import ProductKeys
 from softdb.nn.recurrent import RecurrentAttention
-from softdb.nn.refresh import EverySteps, InBackground, Never, OnRecall
 from softdb.nn.regression import KernelClassifier, KernelRegressor
 from softdb.nn.telemetry import GradientReport, Telemetry, gradient_report
 from softdb.nn.view import View

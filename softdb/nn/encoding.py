@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Resolve
-from softdb.attend.request import own_scores
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.scores import Score, ScoreFunction
-from softdb.scores.contract import alike
-from softdb.store import Snapshot
 
-__all__ = ["EncodedScore", "Encoding", "evaluating", "probed"]
+__all__ = ["Encoding", "evaluating", "probed"]
 
 Encode = Callable[[Tensor], Tensor]  # (m, d) -> (m, d')
 
@@ -119,42 +115,6 @@ class Encoding:
             starts = range(0, max(1, len(keys)), self.size)
             parts = [self.of(keys[low : low + self.size], lambda i, low=low: row(low + i)) for low in starts]  # type: ignore[misc]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class EncodedScore(torch.nn.Module):
-    """A score of stored keys through an encoder: s(q, f(k)). No index finds for it; every record can be compared.
-
-    Without gradient to the encoder: for finding, and for telling what an answer is made of.
-    """
-
-    def __init__(self, score: Score | ScoreFunction, encoding: Encoding, snapshot: Snapshot) -> None:
-        super().__init__()
-        self._score, self._encoding, self._snapshot = score, encoding, snapshot
-        self._last: tuple[Tensor, Tensor] | None = None  # keys of the last block, and what they became
-
-    def forward(
-        self,
-        queries: Tensor,  # (q, d')
-        keys: Tensor,  # (n, d) shared by all queries, or (q, k, d) each query's own
-    ) -> Tensor:  # (q, n) or (q, k)
-        """Scores of the encoded keys."""
-        if keys.ndim == 3:
-            own = self._encoded(keys.flatten(0, 1)).view(*keys.shape[:2], -1)
-            return own_scores(self._score, queries, alike(own, queries))
-        if self._last is None or self._last[0] is not keys:  # chunks of the queries meet the same block in turn
-            self._last = keys, alike(self._encoded(keys), queries)
-        return self._score(queries, self._last[1])
-
-    def _encoded(self, keys: Tensor) -> Tensor:
-        return self._encoding.found(keys, lambda i: self._row(keys[i]))
-
-    def _row(self, key: Tensor) -> int:
-        """The row of a record with that key: a score is told keys, not whose they are."""
-        for block in self._snapshot.blocks(self._encoding.size):
-            same = (block.keys.to(key.dtype) == key.cpu()).all(1).nonzero()
-            if len(same):
-                return int(self._snapshot.rows(block.positions[same[0]].numpy())[0])
-        return -1
 
 
 def _as_input(encoder: Encode, keys: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +11,7 @@ from torch.nn import functional as F
 
 from softdb import check
 from softdb.answers import Hits
-from softdb.attend import SoftQuery, Task, drawn, score_rows
-from softdb.attend.request import candidates
+from softdb.attend import all_scores, sampled
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
@@ -21,7 +19,6 @@ from softdb.nn.eager import eager
 from softdb.nn.positives import handle, live
 from softdb.pool import pool
 from softdb.scores import Score, ScoreFunction
-from softdb.store import Snapshot
 from softdb.weights import softmax
 
 __all__ = ["Drawn", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
@@ -74,15 +71,16 @@ def hard_attention(
     True
     """
     count = check.integer(n, "n")
-    query, snapshot = handle(db)._soft(queries, temperature, score, None, where, None)
+    request, source = handle(db).request(queries, temperature, score, where=where)
     generator = torch.default_generator if generator is None else generator
-    samples = drawn(query, snapshot, count, generator, db.resolve)
+    samples = sampled(request, source, count, generator)
+    snapshot = source.columns
     positions = snapshot.positions(samples.hits.rows.cpu().numpy())
-    values = samples.log_prob.new_zeros(*positions.shape, query.pooled_dim)
+    values = samples.log_prob.new_zeros(*positions.shape, source.width)
     if snapshot.size:
         stored = snapshot.values_at(positions).to(values.device)
         if not stored.is_floating_point():
-            stored = F.one_hot(stored, query.pooled_dim) * live(positions, values).unsqueeze(2)
+            stored = F.one_hot(stored, source.width) * live(positions, values).unsqueeze(2)
         values = stored.to(values)
     return Drawn(values, samples.log_prob, samples.hits)
 
@@ -216,37 +214,18 @@ def straight_through(
     """
     relaxation = check.positive(relaxation, "relaxation")
     count = None if k is None else check.integer(k, "k")
-    query, snapshot = handle(db)._soft(queries, temperature, score, None, where, None)
-    if not snapshot.size:
-        return query.queries.new_zeros(len(query.queries), query.pooled_dim) + 0 * query.queries.sum()
+    request, source = handle(db).request(queries, temperature, score, where=where)
+    if not source.columns.size:
+        return request.queries.new_zeros(len(request.queries), source.width) + 0 * request.queries.sum()
     if count is None:
-        scores, values = _all(query, snapshot)
-        weights = _drawn_weights(scores, query.temperature, relaxation, generator)
+        _, scores, values = all_scores(request, source)
+        weights = _drawn_weights(scores, request.temperature, relaxation, generator)
         if values.is_floating_point():
             return weights @ values.to(weights)
-        return weights.new_zeros(len(weights), query.pooled_dim).index_add(1, values, weights)
-    find = functools.partial(db.finder.find_folded, snapshot)
-    positions = candidates(query, snapshot, count, find).positions
-    scores = score_rows(query.score, query.queries, snapshot, positions)
-    weights = _drawn_weights(scores, query.temperature, relaxation, generator)
-    return pool(weights, snapshot.values_at(positions), query.num_classes)
-
-
-def _all(query: SoftQuery, snapshot: Snapshot) -> tuple[Tensor, Tensor]:  # (q, n), (n, v) or labels (n,)
-    """Scores and values of every record that takes part."""
-    queries = query.queries
-    task = Task(snapshot, query.score, query.temperature, query.allowed, None, query.num_classes, query.pooled_dim)
-    columns: dict[int, list[Tensor]] = {}  # by the first position of the block
-    values = []
-    with torch.autocast(queries.device.type, enabled=False):
-        for tile in task.tiles(queries):
-            first = int(tile.positions[0])
-            if first not in columns:
-                values.append(tile.values)
-            columns.setdefault(first, []).append(task.scores(queries[tile.chunk], tile))
-    if not columns:
-        return queries[:, :0], queries.new_zeros(0, query.pooled_dim)
-    return torch.cat([torch.cat(chunks) for chunks in columns.values()], 1), torch.cat(values)
+        return weights.new_zeros(len(weights), source.width).index_add(1, values, weights)
+    found = source.scored(request, source.find(request, count).positions)
+    weights = _drawn_weights(found.scores, request.temperature, relaxation, generator)
+    return pool(weights, source.columns.values_at(found.positions), source.num_classes)
 
 
 def _drawn_weights(

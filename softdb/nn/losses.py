@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.attend import log_all, log_partition, score_rows
-from softdb.attend.request import candidates
+from softdb.attend import log_normaliser, log_partition, shared_scores
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
-from softdb.nn.negatives import mined, shared_scores, without
+from softdb.nn.negatives import mined, without
 from softdb.nn.positives import Positives, asked, handle, live
 from softdb.nn.targets import class_labels, require_shape
 from softdb.scores import Kernel, Score, ScoreFunction
@@ -42,7 +40,7 @@ def retrieval_loss(
     score: Score | ScoreFunction | None = None,
     k: int | None = None,
     rtol: float | None = None,
-    max_candidates: int | None = None,
+    max_draws: int | None = None,
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
     reduction: Reduction = "mean",
@@ -70,7 +68,7 @@ def retrieval_loss(
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser to that relative error.
-        max_candidates: as in `log_partition`, with rtol.
+        max_draws: as in `log_partition`, with rtol.
         generator: draws anew with each call, with rtol; training wants one.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
@@ -88,18 +86,15 @@ def retrieval_loss(
     (0.0635, torch.Size([2, 2]))
     """
     reduce = _reduce(reduction)
-    tolerance = check.tolerance(rtol, 0.0, 0.95, max_candidates, k)
-    ask = asked(db, queries, positives, temperature, score, where)
+    tolerance = check.tolerance(rtol, 0.0, 0.95, max_draws, k)
+    ask = asked(db, queries, positives, temperature, score, where, tolerance, generator)
     if k is not None:
-        return reduce(_over_union(db, ask, check.integer(k, "k")))
-    query, snapshot, positions = ask
-    _, found = softmax(
-        score_rows(query.score, query.queries, snapshot, positions), query.temperature, live(positions, query.queries)
-    )
-    if tolerance is None:
-        whole = log_all(query, snapshot)
-    else:
-        whole = log_partition(*db._drawing(query, snapshot, tolerance, generator)).value
+        return reduce(_over_union(ask, check.integer(k, "k")))
+    request, source, positions = ask
+    scores = source.scored(request, positions).scores
+    _, found = softmax(scores, request.temperature, live(positions, request.queries))
+    exact = tolerance is None
+    whole = log_normaliser(request, source) if exact else log_partition(request, source).value
     return reduce(_surprise(found, whole))
 
 
@@ -154,20 +149,20 @@ def info_nce(
     if temperature is None:
         temperature = 1.0 if isinstance(score, Kernel) else SHARP
     ask = asked(db, queries, positives, temperature, score, where)
-    query, snapshot, positions = ask
-    hard = mined(db, ask, count, skip, pool, generator)
+    request, source, positions = ask
+    hard = mined(ask, count, skip, pool, generator)
     if in_batch:
         batch = np.unique(positions[positions >= 0])  # (u,)
-        first = shared_scores(ask, batch)
+        first = shared_scores(request, source, batch)
         wins = (batch[None, :, None] == positions[:, None, :]).any(2)  # (q, u)
         hard = np.where(np.isin(hard, batch), -1, hard)
         taking_part = np.ones_like(wins)
     else:
-        first = score_rows(query.score, query.queries, snapshot, positions)
+        first = source.scored(request, positions).scores
         wins = taking_part = positions >= 0
-    scores = torch.cat([first, score_rows(query.score, query.queries, snapshot, hard)], 1)
+    scores = torch.cat([first, source.scored(request, hard).scores], 1)
     columns = [np.concatenate(pair, 1) for pair in ((wins, np.zeros_like(hard, bool)), (taking_part, hard >= 0))]
-    won, whole = (softmax(scores, query.temperature, torch.from_numpy(one).to(scores.device))[1] for one in columns)
+    won, whole = (softmax(scores, request.temperature, torch.from_numpy(one).to(scores.device))[1] for one in columns)
     return reduce(_surprise(won, whole))
 
 
@@ -258,17 +253,16 @@ def pooled_loss(
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _over_union(db: SoftDB, ask: Positives, k: int) -> Tensor:  # (q,)
+def _over_union(ask: Positives, k: int) -> Tensor:  # (q,)
     """The loss where the records are the k nearest and the positives."""
-    query, snapshot, positions = ask
-    find = functools.partial(db.finder.find_folded, snapshot)
-    nearest = candidates(query, snapshot, k, find).positions
+    request, source, positions = ask
+    nearest = source.find(request, k).positions
     union = np.concatenate([positions, without(nearest, positions)], 1)
-    scores = score_rows(query.score, query.queries, snapshot, union)
+    scores = source.scored(request, union).scores
     wins = union >= 0
     wins[:, positions.shape[1] :] = False
-    found = softmax(scores, query.temperature, torch.from_numpy(wins).to(scores.device))[1]
-    return _surprise(found, softmax(scores, query.temperature, live(union, scores))[1])
+    found = softmax(scores, request.temperature, torch.from_numpy(wins).to(scores.device))[1]
+    return _surprise(found, softmax(scores, request.temperature, live(union, scores))[1])
 
 
 def _surprise(

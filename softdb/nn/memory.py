@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from softdb import check
-from softdb.answers import Hits, Pooled
-from softdb.attend import soft_query
-from softdb.attend.explain import explained
+from softdb.answers import Pooled
+from softdb.attend import Request, nearest
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
-from softdb.nn.candidates import Renewed
 from softdb.nn.origin import DIGEST, Followed, Origin
-from softdb.nn.refresh import Policy
-from softdb.pool import pool
+from softdb.nn.policies import Policy
+from softdb.nn.trained_keys import ASKED, TrainedKeys
+from softdb.reports import MemoryReport
 from softdb.scores import score_of
-from softdb.weights import Softmax, softmax
 
 __all__ = ["Memory"]
 
@@ -36,7 +33,7 @@ TOLD = "records"  # in the state_dict: whose parameters these are
 SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
-class Memory(Renewed):
+class Memory(TrainedKeys):
     """The stored keys and values of a database as parameters, with gradients of the records found and no others.
 
     With (k_i, v_i) the parameters, s the score of the database's metric and I the k nearest records:
@@ -49,7 +46,7 @@ class Memory(Renewed):
 
     Candidates are found among the keys as they were, `overfetch` times as many as are kept, and scored as they are:
     one that moved far may be missed, none is scored wrongly. They come from the database's own index, which knows the
-    keys of the last commit, until `refresh` makes a copy of the keys as they are and indexes that; without an index, or
+    keys of the last commit, until `reindex` makes a copy of the keys as they are and indexes that; without an index, or
     below 10,000 records, every key is compared as it is and nothing is ever stale.
 
     The memory holds the records that were there when it was made. One that is deleted or replaced since, by others, is
@@ -57,7 +54,7 @@ class Memory(Renewed):
     each other's commits, of which the last stands, until one of them reloads: from then on each is one of the others.
     A database that is open for reading only may be trained, too, but not committed. `state_dict` holds the parameters
     and, as "records", digests of the ids they belong to: it is loaded by id, whatever the order, and BadInput is raised
-    before anything of this memory changes where its records are not the same. After loading one, `refresh()`.
+    before anything of this memory changes where its records are not the same. After loading one, `reindex()`.
 
     Parameters live in the RAM, in float32 (or float64, for checks: then every key is compared); queries may come from a
     GPU. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records, then q k (d + v).
@@ -71,7 +68,7 @@ class Memory(Renewed):
             the key serves as the value, the trained key does.
         k: records pooled for each query; with fewer, all of them.
         temperature: divides the scores.
-        refresh: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`; call
+        reindex: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`; call
             `step()` after each step of the optimiser.
         overfetch: how many candidates are looked at for each of the k.
 
@@ -98,14 +95,14 @@ class Memory(Renewed):
         values: bool | None = None,
         k: int = 32,
         temperature: float = 1.0,
-        refresh: Policy | int | None = None,
+        reindex: Policy | int | None = None,
         overfetch: int = 2,
     ) -> None:
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
         self.temperature = check.positive(temperature, "temperature")
-        self._begin(Origin.newest(db), k, overfetch, refresh)
+        self._follow(Origin.newest(db), k, overfetch, reindex)
         trained, every = self._trained(keys, values), np.arange(len(self))
         for (name, column), train in zip(self._columns(self._origin), trained, strict=True):
             self.register_parameter(name, torch.nn.Parameter(column(every).float()) if train else None)
@@ -129,83 +126,16 @@ class Memory(Renewed):
 
         `exact` is True where there are no more than k records; else `missed_mass` is unknown, NaN. `hits` are the
         records, whose ids and payloads are the database's; `finder` says where candidates came from: "flat" (every key
-        was compared), "shadow" (the last refresh), or the name of the database's index.
+        was compared), "stale index" (the last reindexing), or the name of the database's index.
 
         Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A key that
         training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
         """
-        schema = self._store.schema
-        asked = check.queries(queries, schema.dim)
-        origin = self._at_newest()
-        near, finder = self._find(asked.detach().cpu(), origin)
-        query = soft_query(
-            asked.cpu(), score_of(schema.metric), Softmax(), self.temperature, None, None, schema.num_classes,
-            schema.pooled_dim,
-        )  # fmt: skip
-        found, device = torch.from_numpy(near), asked.device
-        with torch.autocast("cpu", enabled=False):
-            scores, own = self._score(query.queries, found, origin)
-            weights, lse = softmax(scores, self.temperature, torch.ones_like(scores, dtype=torch.bool))
-            output = self._pool(weights, found, own, origin)
-        exact = torch.full(lse.shape, found.shape[1] == origin.count, device=device)
-        unknown = torch.full(lse.shape, torch.nan, dtype=lse.dtype, device=device).masked_fill(exact, 0)
-        resolve = self._store.read
-        none = functools.partial(self.db._finder.find_folded, origin.snapshot)
-        pooled = Pooled(
-            output.to(device),
-            lse.to(device),
-            exact=exact,
-            missed_mass=unknown,
-            candidates=torch.full(lse.shape, found.shape[1], device=device),
-            hits=Hits(torch.from_numpy(origin.rows[near]).to(device), scores.to(device), resolve),
-            weights=weights.to(device),
-            finder=finder,
-            explanation=lambda count: explained(query, origin.snapshot, pooled, count, none, resolve),
-            bar=unknown.clone(),
-            stderr=unknown.clone(),
-            lse_stderr=unknown.clone(),
-            met=exact.clone(),
-        )
-        return pooled
-
-    def _score(
-        self,
-        queries: Tensor,  # (q, d)
-        found: Tensor,  # (q, k) parameters
-        origin: Origin,
-    ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k, d)
-        """Scores of the records, and their keys, with gradient."""
-        keys = (
-            origin.keys(found.numpy()).to(queries.dtype)
-            if self.keys is None
-            else F.embedding(found, self.keys, sparse=True)
-        )
-        scores = score_of(self._store.schema.metric)(queries, keys)
-        if not bool(scores.detach().isfinite().all()):
-            raise BadInput(
-                "scores are NaN or infinite: training has moved the keys too far; begin again from the last commit "
-                "with smaller steps"
-            )
-        return scores, keys
-
-    def _pool(
-        self,
-        weights: Tensor,  # (q, k)
-        found: Tensor,  # (q, k) parameters
-        keys: Tensor,  # (q, k, d) of them
-        origin: Origin,
-    ) -> Tensor:  # (q, v), or (q, num_classes)
-        """The weighted sum of the records' values."""
-        schema = self._store.schema
-        if not schema.has_values:
-            return pool(weights, keys)
-        if self.values is None or not found.numel():
-            return pool(weights, origin.values(found.numpy()), schema.num_classes)
-        # holds no (q, k, v) copy of the values, as a gather would
-        output = F.embedding_bag(
-            found, self.values, mode="sum", per_sample_weights=weights.to(self.values.dtype), sparse=True
-        )
-        return output.to(weights.dtype)
+        asked, source = check.queries(queries, self.db.schema.dim), self.source()
+        request = Request.of(asked.cpu(), score_of(self.db.schema.metric), "softmax", self.temperature, k=self.k)
+        self._asked = request.queries.detach()[:ASKED].clone()
+        pooled = nearest(request, source)
+        return pooled if asked.device.type == "cpu" else _on(pooled, asked.device)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -225,9 +155,9 @@ class Memory(Renewed):
             if group.get(word):
                 raise BadInput(f"this {name} has {word}={group[word]}, which reaches every record; use {SPARSE}")
 
-    def report(self) -> dict[str, Any]:
-        """As `Renewed.report`, and uncommitted: how many records had a gradient since the last commit."""
-        return {**super().report(), "uncommitted": int(np.count_nonzero(self._touched))}
+    def report(self) -> MemoryReport:
+        """As of every module that trains keys, and how many records had a gradient since the last commit."""
+        return dataclasses.replace(super().report(), uncommitted=int(np.count_nonzero(self._touched)))
 
     # -- the database --------------------------------------------------------------------------------------------------
 
@@ -279,14 +209,14 @@ class Memory(Renewed):
     def _may_commit(self, everything: object, reindex: object) -> None:
         if not isinstance(everything, bool) or not (reindex is None or isinstance(reindex, bool)):
             raise BadInput(f"everything is {shown(everything)} and reindex {shown(reindex)}; expected True or False")
-        self._store.require_writable()
+        self.db.require_writable()
         if reindex and self._building:
             raise BadInput("reindex=True while an index is being built; wait for that build, then commit")
 
     @property
     def _building(self) -> bool:
         """Whether the database's index is being built."""
-        build = self.db._finder._build
+        build = self.db.finder._build
         return build is not None and not build.done
 
     def reload(self) -> int:
@@ -294,8 +224,8 @@ class Memory(Renewed):
 
         What was learnt of the other records stays, committed or not, and they keep their order; new ones stand at the
         end. Where anything changed `keys` and `values` are new parameters: make the optimiser anew. Candidates are
-        refreshed where they had been: then BadInput is raised, before anything changes, for keys that are NaN, infinite
-        or too large for that.
+        indexed anew where they had been: then BadInput is raised, before anything changes, for keys that are NaN,
+        infinite or too large for that.
         """
         self.db.refresh()
         origin = self._at_newest()
@@ -313,17 +243,17 @@ class Memory(Renewed):
                 setattr(self, name, torch.nn.Parameter(data, old.requires_grad))
         self._touched = np.concatenate([self._touched[kept], np.zeros(len(fresh), np.bool_)])
         self._watch()
-        had = self._shadow.version
+        had = self._stale.version
         self._forget()
         if had:
-            self.refresh()
+            self.reindex()
         return len(self)
 
     def _require_kept(self, kept: NDArray[np.int64]) -> None:
         """Raises BadInput for keys that a copy of them cannot hold, if there is a copy."""
-        if self.keys is None or not self._shadow.version:
+        if self.keys is None or not self._stale.version:
             return
-        largest = torch.finfo(torch.float16 if self._store.schema.dtype == np.float16 else torch.float32).max
+        largest = torch.finfo(torch.float16 if self.db.schema.dtype == np.float16 else torch.float32).max
         if not bool((self.keys.detach()[kept].abs() <= largest).all()):
             raise BadInput(
                 "keys are NaN, infinite or too large: training has moved them too far; begin again from the last "
@@ -332,10 +262,10 @@ class Memory(Renewed):
 
     def _reindex(self, asked: bool | None) -> None:
         """Take note that what is stored is what is trained, and build the index anew where that is due."""
-        report = self.db._finder.report()
+        report = self.db.finder.report()
         if report is None or report.kind == "flat":
             self._moved = 0
-            if not self._shadow.version:  # an index that is built now knows these keys
+            if not self._stale.version:  # an index that is built now knows these keys
                 self._since = self.steps
             return
         self._forget()
@@ -355,7 +285,7 @@ class Memory(Renewed):
         """Whether keys and values are trained."""
         if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
             raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
-        schema = self._store.schema
+        schema = self.db.schema
         if values and schema.value_dim is None:
             what = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
             raise BadInput(f"values=True, but this database's values are {what}; leave values out")
@@ -384,7 +314,7 @@ class Memory(Renewed):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._store.closed:
+        if not self.db.closed:
             self._at_newest()
         destination[prefix + TOLD] = self._followed.told()
 
@@ -409,7 +339,7 @@ class Memory(Renewed):
             )
         if any(len(one) != len(told) for one in columns):
             raise BadInput(f"the state has {len(told)} records and columns of {[len(one) for one in columns]} rows")
-        if not self._store.closed:
+        if not self.db.closed:
             self._at_newest()
         return self._followed.places(told)
 
@@ -419,6 +349,14 @@ class Memory(Renewed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._watch()  # copies of a parameter have no hooks
+
+
+def _on(pooled: Pooled, device: torch.device) -> Pooled:
+    """The answer on another device."""
+    assert pooled.hits is not None
+    hits = dataclasses.replace(pooled.hits, rows=pooled.hits.rows.to(device), scores=pooled.hits.scores.to(device))
+    columns: dict[str, Any] = {name: one.to(device) for name, one in vars(pooled).items() if isinstance(one, Tensor)}
+    return dataclasses.replace(pooled, hits=hits, **columns)
 
 
 def _in_order(

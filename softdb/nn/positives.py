@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
-from softdb.attend import SoftQuery
+from softdb.attend import Request, Stored
 from softdb.check import Id, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.scores import Score, ScoreFunction
-from softdb.store import Snapshot
 
 __all__ = ["Positives", "asked"]
 
@@ -24,10 +23,10 @@ Rows = NDArray[np.int64]
 
 
 class Positives(NamedTuple):
-    """A soft query, the records that it may see, and which of them each query shall find."""
+    """A request, the records that it may see, and which of them each query shall find."""
 
-    query: SoftQuery
-    snapshot: Snapshot
+    request: Request
+    source: Stored
     positions: Rows  # (q, m) each query's own, no two the same, -1 = none
 
 
@@ -38,6 +37,8 @@ def asked(
     temperature: float,
     score: Score | ScoreFunction | None,
     where: dict[str, Any] | None,
+    tolerance: check.Tolerance | None = None,
+    generator: torch.Generator | None = None,
 ) -> Positives:
     """What a loss over positives asks, checked; one look into the catalogue for all ids.
 
@@ -45,18 +46,19 @@ def asked(
     another number of them than of queries; StaleRead for one that is being replaced at this moment.
     """
     handle(db)
-    query, snapshot = db._soft(queries, temperature, score, None, where, None)
-    lists = _lists(positives, len(query.queries))
+    request, source = db.request(queries, temperature, score, where=where, tolerance=tolerance, generator=generator)
+    snapshot = source.columns
+    lists = _lists(positives, len(request.queries))
     names = [one for mine in lists for one in mine]
     found = snapshot.positions(db.locate(names, required=True)[1]) if names else np.zeros(0, np.int64)
     if (gone := ~snapshot.live[found] | (found < 0)).any():
         raise StaleRead(f"positive {shown(names[int(gone.argmax())])} was replaced during the call; call again")
-    if query.allowed is not None and (outside := ~query.allowed[found]).any():
+    if request.allowed is not None and (outside := ~request.allowed[found]).any():
         raise BadInput(
             f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
             "filter; every positive must match where=, or the loss compares with records that cannot win"
         )
-    return Positives(query, snapshot, check.padded(found, [len(mine) for mine in lists]))
+    return Positives(request, source, check.padded(found, [len(mine) for mine in lists]))
 
 
 def handle(db: object) -> SoftDB:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Pooled
-from softdb.attend import score_rows
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
@@ -46,7 +45,7 @@ def gradient_report(
     k: int | None = None,
     rtol: float | None = None,
     atol: float = 0.0,
-    max_candidates: int | None = None,
+    max_draws: int | None = None,
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
     upstream: Tensor | None = None,  # (q, v)
@@ -61,7 +60,7 @@ def gradient_report(
     Args:
         db: the database.
         queries: (q, d) as training asks them; their graph is not used.
-        temperature, score, k, rtol, atol, max_candidates, where: as `attend` is asked in training.
+        temperature, score, k, rtol, atol, max_draws, where: as `attend` is asked in training.
         generator: of the estimate's draws; give one of its own, or training's draws change. None: the same every time.
         upstream: the gradient of the loss in the output, as training has it; None: random directions, the same ones
             every time.
@@ -75,9 +74,9 @@ def gradient_report(
     >>> report.mass.tolist()
     [1.0, 1.0, 1.0]
     """
-    query, snapshot = handle(db)._soft(queries, temperature, score, None, where, None)
-    asked = query.queries.detach()
-    shape = (len(asked), query.pooled_dim)
+    request, source = handle(db).request(queries, temperature, score, where=where)
+    asked = request.queries.detach()
+    shape = (len(asked), source.width)
     if upstream is None:
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         upstream = upstream / torch.linalg.vector_norm(upstream, dim=1, keepdim=True)
@@ -85,15 +84,15 @@ def gradient_report(
     words: dict[str, Any] = {"temperature": temperature, "score": score, "where": where}
     exact, true = _differentiated(db, asked, upstream, words)
     words |= {
-        "k": k, "rtol": rtol, "atol": atol, "max_candidates": max_candidates, "generator": generator
+        "k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws, "generator": generator
     }  # fmt: skip
     used, found = _differentiated(db, asked, upstream, words)
     with torch.no_grad():
         mass = torch.ones_like(exact.lse)
         if used.hits is not None:
-            positions = snapshot.positions(used.hits.rows.cpu().numpy())
-            scores = score_rows(query.score, asked, snapshot, positions)
-            held = (scores / query.temperature - exact.lse.unsqueeze(1)).exp().sum(1).clamp(max=1)
+            positions = source.columns.positions(used.hits.rows.cpu().numpy())
+            scores = source.scored(request.detached, positions).scores
+            held = (scores / request.temperature - exact.lse.unsqueeze(1)).exp().sum(1).clamp(max=1)
             mass = torch.where(used.exact, mass, held)
         effective = mass.new_tensor([one.effective for one in exact.explain(1)])
         both = torch.linalg.vector_norm(true, dim=1) * torch.linalg.vector_norm(found, dim=1)

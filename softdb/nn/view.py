@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,20 +16,19 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Hits, Pooled
-from softdb.attend.request import SoftQuery, soft_query
+from softdb.attend import Request, exact, nearest
 from softdb.check import Metric, shown
 from softdb.database import SoftDB
-from softdb.errors import BadInput, Cancelled, StaleRead
-from softdb.index.background import Build
-from softdb.nn.encoded import attend_all, attend_nearest, candidates, scored, served, young
+from softdb.errors import BadInput, StaleRead
+from softdb.index.choose import Progress
+from softdb.nn.encoded import Encoded, unindexed
 from softdb.nn.encoding import Encode, Encoding, probed
 from softdb.nn.held import Held
-from softdb.nn.refresh import InBackground, Policy, policy_of
-from softdb.nn.shadow import NOTHING, Shadow, Version
-from softdb.reports import ReindexReport
-from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
-from softdb.store import Snapshot
-from softdb.weights import weighting
+from softdb.nn.policies import InBackground, Policy, policy_of
+from softdb.nn.reindexed import Reindexed, Work
+from softdb.nn.stale_index import NOTHING, StaleIndex, Version
+from softdb.reports import ReindexReport, ViewReport
+from softdb.scores import Score, ScoreFunction, query_width, score_of
 
 __all__ = ["View"]
 
@@ -39,16 +37,16 @@ ASKED = 256  # of the last queries, kept to measure recall with
 Rows = NDArray[np.int64]
 
 
-class View(torch.nn.Module):
+class View(Reindexed):
     """A database whose keys are f(k), f an encoder that is trained: finding by f as it was, scores by f as it is.
 
         s_i = s(q, f(k_i)),  w = softmax(s / T),  output = Σ w_i v_i,  lse = log Σ exp(s_i / T)
 
-    Candidates come from a shadow: all f(k_i) as of some training step, indexed, in memory. `overfetch` times as many as
+    Candidates come from a stale index: all f(k_i) as of some training step, in memory. `overfetch` times as many as
     asked for are taken, encoded anew, and scored; the best k by these scores are pooled, with gradient to the queries
-    and to the encoder. So an old shadow costs recall, never a wrong score or a lost gradient. `refresh` says when the
-    shadow is made anew (as ATLAS, Izacard et al. 2022, section 2.4, re-ranks and refreshes); call `step()` after each
-    optimizer.step(). Records inserted since are encoded and compared each time until the next refresh; deleted ones
+    and to the encoder. So an old index costs recall, never a wrong score or a lost gradient. `reindex` says when the
+    index is made anew (as ATLAS, Izacard et al. 2022, section 2.4, re-ranks and refreshes); call `step()` after each
+    optimizer.step(). Records inserted since are encoded and compared each time until the next reindexing; deleted ones
     never come back.
 
     A linear encoder of a dot product needs no view, see `softdb.nn.Attention`; under the cosine or L2 it is the
@@ -58,10 +56,10 @@ class View(torch.nn.Module):
     with the encoder in eval mode; scores that carry the gradient are of its current mode. From several threads a view
     runs its encoder in one at a time; who calls it directly meanwhile may meet it in eval mode. Autocast reaches the
     encoder alone: scores and pooling are in the queries' precision. The encoder is a submodule.
-    The handle and the shadow are not in the state_dict; copies share the handle; loading a state_dict makes the shadow
-    anew when it is next needed, as does a pickle. Nothing is written: the database may be open for reading only.
+    The handle and the stale index are not in the state_dict; copies share the handle; loading a state_dict makes the
+    index anew when it is next needed, as does a pickle. Nothing is written: the database may be open for reading only.
 
-    Cost: a refresh is n records through the encoder and an index of them, n d' numbers in memory; `attend(k=)` is a
+    Cost: reindexing is n records through the encoder and an index of them, n d' numbers in memory; `attend(k=)` is a
     search, up to q overfetch k records through the encoder, and q k of them again with gradient.
 
     Args:
@@ -70,11 +68,11 @@ class View(torch.nn.Module):
             depend on the others beside it.
         metric: "dot", "cosine" or "l2" between queries and f(k); None: the database's.
         dim: d', checked against what the encoder gives to zeros; None: that.
-        refresh: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`.
+        reindex: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`.
         overfetch: how many times k candidates are re-scored.
-        recall: the share of the true nearest that the index of the shadow shall find in it.
+        recall: the share of the true nearest that the index of the stale index shall find in it.
         batch_size: records encoded at once.
-        max_age: training steps after which `attend(k=)` and `search` refuse an older shadow with StaleRead.
+        max_age: training steps after which `attend(k=)` and `search` refuse an older one with StaleRead.
         index: of what kind, see `SoftDB.build_index`; "ivf-sq8" is built faster than "auto".
 
     Raises BadInput for what does not fit.
@@ -88,8 +86,6 @@ class View(torch.nn.Module):
     """
 
     encoder: Any  # an nn.Module or a callable
-    _build: Build[ReindexReport] | None  # a refresh in the background
-    _asked: Tensor | None  # the last queries (q, d')
 
     def __init__(
         self,
@@ -98,7 +94,7 @@ class View(torch.nn.Module):
         *,
         metric: Literal["dot", "cosine", "l2"] | None = None,
         dim: int | None = None,
-        refresh: Policy | int | None = None,
+        reindex: Policy | int | None = None,
         overfetch: int = 4,
         recall: float = 0.95,
         batch_size: int = 4096,
@@ -110,9 +106,9 @@ class View(torch.nn.Module):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
         self.overfetch = check.integer(overfetch, "overfetch")
         self.max_age = None if max_age is None else check.integer(max_age, "max_age", 0)
-        self.batch_size, self.policy = check.integer(batch_size, "batch_size"), policy_of(refresh)
+        self.batch_size = check.integer(batch_size, "batch_size")
         self.metric = Metric.parse(db.metric if metric is None else metric)
-        self._shadow = Shadow(self.metric, recall, index)
+        self._begin(policy_of(reindex), StaleIndex(self.metric, recall, index))
         self.dim = probed(encoder, db.dim)
         if isinstance(self.policy, InBackground):
             _copyable(encoder)
@@ -120,9 +116,8 @@ class View(torch.nn.Module):
             raise BadInput(
                 f"dim is {dim} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
             )
-        self._held, self.encoder, self.steps = Held(db), encoder, 0
+        self._held, self.encoder = Held(db), encoder
         self._start()
-        self._totals: dict[str, Any] = {"refreshes": 0, "total_seconds": 0.0, "recall": None}
         self.register_load_state_dict_post_hook(_outdated)  # type: ignore[no-untyped-call]
 
     @property
@@ -130,17 +125,6 @@ class View(torch.nn.Module):
         """The database."""
         assert self._held.db is not None  # checked
         return self._held.db
-
-    @property
-    def age(self) -> int:
-        """Training steps since the encoder was what the shadow is of; 0 while there is none."""
-        now = self._shadow.now
-        return 0 if now is NOTHING else self.steps - now.step
-
-    @property
-    def refreshing(self) -> bool:
-        """Whether a refresh is under way in the background."""
-        return self._build is not None and not self._build.done
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -162,24 +146,22 @@ class View(torch.nn.Module):
         Args:
             queries: numbers as wide as f(k), or a tensor with its graph; at least as many as one.
             temperature: divides the scores.
-            k: how many; the `finder` of the answer is "shadow".
+            k: how many; the `finder` of the answer is "stale index".
             score: a `softdb.scores` object or a callable, of which an nn.Module's parameters get gradients too; None:
                 that of the metric. One that ranks otherwise than the metric is compared with every record, "scan".
             where: a filter on the payload.
 
         Raises:
             BadInput: arguments, or what the encoder returned, cannot be used; the message names the record.
-            StaleRead: the shadow is older than `max_age`; or, by `explain()` of an answer over every record, the
+            StaleRead: the stale index is older than `max_age`; or, by `explain()` of an answer over every record, the
                 parameters were changed since it was given.
             Closed: the database was closed.
         """
-        self.db._store.require_open()
-        if score is not None and not callable(score):
-            raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
-        score = score_of(self.metric) if score is None else score
-        encoding = self._encoding()
+        self.db.require_open()
         with check.precise():
-            return self._attend(queries, temperature, k, score, where, encoding)
+            count = None if k is None else check.integer(k, "k")
+            request, source = self.request(queries, temperature, score, k=count, where=where)
+            return exact(request, source) if k is None else nearest(request, source)
 
     def search(
         self,
@@ -193,93 +175,63 @@ class View(torch.nn.Module):
 
         Scores carry the gradient to queries and encoder. Raises as `attend`.
         """
-        self.db._store.require_open()
-        asked, count, encoding = self._queries(queries, self.dim), check.integer(k, "k"), self._encoding()
+        self.db.require_open()
         with check.precise():
-            version = None if exact else self._current(encoding)
-            snapshot, allowed = self.db.view(where)
-            score = score_of(self.metric)
-            query = soft_query(asked, score, weighting("softmax"), 1.0, allowed, None, None, self.dim)
-            found, _ = self._find(query, snapshot, count, version, encoding)
-            positions, scores, _ = scored(query, snapshot, encoding, found)
-        return Hits(torch.from_numpy(snapshot.rows(positions)).to(scores.device), scores, self.db._store.read)
+            request, source = self.request(queries, k=check.integer(k, "k"), where=where, exact=exact)
+            found = source.scored(request, source.find(request, int(request.k or 0)).positions)
+        rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
+        return Hits(rows, found.scores, source.resolve)
 
-    def _attend(
+    def request(
         self,
         queries: Any,  # (q, d')
-        temperature: float,
-        k: int | None,
-        score: Score | ScoreFunction,
-        where: dict[str, Any] | None,
-        encoding: Encoding,
-    ) -> Pooled:
-        """The soft query, `attend`, in the queries' own precision."""
-        asked = self._queries(queries, query_width(score, self.dim))
-        temperature, count = check.positive(temperature, "temperature"), None if k is None else check.integer(k, "k")
-        schema = self.db._store.schema
-        query = soft_query(
-            asked,
-            score,
-            weighting("normalised" if isinstance(score, Kernel) else "softmax"),
-            temperature,
-            None,
-            None,
-            schema.num_classes,
-            schema.pooled_dim if schema.has_values else self.dim,
-        )
-        shadowed = count is not None and served(query, self.metric) is not None
-        version = self._current(encoding) if shadowed else None
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        *,
+        k: int | None = None,
+        where: dict[str, Any] | None = None,
+        exact: bool = False,
+    ) -> tuple[Request, Encoded]:
+        """What is asked, checked, and the encoded records; `exact`: k are found by comparing every record."""
+        if score is not None and not callable(score):
+            raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
+        score = score_of(self.metric) if score is None else score
+        asked, encoding = self._queries(queries, query_width(score, self.dim)), self._encoding()
+        request = Request.of(asked, score, None, check.positive(temperature, "temperature"), k=k)
+        folded = request.detached.folded
+        served = k is not None and not exact and folded is not None and folded.metric is self.metric
+        version = self._current(encoding) if served else None
         snapshot, allowed = self.db.view(where)  # after the version: no row of that is younger
-        query, rest = replace(query, allowed=allowed), (schema.has_values, self.db._store.read)
-        if count is None:
-            return attend_all(query, snapshot, encoding, *rest)
-        return attend_nearest(query, snapshot, encoding, self._find(query, snapshot, count, version, encoding), *rest)
+        if version is not None and request.score is score_of(self.metric):
+            self._asked = asked.detach()[:ASKED].clone()
+        source = Encoded(
+            snapshot, self.db.schema, encoding, self.metric, version, self.overfetch, self.db.resolve,
+            stamp=encoding.stamp,
+        )  # fmt: skip
+        return replace(request, allowed=allowed), source
 
     # -- staleness -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> str:
-        """Count a training step, after optimizer.step(), and do what the policy finds due.
+    def _lags(self) -> bool:
+        return self._stale.now is not NOTHING
 
-        Returns what that was: "kept", "measured", "refreshed" or "started". Raises what a refresh in the background,
-        or this one, failed with; the old shadow serves on.
-        """
-        self.steps += 1  # the optimiser's was made, whatever failed in the background
-        self._finished()
-        return self.policy.after_step(self)
-
-    def refresh(self, *, background: bool = False) -> Build[ReindexReport] | None:
-        """Encode every record and take that into use, at once or in a thread, as `SoftDB.build_index` builds.
-
-        In the background a copy of the encoder works, in eval mode; wait for the returned build with `.result()`. Until
-        the swap the old shadow answers. Raises BadInput where the encoder cannot be copied, or another refresh is under
-        way.
-        """
-        self.db._store.require_open()
-        if not background:
-            self._stop("refresh() was called")  # it would put an older encoder's vectors in the place of these
-            self._make(self._shadow, self._encoding(), self.steps)
-            return None
-        if self.refreshing:
-            raise BadInput("a refresh is under way in the background; wait for it, or refresh at once")
-        frozen = _frozen(self.encoder)
-        self._finished()
-        # its lock is its own: training need not wait for a copy
-        encoding = replace(self._encoding(), encoder=frozen, lock=threading.RLock())
-        self._build = Build(functools.partial(self._make, self._shadow, encoding, self.steps))
-        self._build.start()
-        return self._build
+    def _work(self, background: bool) -> Work:
+        encoding = self._encoding()
+        if background:  # its lock is its own: training need not wait for a copy
+            encoding = replace(encoding, encoder=_frozen(self.encoder), lock=threading.RLock())
+        return functools.partial(self._make, self._stale, encoding, self.steps)
 
     def measure(self, k: int = 2, sample: int = 4096) -> float:
-        """The share of the k nearest by f as it is that are among the overfetch · k nearest of the shadow.
+        """The share of the k nearest by f as it is that are among the overfetch · k nearest of the stale index.
 
-        Both among `sample` records of the shadow drawn at random, for the last queries asked (at first for encoded
+        Both among `sample` records of the stale index drawn at random, for the last queries asked (at first for encoded
         records). Where these are fewer than all it is an estimate: k of them stand for k n / sample of all, of whom a
         larger share is found, so take a small k. Cost: `sample` encodings. What the index misses, see `recall`, is not
         in it.
         """
-        encoding, store = self._encoding(), self.db._store
+        encoding, snapshot = self._encoding(), self.db.view()[0]
         version = self._current(encoding, stale=True)
-        k, sample, snapshot = check.integer(k, "k"), check.integer(sample, "sample"), store.snapshot
+        k, sample = check.integer(k, "k"), check.integer(sample, "sample")
         places = np.flatnonzero(version.alive(snapshot))
         if sample < len(places) and sample < 2 * self.overfetch * k:
             raise BadInput(
@@ -297,93 +249,54 @@ class View(torch.nn.Module):
             now = score(asked, fresh).topk(min(k, len(places))).indices
             then = score(asked, version.vectors_at(places)).topk(min(self.overfetch * k, len(places))).indices
         found = (now.unsqueeze(2) == then.unsqueeze(1)).any(2)
-        self._totals["recall"] = float(found.double().mean())
-        return float(self._totals["recall"])
+        self._recall = float(found.double().mean())
+        return self._recall
 
-    def report(self) -> dict[str, Any]:
-        """How old the shadow is, and what it cost.
+    def report(self) -> ViewReport:
+        """How old the stale index is, and what it cost."""
+        self.db.require_open()
+        now, snapshot = self._stale.now, self.db.view()[0]
+        return ViewReport(
+            now.number, len(now.rows), int(np.count_nonzero(unindexed(snapshot, now))), self.age, self._recall,
+            self.reindexing, self._reindexes, now.seconds, self._seconds,
+        )  # fmt: skip
 
-        version, records and age of the shadow; young: records that it lacks; seconds of the last refresh; refreshes and
-        total_seconds of all; refreshing: whether one is under way; recall: as last measured, None before.
-        """
-        self.db._store.require_open()
-        now, snapshot = self._shadow.now, self.db._store.snapshot
-        return {
-            "version": now.number,
-            "records": len(now.rows),
-            "age": self.age,
-            "young": int(np.count_nonzero(young(snapshot, now))),
-            "seconds": now.seconds,
-            "refreshing": self.refreshing,
-            **self._totals,
-        }
+    # -- the stale index -----------------------------------------------------------------------------------------------
 
-    # -- the shadow ----------------------------------------------------------------------------------------------------
-
-    def _make(
-        self, shadow: Shadow, encoding: Encoding, step: int, say: Callable[[str, int, int], None] | None = None
-    ) -> ReindexReport:
-        """The next version of the shadow, of an encoder as it was at some step."""
-        snapshot = self.db._store.snapshot
+    def _make(self, stale: StaleIndex, encoding: Encoding, step: int, say: Progress) -> ReindexReport:
+        """The next version of the stale index, of an encoder as it was at some step."""
+        snapshot = self.db.view()[0]
         positions = np.flatnonzero(snapshot.live)
         rows = snapshot.rows(positions)
 
         def blocks() -> Iterator[Tensor]:
             for low in range(0, len(rows), self.batch_size):
-                if say is not None:
-                    say("encoding", low, len(rows))
+                say("encoding", low, len(rows))
                 mine = slice(low, low + self.batch_size)
                 yield encoding.found(snapshot.keys_at(positions[mine]), lambda i, low=low: int(rows[low + i]))  # type: ignore[misc]
 
-        shadow.replace(rows, blocks(), step)
-        with self._lock:
-            self._totals["refreshes"] += 1
-            self._totals["total_seconds"] += shadow.seconds
-        return shadow.report()
+        return stale.replace(rows, blocks(), step)
 
     def _current(self, encoding: Encoding, stale: bool = False) -> Version:
         """The version in use, made if there is none; StaleRead where it is too old, unless stale ones will do."""
-        if self._shadow.now is NOTHING:
+        if self._stale.now is NOTHING:
             with self._first:
-                if self._shadow.now is NOTHING:
-                    self._make(self._shadow, encoding, self.steps)
-        version = self._shadow.now
+                if self._stale.now is NOTHING:
+                    self._counted(functools.partial(self._make, self._stale, encoding, self.steps))(lambda *_: None)
+        version = self._stale.now
         age = self.steps - version.step
         if not stale and self.max_age is not None and age > self.max_age:
             raise StaleRead(
-                f"the shadow is {age} training steps old and max_age is {self.max_age}; call refresh(), choose a "
-                "refresh policy that keeps up, or allow a greater age"
+                f"the stale index is {age} training steps old and max_age is {self.max_age}; call reindex(), choose a "
+                "policy that keeps up, or allow a greater age"
             )
         return version
 
-    def _find(
-        self, query: SoftQuery, snapshot: Snapshot, k: int, version: Version | None, encoding: Encoding
-    ) -> tuple[Rows, str]:
-        """Positions of the k best (q, k), and what found them."""
-        count = min(self.overfetch * k, max(k, snapshot.count))
-        if version is not None and query.score is score_of(self.metric):
-            self._asked = query.queries.detach()[:ASKED].clone()
-        return candidates(query, snapshot, encoding, self.metric, k, count, version)
-
     def _encoding(self) -> Encoding:
-        return Encoding(self.encoder, self.dim, self.batch_size, self.db._store.read, self._running)
+        return Encoding(self.encoder, self.dim, self.batch_size, self.db.resolve, self._running)
 
     def _queries(self, queries: Any, width: int) -> Tensor:
         return check.queries(queries, width, None, "the encoded keys of this view are compared with queries")
-
-    def _finished(self) -> None:
-        """Let go of a background refresh that has ended; raises what it failed with."""
-        build = self._build
-        if build is None or not build.done:
-            return
-        self._build = None
-        with contextlib.suppress(Cancelled):  # somebody wanted that
-            build.result()
-
-    def _stop(self, reason: str) -> None:
-        if self._build is not None:
-            self._build.stop(reason)
-            self._build = None
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -395,15 +308,15 @@ class View(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """The database, the metric and the policy."""
-        return f"{self.db!r}, dim={self.dim}, metric={self.metric.value!r}, refresh={self.policy!r}"
+        return f"{self.db!r}, dim={self.dim}, metric={self.metric.value!r}, reindex={self.policy!r}"
 
     def _start(self) -> None:
         """What no copy takes along."""
-        self._lock, self._first, self._running = threading.Lock(), threading.Lock(), threading.RLock()
+        self._first, self._running = threading.Lock(), threading.RLock()
         self._build, self._asked = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_lock", "_first", "_running", "_build", "_asked")
+        mine = ("_first", "_running", "_build", "_asked")
         return {name: one for name, one in self.__dict__.items() if name not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -416,7 +329,7 @@ def _copyable(encoder: Encode) -> torch.nn.Module:
     if not isinstance(encoder, torch.nn.Module):
         raise BadInput(
             f"encoder is {shown(encoder)}, of which no copy can be frozen while training goes on; make it an nn.Module "
-            "to refresh in the background, or refresh at once"
+            "to reindex in the background, or reindex at once"
         )
     return encoder
 
@@ -428,12 +341,12 @@ def _frozen(encoder: Encode) -> Encode:
         return copy.deepcopy(module).eval()
     except (RuntimeError, TypeError) as error:
         raise BadInput(
-            f"the encoder cannot be copied, which a refresh in the background needs: {error}; refresh at once, or let "
+            f"the encoder cannot be copied, which reindexing in the background needs: {error}; reindex at once, or let "
             "it hold parameters alone (torch.nn.utils.parametrizations.weight_norm in the place of weight_norm)"
         ) from error
 
 
 def _outdated(view: View, keys: Any) -> None:
-    """Other parameters were loaded: the shadow is of none of them."""
+    """Other parameters were loaded: the stale index is of none of them."""
     view._stop("other parameters were loaded")
-    view._shadow = view._shadow.anew()
+    view._stale = view._stale.anew()

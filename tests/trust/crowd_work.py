@@ -121,7 +121,7 @@ class Views:
     def attend(self, batch: int) -> tuple[set[int], list[int]]:
         """A mean over a batch is of all its records, and of one version."""
         pooled = self.db.attend(torch.zeros(1, batches.DIM), weights="uniform", where={"batch": batch})
-        many, (mean, version) = int(pooled.candidates[0]), pooled.output[0].tolist()
+        many, (mean, version) = int(pooled.n_pooled[0]), pooled.output[0].tolist()
         assert many in (0, batches.SIZE), f"attend sees {many} of batch {batch}"
         assert not many or (mean == batch and version == int(version)), f"attend mixes {mean}, {version}"
         return ({batch} if many else set()), [batch]

@@ -62,14 +62,14 @@ def test_attention_over_everything(
     close(pooled, *reference(queries, keys, values, temperature), values)
     assert pooled.exact.tolist() == [True] * 5
     assert pooled.missed_mass.tolist() == [0.0] * 5
-    assert pooled.candidates.tolist() == [300] * 5
+    assert pooled.n_pooled.tolist() == [300] * 5
 
 
 def test_a_score_that_bears_no_zeros_is_asked_of_live_keys_only() -> None:
     with softdb.open(None, dim=3) as few:
         few.insert(range(3), [[1, 0, 0], [0, 2, 0], [1, 1, 1]])
         found = few.attend(torch.ones(1, 3), k=5, score=lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT)
-        assert found.candidates.item() == 3
+        assert found.n_pooled.item() == 3
         assert found.lse.isfinite().all()
 
 
@@ -120,7 +120,7 @@ def test_filters_and_masks(
     ]:
         pooled = db.attend(queries, k=k, **words)  # type: ignore[arg-type]
         close(pooled, *reference(queries, keys, values, 1.0, allowed), values)
-        assert pooled.candidates.tolist() == allowed.sum(1).tolist()
+        assert pooled.n_pooled.tolist() == allowed.sum(1).tolist()
         assert bool(pooled.exact.all())
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 from worlds import exact, suite
 
 import softdb
-from softdb.attend.error import Spread, bars, joined, pooled_at, spread_at, sure
+from softdb.attend.error import ErrorEstimate, bars, joined, pooled_at, spread_at, sure
 from softdb.check import Metric
 from softdb.index.contract import prepared
 from softdb.index.tail import Tail
@@ -70,9 +70,7 @@ def test_the_bar_holds_in_hard_worlds(name: str) -> None:
         scale = np.maximum(np.linalg.norm(truth.output, axis=1), 1.0)
         inside, total, beyond = 0, 0, 0
         for generator in generators(12):
-            found = db.attend(
-                world.queries, temperature=temperature, rtol=0.05, max_candidates=400, generator=generator
-            )
+            found = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
             assert not found.exact.any()
             error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1) - 2e-6 * scale
             inside, total = inside + int((error <= found.bar.numpy()).sum()), total + len(error)
@@ -88,7 +86,7 @@ def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
     for name in ("uniform-2", "lognormal-1"):
         db, world = filled(name)
         truth = exact.answers(world, [temperature])[0]
-        found = db.attend(world.queries, temperature=temperature, rtol=0.05, max_candidates=400)
+        found = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400)
         error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1)
         allowed = found.bar.numpy() + 2e-6 * np.linalg.norm(truth.output, axis=1).max()
         assert (error <= allowed).mean() > 0.7
@@ -98,7 +96,7 @@ def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
 def test_more_confidence_takes_a_wider_bar() -> None:
     db, world = filled("gaussian-32")
     found = [
-        db.attend(world.queries, temperature=4, rtol=0.05, max_candidates=400, confidence=one).bar
+        db.attend(world.queries, temperature=4, rtol=0.05, max_draws=400, confidence=one).bar
         for one in (0.5, 0.95, 0.99, 0.999)
     ]
     for less, more in itertools.pairwise(found):
@@ -108,7 +106,7 @@ def test_more_confidence_takes_a_wider_bar() -> None:
 def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
     db, world = filled("queries-far-away")
     truth = exact.answers(world, [1e-4])[0]
-    found = db.log_partition(world.queries, temperature=1e-4, max_candidates=400)
+    found = db.log_partition(world.queries, temperature=1e-4, max_draws=400)
     error = np.abs(np.expm1(np.clip(found.value.double().numpy() - truth.lse, -700, 700)))
     assert (error <= found.bar.numpy()).all()
 
@@ -124,10 +122,10 @@ def test_what_a_gradient_is_wanted_of_is_looked_at_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Tail, "draw", spied)
     asked = torch.from_numpy(world.queries).requires_grad_()
-    db.attend(asked, temperature=0.05, rtol=0.05, max_candidates=100)
+    db.attend(asked, temperature=0.05, rtol=0.05, max_draws=100)
     assert len(looks) == 1
     with torch.no_grad():
-        db.attend(asked, temperature=0.05, rtol=0.05, max_candidates=100)
+        db.attend(asked, temperature=0.05, rtol=0.05, max_draws=100)
     assert max(looks) > looks[0]
 
 
@@ -191,7 +189,7 @@ def test_what_is_extreme_is_set_apart() -> None:
         query = np.random.default_rng(2).standard_normal((8, 16)).astype(np.float32)
         truth = db.attend(query, temperature=8)
         for generator in generators(10):
-            found = db.attend(query, temperature=8, rtol=0.05, max_candidates=400, generator=generator)
+            found = db.attend(query, temperature=8, rtol=0.05, max_draws=400, generator=generator)
             assert ((found.output - truth.output).norm(dim=1) <= found.bar).float().mean() >= 0.75
 
 
@@ -205,7 +203,7 @@ def test_draws_that_contradict_the_caps_say_nothing(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Tail, "draw", wrong)
     monkeypatch.setattr("softdb.attend.rounds.LOOKS", 0)
-    found = db.attend(world.queries, temperature=8, rtol=0.05, max_candidates=400)
+    found = db.attend(world.queries, temperature=8, rtol=0.05, max_draws=400)
     assert found.bar.isinf().all()
     assert not found.met.any()
 
@@ -213,7 +211,7 @@ def test_draws_that_contradict_the_caps_say_nothing(monkeypatch: pytest.MonkeyPa
 # -- parts merge -------------------------------------------------------------------------------------------------------
 
 
-def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> Spread:
+def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> ErrorEstimate:
     output, lse = pooled_at(logits, snapshot, positions, 5)
     found, _ = spread_at(logits, logs, snapshot, positions, output.numpy(), lse.numpy(), salt)
     none = np.full(len(logits), 0.01)
@@ -279,11 +277,11 @@ def test_features_that_few_records_have_cannot_hide() -> None:
             truth = weights @ keys / weights.sum(1, keepdims=True)
             inside, beyond = [], 0
             for generator in generators(10):
-                found = db.attend(queries, temperature=temperature, rtol=0.05, max_candidates=400, generator=generator)
+                found = db.attend(queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
                 error = np.linalg.norm(found.output.double().numpy() - truth, axis=1) - 2e-6
                 inside.append((error <= found.bar.numpy()).mean())
                 beyond += int((found.met.numpy() & (error > 3 * found.bar.numpy())).sum())
             assert np.mean(inside) > 0.85
             assert beyond == 0
-        counted = db.count_within(queries, 0.7, max_candidates=400)
+        counted = db.count_within(queries, 0.7, max_draws=400)
         assert (np.abs(counted.value.numpy() - (scores >= 0.7).sum(1)) <= counted.bar.numpy()).all()

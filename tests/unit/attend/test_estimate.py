@@ -55,12 +55,12 @@ def queries() -> Any:
 
 def always_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over so few records costs less than any draw: forbid it."""
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
 
 
 def drawn(db: softdb.SoftDB, queries: Any, seed: int | None = None, **more: Any) -> softdb.Pooled:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    pooled = db.attend(queries, rtol=1e-9, max_candidates=300, generator=generator, **more)
+    pooled = db.attend(queries, rtol=1e-9, max_draws=300, generator=generator, **more)
     assert not pooled.exact.any()
     return pooled
 
@@ -216,7 +216,7 @@ def test_draws_grow_until_the_tolerance_is_met(
         assert (pooled.bar <= rtol * pooled.output.norm(dim=1).clamp(min=0.1) + 1e-6).all()
         error = (pooled.output - exact.output).norm(dim=1)
         assert (error <= rtol * exact.output.norm(dim=1).clamp(min=0.1)).float().mean() >= 0.9
-    assert more.candidates.sum() > 2 * few.candidates.sum()
+    assert more.n_pooled.sum() > 2 * few.n_pooled.sum()
 
 
 def test_what_costs_less_exactly_is_exact(db: softdb.SoftDB, queries: Array) -> None:
@@ -235,14 +235,14 @@ def test_the_same_draw_again_and_others_by_a_generator(db: softdb.SoftDB, querie
     assert torch.equal(drawn(db, queries, 1, temperature=0.1).output, drawn(db, queries, 1, temperature=0.1).output)
 
 
-def test_max_candidates_bounds_what_is_pooled(db: softdb.SoftDB, queries: Array) -> None:
-    pooled = db.attend(queries, temperature=0.5, rtol=1e-9, max_candidates=50)
+def test_max_draws_bounds_what_is_pooled(db: softdb.SoftDB, queries: Array) -> None:
+    pooled = db.attend(queries, temperature=0.5, rtol=1e-9, max_draws=50)
     assert not pooled.met.any()
-    assert int(pooled.candidates.max()) < 120
+    assert int(pooled.n_pooled.max()) < 120
 
 
 def test_few_draws_tell_nothing_of_the_others(db: softdb.SoftDB, queries: Array) -> None:
-    pooled = db.attend(queries, temperature=0.05, rtol=0.5, max_candidates=5)
+    pooled = db.attend(queries, temperature=0.05, rtol=0.5, max_draws=5)
     assert (pooled.bar == torch.inf).all()
     assert not pooled.met.any()
 
@@ -374,7 +374,7 @@ def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries:
     errors, bars, relative = [], [], []
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
-        found = world.count_within(queries, radius, where=where, max_candidates=1200, generator=generator)
+        found = world.count_within(queries, radius, where=where, max_draws=1200, generator=generator)
         assert not found.exact.any()
         errors.append((found.value - truth).abs())
         bars.append(found.bar)
@@ -393,7 +393,7 @@ def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
     with softdb.open(None, dim=D, metric="l2") as world:
         world.insert(range(N), clusters(), payloads=[{"part": i % 3} for i in range(N)])
         world.build_index("ivf")
-        found = world.count_within(queries, 100.0, where={"part": 1}, max_candidates=5)  # all are that near
+        found = world.count_within(queries, 100.0, where={"part": 1}, max_draws=5)  # all are that near
         assert (found.bar >= (found.value - N // 3).abs()).all()
         assert not found.met.any()
         assert found.bar.isinf().all()
@@ -508,8 +508,8 @@ def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest
         ({"rtol": 0.1, "atol": float("inf")}, "atol is inf"),
         ({"rtol": 0.1, "k": 5}, "k and a tolerance are both given"),
         ({"rtol": 0.1, "confidence": 1.0}, "confidence is 1.0; expected a number between 0 and 1"),
-        ({"rtol": 0.1, "max_candidates": 0}, "max_candidates is 0"),
-        ({"max_candidates": 10}, "max_candidates bounds an estimate, but no tolerance is asked for"),
+        ({"rtol": 0.1, "max_draws": 0}, "max_draws is 0"),
+        ({"max_draws": 10}, "max_draws bounds an estimate, but no tolerance is asked for"),
     ],
 )
 def test_a_tolerance_that_makes_no_sense(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from sources import stream
 from torch import Tensor
 from worlds import snapshot
 
-from softdb.attend import Columns, fused, stream
+from softdb.attend import Columns, fused
 from softdb.attend import streaming as exact
 from softdb.check import Metric
 from softdb.compiled import threads
@@ -31,7 +32,7 @@ Array = np.ndarray
 class World(NamedTuple):
     snapshot: Snapshot
     part: Array  # (q, n) bool: who takes part
-    ask: fused.Ask
+    ask: fused.Pass
     queries: Array  # (q, d)
     output_grad: Array  # (q, v)
     lse_grad: Array  # (q,)
@@ -66,7 +67,7 @@ def world(seed: int, q: int, metric: Metric, kind: str = "values", dtype: str = 
         part[:, live] &= mask
     temperature = float(rng.choice([0.1, 1, 10]))
     classes = v if kind == "labels" else None
-    ask = fused.Ask(stored.segments, stored.starts, keep, live, mask, metric, temperature, classes)
+    ask = fused.Pass(stored, keep, mask, metric, temperature, classes, True)
     queries, output_grad = (rng.standard_normal((q, width)).astype(np.float32) for width in (d, v))
     return World(stored, part, ask, queries, output_grad, rng.standard_normal(q).astype(np.float32))
 
@@ -167,12 +168,8 @@ def test_keys_and_values_learn(q: int) -> None:
         truth, state = expected(one), fused.forward(one.queries, one.ask)
         for start, segment in zip(one.snapshot.starts.tolist(), one.snapshot.segments, strict=False):
             part = slice(start, start + len(segment))
-            alone = one.ask._replace(
-                segments=(segment,),
-                starts=np.array([0, len(segment)]),
-                keep=one.ask.keep[part],
-                live=one.ask.live[part],
-            )
+            columns = Snapshot.of(0, (segment,), one.snapshot.live[part])
+            alone = one.ask._replace(columns=columns, keep=one.ask.keep[part])
             key_grad, value_grad = (np.zeros_like(column) for column in (segment.keys, segment.values))
             # the state of the whole, so that the parts' gradients are those of the whole
             fused.backward(one.queries, alone, state, one.output_grad, one.lse_grad, key_grad, value_grad)
@@ -214,7 +211,7 @@ def test_the_length_of_a_key_does_not_matter_to_its_cosine(length: float) -> Non
     segments = tuple(
         s.__class__(s.number, s.first_row, s.rows, s.keys * np.float32(length), s.values) for s in one.snapshot.segments
     )
-    found = fused.forward(one.queries, one.ask._replace(segments=segments))
+    found = fused.forward(one.queries, one.ask._replace(columns=Snapshot.of(0, segments, one.snapshot.live)))
     np.testing.assert_allclose(found.output, expected(one).output, atol=2e-5)
 
 
@@ -230,7 +227,7 @@ def test_scores_of_any_size_neither_overflow_nor_lose_the_answer(metric: Metric)
 def test_near_duplicates_far_out_keep_their_distances(rng: np.random.Generator) -> None:
     keys = (1000 + 1e-2 * rng.standard_normal((500, 8))).astype(np.float32)
     stored = snapshot(keys, rng.standard_normal((500, 3)))
-    ask = fused.Ask(stored.segments, stored.starts, stored.live, stored.live, None, Metric.L2, 1e-3, None)
+    ask = fused.Pass(stored, stored.live, None, Metric.L2, 1e-3, None, True)
     grads = rng.standard_normal((6, 3)).astype(np.float32), np.zeros(6, np.float32)
     one = World(stored, np.ones((6, 500), np.bool_), ask, keys[:6] + np.float32(1e-3), *grads)
     truth, state = expected(one), fused.forward(one.queries, one.ask)
@@ -246,7 +243,7 @@ def test_blocks_that_cannot_matter_are_not_read(rng: np.random.Generator) -> Non
     values = np.full((2048, 3), np.nan)
     values[:512] = rng.standard_normal((512, 3))
     stored = snapshot(keys, values)
-    ask = fused.Ask(stored.segments, stored.starts, stored.live, stored.live, None, Metric.DOT, 1.0, None)
+    ask = fused.Pass(stored, stored.live, None, Metric.DOT, 1.0, None, True)
     queries = np.ones((2, 4), np.float32)
     weights = np.exp(queries[0] @ keys[:512].T - 400.0)
     truth = weights @ stored.segments[0].values[:512] / weights.sum()  # type: ignore[index]
@@ -263,7 +260,7 @@ def test_a_block_that_may_matter_is_read() -> None:
     values = np.zeros((2048, 1))
     values[1500] = 1
     stored = snapshot(keys, values)
-    ask = fused.Ask(stored.segments, stored.starts, stored.live, stored.live, None, Metric.DOT, 1.0, None)
+    ask = fused.Pass(stored, stored.live, None, Metric.DOT, 1.0, None, True)
     state = fused.forward(np.ones((1, 1), np.float32), ask)
     np.testing.assert_allclose(state.output, [[1e-6]], rtol=1e-4)
 
@@ -274,7 +271,7 @@ def test_a_block_that_may_matter_is_read() -> None:
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The path of each soft query, however small."""
-    monkeypatch.setattr(exact, "WORTH", 0)
+    monkeypatch.setattr(fused, "WORTH", 0)
     paths: list[str] = []
     for name, module in (("fused", fused), ("blocks", exact)):
         inner: Any = getattr(module, "forward" if module is fused else "softmax_over")
@@ -325,7 +322,7 @@ def test_others_are_not(used: list[str], rng: np.random.Generator, monkeypatch: 
     with torch.no_grad():
         stream(queries, stored, trained, 0.3)
     assert used.pop() == "fused"
-    monkeypatch.setattr(exact, "available", lambda: False)
+    monkeypatch.setattr(fused, "available", lambda: False)
     stream(queries, stored, Dot(), 0.3)
     assert used.pop() == "blocks"
 
@@ -383,8 +380,8 @@ def test_a_forked_child_answers_too(used: list[str], rng: np.random.Generator, m
         output, _ = stream(queries, stored, Dot(), 1.0)
         child = os.fork()
         if child == 0:
-            again = fused.forward(queries.numpy(), exact._plan(queries, stored, Dot(), 1.0, None, None, None, 2).ask)  # type: ignore[union-attr]
-            os._exit(0 if np.allclose(again.output, output.numpy(), atol=1e-6) else 1)
+            again, _ = stream(queries, stored, Dot(), 1.0)
+            os._exit(0 if np.allclose(again.numpy(), output.numpy(), atol=1e-6) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

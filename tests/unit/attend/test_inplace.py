@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from worlds import awkward, snapshot
 
-from softdb.attend.inplace import Column, dots, sums
-from softdb.attend.request import metric_in_place, pool_rows, score_rows
+from softdb.attend.inplace import Rowwise, dots, sums
+from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Metric
 from softdb.scores import Cosine, Dot, score_of
 from softdb.store import Snapshot
@@ -74,7 +74,7 @@ def test_gradients_of_distances_far_from_the_origin(offset: float) -> None:
 def test_each_is_the_transpose_of_the_other() -> None:
     records, positions = world("float32")
     for values, width in ((False, 7), (True, 3)):
-        column = Column(records, positions, values)
+        column = Rowwise(records, positions, values)
         x, w = torch.randn(5, width), torch.randn(5, 12)
         torch.testing.assert_close((dots(x, column) * w).sum(), (sums(w, column) * x).sum(), rtol=1e-4, atol=1e-4)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sources import stored
 from torch import Tensor
 
 import softdb
 from softdb import SoftDB, scores
-from softdb.attend import exact as whole
-from softdb.attend import scan
+from softdb.attend import Request
+from softdb.attend.scanning import scan
 from softdb.weights import Entmax15, Sparsemax, Weighed, weighting
 
+whole = sys.modules["softdb.attend.exact"]  # the package has a function of that name
 Array = np.ndarray
 N, D, V = 300, 6, 4
 WEIGHTINGS = ["softmax", "sparsemax", "entmax15", "uniform", "argmax"]
@@ -171,7 +174,7 @@ def test_enough_candidates_prove_the_answer_over_all(
     assert enough.exact.all()
     close(enough, expected)
     few = db.attend(queries, weights=by, temperature=temperature, k=max(1, int((weights > 0).sum(1).min()) - 1))
-    short = (weights > 0).sum(1) > few.candidates
+    short = (weights > 0).sum(1) > few.n_pooled
     assert not few.exact[short].any()  # never claimed where it is not so
     assert few.missed_mass[~few.exact].isnan().all()
 
@@ -207,7 +210,7 @@ def test_a_record_outside_a_compact_kernel_proves_the_answer(
     assert found.exact.all()
     close(found, expected)
     few = db.attend(queries, score=kernel, k=max(1, int(inside.max()) - 1))
-    assert not few.exact[inside > few.candidates].any()
+    assert not few.exact[inside > few.n_pooled].any()
     assert found.hits is not None
     assert found.hits.scores.max() <= 1  # kernel values, not their logarithms
     assert found.hits.scores.min() >= 0
@@ -377,11 +380,12 @@ def test_scanning_breaks_ties_by_row(rng: np.random.Generator) -> None:
     from worlds import snapshot
 
     keys = rng.integers(0, 3, (200, 1)).astype(np.float32)
-    found = scan(torch.ones(2, 1), snapshot(keys, cuts=[70]), scores.Dot(), 90)
+    request = Request.of(torch.ones(2, 1), scores.Dot())
+    found = scan(request, stored(snapshot(keys, cuts=[70])), 90)
     np.testing.assert_array_equal(found[0], np.argsort(-keys[:, 0], kind="stable")[:90])
-    short = scan(torch.ones(2, 1), snapshot(keys[:5], live=[True, False, True, True, False]), scores.Dot(), 4)
-    assert (short[:, 3] == -1).all()
-    assert set(short[0, :3]) == {0, 2, 3}
+    short = scan(request, stored(snapshot(keys[:5], live=[True, False, True, True, False])), 4)
+    assert short.shape == (2, 3)  # there are no more
+    assert set(short[0]) == {0, 2, 3}
 
 
 # -- explanations ------------------------------------------------------------------------------------------------------

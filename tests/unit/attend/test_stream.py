@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import reference
 import torch
+from sources import stream
 from torch import Tensor
 from worlds import Array, awkward, snapshot
 
 from softdb.attend import blocks as streaming
-from softdb.attend import stream
 from softdb.errors import BadInput
 from softdb.scores import Cosine, Dot, NegativeL2, ScaledDot, Score
 from softdb.store.snapshot import Segment, Snapshot
@@ -89,8 +89,6 @@ def test_labels_give_a_distribution(queries: Tensor, keys: Array, rng: np.random
     found = stream(queries, snapshot(keys, labels), Dot(), 0.3, num_classes=CLASSES)
     _equal(found, expected)
     np.testing.assert_allclose(found[0].sum(1), 1)
-    with pytest.raises(BadInput, match="give num_classes"):
-        stream(queries, snapshot(keys, labels), Dot(), 0.3)
 
 
 @pytest.mark.usefixtures("small")
@@ -304,7 +302,7 @@ def test_a_score_that_is_a_module_learns(queries: Tensor, keys: Array, values: A
 
 
 @pytest.mark.usefixtures("small")
-def test_parameters_of_a_callable_learn_where_they_are_named(queries: Tensor, keys: Array, values: Array) -> None:
+def test_tensors_that_a_callable_hides_are_refused(queries: Tensor, keys: Array, values: Array) -> None:
     world, seed = snapshot(keys, values), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     bandwidth = seed.exp()  # not a leaf, and the queries want no gradient
 
@@ -312,16 +310,10 @@ def test_parameters_of_a_callable_learn_where_they_are_named(queries: Tensor, ke
         found: Tensor = NegativeL2()(queries, keys) / bandwidth
         return found
 
-    with pytest.raises(BadInput, match=r"not named.*parameters="):
+    with pytest.raises(BadInput, match=r"not parameters of it.*nn\.Module"):
         stream(queries, world, score, 1.0)
     with torch.no_grad():
         stream(queries, world, score, 1.0)
-    assert torch.autograd.gradcheck(
-        lambda b: stream(queries, world, lambda q, k: NegativeL2()(q, k) / b, 1.0, parameters=[b]),
-        bandwidth.detach().requires_grad_(),
-    )
-    output, _ = stream(queries, world, score, 1.0, parameters=[bandwidth])
-    assert torch.autograd.grad(output.sum(), seed)[0] != 0
 
 
 def test_a_constant_score_pulls_nowhere(queries: Tensor, keys: Array, values: Array) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sources import stream
 from torch import Tensor
 from worlds import snapshot
 
-from softdb.attend import Columns, stream
+from softdb.attend import Columns
 from softdb.attend import blocks as streaming
 from softdb.errors import BadInput
 from softdb.scores import Additive, Cosine, Dot, General, NegativeL2
@@ -83,7 +84,8 @@ def test_passes_find_the_threshold(n: int, temperature: float, by: Any) -> None:
 def test_float32_is_summed_in_float64(by: Any) -> None:
     (queries,), (keys, values) = tensors(3, 8), tensors(3000, 8, 2)
     source = snapshot(keys.numpy(), values.numpy())
-    rounded = Columns(*(torch.from_numpy(one) for one in (source.segments[0].keys, source.segments[0].values)))
+    segment = source.segments[0]
+    rounded = Columns(torch.from_numpy(segment.keys), torch.from_numpy(segment.values))
     for temperature in (0.1, 100.0):
         output, lse = stream(queries.float(), source, Dot(), temperature, sparse=by)
         expected = stream(queries.float().double(), rounded, Dot(), temperature, sparse=by)
@@ -130,9 +132,10 @@ def test_half_columns_are_computed_in_float32() -> None:
 def test_columns_are_read_where_they_lie() -> None:
     keys, values = tensors(30, 3, 2)
     columns = Columns(keys.float(), values.float())
-    (segment,) = columns.segments
+    assert columns.columns is not None
+    (segment,) = columns.columns.segments
     assert np.shares_memory(segment.keys, columns.keys.numpy())
-    assert Columns(keys[:0], values[:0]).segments == ()
+    assert Columns(keys[:0].float(), values[:0].float()).columns is None
     kept = np.zeros(30, np.bool_)
     kept[[3, 4, 29]] = True
     assert [block.positions.tolist() for block in columns.blocks(7, kept)] == [[3, 4], [29]]

@@ -223,13 +223,13 @@ def gradient(
 def test_estimated_retrieval_is_right_on_average(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)  # always draw
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)  # always draw
     loss, grad = gradient(retrieval_loss, *clustered, temperature=0.1)
     losses, grads = [], []
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         one = gradient(
-            retrieval_loss, *clustered, temperature=0.1, rtol=1e-9, max_candidates=300, generator=generator
+            retrieval_loss, *clustered, temperature=0.1, rtol=1e-9, max_draws=300, generator=generator
         )  # fmt: skip
         losses.append(one[0])
         grads.append(one[1])
@@ -246,7 +246,7 @@ def test_estimated_retrieval_is_right_on_average(
 def test_an_estimate_without_a_generator_is_the_same_every_time(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
     first, second = (gradient(retrieval_loss, *clustered, temperature=0.1, rtol=0.05) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
@@ -449,7 +449,7 @@ def test_the_brier_score_of_a_distribution() -> None:
 def test_an_estimated_pooled_loss_falls_under_descent(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
     db, queries, positives = clustered
     targets = db.get([mine[1] for mine in positives]).keys
     generator = torch.Generator().manual_seed(0)
@@ -497,7 +497,7 @@ def test_positives_that_cannot_be(
     [
         (retrieval_loss, {"k": 0}, "k is 0; expected a whole number"),
         (retrieval_loss, {"k": 5, "rtol": 0.1}, "k and a tolerance are both given"),
-        (retrieval_loss, {"max_candidates": 5}, "max_candidates bounds an estimate"),
+        (retrieval_loss, {"max_draws": 5}, "max_draws bounds an estimate"),
         (retrieval_loss, {"rtol": -1.0}, "rtol is -1.0; expected"),
         (info_nce, {"negatives": -1}, "negatives is -1; expected"),
         (info_nce, {"negatives": 0, "in_batch": False}, "nothing is left to tell the positives from"),

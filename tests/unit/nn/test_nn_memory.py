@@ -24,7 +24,7 @@ import softdb.nn.memory
 from softdb.errors import BadInput, Cancelled, Closed, ReadOnly, StaleRead
 from softdb.index.background import Build
 from softdb.nn import Memory
-from softdb.nn.refresh import EverySteps, InBackground, OnRecall
+from softdb.nn.policies import EverySteps, InBackground, OnRecall
 from softdb.reports import IndexReport, ReindexReport
 
 N, D, V = 40, 5, 3
@@ -331,7 +331,7 @@ def test_what_cannot_be_made_or_asked() -> None:
         Memory(filled(v=None), keys=False)
     with pytest.raises(BadInput, match="keys is 1 and values None; expected True or False"):
         Memory(db, keys=1)  # type: ignore[arg-type]
-    for word in ("k", "overfetch", "refresh", "temperature"):
+    for word in ("k", "overfetch", "reindex", "temperature"):
         wrong: dict[str, Any] = {word: 0}
         with pytest.raises(BadInput, match=f"{word} is 0; expected"):
             Memory(db, **wrong)
@@ -370,7 +370,7 @@ def moved(memory: Memory, which: Tensor, to: Tensor) -> None:
 def test_below_ten_thousand_records_nothing_is_stale() -> None:
     db = large(9_000)
     db.build_index("ivf")
-    memory = Memory(db, k=1, refresh=1)
+    memory = Memory(db, k=1, reindex=1)
     far = torch.full((1, 16), 50.0)
     moved(memory, torch.tensor([7]), far)
     pooled = memory(far)
@@ -378,7 +378,7 @@ def test_below_ten_thousand_records_nothing_is_stale() -> None:
     assert pooled.hits.rows.tolist() == [[7]]
     assert pooled.finder == "flat"
     memory.step()
-    assert memory.report()["refreshes"] == memory.age == 0
+    assert memory.report().reindexes == memory.age == 0
 
 
 def test_a_stale_index_misses_what_moved_far_until_a_refresh() -> None:
@@ -392,9 +392,9 @@ def test_a_stale_index_misses_what_moved_far_until_a_refresh() -> None:
     moved(memory, torch.tensor([loser]), far)
     assert memory(far).hits.rows.tolist() == last.rows.tolist()
     assert memory.measure(k=1) < 1
-    memory.refresh()
+    memory.reindex()
     pooled = memory(far)
-    assert pooled.finder == "shadow"
+    assert pooled.finder == "stale index"
     assert pooled.hits.rows.tolist() == [[loser]]
     assert memory.measure(k=1) == 1
     torch.testing.assert_close(pooled.lse, far.square().sum(1))
@@ -426,45 +426,45 @@ def test_candidates_are_scored_as_they_are() -> None:
 
 def test_refresh_policies() -> None:
     db = large(10_500)
-    memory = Memory(db, k=2, refresh=EverySteps(2))
+    memory = Memory(db, k=2, reindex=EverySteps(2))
     assert [memory.step() for _ in range(2)] == ["kept", "kept"]  # no index: every key is compared, nothing lags
     db.build_index("ivf")
     assert memory.age == 2
-    assert memory.step() == "refreshed"
-    assert [memory.age, memory.report()["refreshes"]] == [0, 1]
-    assert [memory.step(), memory.step()] == ["kept", "refreshed"]
-    assert memory.report()["total_seconds"] > memory.report()["seconds"] > 0
+    assert memory.step() == "reindexed"
+    assert [memory.age, memory.report().reindexes] == [0, 1]
+    assert [memory.step(), memory.step()] == ["kept", "reindexed"]
+    assert memory.report().total_seconds > memory.report().seconds > 0
     memory.policy = OnRecall(0.99, every=1, k=1)
     memory(torch.randn(64, 16))
     assert memory.step() == "measured"
     with torch.no_grad():
         assert memory.keys is not None
         memory.keys.copy_(memory.keys.flip(0))
-    assert memory.step() == "refreshed"
-    assert memory.report()["recall"] < 0.99
+    assert memory.step() == "reindexed"
+    assert (memory.report().recall or 0) < 0.99
     memory.policy = InBackground(1)
     assert memory.step() == "started"
-    assert memory.refreshing
-    with pytest.raises(BadInput, match="a refresh is under way in the background"):
-        memory.refresh()
+    assert memory.reindexing
+    with pytest.raises(BadInput, match="a reindexing is under way in the background"):
+        memory.reindex()
     assert memory._build is not None
     memory._build.result(30)
     memory.policy = EverySteps(100)
     assert memory.step() == "kept"
-    assert memory.report()["refreshes"] == 4
+    assert memory.report().reindexes == 4
     assert memory.age == 1
 
 
 def test_a_refresh_in_the_background_takes_the_keys_as_they_were() -> None:
     memory = Memory(large(10_500), k=1)
     far = torch.full((1, 16), 50.0)
-    build = memory.refresh(background=True)
+    build = memory.reindex(background=True)
     with torch.no_grad():
         assert memory.keys is not None
         memory.keys[5] = far
     assert build is not None
     build.result(30)
-    assert 5 not in memory._shadow.now.find(far, 20)[0].tolist()
+    assert 5 not in memory._stale.now.find(far, 20)[0].tolist()
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------
@@ -487,11 +487,11 @@ def test_a_commit_writes_what_was_trained_and_nothing_else(tmp_path: Path, dtype
     trained(memory, torch.randn(3, D))
     touched = np.flatnonzero(memory._touched)
     assert 4 <= len(touched) <= 12
-    assert memory.report()["uncommitted"] == len(touched)
+    assert memory.report().uncommitted == len(touched)
     generation = db.stats().generation
     assert memory.commit() == len(touched)
     assert db.stats().generation == generation + 1  # one transaction
-    assert memory.report()["uncommitted"] == 0
+    assert memory.report().uncommitted == 0
     assert memory.commit() == 0
     db.close()
     with softdb.open(tmp_path / "db", verify=True) as again:
@@ -717,7 +717,7 @@ def test_a_reload_sees_one_generation() -> None:
 def test_a_reload_that_cannot_copy_the_keys_changes_nothing() -> None:
     db = large(10_500, dtype="float16")
     memory = Memory(db, k=2)
-    memory.refresh()
+    memory.reindex()
     keys = memory.keys
     for wrong in (torch.nan, 1e6):
         moved(memory, torch.tensor([4]), torch.full((1, 16), wrong))
@@ -726,7 +726,7 @@ def test_a_reload_that_cannot_copy_the_keys_changes_nothing() -> None:
             memory.reload()
         assert memory.keys is keys
         assert len(memory) == 10_500
-        assert memory(torch.ones(1, 16)).finder == "shadow"
+        assert memory(torch.ones(1, 16)).finder == "stale index"
 
 
 def test_a_reload_where_nothing_changed_leaves_the_parameters_alone() -> None:
@@ -774,9 +774,9 @@ def test_with_an_index_records_of_others_take_no_part() -> None:
         second.ids[0][:2]
         == first.hits.__class__(first.hits.rows[:, 1:], first.hits.scores[:, 1:], first.hits.resolve).ids[0]
     )
-    memory.refresh()
+    memory.reindex()
     third = memory(far)
-    assert third.finder == "shadow"
+    assert third.finder == "stale index"
     assert third.hits is not None
     assert third.hits.ids == second.ids
 
@@ -815,10 +815,10 @@ def test_after_many_commits_the_index_is_built_anew() -> None:
 def test_a_commit_gives_the_copy_back_where_the_database_has_an_index() -> None:
     db = large()
     memory = Memory(db, k=2)
-    memory.refresh()
+    memory.reindex()
     moved(memory, torch.arange(10), torch.randn(10, 16))
     memory.commit()
-    assert memory(torch.randn(1, 16)).finder == "shadow"  # the database has none
+    assert memory(torch.randn(1, 16)).finder == "stale index"  # the database has none
     db.build_index("ivf")
     moved(memory, torch.arange(10), torch.randn(10, 16))
     memory.commit()
@@ -829,7 +829,7 @@ def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest
     db = large()
     db.build_index("ivf")
     memory = Memory(db, k=2)
-    memory.refresh()
+    memory.reindex()
     moved(memory, torch.arange(10), torch.randn(10, 16))
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -839,7 +839,7 @@ def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest
         patch.setattr(softdb.SoftDB, "build_index", refuse)
         with pytest.raises(BadInput, match="no index reaches that recall"):
             memory.commit(reindex=True)
-    assert memory.report()["uncommitted"] == memory.commit() == memory.age == 0
+    assert memory.report().uncommitted == memory.commit() == memory.age == 0
     assert memory(torch.randn(1, 16)).finder == "ivf"  # which knows what was written; no copy of before is asked
     waits, goes = threading.Event(), threading.Event()
 
@@ -883,11 +883,11 @@ def test_the_age_after_a_commit_without_an_index_is_that_of_the_keys_committed()
 
 
 def test_a_step_counts_whatever_became_of_the_refresh() -> None:
-    memory = Memory(large(10_500), k=2, refresh=InBackground(1))
+    memory = Memory(large(10_500), k=2, reindex=InBackground(1))
     with torch.no_grad():
         assert memory.keys is not None
         memory.keys[5] = torch.nan
-    build = memory.refresh(background=True)
+    build = memory.reindex(background=True)
     assert build is not None
     with pytest.raises(BadInput, match="NaN"):
         build.result(30)
@@ -908,7 +908,7 @@ def test_a_step_counts_whatever_became_of_the_refresh() -> None:
         cancelled.result(30)
     assert memory.step() == "kept"  # nothing lags yet
     assert memory.steps == 2
-    assert memory.report()["refreshes"] == 0
+    assert memory.report().reindexes == 0
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -970,7 +970,7 @@ def test_a_state_of_other_records_is_refused_before_anything_changes() -> None:
     with pytest.raises(BadInput, match=rf"the state has {N} records and columns of \[{N - 1}, {N}\] rows"):
         memory.load_state_dict({**state, "keys": torch.ones(N - 1, D)})
     assert torch.equal(memory.keys, keys)  # type: ignore[arg-type]
-    assert memory.report()["uncommitted"] == 0
+    assert memory.report().uncommitted == 0
 
 
 def test_a_state_of_before_or_after_a_deletion_is_loaded_without_what_is_gone() -> None:
@@ -1038,7 +1038,7 @@ def test_copies_share_the_handle_and_nothing_else() -> None:
     assert memory.keys is not None
     assert torch.equal(stored(db)[0][touched], memory.keys.detach()[touched])
     assert memory(queries).exact.logical_not().all()
-    assert twin(queries).candidates.tolist() == [4] * 3
+    assert twin(queries).n_pooled.tolist() == [4] * 3
 
 
 def test_a_pickle_reopens_the_database(tmp_path: Path) -> None:

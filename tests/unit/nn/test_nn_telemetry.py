@@ -114,7 +114,7 @@ def clustered() -> tuple[softdb.SoftDB, Tensor]:
 def test_an_estimate_points_the_right_way_where_truncation_does_not(
     clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)  # always draw
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)  # always draw
     db, queries = clustered
     cut = gradient_report(db, queries, temperature=0.1, k=50)
     assert float(cut.mass.max()) < 0.6
@@ -122,7 +122,7 @@ def test_an_estimate_points_the_right_way_where_truncation_does_not(
     drawn = []
     for seed in range(12):
         report = gradient_report(
-            db, queries, temperature=0.1, rtol=1e-9, max_candidates=1000, generator=torch.Generator().manual_seed(seed)
+            db, queries, temperature=0.1, rtol=1e-9, max_draws=1000, generator=torch.Generator().manual_seed(seed)
         )
         drawn.append(report)
         assert bool((report.mass < 0.99).all())  # the drawn records themselves hold less than everything
@@ -194,7 +194,7 @@ def test_the_sample_keeps_queries_and_upstream_together() -> None:
 
 
 def test_training_goes_on_as_without(clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
     db, queries = clustered
 
     def trained(telemetry: Telemetry | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""softdb.nn.View, against plain torch over all encoded keys; the shadow it finds by, and when that is refreshed."""
+"""softdb.nn.View, against plain torch over all encoded keys; the index it finds by, and when that is refreshed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reports import index_report
 from torch import Tensor
 
 import softdb
@@ -22,8 +21,8 @@ import softdb.nn.view
 from softdb.check import Metric
 from softdb.errors import BadInput, Closed, StaleRead
 from softdb.nn import EverySteps, InBackground, Never, OnRecall, View
-from softdb.nn.refresh import policy_of
-from softdb.nn.shadow import Shadow
+from softdb.nn.policies import policy_of
+from softdb.nn.stale_index import StaleIndex
 from softdb.scores import Dot, Gaussian, General, NegativeL2, ScaledDot
 
 N, D, WIDE, V, CLASSES = 31, 5, 4, 3, 6
@@ -120,8 +119,8 @@ def plain(ids: list[list[Any]]) -> list[list[Any]]:
 def test_output_and_gradients_are_those_of_all_encoded_keys(metric: str, words: dict[str, Any], k: int | None) -> None:
     db, encoder = filled(**words), mlp()
     view = View(db, encoder, metric=metric, batch_size=7, overfetch=4)  # type: ignore[arg-type]
-    view.refresh()
-    move(encoder, 0.5)  # the shadow is wrong now, the answer may not be
+    view.reindex()
+    move(encoder, 0.5)  # the index is wrong now, the answer may not be
     queries = torch.randn(3, WIDE, dtype=torch.float64, requires_grad=True)
     pooled = view.attend(queries, temperature=0.7, k=k)
     expected, lse = dense(db, encoder, metric, queries, 0.7)
@@ -196,7 +195,7 @@ def test_second_gradients_pass() -> None:
 @pytest.mark.parametrize("metric", METRICS)
 def test_search_gives_fresh_scores_in_order_with_gradient(metric: str) -> None:
     view = View(filled(), mlp(), metric=metric)  # type: ignore[arg-type]
-    view.refresh()
+    view.reindex()
     move(view.encoder, 1.0)
     queries = torch.randn(4, WIDE, dtype=torch.float64, requires_grad=True)
     hits = view.search(queries, 8)  # 4 · 8 candidates are all
@@ -231,9 +230,9 @@ def test_other_scores_are_asked_of_the_encoded_keys(score: Any, k: int | None) -
     expected = twin.attend(queries, k=k, score=score)
     assert torch.allclose(pooled.output, expected.output, atol=1e-5)
     assert torch.allclose(pooled.lse, expected.lse, atol=1e-5)
-    assert torch.equal(pooled.candidates, expected.candidates)
+    assert torch.equal(pooled.n_pooled, expected.n_pooled)
     folds = isinstance(score, ScaledDot | General)
-    assert pooled.finder == ("all" if k is None else "shadow" if folds else "scan")
+    assert pooled.finder == ("all" if k is None else "stale index" if folds else "scan")
 
 
 def test_parameters_of_a_score_get_gradients() -> None:
@@ -253,7 +252,7 @@ def test_a_filter_is_kept(k: int | None) -> None:
     view = View(filled(value_dim=V), mlp())
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     odd = view.attend(queries, k=k, where={"odd": True})
-    assert odd.candidates.tolist() == [N // 2 if k is None else k] * 3
+    assert odd.n_pooled.tolist() == [N // 2 if k is None else k] * 3
     assert all(one % 2 for row in view.search(queries, 40, where={"odd": True}).ids for one in row)
     # all of the odd ones: the answer of a database that holds nothing else
     rest = View(filled(value_dim=V), view.encoder)
@@ -316,7 +315,7 @@ def test_candidates_are_encoded_once_and_only_the_best_with_gradient() -> None:
         return keys * 2
 
     view = View(filled(200, value_dim=V), encoder, overfetch=4)
-    view.refresh()
+    view.reindex()
     seen.clear()
     view.attend(torch.randn(8, D), k=5)
     (found, without), (scored, with_gradient) = seen
@@ -354,9 +353,9 @@ def test_dropout_acts_on_scores_in_training_and_never_on_finding(k: int | None) 
     encoder = torch.nn.Sequential(torch.nn.Linear(D, WIDE), torch.nn.Dropout(0.5)).double()
     view = View(filled(value_dim=V), encoder, metric="l2")
     queries = torch.randn(3, WIDE, dtype=torch.float64)
-    view.refresh()
+    view.reindex()
     assert all(part.training for part in encoder)
-    kept = view._shadow.now.vectors_at(np.arange(N))
+    kept = view._stale.now.vectors_at(np.arange(N))
     assert torch.allclose(kept, encoder[0](view.db.get(list(range(N))).keys.double()).float(), atol=1e-6)
     asked = [view.attend(queries, k=k).output for _ in range(2)]
     assert not torch.allclose(asked[0], asked[1])
@@ -368,7 +367,7 @@ def test_dropout_acts_on_scores_in_training_and_never_on_finding(k: int | None) 
 # -- staleness ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_shadow_costs_recall_but_scores_are_right() -> None:
+def test_a_stale_index_costs_recall_but_scores_are_right() -> None:
     db, encoder = filled(400), mlp()
     view = View(db, encoder, metric="l2", overfetch=2)
     queries = torch.randn(20, WIDE, dtype=torch.float64) * 0.3
@@ -386,9 +385,9 @@ def test_a_stale_shadow_costs_recall_but_scores_are_right() -> None:
     expected = torch.cat([loops("l2", q[None], e) for q, e in zip(queries, encoded, strict=True)])
     assert torch.allclose(hits.scores.detach(), expected)
     assert shared(hits.ids, true_ids(view, queries, 5)) < 0.95  # there was something to lose
-    assert view.report()["age"] == 20
-    view.refresh()
-    assert view.report()["age"] == 0
+    assert view.report().age == 20
+    view.reindex()
+    assert view.report().age == 0
     assert view.search(queries, 5).ids == true_ids(view, queries, 5)
 
 
@@ -401,20 +400,20 @@ def test_records_inserted_later_are_candidates_and_deleted_ones_never_come_back(
     view.db.insert(list(range(300, 350)), torch.randn(50, D), torch.randn(50, V), [{}] * 50)
     moved = next(i for i in range(3, 300) if i not in gone)
     view.db.update([moved], keys=torch.zeros(1, D), values=torch.zeros(1, V))  # moves to a row of its own
-    for _ in ("as it is", "compacted", "refreshed"):
+    for _ in ("as it is", "compacted", "reindexed"):
         ids = view.search(queries, 6).ids
         assert ids == true_ids(view, queries, 6)
         assert not {one for row in ids for one in row} & set(gone)
         assert view.attend(queries, k=len(view.db)).exact.all()
-        if view.report()["young"] == 51 and view.db.stats().dead:
+        if view.report().unindexed == 51 and view.db.stats().dead:
             view.db.compact()
         else:
-            view.refresh()
+            view.reindex()
     assert any(isinstance(one, int) and one >= 300 for row in ids for one in row)
-    assert view.report()["young"] == 0
+    assert view.report().unindexed == 0
 
 
-def test_a_shadow_older_than_allowed_is_refused() -> None:
+def test_a_index_older_than_allowed_is_refused() -> None:
     view = View(filled(value_dim=V), mlp(), max_age=2, metric="l2")
     queries = torch.randn(2, WIDE)
     view.attend(queries, k=3)
@@ -423,10 +422,10 @@ def test_a_shadow_older_than_allowed_is_refused() -> None:
     view.attend(queries, k=3)
     view.step()
     for ask in (lambda: view.attend(queries, k=3), lambda: view.search(queries, 3)):
-        with pytest.raises(StaleRead, match=r"3 training steps old and max_age is 2; call refresh\(\)"):
+        with pytest.raises(StaleRead, match=r"3 training steps old and max_age is 2; call reindex\(\)"):
             ask()
-    assert view.attend(queries).exact.all()  # every record needs no shadow
-    view.refresh()
+    assert view.attend(queries).exact.all()  # every record needs no index
+    view.reindex()
     view.attend(queries, k=3)
 
 
@@ -434,30 +433,30 @@ def test_a_shadow_older_than_allowed_is_refused() -> None:
 
 
 def test_every_so_many_steps() -> None:
-    view = View(filled(), mlp(), refresh=3)
+    view = View(filled(), mlp(), reindex=3)
     assert view.policy == EverySteps(3)
     assert [view.step() for _ in range(4)] == ["kept"] * 4  # nobody asked: there is nothing to refresh
     view.search(torch.randn(1, WIDE), 1)
-    assert [view.step() for _ in range(6)] == ["kept", "kept", "refreshed"] * 2
+    assert [view.step() for _ in range(6)] == ["kept", "kept", "reindexed"] * 2
     report = view.report()
-    assert (report["version"], report["refreshes"], report["age"]) == (3, 3, 0)
-    assert 0 < report["seconds"] < report["total_seconds"]
+    assert (report.version, report.reindexes, report.age) == (3, 3, 0)
+    assert 0 < report.seconds < report.total_seconds
 
 
 def test_on_a_drop_of_recall() -> None:
-    view = View(filled(600), mlp(), metric="l2", refresh=OnRecall(0.8, every=2, sample=600, k=5), overfetch=2)
+    view = View(filled(600), mlp(), metric="l2", reindex=OnRecall(0.8, every=2, sample=600, k=5), overfetch=2)
     queries = torch.randn(16, WIDE, dtype=torch.float64) * 0.3
     view.search(queries, 5)
     assert [view.step() for _ in range(4)] == ["kept", "measured", "kept", "measured"]
-    assert view.report()["recall"] == 1.0
+    assert view.report().recall == 1.0
     move(view.encoder, 0.03)
     assert view.step() == "kept"
     missed = shared(view.search(queries, 5).ids, true_ids(view, queries, 5))
-    assert view.step() == "refreshed"
-    assert view.report()["recall"] == pytest.approx(missed)  # a sample of all is no sample
+    assert view.step() == "reindexed"
+    assert view.report().recall == pytest.approx(missed)  # a sample of all is no sample
     assert 0.1 < missed < 0.8
     assert [view.step() for _ in range(2)] == ["kept", "measured"]
-    assert view.report()["recall"] == 1.0
+    assert view.report().recall == 1.0
 
 
 def test_a_sample_tells_the_recall_about() -> None:
@@ -499,30 +498,30 @@ class _Gate:
 
 def test_in_the_background_training_goes_on() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2", refresh=InBackground(2), overfetch=1)
+    view = View(filled(), Gated(gate), metric="l2", reindex=InBackground(2), overfetch=1)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     view.search(queries, 3)
     assert [view.step() for _ in range(2)] == ["kept", "started"]
     taken = true_ids(view, queries, 3)
     move(view.encoder, 1.0)  # while the thread encodes with a copy of what was
     assert [view.step() for _ in range(3)] == ["kept"] * 3
-    assert view.report()["refreshing"]
-    assert view.report()["version"] == 1
-    with pytest.raises(BadInput, match="a refresh is under way in the background"):
-        view.refresh(background=True)
+    assert view.report().reindexing
+    assert view.report().version == 1
+    with pytest.raises(BadInput, match="a reindexing is under way in the background"):
+        view.reindex(background=True)
     build = view._build
     assert build is not None
     gate.set()
     assert build.result(30).step == view.steps - 3
     report = view.report()
-    assert (report["version"], report["age"], report["refreshes"]) == (2, 3, 2)
-    found = view._shadow.find(queries, 3)
+    assert (report.version, report.age, report.reindexes) == (2, 3, 2)
+    found = view._stale.find(queries, 3)
     assert found.tolist() == taken
     assert taken != true_ids(view, queries, 3)
     assert view.step() == "started"
     assert view._build is not None
     view._build.result(30)
-    assert view._shadow.find(queries, 3).tolist() == true_ids(view, queries, 3)
+    assert view._stale.find(queries, 3).tolist() == true_ids(view, queries, 3)
 
 
 def test_what_fails_in_the_background_is_raised_by_the_next_step_and_the_old_one_serves_on() -> None:
@@ -531,7 +530,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_step_and_the_old_one
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     before = view.search(queries, 3).ids
     view.encoder.held.broken = True
-    build = view.refresh(background=True)
+    build = view.reindex(background=True)
     gate.set()
     assert build is not None
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -539,7 +538,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_step_and_the_old_one
     with pytest.raises(RuntimeError, match="out of memory"):
         view.step()
     assert view.step() == "kept"
-    assert view.report()["version"] == 1
+    assert view.report().version == 1
     assert view.search(queries, 3).ids == before
 
 
@@ -547,34 +546,34 @@ def test_a_refresh_by_hand_supersedes_one_in_the_background() -> None:
     gate = threading.Event()
     view = View(filled(), Gated(gate), metric="l2", batch_size=4)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
-    view.refresh()
-    build = view.refresh(background=True)
+    view.reindex()
+    build = view.reindex(background=True)
     assert build is not None
     move(view.encoder, 1.0)
     threading.Timer(0.2, gate.set).start()
-    view.refresh()
+    view.reindex()
     assert build.done
-    assert view.report()["version"] == 2
-    assert view._shadow.find(queries, 3).tolist() == true_ids(view, queries, 3)
+    assert view.report().version == 2
+    assert view._stale.find(queries, 3).tolist() == true_ids(view, queries, 3)
     assert view.step() == "kept"  # that it was called off is no failure
 
 
 def test_never_is_left_to_the_user() -> None:
-    view = View(filled(), mlp(), refresh=Never())
-    view.refresh()
+    view = View(filled(), mlp(), reindex=Never())
+    view.reindex()
     assert [view.step() for _ in range(50)] == ["kept"] * 50
-    assert view.report()["version"] == 1
+    assert view.report().version == 1
 
 
 def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
-    shadow, n = Shadow("dot"), 500
+    index, n = StaleIndex("dot"), 500
     far = torch.eye(2)  # version i holds i in the first column: a search that mixes two would see both
     rows = np.arange(n)
 
     def vectors(version: int) -> list[Tensor]:
         return list(torch.split(torch.stack([torch.full((n,), float(version)), torch.arange(n).float()], 1), 100))
 
-    shadow.replace(rows, vectors(1))
+    index.replace(rows, vectors(1))
     errors: list[BaseException] = []
     ended = threading.Event()
     seen: set[int] = set()
@@ -582,7 +581,7 @@ def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
     def search() -> None:
         try:
             while not ended.is_set():
-                now = shadow.now
+                now = index.now
                 found = now.find(far[1:], 5)
                 assert found.tolist() == [[499, 498, 497, 496, 495]]
                 columns = torch.unique(now.vectors_at(rows)[:, 0])
@@ -595,13 +594,13 @@ def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
     for thread in threads:
         thread.start()
     for version in range(2, 40):
-        shadow.replace(rows, vectors(version))
+        index.replace(rows, vectors(version))
     ended.set()
     for thread in threads:
         thread.join()
     assert errors == []
     assert len(seen) > 1
-    assert shadow.version == 39
+    assert index.version == 39
 
 
 def test_a_view_may_be_searched_while_others_write_and_refresh() -> None:
@@ -624,10 +623,10 @@ def test_a_view_may_be_searched_while_others_write_and_refresh() -> None:
     for thread in threads:
         thread.start()
     for i in range(15):
-        view.refresh(background=True)
+        view.reindex(background=True)
         view.db.insert([1000 + i], torch.randn(1, D), torch.randn(1, V))
         view.db.delete([i])
-        view.refresh()
+        view.reindex()
         if i % 5 == 4:
             view.db.compact()
     ended.set()
@@ -637,19 +636,19 @@ def test_a_view_may_be_searched_while_others_write_and_refresh() -> None:
     assert view.search(queries, 4).ids == true_ids(view, queries, 4)
 
 
-# -- the shadow --------------------------------------------------------------------------------------------------------
+# -- the index --------------------------------------------------------------------------------------------------------
 
 
 def test_a_failing_replacement_leaves_the_old_version() -> None:
-    shadow = Shadow("l2")
-    assert shadow.find(torch.zeros(2, 3), 2).tolist() == [[-1, -1]] * 2
-    shadow.replace(np.array([7, 9]), [torch.zeros(1, 3), torch.ones(1, 3)])
-    assert (shadow.version, shadow.count) == (1, 2)
+    index = StaleIndex("l2")
+    assert index.find(torch.zeros(2, 3), 2).tolist() == [[-1, -1]] * 2
+    index.replace(np.array([7, 9]), [torch.zeros(1, 3), torch.ones(1, 3)])
+    assert (index.version, index.count) == (1, 2)
 
     def failing() -> Any:
         yield torch.zeros(1, 3)
-        assert (shadow.version, shadow.count) == (1, 2)
-        assert shadow.find(torch.ones(1, 3), 3).tolist() == [[9, 7, -1]]
+        assert (index.version, index.count) == (1, 2)
+        assert index.find(torch.ones(1, 3), 3).tolist() == [[9, 7, -1]]
         raise RuntimeError("the encoder broke")
 
     for blocks, error, match in (
@@ -659,41 +658,42 @@ def test_a_failing_replacement_leaves_the_old_version() -> None:
         ([torch.full((2, 3), torch.nan)], BadInput, "keys hold NaN or infinity"),
     ):
         with pytest.raises(error, match=match):
-            shadow.replace(np.array([1, 2]), blocks)
-        assert (shadow.version, shadow.count) == (1, 2)
-        assert shadow.find(torch.ones(1, 3), 3).tolist() == [[9, 7, -1]]
-    assert shadow.recall(torch.ones(1, 3), torch.tensor([[9, 8]])) == 0.5
-    assert shadow.recall(torch.ones(1, 3), torch.tensor([[-1, -1]])) == 1.0
-    shadow.close()
-    shadow.close()
-    with pytest.raises(Closed, match="this shadow was closed"):
-        shadow.find(torch.ones(1, 3), 1)
-    with pytest.raises(Closed, match="this shadow was closed"):
-        shadow.replace(np.array([1]), [torch.zeros(1, 3)])
+            index.replace(np.array([1, 2]), blocks)
+        assert (index.version, index.count) == (1, 2)
+        assert index.find(torch.ones(1, 3), 3).tolist() == [[9, 7, -1]]
+    assert index.recall(torch.ones(1, 3), torch.tensor([[9, 8]])) == 0.5
+    assert index.recall(torch.ones(1, 3), torch.tensor([[-1, -1]])) == 1.0
+    index.close()
+    index.close()
+    with pytest.raises(Closed, match="this stale index was closed"):
+        index.find(torch.ones(1, 3), 1)
+    with pytest.raises(Closed, match="this stale index was closed"):
+        index.replace(np.array([1]), [torch.zeros(1, 3)])
 
 
-def test_a_large_shadow_is_indexed_and_says_what_it_finds() -> None:
-    shadow, centres = Shadow("l2", kind="ivf-sq8"), torch.randn(50, 12) * 3
+def test_a_large_index_is_indexed_and_says_what_it_finds() -> None:
+    index, centres = StaleIndex("l2", kind="ivf-sq8"), torch.randn(50, 12) * 3
     vectors = centres[torch.randint(50, (12_000,))] + torch.randn(12_000, 12)
     rows = np.arange(12_000) * 2 + 1
-    shadow.replace(rows, torch.split(vectors, 5000))
-    assert shadow.now.vectors is not None
-    assert index_report(shadow.now.vectors).kind == "ivf-sq8"
+    index.replace(rows, torch.split(vectors, 5000))
+    assert index.now.vectors is not None
+    assert index.now.index is not None
+    assert index.now.index.kind == "ivf-sq8"
     queries = vectors[:300] + 0.1
     true = torch.from_numpy(rows)[torch.cdist(queries, vectors).topk(5, largest=False).indices]
-    assert torch.equal(shadow.find(queries, 5, exact=True), true)
-    assert 0.85 < shadow.recall(queries, true) <= 1
+    assert torch.equal(index.find(queries, 5, exact=True), true)
+    assert 0.85 < index.recall(queries, true) <= 1
     kept = np.zeros(12_000, bool)
     kept[::3] = True
-    found = shadow.now.find(queries, 5, keep=kept)
+    found = index.now.find(queries, 5, keep=kept)
     assert bool(((found - 1) // 2 % 3 == 0).all())
-    assert shadow.seconds > 0
+    assert index.seconds > 0
 
 
 # -- the module --------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_encoder_is_in_the_state_dict_and_loading_makes_the_shadow_anew() -> None:
+def test_only_the_encoder_is_in_the_state_dict_and_loading_makes_the_index_anew() -> None:
     view = View(filled(200), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(5, WIDE, dtype=torch.float64)
     assert list(view.state_dict()) == [f"encoder.{name}" for name in view.encoder.state_dict()]
@@ -705,21 +705,21 @@ def test_only_the_encoder_is_in_the_state_dict_and_loading_makes_the_shadow_anew
     file.seek(0)
     view.load_state_dict(torch.load(file))
     assert view.search(queries, 5).ids == true_ids(view, queries, 5)
-    assert view.report()["refreshes"] == 2
+    assert view.report().reindexes == 2
 
 
 def test_copies_share_the_handle_and_not_what_is_learnt() -> None:
-    view = View(filled(), mlp(), metric="l2", refresh=4)
+    view = View(filled(), mlp(), metric="l2", reindex=4)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     view.search(queries, 3)
     view.step()
     twin = copy.deepcopy(view)
     assert twin.db is view.db
-    assert twin.report()["version"] == 1
+    assert twin.report().version == 1
     assert (twin.age, twin.policy) == (1, EverySteps(4))
     move(twin.encoder, 1.0)
-    twin.refresh()
-    assert (twin.report()["version"], view.report()["version"]) == (2, 1)
+    twin.reindex()
+    assert (twin.report().version, view.report().version) == (2, 1)
     assert twin.search(queries, 3).ids == true_ids(twin, queries, 3)
     assert view.search(queries, 3).ids == true_ids(view, queries, 3)
     assert not torch.equal(view.encoder[0].weight, twin.encoder[0].weight)
@@ -737,7 +737,7 @@ def test_a_pickle_travels_and_reads_only(tmp_path: Path) -> None:
         twin.db.close()
     with pytest.raises(Closed, match="this handle is closed"):
         view.attend(queries, k=2)
-    for ask in (view.refresh, view.report, lambda: view.search(queries), lambda: view.attend(queries)):
+    for ask in (view.reindex, view.report, lambda: view.search(queries), lambda: view.attend(queries)):
         with pytest.raises(Closed, match="this handle is closed"):
             ask()
 
@@ -755,19 +755,19 @@ def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
         lambda: view.search(queries, exact=True),
         lambda: view.attend(queries),
         lambda: view.attend(queries, k=2),
-        view.refresh,
+        view.reindex,
     ]
     for ask in asks:
         with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 2;"):
             ask()
-    assert view.report()["version"] == 0
+    assert view.report().version == 0
     view.db.delete([2])
     view.search(queries)
-    view.db.insert([2], torch.zeros(1, D))  # younger than the shadow
+    view.db.insert([2], torch.zeros(1, D))  # younger than the index
     for ask in asks:
         with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 2;"):
             ask()
-    assert view.report()["version"] == 1
+    assert view.report().version == 1
 
 
 def test_bad_input_is_refused_by_name() -> None:
@@ -780,9 +780,9 @@ def test_bad_input_is_refused_by_name() -> None:
         (3, {}, "encoder is 3; expected an nn.Module or a callable"),
         (mlp(), {"dim": 9}, "dim is 9 but the encoder gives vectors 4 wide"),
         (mlp(), {"metric": "cos"}, "metric is 'cos'; choose one of 'dot', 'cosine', 'l2'"),
-        (mlp(), {"refresh": "often"}, r"refresh is 'often'; expected EverySteps\(n\)"),
-        (mlp(), {"refresh": EverySteps}, r"refresh is <class .*EverySteps'>; expected EverySteps\(n\)"),
-        (mlp(), {"refresh": 0}, "refresh is 0; expected a whole number at least 1"),
+        (mlp(), {"reindex": "often"}, r"reindex is 'often'; expected EverySteps\(n\)"),
+        (mlp(), {"reindex": EverySteps}, r"reindex is <class .*EverySteps'>; expected EverySteps\(n\)"),
+        (mlp(), {"reindex": 0}, "reindex is 0; expected a whole number at least 1"),
         (mlp(), {"overfetch": 0}, "overfetch is 0; expected a whole number at least 1"),
         (mlp(), {"batch_size": 0}, "batch_size is 0; expected a whole number at least 1"),
         (mlp(), {"recall": 0}, "recall is 0; expected a share above 0"),
@@ -797,7 +797,7 @@ def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match="db is None; expected an open softdb database"):
         View(None, mlp())  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"returned shape \(31, 3\) for 31 keys; expected a floating tensor \(31, 5\)"):
-        View(db, changing).refresh()
+        View(db, changing).reindex()
     view, queries = View(db, mlp()), torch.randn(2, WIDE)
     for k in (0, 1.5, True):
         with pytest.raises(BadInput, match=f"k is {k}; expected a whole number at least 1"):
@@ -811,8 +811,8 @@ def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"score is 'dot'; expected an object of softdb\.scores or a callable"):
         view.attend(queries, score="dot")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="of which no copy can be frozen while training goes on"):
-        View(db, lambda keys: keys).refresh(background=True)
-    assert view.report()["version"] == 0  # nothing of this has made one
+        View(db, lambda keys: keys).reindex(background=True)
+    assert view.report().version == 0  # nothing of this has made one
 
 
 def test_policies_refuse_what_they_cannot_keep() -> None:
@@ -826,7 +826,7 @@ def test_policies_refuse_what_they_cannot_keep() -> None:
         with pytest.raises(BadInput, match=match):
             make()
     assert policy_of(None) == Never()
-    with pytest.raises(BadInput, match="refresh is True"):
+    with pytest.raises(BadInput, match="reindex is True"):
         policy_of(True)
 
 
@@ -854,7 +854,7 @@ def test_autocast_reaches_the_encoder_alone(k: int | None, words: dict[str, Any]
     """Scores and pooling are as of the encoded keys of the user's autocast, in the precision of the queries."""
     encoder = mlp(dtype=torch.float32)
     view = View(filled(**words), encoder, metric="l2", batch_size=7)
-    view.refresh()
+    view.reindex()
     queries = torch.randn(3, WIDE, requires_grad=True)
     given = (queries, *encoder.parameters())
     with torch.autocast("cpu", torch.bfloat16):
@@ -937,7 +937,7 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
 
     view = View(filled(value_dim=V), Slow(), metric="l2")
     modes.clear()
-    other = threading.Thread(target=view.refresh)
+    other = threading.Thread(target=view.reindex)
     other.start()
     assert entered.wait(10)
     queries = torch.randn(2, D, requires_grad=True)
@@ -947,14 +947,14 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
     assert sorted(modes) == [(False, False), (True, True)]
 
 
-def test_a_score_that_no_shadow_serves_makes_none() -> None:
+def test_a_score_that_no_index_serves_makes_none() -> None:
     view = View(filled(value_dim=V), mlp(), metric="dot", max_age=0)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"
-    assert view.report()["version"] == 0
-    view.refresh()
+    assert view.report().version == 0
+    view.reindex()
     view.step()
-    assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"  # no age of a shadow matters to it
+    assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"  # no age of a index matters to it
     with pytest.raises(StaleRead, match="1 training steps old"):
         view.attend(queries, k=3)
 
@@ -962,9 +962,9 @@ def test_a_score_that_no_shadow_serves_makes_none() -> None:
 def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
     gate = threading.Event()
     view = View(filled(), Gated(gate), metric="l2")
-    view.refresh()
+    view.reindex()
     view.encoder.held.broken = True
-    build = view.refresh(background=True)
+    build = view.reindex(background=True)
     gate.set()
     assert build is not None
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -979,21 +979,21 @@ def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
     with pytest.raises(BadInput, match=r"the encoder failed on two keys of zeros, 5 wide .* takes \(m, 5\)"):
         View(db, torch.nn.Linear(4, 4))
     with pytest.raises(BadInput, match="of which no copy can be frozen while training goes on"):
-        View(db, lambda keys: keys, refresh=InBackground(3))
+        View(db, lambda keys: keys, reindex=InBackground(3))
 
     class Holding(torch.nn.Linear):
         lock: Any
 
     encoder = Holding(D, WIDE)
     encoder.lock = threading.Lock()
-    with pytest.raises(BadInput, match=r"the encoder cannot be copied, .* refresh at once"):
-        View(db, encoder).refresh(background=True)
+    with pytest.raises(BadInput, match=r"the encoder cannot be copied, .* reindex at once"):
+        View(db, encoder).reindex(background=True)
 
 
 def test_what_is_alive_of_a_version_is_remembered_and_follows_the_database() -> None:
     view = View(filled(40), mlp(), metric="l2")
-    view.refresh()
-    version, store = view._shadow.now, view.db._store
+    view.reindex()
+    version, store = view._stale.now, view.db._store
     view.db.delete([3])
     first = version.alive(store.snapshot)
     assert version.alive(store.snapshot) is first
@@ -1023,11 +1023,11 @@ def test_an_encoder_learns_to_look_past_loud_noise(policy: Any) -> None:
     db = softdb.open(None, dim=d, num_classes=classes, metric="l2")
     db.insert(list(range(n)), keys, labels)
     encoder = torch.nn.Linear(d, 8)
-    view = View(db, encoder, refresh=policy)
+    view = View(db, encoder, reindex=policy)
     held_out, true = drawn(300)
 
     def recall() -> float:
-        view.refresh()
+        view.reindex()
         with torch.no_grad():
             rows = view.search(encoder(held_out), 10).rows
         return float((labels[rows] == true.unsqueeze(1)).double().mean())
@@ -1041,7 +1041,7 @@ def test_an_encoder_learns_to_look_past_loud_noise(policy: Any) -> None:
         torch.autograd.backward(-(shares.gather(1, wanted.unsqueeze(1)) + 1e-3).log().mean())
         optimizer.step()
         view.step()
-    assert (view.report()["refreshes"] > 1) == (policy != Never())
+    assert (view.report().reindexes > 1) == (policy != Never())
     after = recall()
     assert before < 0.5
     assert after > before + 0.3

@@ -124,7 +124,7 @@ def indexed() -> tuple[softdb.SoftDB, Tensor, list[list[Id]]]:
 @pytest.fixture
 def drawn(indexed: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """As `indexed`, where an estimate is never replaced by the exact answer for being dearer."""
-    monkeypatch.setattr("softdb.attend.rounds.Plan._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
     estimates = [
         indexed[0].log_partition(indexed[1], temperature=0.2, rtol=0.3, generator=torch.Generator().manual_seed(seed))
         for seed in (0, 1)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +15,22 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Metric, shown
-from softdb.database import SoftDB
 from softdb.errors import BadInput, Closed
+from softdb.index import search
+from softdb.index.build import build
 from softdb.index.choose import KINDS
+from softdb.index.contract import Index, Recent
+from softdb.index.flat import nearest
 from softdb.lazy import cached_property
-from softdb.opening import open
 from softdb.reports import ReindexReport
-from softdb.store import Snapshot
+from softdb.store import Segment, Snapshot
 
-__all__ = ["Shadow", "Version"]
+__all__ = ["StaleIndex", "Version"]
 
 FILTERS = 4  # of which a version remembers the vectors, n bytes each
 FEWEST = 10_000  # records from which on an index is built: fewer are searched exactly in a millisecond
+
+TUNED_FOR = 10  # nearest that an index is tuned to find
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -39,16 +42,16 @@ class Version:
 
     number: int  # 1 for the first; 0: nothing was indexed yet
     rows: Rows  # (n,) of the vectors, in their order
-    vectors: SoftDB | None  # None: there are none
+    vectors: Snapshot | None  # as columns; None: there are none
+    index: Index | None  # of them; None: they are compared one by one
+    metric: Metric
     seconds: float  # what making it took
     step: int = 0  # the training step that the vectors are of
 
-    _alive: list[tuple[weakref.ref[Snapshot], weakref.ref[Live], Live]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _alive: Recent[Live] = field(default_factory=lambda: Recent(FILTERS), init=False, repr=False, compare=False)
 
     @cached_property
-    def border(self) -> int:
+    def indexed_until(self) -> int:
         """The row after the highest; a record from there on is younger than this version."""
         return int(self.rows.max(initial=-1)) + 1
 
@@ -64,17 +67,14 @@ class Version:
     ) -> Live:  # (n,)
         """Which of the records are still there, and allowed; the last are remembered: an index knows them again."""
         named = snapshot.live if allowed is None else allowed
-        remembered = self._alive[:]  # another thread may add to it
-        for known, of, kept in remembered:
-            if known() is snapshot and of() is named:
-                return kept
-        if snapshot.size:
+
+        def computed() -> Live:
+            if not snapshot.size:
+                return np.zeros(len(self.rows), np.bool_)
             positions = snapshot.positions(self.rows)
-            kept = (positions >= 0) & (snapshot.live & named)[positions]
-        else:
-            kept = np.zeros(len(self.rows), np.bool_)
-        self._alive[:] = [*remembered[1 - FILTERS :], (weakref.ref(snapshot), weakref.ref(named), kept)]
-        return kept
+            return (positions >= 0) & (snapshot.live & named)[positions]
+
+        return self._alive.of(computed, snapshot, named)
 
     @torch.no_grad()
     def find(
@@ -88,8 +88,8 @@ class Version:
         if self.vectors is None:
             return torch.full((len(queries), k), -1, device=queries.device)
         asked = queries.detach().to(torch.promote_types(queries.dtype, torch.float32))
-        # positions count the vectors, which were inserted in order; `search` would take no filter by position
-        places = self.vectors._finder.find(self.vectors._store.snapshot, asked, k, keep, exact).positions
+        found = None if exact or self.index is None else search.find(self.vectors, self.index, asked, k, keep)
+        places = nearest(self.vectors, asked, k, self.metric, keep) if found is None else found.positions
         return torch.from_numpy(self._row_of[places]).to(queries.device)
 
     def vectors_at(
@@ -98,7 +98,7 @@ class Version:
     ) -> Tensor:  # (m, d)
         """Some of the vectors, copied."""
         assert self.vectors is not None  # else there are no places
-        return self.vectors._store.snapshot.keys_at(places)
+        return self.vectors.keys_at(places)
 
     def recall(
         self,
@@ -113,20 +113,20 @@ class Version:
         return float(hit.sum()) / many if many else 1.0
 
 
-NOTHING = Version(0, np.zeros(0, np.int64), None, 0.0)
+NOTHING = Version(0, np.zeros(0, np.int64), None, None, Metric.DOT, 0.0)
 
 
-class Shadow:
+class StaleIndex:
     """The vectors of records as of some version, in memory and indexed; they say which rows may be near.
 
     While an encoder or the keys themselves are trained, candidates come from here and true scores from the vectors as
-    they are: a shadow that lags behind costs recall, never a wrong score. `replace` makes a new version beside the old
+    they are: an index that lags behind costs recall, never a wrong score. `replace` makes a new version beside the old
     one, which answers until the swap of one reference. Safe to use from several threads. Memory: n d numbers, and twice
     that while the next version is made. A deep copy shares the version, not what comes after; a pickle has none.
 
-        shadow = Shadow("l2")
-        shadow.replace(rows, (encoder(block) for block in blocks))
-        shadow.find(queries, k=10)  # (q, k) rows, -1 = none
+        index = StaleIndex("l2")
+        index.replace(rows, (encoder(block) for block in blocks))
+        index.find(queries, k=10)  # (q, k) rows, -1 = none
 
     Args:
         metric: "dot", "cosine" or "l2".
@@ -141,7 +141,7 @@ class Shadow:
         metric: str | Metric,
         recall: float = 0.95,
         kind: str = "auto",
-        dtype: Literal["float32", "float16"] = "float32",
+        dtype: str = "float32",
     ) -> None:
         self._metric, self._dtype = Metric.parse(metric), dtype
         self._target = check.share(recall, "recall")
@@ -156,8 +156,7 @@ class Shadow:
     @property
     def now(self) -> Version:
         """The version in use. Raises Closed."""
-        if self._closed:
-            raise Closed("this shadow was closed; make another")
+        self._require_open()
         return self._now
 
     @property
@@ -197,60 +196,60 @@ class Shadow:
         rows: Rows,  # (n,) distinct
         blocks: Iterable[Tensor],  # (m, d), n vectors in all, in the order of the rows
         step: int = 0,  # the training step that they are of
-    ) -> None:
+    ) -> ReindexReport:
         """Make the next version and take it into use; a failure on the way leaves the old one.
 
-        Cost: n inserts in memory, and the building of the index; the kind that "auto" chose first is built from then
+        Cost: a copy of the vectors, and the building of the index; the kind that "auto" chose first is built from then
         on. Raises BadInput for vectors that do not fit the rows, NaN or infinity, Closed once closed.
         """
         with self._lock:
-            start, before = time.perf_counter(), self.now
-            vectors, kind = self._indexed(np.asarray(rows, np.int64), blocks)
-            if self._closed:
-                raise Closed("the shadow was closed while its next version was made; make another")
-            self._kind = kind
+            start, before, rows = time.perf_counter(), self.now, np.array(rows, np.int64)
+            vectors = self._columns(len(rows), blocks)
+            index = None
+            if vectors is not None and len(rows) >= FEWEST and self._kind != "flat":
+                index, report = build(vectors, self._metric, self._kind, self._target, TUNED_FOR, None, None)
+                self._kind = report["kind"]
+            self._require_open()
             seconds = time.perf_counter() - start
-            self._now = Version(before.number + 1, np.array(rows, np.int64), vectors, seconds, step)
-
-    def report(self) -> ReindexReport:
-        """The version in use."""
-        now = self.now
-        return ReindexReport(now.number, len(now.rows), now.step, now.seconds)
+            self._now = Version(before.number + 1, rows, vectors, index, self._metric, seconds, step)
+            return ReindexReport(before.number + 1, len(rows), step, seconds)
 
     def close(self) -> None:
         """Let go of the vectors; a replacement under way ends with Closed. Safe to call twice."""
         self._closed, self._now = True, NOTHING
 
-    def _indexed(self, rows: Rows, blocks: Iterable[Tensor]) -> tuple[SoftDB | None, str]:
-        """The vectors as a database in memory, and the kind of its index."""
-        vectors, done = None, 0
+    def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | None:
+        """The vectors as columns; None where there are none."""
+        column, done = np.empty((0, 0), self._dtype), 0
         for block in blocks:
-            if self._closed:
-                raise Closed("the shadow was closed while its next version was made; make another")
+            self._require_open()
             if not len(block):
                 continue
-            if done + len(block) > len(rows):
-                raise BadInput(
-                    f"there are {len(rows)} rows but at least {done + len(block)} vectors; give one for each"
-                )
-            if vectors is None:
-                vectors = open(None, dim=block.shape[1], metric=self._metric.value, dtype=self._dtype)
-            vectors.insert(rows[done : done + len(block)].tolist(), block.detach())
+            if done + len(block) > count:
+                raise BadInput(f"there are {count} rows but at least {done + len(block)} vectors; give one for each")
+            if not column.size:
+                column = np.empty((count, block.shape[1]), self._dtype)
+            vectors = check.matrix(block.detach(), "vectors", column.shape[1], column.dtype)
+            column[done : done + len(block)] = check.filled(vectors, "vectors", len(block))
             done += len(block)
-        if done < len(rows):
-            raise BadInput(f"there are {len(rows)} rows but only {done} vectors; give one for each")
-        if vectors is None or done < FEWEST or self._kind == "flat":
-            return vectors, self._kind
-        return vectors, vectors.build_index(self._kind, recall=self._target).kind
+        if done < count:
+            raise BadInput(f"there are {count} rows but only {done} vectors; give one for each")
+        if not count:
+            return None
+        return Snapshot.of(0, (Segment(0, 0, None, column, None),), np.ones(count, np.bool_))
 
-    def anew(self) -> Shadow:
+    def _require_open(self) -> None:
+        if self._closed:
+            raise Closed("this stale index was closed; make another")
+
+    def anew(self) -> StaleIndex:
         """Another of the same kind, without vectors."""
-        return Shadow(self._metric, self._target, self._kind, self._dtype)
+        return StaleIndex(self._metric, self._target, self._kind, self._dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shadow:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaleIndex:
         twin = self.anew()
         twin._now, twin._closed = self._now, self._closed
         return twin
 
-    def __reduce__(self) -> tuple[type[Shadow], tuple[Any, ...]]:
-        return Shadow, (self._metric, self._target, self._kind, self._dtype)
+    def __reduce__(self) -> tuple[type[StaleIndex], tuple[Any, ...]]:
+        return StaleIndex, (self._metric, self._target, self._kind, self._dtype)

@@ -12,10 +12,10 @@ from softdb import check
 from softdb.check import shown
 from softdb.errors import BadInput
 
-__all__ = ["EverySteps", "InBackground", "Never", "OnRecall", "Policy", "Refreshed", "policy_of"]
+__all__ = ["EverySteps", "InBackground", "Never", "OnRecall", "Policy", "Renewable", "policy_of"]
 
 
-class Refreshed(Protocol):
+class Renewable(Protocol):
     """What a policy sees: something whose candidates come from vectors as they were."""
 
     @property
@@ -27,10 +27,10 @@ class Refreshed(Protocol):
         """Training steps since the vectors in use were taken."""
 
     @property
-    def refreshing(self) -> bool:
+    def reindexing(self) -> bool:
         """Whether new ones are being made in the background."""
 
-    def refresh(self, *, background: bool = False) -> Any:
+    def reindex(self, *, background: bool = False) -> Any:
         """Make them anew."""
 
     def measure(self, k: int = 2, sample: int = 4096) -> float:
@@ -39,17 +39,17 @@ class Refreshed(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """When to refresh. Asked once after every training step."""
+    """When to reindex. Asked once after every training step."""
 
-    def after_step(self, view: Refreshed) -> str:
-        """Do what is due, and tell what that was: "kept", "measured", "refreshed" or "started"."""
+    def after_step(self, view: Renewable) -> str:
+        """Do what is due, and tell what that was: "kept", "measured", "reindexed" or "started"."""
 
 
 @dataclass(frozen=True)
 class Never:
-    """Not by itself: for an encoder of the queries alone (the records' stays), or with `refresh()` by hand."""
+    """Not by itself: for an encoder of the queries alone (the records' stays), or with `reindex()` by hand."""
 
-    def after_step(self, view: Refreshed) -> str:
+    def after_step(self, view: Renewable) -> str:
         """Nothing."""
         return "kept"
 
@@ -63,12 +63,12 @@ class EverySteps:
     def __post_init__(self) -> None:
         check.integer(self.n, "n")
 
-    def after_step(self, view: Refreshed) -> str:
-        """Refresh when the vectors are n steps old."""
+    def after_step(self, view: Renewable) -> str:
+        """Reindex when the vectors are n steps old."""
         if view.age < self.n:
             return "kept"
-        view.refresh()
-        return "refreshed"
+        view.reindex()
+        return "reindexed"
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ class OnRecall:
         for name in ("every", "sample", "k"):
             check.integer(getattr(self, name), name)
 
-    def after_step(self, view: Refreshed) -> str:
-        """Measure when it is time, and refresh where too little is found."""
+    def after_step(self, view: Renewable) -> str:
+        """Measure when it is time, and reindex where too little is found."""
         if view.age == 0 or view.steps % self.every:
             return "kept"
         if view.measure(self.k, self.sample) >= self.target:
             return "measured"
-        view.refresh()
-        return "refreshed"
+        view.reindex()
+        return "reindexed"
 
 
 @dataclass(frozen=True)
 class InBackground:
     """Every n training steps, which go on meanwhile: a thread encodes with a copy of the encoder as it was.
 
-    A refresh that takes longer than n steps is followed by the next one at once; two never run together.
+    A reindexing that takes longer than n steps is followed by the next one at once; two never run together.
     """
 
     n: int
@@ -114,23 +114,23 @@ class InBackground:
     def __post_init__(self) -> None:
         check.integer(self.n, "n")
 
-    def after_step(self, view: Refreshed) -> str:
-        """Start a refresh when the vectors are n steps old and none is under way."""
-        if view.age < self.n or view.refreshing:
+    def after_step(self, view: Renewable) -> str:
+        """Start one when the vectors are n steps old and none is under way."""
+        if view.age < self.n or view.reindexing:
             return "kept"
-        view.refresh(background=True)
+        view.reindex(background=True)
         return "started"
 
 
-def policy_of(refresh: object) -> Policy:
+def policy_of(reindex: object) -> Policy:
     """The policy given; a number n is EverySteps(n), None is Never(). Raises BadInput for anything else."""
-    if refresh is None:
+    if reindex is None:
         return Never()
-    if isinstance(refresh, int) and not isinstance(refresh, bool):
-        return EverySteps(check.integer(refresh, "refresh"))
-    if isinstance(refresh, Policy) and not isinstance(refresh, type):
-        return refresh
+    if isinstance(reindex, int) and not isinstance(reindex, bool):
+        return EverySteps(check.integer(reindex, "reindex"))
+    if isinstance(reindex, Policy) and not isinstance(reindex, type):
+        return reindex
     raise BadInput(
-        f"refresh is {shown(refresh)}; expected EverySteps(n), OnRecall(target), InBackground(n), Never(), a number of "
-        "steps, or None to refresh by hand"
+        f"reindex is {shown(reindex)}; expected EverySteps(n), OnRecall(target), InBackground(n), Never(), a number of "
+        "steps, or None to reindex by hand"
     )

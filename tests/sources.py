@@ -1,0 +1,47 @@
+"""Small sources for tests: snapshots held in memory, and tensors, as what answers are asked of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from softdb import attend
+from softdb.attend import Columns, Request, Source, Stored
+from softdb.attend.request import Live
+from softdb.check import Metric, Schema
+from softdb.store.snapshot import Snapshot
+from softdb.weights import Softmax, Sparse
+
+
+def stored(snapshot: Snapshot, dim: int = 1, num_classes: int | None = None, value_dim: int | None = None) -> Stored:
+    """A snapshot as a database would show it; the widths are asked for only where nothing is stored to tell them."""
+    for segment in snapshot.segments[:1]:
+        dim = segment.keys.shape[1]
+        value_dim = segment.values.shape[1] if segment.values is not None and segment.values.ndim == 2 else None
+    schema = Schema(dim, value_dim, num_classes, np.dtype(np.float32), Metric.DOT)
+    finder: Any = None  # nobody searches
+    return Stored(snapshot, schema, finder, lambda rows: {})
+
+
+def stream(
+    queries: Tensor,
+    records: Snapshot | Columns,
+    score: Any,
+    temperature: float,
+    *,
+    allowed: Live | None = None,
+    mask: Tensor | None = None,
+    num_classes: int | None = None,
+    value_dim: int | None = None,
+    sparse: Sparse | None = None,
+) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
+    """The answer over every record, and its log-normaliser."""
+    request = Request(queries, score, sparse or Softmax(), temperature, allowed, mask)
+    source: Source
+    if isinstance(records, Columns):
+        source = Columns(records.keys, records.values, num_classes)
+    else:
+        source = stored(records, queries.shape[1], num_classes, value_dim)
+    return attend.stream(request, source)
