@@ -17,7 +17,7 @@ from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
 from softdb.check import Tolerance
 from softdb.index.contract import Floats
-from softdb.index.tail import Tail, TailSample, seeds_of
+from softdb.index.tail import Tail, TailSample, seeds_of, subsample
 from softdb.pool import State, merge
 from softdb.weights import divisor, softmax
 
@@ -220,7 +220,7 @@ class Estimator(NamedTuple):
         out = (drawn.positions < 0) | ~self.counts[drawn.positions]
         drawn.positions[out], drawn.scores[out] = -1, -np.inf
         logits = self.factor * drawn.scores + drawn.log_weights
-        places, logs, largest = kept(drawn, logits, task.budget, seeds_of(asked, 2 * self.request.seed + 1))
+        places, logs, largest = subsample(drawn, logits, task.budget, seeds_of(asked, 2 * self.request.seed + 1))
         total, unseen, hidden = _beyond(drawn, logits)
         thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
         few = ((places >= 0).sum(1) < LEAST) & (thinned > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -158,9 +158,9 @@ class View(Reindexed):
             Closed: the database was closed.
         """
         self.db.require_open()
+        count = None if k is None else check.integer(k, "k")
+        request, source = self.request(queries, temperature, score, k=count, where=where)
         with check.precise():
-            count = None if k is None else check.integer(k, "k")
-            request, source = self.request(queries, temperature, score, k=count, where=where)
             return exact(request, source) if k is None else nearest(request, source)
 
     def search(
@@ -176,8 +176,8 @@ class View(Reindexed):
         Scores carry the gradient to queries and encoder. Raises as `attend`.
         """
         self.db.require_open()
+        request, source = self.request(queries, k=check.integer(k, "k"), where=where, exact=exact)
         with check.precise():
-            request, source = self.request(queries, k=check.integer(k, "k"), where=where, exact=exact)
             found = source.scored(request, source.find(request, int(request.k or 0)).positions)
         rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
         return Hits(rows, found.scores, source.resolve)
@@ -196,18 +196,18 @@ class View(Reindexed):
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
-        asked, encoding = self._queries(queries, query_width(score, self.dim)), self._encoding()
-        request = Request.of(asked, score, None, check.positive(temperature, "temperature"), k=k)
-        folded = request.detached.folded
-        served = k is not None and not exact and folded is not None and folded.metric is self.metric
-        version = self._current(encoding) if served else None
-        snapshot, allowed = self.db.view(where)  # after the version: no row of that is younger
+        encoding = self._encoding()  # under the caller's autocast; all else is as precise as the queries
+        with check.precise():
+            asked = self._queries(queries, query_width(score, self.dim))
+            request = Request.of(asked, score, None, check.positive(temperature, "temperature"), k=k)
+            folded = request.detached.folded
+            served = k is not None and not exact and folded is not None and folded.metric is self.metric
+            version = self._current(encoding) if served else None
+            snapshot, allowed = self.db.view(where)  # after the version: no row of that is younger
         if version is not None and request.score is score_of(self.metric):
             self._asked = asked.detach()[:ASKED].clone()
-        source = Encoded(
-            snapshot, self.db.schema, encoding, self.metric, version, self.overfetch, self.db.resolve,
-            stamp=encoding.stamp,
-        )  # fmt: skip
+        words = self.metric, version, self.overfetch, self.db.resolve
+        source = Encoded(snapshot, self.db.schema, encoding, *words, stamp=encoding.stamp)
         return replace(request, allowed=allowed), source
 
     # -- staleness -----------------------------------------------------------------------------------------------------
