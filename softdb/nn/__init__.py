@@ -1,7 +1,7 @@
 """Torch modules on a database."""
 
 from softdb.nn.attention import Attention
-from softdb.nn.hard import Drawn, MovingBaseline, hard_attention, leave_one_out, reinforce, straight_through
+from softdb.nn.hard import HardSamples, MovingBaseline, hard_attention, leave_one_out, reinforce, straight_through
 from softdb.nn.losses import info_nce, label_loss, pooled_loss, retrieval_loss
 from softdb.nn.memory import Memory
 from softdb.nn.mil import MILPooling
@@ -15,9 +15,9 @@ from softdb.nn.view import View
 
 __all__ = [
     "Attention",
-    "Drawn",
     "EverySteps",
     "GradientReport",
+    "HardSamples",
     "InBackground",
     "KernelClassifier",
     "KernelRegressor",

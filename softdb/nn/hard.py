@@ -16,15 +16,15 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
-from softdb.nn.positives import handle, live
+from softdb.nn.targets import handle, live
 from softdb.pool import pool
 from softdb.scores import Score, ScoreFunction
 from softdb.weights import softmax
 
-__all__ = ["Drawn", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
+__all__ = ["HardSamples", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
 
 
-class Drawn(NamedTuple):
+class HardSamples(NamedTuple):
     """Records drawn for each query, with replacement."""
 
     values: Tensor  # (q, n, v), or one-hot (q, n, num_classes); zeros where a query has none to draw from; no gradient
@@ -42,7 +42,7 @@ def hard_attention(
     score: Score | ScoreFunction | None = None,
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
-) -> Drawn:
+) -> HardSamples:
     """n records for each query, drawn from softmax(score / temperature) over all: the "hard" attention of a database.
 
     Xu et al. 2015, section 4.1. Nothing flows back through the values, which are stored; `log_prob` carries the
@@ -82,7 +82,7 @@ def hard_attention(
         if not stored.is_floating_point():
             stored = F.one_hot(stored, source.width) * live(positions, values).unsqueeze(2)
         values = stored.to(values)
-    return Drawn(values, samples.log_prob, samples.hits)
+    return HardSamples(values, samples.log_prob, samples.hits)
 
 
 def reinforce(

@@ -10,16 +10,29 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.attend import log_normaliser, log_partition, shared_scores
+from softdb.answers import Pooled
+from softdb.attend import Stored, log_normaliser, log_partition, shared_scores
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
-from softdb.nn.negatives import mined, without
-from softdb.nn.positives import Positives, asked, handle, live
-from softdb.nn.targets import class_labels, require_shape
+from softdb.nn.memory import Memory
+from softdb.nn.targets import (
+    Positives,
+    Records,
+    Rows,
+    asked,
+    class_labels,
+    handle,
+    live,
+    mined,
+    refuse,
+    require_shape,
+    without,
+)
+from softdb.nn.view import View
 from softdb.scores import Kernel, Score, ScoreFunction
-from softdb.weights import softmax
+from softdb.weights import Weighting, softmax
 
 __all__ = ["Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss"]
 
@@ -32,11 +45,11 @@ IMPOSSIBLE = 100.0  # what a label without any weight costs, as in torch.nn.BCEL
 
 @eager
 def retrieval_loss(
-    db: SoftDB,
+    db: Records,
     queries: Any,  # (q, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     score: Score | ScoreFunction | None = None,
     k: int | None = None,
     rtol: float | None = None,
@@ -61,10 +74,10 @@ def retrieval_loss(
     costs infinity, with zero gradients.
 
     Args:
-        db: the database.
+        db: the database, a `View` or a `Memory`; a Memory always sees the k nearest (its own k) and the positives.
         queries: (q, d) with their graph, or q texts where the database has an encoder.
         positives: ids; each query needs at least one, and they may differ in number.
-        temperature: divides the scores.
+        temperature: divides the scores; None: 1, or the Memory's own.
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser to that relative error.
@@ -87,20 +100,25 @@ def retrieval_loss(
     """
     reduce = _reduce(reduction)
     tolerance = check.tolerance(rtol, 0.0, 0.95, max_draws, k)
-    ask = asked(db, queries, positives, temperature, score, where, tolerance, generator)
-    if k is not None:
-        return reduce(_over_union(ask, check.integer(k, "k")))
+    count = None if k is None else check.integer(k, "k")
+    ask = asked(db, queries, positives, temperature, score, where, count, tolerance, generator)
+    if count is None and isinstance(db, Memory):
+        count = db.k
     request, source, positions = ask
-    scores = source.scored(request, positions).scores
-    _, found = softmax(scores, request.temperature, live(positions, request.queries))
-    exact = tolerance is None
-    whole = log_normaliser(request, source) if exact else log_partition(request, source).value
+    if count is not None:
+        others = without(source.find(request, count).positions, positions)
+        return reduce(_likelihood(ask, *ask.scored(np.concatenate([positions, others], 1))))
+    positions, scores = ask.scored(positions)
+    found = softmax(scores, request.temperature, live(positions, scores))[1]
+    if tolerance is not None and isinstance(source, Stored):
+        return reduce(_surprise(found, log_partition(request, source).value))
+    whole = log_normaliser(request, source)
     return reduce(_surprise(found, whole))
 
 
 @eager
 def info_nce(
-    db: SoftDB,
+    db: Records,
     queries: Any,  # (q, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
@@ -124,14 +142,14 @@ def info_nce(
     positive it is. Without any negative the loss is 0. Cost of a search for the negatives, then q (q + negatives) d.
 
     Args:
-        db: the database.
+        db: the database, a `View` or a `Memory`.
         queries: (q, d) with their graph.
         positives: ids; each query needs at least one.
         negatives: how many hard negatives a query; 0: only those of the batch.
         in_batch: whether the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: pass over so many of the nearest, which may be positives that nobody has labelled.
         among: draw the negatives at random among so many of the nearest, rather than take the very nearest.
-        temperature: divides the scores; None: 0.07, or 1 for a kernel, whose bandwidth does its work.
+        temperature: divides the scores; None: 0.07, 1 for a kernel, whose bandwidth does its work, or the Memory's own.
         score: as in `attend`; None: the database's metric.
         where: a filter on the payload, for positives and negatives.
         generator: of that draw; None: torch's own random numbers.
@@ -146,36 +164,41 @@ def info_nce(
     pool = count if among is None else check.integer(among, "among")
     if pool < count:
         raise BadInput(f"among is {pool} but negatives {count}; draw them among at least as many")
-    if temperature is None:
+    if temperature is None and not isinstance(db, Memory):
         temperature = 1.0 if isinstance(score, Kernel) else SHARP
-    ask = asked(db, queries, positives, temperature, score, where)
+    ask = asked(db, queries, positives, temperature, score, where, max(1, count))
     request, source, positions = ask
     hard = mined(ask, count, skip, pool, generator)
-    if in_batch:
-        batch = np.unique(positions[positions >= 0])  # (u,)
-        first = shared_scores(request, source, batch)
-        wins = (batch[None, :, None] == positions[:, None, :]).any(2)  # (q, u)
-        hard = np.where(np.isin(hard, batch), -1, hard)
-        taking_part = np.ones_like(wins)
-    else:
-        first = source.scored(request, positions).scores
-        wins = taking_part = positions >= 0
-    scores = torch.cat([first, source.scored(request, hard).scores], 1)
-    columns = [np.concatenate(pair, 1) for pair in ((wins, np.zeros_like(hard, bool)), (taking_part, hard >= 0))]
-    won, whole = (softmax(scores, request.temperature, torch.from_numpy(one).to(scores.device))[1] for one in columns)
-    return reduce(_surprise(won, whole))
+    if not in_batch:
+        return reduce(_likelihood(ask, *ask.scored(np.concatenate([positions, hard], 1))))
+    batch = np.unique(positions[positions >= 0])  # (u,)
+    every = np.broadcast_to(batch, (len(positions), len(batch)))
+    hard = np.where(np.isin(hard, batch), -1, hard)
+    if source.columns is None:
+        return reduce(_likelihood(ask, *ask.scored(np.concatenate([every, hard], 1))))
+    scores = torch.cat([shared_scores(request, source, batch), ask.scored(hard)[1]], 1)
+    return reduce(_likelihood(ask, np.concatenate([every, hard], 1), scores))
 
 
 @eager
 def label_loss(
-    db: SoftDB,
+    db: Records,
     queries: Any,  # (q, d)
     labels: Any,  # (q,) whole numbers
     *,
     logits: Tensor | None = None,  # (q, num_classes)
     interpolation: float = 0.25,
+    temperature: float | None = None,
+    score: Score | ScoreFunction | None = None,
+    weights: str | Weighting | None = None,
+    k: int | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    max_draws: int | None = None,
+    generator: torch.Generator | None = None,
+    where: dict[str, Any] | None = None,
+    mask: Any = None,
     reduction: Reduction = "mean",
-    **words: Any,
 ) -> Tensor:  # (), or (q,) for "none"
     """The negative log-likelihood of labels under the label distribution of the soft query.
 
@@ -187,13 +210,14 @@ def label_loss(
     `attend`; the logarithms are added as logarithms.
 
     Args:
-        db: a database with labels (num_classes).
+        db: a database with labels (num_classes), a `View` or a `Memory` of one.
         queries: (q, d) with their graph.
         labels: what each query should be answered.
         logits: of another model, to which the database adds.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         reduction: "mean" over the queries, "sum" or "none".
-        words: what else `db.attend` takes: temperature, score, weights, k, rtol, generator, where, mask …
+        temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
+            takes temperature, score, k and where, a Memory none of them.
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
@@ -205,7 +229,10 @@ def label_loss(
     wanted = class_labels(labels, classes)
     if logits is not None:
         require_shape(logits, "logits", (len(wanted), classes))
-    pooled = db.attend(queries, **words).output  # (q, num_classes)
+    pooled = _answer(
+        db, queries, temperature=temperature, score=score, weights=weights, k=k, rtol=rtol, atol=atol,
+        max_draws=max_draws, generator=generator, where=where, mask=mask,
+    )  # fmt: skip
     if len(wanted) != len(pooled):
         raise BadInput(f"labels are {len(wanted)} for {len(pooled)} queries; give one for each")
     wanted = wanted.to(pooled.device).unsqueeze(1)
@@ -222,12 +249,21 @@ def label_loss(
 
 @eager
 def pooled_loss(
-    db: SoftDB,
+    db: Records,
     queries: Any,  # (q, d)
     targets: Tensor,  # (q, v)
     *,
+    temperature: float | None = None,
+    score: Score | ScoreFunction | None = None,
+    weights: str | Weighting | None = None,
+    k: int | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    max_draws: int | None = None,
+    generator: torch.Generator | None = None,
+    where: dict[str, Any] | None = None,
+    mask: Any = None,
     reduction: Reduction = "mean",
-    **words: Any,
 ) -> Tensor:  # (), or (q,) for "none"
     """The squared distance ‖o - t‖² between the soft query's answer o and its target t.
 
@@ -236,16 +272,21 @@ def pooled_loss(
     (`rtol=`) adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of the `attend`.
 
     Args:
-        db: the database.
+        db: the database, a `View` or a `Memory`.
         queries: (q, d) with their graph.
         targets: what each query should be answered; v as `attend` answers.
         reduction: "mean", "sum" or "none".
-        words: what else `db.attend` takes: temperature, score, weights, k, rtol, generator, where, mask …
+        temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
+            takes temperature, score, k and where, a Memory none of them.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
     reduce = _reduce(reduction)
-    output = handle(db).attend(queries, **words).output
+    handle(db)
+    output = _answer(
+        db, queries, temperature=temperature, score=score, weights=weights, k=k, rtol=rtol, atol=atol,
+        max_draws=max_draws, generator=generator, where=where, mask=mask,
+    )  # fmt: skip
     require_shape(targets, "targets", tuple(output.shape))
     return reduce((output - targets.to(output)).square().sum(1))
 
@@ -253,16 +294,25 @@ def pooled_loss(
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _over_union(ask: Positives, k: int) -> Tensor:  # (q,)
-    """The loss where the records are the k nearest and the positives."""
-    request, source, positions = ask
-    nearest = source.find(request, k).positions
-    union = np.concatenate([positions, without(nearest, positions)], 1)
-    scores = source.scored(request, union).scores
-    wins = union >= 0
-    wins[:, positions.shape[1] :] = False
-    found = softmax(scores, request.temperature, torch.from_numpy(wins).to(scores.device))[1]
-    return _surprise(found, softmax(scores, request.temperature, live(union, scores))[1])
+def _answer(db: Records, queries: Any, **words: Any) -> Tensor:  # (q, v)
+    """What a soft query of whichever records answers."""
+    given = {name: value for name, value in words.items() if value is not None}
+    if isinstance(db, SoftDB):
+        return db.attend(queries, **given).output
+    taken = ("temperature", "score", "k", "where") if isinstance(db, View) else ()
+    refuse(db, {name: value for name, value in given.items() if name not in taken})
+    found: Pooled = db(queries, **given)
+    return found.output
+
+
+def _likelihood(
+    ask: Positives,
+    positions: Rows,  # (q, k) the positives and others, each once, -1 = none
+    scores: Tensor,  # (q, k)
+) -> Tensor:  # (q,)
+    """-log of the positives' share among some records."""
+    sides = (torch.from_numpy(side).to(scores.device) for side in (ask.wins(positions), positions >= 0))
+    return _surprise(*(softmax(scores, ask.request.temperature, side)[1] for side in sides))
 
 
 def _surprise(

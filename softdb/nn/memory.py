@@ -20,6 +20,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.nn.origin import DIGEST, Followed, Origin
+from softdb.nn.parameters import Parameters
 from softdb.nn.policies import Policy
 from softdb.nn.trained_keys import ASKED, TrainedKeys
 from softdb.reports import MemoryReport
@@ -131,11 +132,17 @@ class Memory(TrainedKeys):
         Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A key that
         training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
         """
-        asked, source = check.queries(queries, self.db.schema.dim), self.source()
-        request = Request.of(asked.cpu(), score_of(self.db.schema.metric), "softmax", self.temperature, k=self.k)
-        self._asked = request.queries.detach()[:ASKED].clone()
-        pooled = nearest(request, source)
+        asked = check.queries(queries, self.db.schema.dim)
+        pooled = nearest(*self.request(asked))
         return pooled if asked.device.type == "cpu" else _on(pooled, asked.device)
+
+    def request(self, queries: Any, temperature: float | None = None) -> tuple[Request, Parameters]:
+        """What is asked, checked, on the CPU, and the parameters that it is asked of; temperature None: its own."""
+        asked, source = check.queries(queries, self.db.schema.dim), self.source()
+        heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
+        request = Request.of(asked.cpu(), score_of(self.db.schema.metric), "softmax", heat, k=self.k)
+        self._asked = request.queries.detach()[:ASKED].clone()
+        return request, source
 
     # -- training ------------------------------------------------------------------------------------------------------
 

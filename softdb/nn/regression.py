@@ -14,7 +14,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.held import Held
-from softdb.nn.positives import handle
+from softdb.nn.targets import handle
 from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
 from softdb.scores.distance import Bandwidth
 

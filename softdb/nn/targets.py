@@ -1,16 +1,190 @@
-"""What answers are compared with: class labels and tensors, checked."""
+"""What losses compare answers with: the records that each query shall find or avoid, class labels, tensors."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import shown
-from softdb.errors import BadInput
+from softdb import check
+from softdb.attend import Request, Source
+from softdb.check import Id, shown
+from softdb.database import SoftDB
+from softdb.errors import BadInput, StaleRead
+from softdb.nn.encoded import Encoded
+from softdb.nn.memory import Memory
+from softdb.nn.parameters import Parameters
+from softdb.nn.view import View
+from softdb.scores import Score, ScoreFunction
 
-__all__ = ["class_labels", "require_shape"]
+__all__ = ["Positives", "Records", "asked", "class_labels", "handle", "live", "mined", "require_shape", "without"]
+
+Rows = NDArray[np.int64]
+Records: TypeAlias = SoftDB | View | Memory
+"""What a loss asks: a database, or the records of one under a trained encoder or as parameters."""
+
+
+class Positives(NamedTuple):
+    """A request, the records that it may see, and which of them each query shall find."""
+
+    request: Request
+    source: Source
+    positions: Rows  # (q, m) each query's own, no two the same, -1 = none
+
+    def scored(
+        self,
+        positions: Rows,  # (q, k), -1 = none
+    ) -> tuple[Rows, Tensor]:  # (q, k), (q, k)
+        """Some records in the order of the source, and their scores, -inf for none."""
+        source, missing = self.source, positions < 0
+        if isinstance(source, Parameters):  # knows no missing ones: a positive stands for them
+            found = source.scored(self.request, np.where(missing, self.positions[:, :1], positions))
+            return positions, found.scores.masked_fill(~live(positions, found.scores), -torch.inf)
+        return source.scored(self.request, positions)[:2]
+
+    def wins(
+        self,
+        positions: Rows,  # (q, k), -1 = none
+    ) -> NDArray[np.bool_]:  # (q, k)
+        """Which of some records each query shall find."""
+        found: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
+        return found
+
+
+def asked(
+    db: Records,
+    queries: Any,
+    positives: Any,
+    temperature: float | None,
+    score: Score | ScoreFunction | None,
+    where: dict[str, Any] | None,
+    k: int | None = None,
+    tolerance: check.Tolerance | None = None,
+    generator: torch.Generator | None = None,
+) -> Positives:
+    """What a loss over positives asks, checked; one look into the catalogue for all ids.
+
+    Raises UnknownId for a positive that is not stored; BadInput for a query without one, one outside `where`, or
+    another number of them than of queries; StaleRead for one that is being replaced at this moment.
+    """
+    database = handle(db)
+    request, source = _requested(db, queries, temperature, score, where, k, tolerance, generator)
+    lists = _lists(positives, len(request.queries))
+    names = [name for mine in lists for name in mine]
+    rows = database.locate(names, required=True)[1] if names else np.zeros(0, np.int64)
+    found = _places(source, rows)
+    if (gone := ~source.live[found] | (found < 0)).any():
+        advice = "reload() the memory" if isinstance(db, Memory) else "call again"
+        raise StaleRead(f"positive {shown(names[int(gone.argmax())])} was replaced during the call; {advice}")
+    if request.allowed is not None and (outside := ~request.allowed[found]).any():
+        raise BadInput(
+            f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
+            "filter; every positive must match where=, or the loss compares with records that cannot win"
+        )
+    return Positives(request, source, check.padded(found, [len(mine) for mine in lists]))
+
+
+def _requested(
+    db: Records,
+    queries: Any,
+    temperature: float | None,
+    score: Score | ScoreFunction | None,
+    where: dict[str, Any] | None,
+    k: int | None,
+    tolerance: check.Tolerance | None,
+    generator: torch.Generator | None,
+) -> tuple[Request, Source]:
+    """What is asked, of whichever records."""
+    if isinstance(db, SoftDB):
+        heat = 1.0 if temperature is None else temperature
+        return db.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
+    refuse(db, {"rtol": tolerance})
+    if isinstance(db, Memory):
+        refuse(db, {"score": score, "where": where})
+        return db.request(queries, temperature)
+    return db.request(queries, 1.0 if temperature is None else temperature, score, k=k, where=where)
+
+
+def refuse(db: Records, words: dict[str, Any]) -> None:
+    """Raises BadInput naming the arguments that a View or a Memory does not take."""
+    given = [name for name, value in words.items() if value is not None]
+    if given:
+        raise BadInput(f"a {type(db).__name__} takes no {' and no '.join(given)}; leave it out, or ask the database")
+
+
+def _places(source: Source, rows: Rows) -> Rows:
+    """Where rows stand in a source, -1 for none."""
+    snapshot = source.snapshot if isinstance(source, Encoded) else source.columns
+    if snapshot is not None:
+        return snapshot.positions(rows)
+    known = {row: place for place, row in enumerate(source.rows(np.arange(len(source.live))).tolist())}
+    return np.array([known.get(row, -1) for row in rows.tolist()], np.int64)
+
+
+def handle(db: object) -> SoftDB:
+    """The open database, also behind a View or a Memory. Raises BadInput for something else, Closed if it is closed."""
+    found = db.db if isinstance(db, View | Memory) else db
+    if not isinstance(found, SoftDB):
+        raise BadInput(f"db is {shown(db)}; expected an open softdb database")
+    found.require_open()
+    return found
+
+
+def _lists(value: Any, queries: int) -> list[list[Id]]:
+    """Ids of each query, each once."""
+    if isinstance(value, np.ndarray | Tensor):
+        value = value.tolist()
+    if isinstance(value, str | int) or not isinstance(value, Iterable) or isinstance(value, bytes):
+        value = [value]
+    entries: list[Any] = list(value)
+    if len(entries) != queries:
+        raise BadInput(
+            f"positives are {len(entries)} for {queries} queries; give one id, or one list of ids, for each query"
+        )
+    flat: list[Any] = []
+    ends: list[int] = []
+    for i, one in enumerate(entries):
+        mine = [one] if isinstance(one, str | int) else one.tolist() if isinstance(one, np.ndarray | Tensor) else one
+        if not isinstance(mine, list | tuple | set | frozenset):
+            mine = [mine]
+        if not mine:
+            raise BadInput(f"query {i} has no positives; give each query at least one id, or leave the query out")
+        flat += mine
+        ends.append(len(flat))
+    names = check.identifiers(flat, unique=False)
+    return [list(dict.fromkeys(names[low:high])) for low, high in zip([0, *ends], ends, strict=False)]
+
+
+def live(positions: Rows, like: Tensor) -> Tensor:
+    """Where there is a record, on the device of another tensor."""
+    return torch.from_numpy(positions >= 0).to(like.device)
+
+
+def mined(
+    ask: Positives, count: int, skip: int, pool: int, generator: torch.Generator | None
+) -> Rows:  # (q, count) at most, -1 = none
+    """Hard negatives: `count` of the `pool` nearest that are no positives, after the first `skip` of them."""
+    request, source, positions = ask
+    if not count:
+        return np.full((len(positions), 0), -1, np.int64)
+    width = skip + pool + positions.shape[1]
+    nearest = without(source.find(request, width).positions, positions)
+    rank = (nearest >= 0).cumsum(1) - 1
+    nearest[(rank < skip) | (rank >= skip + pool)] = -1
+    order = np.zeros(nearest.shape)
+    if pool > count:
+        order = torch.rand(nearest.shape, generator=generator).numpy()
+    first = np.argsort(np.where(nearest < 0, 2.0, order), 1, kind="stable")[:, :count]
+    return np.take_along_axis(nearest, first, 1)
+
+
+def without(found: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q, k)
+    """What was found, -1 where it is among the positions of its query."""
+    return np.where((found[:, :, None] == positions[:, None, :]).any(2), -1, found)
 
 
 def class_labels(value: Any, classes: int) -> Tensor:  # (q,)

@@ -14,8 +14,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
-from softdb.nn.positives import handle
-from softdb.nn.targets import require_shape
+from softdb.nn.targets import handle, require_shape
 from softdb.scores import Score, ScoreFunction
 
 __all__ = ["GradientReport", "Telemetry", "gradient_report"]

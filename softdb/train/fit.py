@@ -185,7 +185,7 @@ def fit(
         require_known(db, right, [f"query {i}" for i in range(len(right))])
         parts = split(asked, right, holdout, settings.patience is not None, settings.seed)
         identity = checkpoints.identity(db, asked, right, parts, asdict(settings))
-        run = _Run(db, asked, right, parts, settings)
+        run = _Training(db, asked, right, parts, settings)
         if resume and file is not None:
             run.restore(checkpoints.read(file, identity), file)
         while len(run.history) < epochs and not run.stalled:
@@ -213,7 +213,7 @@ def _asked(db: SoftDB, queries: Any) -> Tensor:  # (m, d) float32
     return found
 
 
-class _Run:
+class _Training:
     """A run of training between two epochs."""
 
     def __init__(
