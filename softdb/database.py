@@ -390,8 +390,9 @@ class SoftDB:
         torch's own random numbers.
         """
         request, source = self.request(queries, temperature, score, where=where, mask=mask)
-        generator = torch.default_generator if generator is None else generator
-        return sampled(request, source, check.integer(n, "n"), generator)
+        count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(request.queries)))
+        generator = check.generator(generator) or torch.default_generator
+        return sampled(request, source, count, generator)
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -746,6 +747,7 @@ class SoftDB:
         snapshot, allowed = self.view(where)
         if mask is not None:
             mask = check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device)
+        generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
         request = Request.of(
             tensor, score, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
