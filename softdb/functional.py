@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 
 from softdb.attend import Columns, Request, stream, weighed
+from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.request import indifferent
 from softdb.check import positive, shown
 from softdb.errors import BadInput
 from softdb.scores import Kernel, ScaledDot, Score, ScoreFunction, query_width
-from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting, valid_mask, weighting
+from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting, weighting
 
 __all__ = ["Attended", "attention"]
 
@@ -151,8 +151,8 @@ def _attention(
             f"{query_width(score, asked[1].shape[-1])} wide (shapes {tuple(asked[0].shape)} and "
             f"{tuple(asked[1].shape)}); encode them alike, or use a score that takes both widths"
         )
-    layout = _Layout.of(*asked)
-    live = _Live.of(layout, mask, valid_len, is_causal, asked[0].device)
+    layout = Layout.of(*asked)
+    live = TakingPart.of(layout, mask, valid_len, is_causal, asked[0].device)
     queries, keys, values = layout.queries(asked[0]), layout.records(asked[1]), layout.records(asked[2])
     # it knows what a weighting makes of a score, whatever the shape of the queries
     request = Request.of(queries, score, by, positive(temperature, "temperature"))
@@ -169,7 +169,7 @@ def _attention(
 
 def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Tensor], torch.dtype]:
     """The three in one dtype, on one device, with as many dimensions; and the dtype of the output."""
-    named = {"query": _tensor(query, "query"), "key": _tensor(key, "key"), "value": _tensor(value, "value")}
+    named = {"query": as_tensor(query, "query"), "key": as_tensor(key, "key"), "value": as_tensor(value, "value")}
     for name, one in named.items():
         if one.dtype is torch.bool or one.is_complex():
             raise BadInput(f"{name} is of type {one.dtype}; expected real numbers")
@@ -199,158 +199,6 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     return (query, key, value), narrow
 
 
-def _tensor(value: Any, name: str) -> Tensor:
-    """A tensor of what came."""
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return torch.from_numpy(np.array(value))
-    except (TypeError, ValueError, RuntimeError):
-        raise BadInput(f"{name} is {shown(value)}; expected a tensor, an array or a list of numbers") from None
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How leading dimensions become (u, q): u entries with records of their own, each with q queries.
-
-    Where keys and values are shared, a leading dimension only means more queries of the same records.
-    """
-
-    lead: tuple[int, ...]
-    m: int
-    n: int
-    own: tuple[int, ...]  # leading dimensions in which keys or values differ
-    shared: tuple[int, ...]  # the others
-
-    @classmethod
-    def of(
-        cls,
-        query: Tensor,  # (…, m, d_q)
-        key: Tensor,  # (…, n, d)
-        value: Tensor,  # (…, n, v)
-    ) -> _Layout:
-        lead = np.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value)))
-        same = [key.shape[i] == value.shape[i] == 1 for i in range(len(lead))]
-        own = tuple(i for i, alike in enumerate(same) if not alike)
-        shared = tuple(i for i, alike in enumerate(same) if alike)
-        return cls(lead, query.shape[-2], key.shape[-2], own, shared)
-
-    @property
-    def moved(self) -> tuple[int, ...]:
-        """Sizes of the leading dimensions, their own first, and m."""
-        return (*(self.lead[i] for i in (*self.own, *self.shared)), self.m)
-
-    @property
-    def entries(self) -> int:
-        """u."""
-        return math.prod(self.lead[i] for i in self.own)
-
-    def apart(
-        self,
-        tensor: Tensor,  # broadcasts to (…, m, *)
-        last: int,  # *
-    ) -> Tensor:  # (own …, shared …, m, *), a view
-        """A tensor of the queries with its own dimensions first."""
-        end = len(self.lead)
-        return tensor.expand(*self.lead, self.m, last).permute(*self.own, *self.shared, end, end + 1)
-
-    def queries(
-        self,
-        query: Tensor,  # (…, m, d_q)
-    ) -> Tensor:  # (u, q, d_q)
-        """Queries, folded."""
-        moved = self.apart(query, query.shape[-1])
-        return moved.reshape(self.entries, math.prod(moved.shape[len(self.own) : -1]), query.shape[-1])
-
-    def records(
-        self,
-        records: Tensor,  # (…, n, d)
-    ) -> Tensor:  # (u, n, d)
-        """Keys or values, folded."""
-        end = len(self.lead)
-        moved = records.permute(*self.own, *self.shared, end, end + 1).flatten(len(self.own), end)
-        own = (self.lead[i] for i in self.own)
-        return moved.expand(*own, *moved.shape[-2:]).reshape(self.entries, *moved.shape[-2:])
-
-    def back(
-        self,
-        tensor: Tensor,  # (u, q) or (u, q, *)
-    ) -> Tensor:  # (…, m) or (…, m, *)
-        """What was found, as the caller's leading dimensions have it."""
-        order = (*self.own, *self.shared)
-        apart = tensor.reshape(*self.moved, *tensor.shape[2:])
-        return apart.permute(*(order.index(i) for i in range(len(order))), *range(len(order), apart.ndim))
-
-
-@dataclass(frozen=True)
-class _Live:
-    """Which keys take part in which query, made when it is asked for."""
-
-    layout: _Layout
-    mask: Tensor | None  # (own …, shared …, m, n) bool
-    lengths: Tensor | None  # (own …, shared …, m)
-    causal: bool
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls, layout: _Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
-    ) -> _Live | None:  # None: all
-        """Checked."""
-        if mask is None and valid_len is None and not causal:
-            return None
-        return cls(
-            layout,
-            None if mask is None else layout.apart(_mask(mask, layout).to(device), layout.n),
-            None if valid_len is None else layout.apart(_lengths(valid_len, layout).to(device), 1)[..., 0],
-            causal,
-            device,
-        )
-
-    def rows(self, low: int, high: int) -> Tensor:  # (high - low, n) bool
-        """For some of the queries, counted over u and q."""
-        places = torch.unravel_index(torch.arange(low, high, device=self.device), self.layout.moved)
-        keys = torch.arange(self.layout.n, device=self.device)
-        live = keys <= places[-1].unsqueeze(1) if self.causal else torch.ones_like(keys, dtype=torch.bool)
-        if self.mask is not None:
-            live = live & self.mask[places]
-        if self.lengths is not None:
-            live = live & valid_mask(self.lengths[places], 1, self.layout.n)[:, 0]
-        return live
-
-
-def _mask(mask: Any, layout: _Layout) -> Tensor:
-    """A bool tensor that broadcasts to (…, m, n)."""
-    found = _tensor(mask, "mask")
-    if found.dtype is not torch.bool:
-        raise BadInput(f"mask has dtype {found.dtype}; expected bool, True where the key takes part")
-    expected = (*layout.lead, layout.m, layout.n)
-    try:
-        fits = np.broadcast_shapes(found.shape, expected) == expected
-    except ValueError:
-        fits = False
-    if not fits:
-        raise BadInput(f"mask has shape {tuple(found.shape)}; expected {expected} or one that broadcasts to it")
-    return found
-
-
-def _lengths(valid_len: Any, layout: _Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
-    """Valid lengths, aligned with the leading dimensions."""
-    b = layout.lead[0] if layout.lead else 1
-    lengths = _tensor(valid_len, "valid_len")
-    if tuple(lengths.shape) not in ((b,), (b, layout.m)):
-        raise BadInput(
-            f"valid_len has shape {tuple(lengths.shape)}; expected ({b},) or ({b}, {layout.m}) for leading dimensions "
-            f"{layout.lead} and {layout.m} queries"
-        )
-    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses what are no whole numbers
-    if lengths.numel():
-        valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # the shortest and the longest speak for all
-    shape = (b, *(1 for _ in layout.lead[1:]), *lengths.shape[1:])
-    aligned = lengths.reshape(shape if layout.lead else shape[1:])
-    return (aligned if lengths.ndim == 2 else aligned.unsqueeze(-1)).unsqueeze(-1)
-
-
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +209,7 @@ class _Call(NamedTuple):
     keys: Tensor  # (u, n, d)
     values: Tensor  # (u, n, v)
     together: bool  # whether the score takes all entries at once
-    live: _Live | None
+    live: TakingPart | None
 
 
 def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)

@@ -1,0 +1,170 @@
+"""Leading dimensions of plain tensors: how they become entries with records of their own, and which keys take part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softdb.check import shown
+from softdb.errors import BadInput
+from softdb.weights import valid_mask
+
+__all__ = ["Layout", "TakingPart", "as_tensor"]
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A tensor of what came."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{name} is {shown(value)}; expected a tensor, an array or a list of numbers") from None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How leading dimensions become (u, q): u entries with records of their own, each with q queries.
+
+    Where keys and values are shared, a leading dimension only means more queries of the same records.
+    """
+
+    lead: tuple[int, ...]
+    m: int
+    n: int
+    own: tuple[int, ...]  # leading dimensions in which keys or values differ
+    shared: tuple[int, ...]  # the others
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,  # (…, m, d_q)
+        key: Tensor,  # (…, n, d)
+        value: Tensor,  # (…, n, v)
+    ) -> Layout:
+        """The layout of queries, keys and values that broadcast to each other."""
+        lead = np.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value)))
+        same = [key.shape[i] == value.shape[i] == 1 for i in range(len(lead))]
+        own = tuple(i for i, alike in enumerate(same) if not alike)
+        shared = tuple(i for i, alike in enumerate(same) if alike)
+        return cls(lead, query.shape[-2], key.shape[-2], own, shared)
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Sizes of the leading dimensions, their own first, and m."""
+        return (*(self.lead[i] for i in (*self.own, *self.shared)), self.m)
+
+    @property
+    def entries(self) -> int:
+        """u."""
+        return math.prod(self.lead[i] for i in self.own)
+
+    def apart(
+        self,
+        tensor: Tensor,  # broadcasts to (…, m, *)
+        last: int,  # *
+    ) -> Tensor:  # (own …, shared …, m, *), a view
+        """A tensor of the queries with its own dimensions first."""
+        end = len(self.lead)
+        return tensor.expand(*self.lead, self.m, last).permute(*self.own, *self.shared, end, end + 1)
+
+    def queries(
+        self,
+        query: Tensor,  # (…, m, d_q)
+    ) -> Tensor:  # (u, q, d_q)
+        """Queries, folded."""
+        moved = self.apart(query, query.shape[-1])
+        return moved.reshape(self.entries, math.prod(moved.shape[len(self.own) : -1]), query.shape[-1])
+
+    def records(
+        self,
+        records: Tensor,  # (…, n, d)
+    ) -> Tensor:  # (u, n, d)
+        """Keys or values, folded."""
+        end = len(self.lead)
+        moved = records.permute(*self.own, *self.shared, end, end + 1).flatten(len(self.own), end)
+        own = (self.lead[i] for i in self.own)
+        return moved.expand(*own, *moved.shape[-2:]).reshape(self.entries, *moved.shape[-2:])
+
+    def back(
+        self,
+        tensor: Tensor,  # (u, q) or (u, q, *)
+    ) -> Tensor:  # (…, m) or (…, m, *)
+        """What was found, as the caller's leading dimensions have it."""
+        order = (*self.own, *self.shared)
+        apart = tensor.reshape(*self.moved, *tensor.shape[2:])
+        return apart.permute(*(order.index(i) for i in range(len(order))), *range(len(order), apart.ndim))
+
+
+@dataclass(frozen=True)
+class TakingPart:
+    """Which keys take part in which query, made when it is asked for."""
+
+    layout: Layout
+    mask: Tensor | None  # (own …, shared …, m, n) bool
+    lengths: Tensor | None  # (own …, shared …, m)
+    causal: bool
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, layout: Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
+    ) -> TakingPart | None:  # None: all
+        """Checked."""
+        if mask is None and valid_len is None and not causal:
+            return None
+        return cls(
+            layout,
+            None if mask is None else layout.apart(_mask(mask, layout).to(device), layout.n),
+            None if valid_len is None else layout.apart(_lengths(valid_len, layout).to(device), 1)[..., 0],
+            causal,
+            device,
+        )
+
+    def rows(self, low: int, high: int) -> Tensor:  # (high - low, n) bool
+        """For some of the queries, counted over u and q."""
+        places = torch.unravel_index(torch.arange(low, high, device=self.device), self.layout.moved)
+        keys = torch.arange(self.layout.n, device=self.device)
+        live = keys <= places[-1].unsqueeze(1) if self.causal else torch.ones_like(keys, dtype=torch.bool)
+        if self.mask is not None:
+            live = live & self.mask[places]
+        if self.lengths is not None:
+            live = live & valid_mask(self.lengths[places], 1, self.layout.n)[:, 0]
+        return live
+
+
+def _mask(mask: Any, layout: Layout) -> Tensor:
+    """A bool tensor that broadcasts to (…, m, n)."""
+    found = as_tensor(mask, "mask")
+    if found.dtype is not torch.bool:
+        raise BadInput(f"mask has dtype {found.dtype}; expected bool, True where the key takes part")
+    expected = (*layout.lead, layout.m, layout.n)
+    try:
+        fits = np.broadcast_shapes(found.shape, expected) == expected
+    except ValueError:
+        fits = False
+    if not fits:
+        raise BadInput(f"mask has shape {tuple(found.shape)}; expected {expected} or one that broadcasts to it")
+    return found
+
+
+def _lengths(valid_len: Any, layout: Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
+    """Valid lengths, aligned with the leading dimensions."""
+    b = layout.lead[0] if layout.lead else 1
+    lengths = as_tensor(valid_len, "valid_len")
+    if tuple(lengths.shape) not in ((b,), (b, layout.m)):
+        raise BadInput(
+            f"valid_len has shape {tuple(lengths.shape)}; expected ({b},) or ({b}, {layout.m}) for leading dimensions "
+            f"{layout.lead} and {layout.m} queries"
+        )
+    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses what are no whole numbers
+    if lengths.numel():
+        valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # the shortest and the longest speak for all
+    shape = (b, *(1 for _ in layout.lead[1:]), *lengths.shape[1:])
+    aligned = lengths.reshape(shape if layout.lead else shape[1:])
+    return (aligned if lengths.ndim == 2 else aligned.unsqueeze(-1)).unsqueeze(-1)

@@ -1,0 +1,16 @@
+"""SoftDB: the one stateful class. It orchestrates store, index and answers, and contains no mathematics."""
+
+from __future__ import annotations
+
+from softdb.database.asking import AskingVerbs
+from softdb.database.indexing import IndexVerbs
+from softdb.database.records import RecordVerbs
+
+__all__ = ["SoftDB"]
+
+
+class SoftDB(RecordVerbs, AskingVerbs, IndexVerbs):
+    """A durable database of embedded keys and values that answers exact, approximate and soft queries.
+
+    Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
+    """

@@ -1,0 +1,295 @@
+"""Answers: nearest records, soft queries, samples, densities and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from softdb import check
+from softdb.answers import Estimate, Hits, Pooled, Samples
+from softdb.attend import Request, Stored, counted, estimated, exact, hits, log_partition, nearest, sampled
+from softdb.check import Id
+from softdb.database.handle import Handle, verb
+from softdb.errors import BadInput
+from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
+from softdb.store import Snapshot
+from softdb.typing import IdsPerQuery, Vectors
+from softdb.weights import Weighting
+
+__all__ = ["AskingVerbs"]
+
+MOST_SAMPLED = 2**31  # records that one call of `sample` may draw
+
+
+class AskingVerbs(Handle):
+    """What is asked of a database by vector."""
+
+    @verb
+    def search(
+        self,
+        queries: Vectors,
+        k: int | None = None,
+        *,
+        where: dict[str, Any] | None = None,
+        exact: bool = False,
+        radius: float | None = None,
+        exclude_ids: IdsPerQuery | None = None,
+        diversity: float | None = None,
+        fetch_k: int | None = None,
+    ) -> Hits:
+        """The k nearest records of each query, best first; with m records to choose from, min(k, m) of them.
+
+        The answer is min(k, len(db)) wide; where a filter leaves fewer records, a line ends in row -1, score -inf.
+
+        Args:
+            queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
+                `hits.scores` carry the gradient. Answers are in the queries' precision; a list is float32.
+            k: how many; 10 where nothing else is asked for.
+            where: a filter on the payload; see `softdb.store.filters`.
+            exact: pass the index by.
+            radius: in place of k, every record that is near enough, always exact: for "l2" a largest distance,
+                ‖q - k‖ ≤ radius, though scores are -‖q - k‖²; for "dot" and "cosine" a least score, s ≥ radius. The
+                answer is as wide as the query with the most hits; the others end in row -1, score -inf.
+            exclude_ids: ids that shall not be found, one list for all queries or one for each of them (a query that is
+                itself stored leaves itself out); k others are. Unknown ids are fine.
+            diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
+                nearest `fetch_k` by maximal marginal relevance, and come in the order of choosing. See
+                `softdb.index.diverse`. Scores stay those of the query.
+            fetch_k: for diversity; 4 k where not given.
+
+        Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
+
+            db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
+            db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
+            db.search(queries, k=5, diversity=0.3)
+        """
+        metric = self._store.schema.metric
+        tensor = self.as_queries(queries)
+        ask = check.asked(k, radius, diversity, fetch_k, metric)
+        left_out = [] if exclude_ids is None else check.excluded(exclude_ids, len(tensor))
+        snapshot, allowed, excluded = self._view_without(where, left_out) if left_out else (*self.view(where), None)
+        find = functools.partial(self._finder.find, snapshot, exact=exact)
+        return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
+
+    @verb
+    def attend(
+        self,
+        queries: Any,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        weights: str | Weighting | None = None,
+        k: int | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        need_weights: bool = False,
+    ) -> Pooled:
+        """The soft query: the mean of the values, weighted by softmax(score / temperature) or another weighting.
+
+            w_i = exp(s(q, k_i) / T) / Σ_j exp(s(q, k_j) / T),  output = Σ_i w_i v_i,  lse = log Σ_j exp(s(q, k_j) / T)
+
+        Over every record that takes part (exact; cost q n (d + v), memory O(block)); or with `k=` over the k nearest:
+        `exact` tells where that is proven to be the same, `missed_mass` estimates the weight of the others. Output and
+        lse are differentiable in the queries and in the score's parameters.
+
+        Args:
+            queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder. As wide as
+                the keys, unless the score compares other widths.
+            temperature: towards 0 the nearest record's value, towards infinity the mean of all values.
+            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, by
+                which its index finds. `softdb.attention` has ScaledDot instead, as torch has: score=scores.ScaledDot()
+                gives that here.
+            weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
+                (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
+            k: truncate to the k nearest. A score that no index can find for is compared with every record.
+            rtol, atol: estimate to a tolerance, from records that are drawn through the index: the error ‖ô - o‖ shall
+                be at most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` tells how large it is, `met` where that fits. Exact
+                where that costs less, and where nothing can be drawn: no IVF index, one of another metric than the
+                score's, a mask. BadInput for weights other than softmax, and scores without an index form.
+            confidence: the share of answers whose error shall be within their `bar`.
+            max_draws: pool so many records for a query at most, whether the tolerance is met or not; `bar` is inf
+                where nothing can be said of what was not drawn. More may be scored to narrow the bar, unless the
+                queries want a gradient.
+            generator: draws anew with each call, as training wants; None: the same draw every time.
+            where: a filter on the payload.
+            mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.
+            need_weights: hold the weights of an exact answer: `weights` (q, n) of `hits`, every record that takes part,
+                in row order. Memory q n; without it they are never held. With `k` and tolerances they always are.
+
+        An empty set of records gives zeros and lse = -inf, with gradient zero.
+        """
+        tolerance = check.tolerance(rtol, atol, confidence, max_draws, k)
+        count = None if k is None else check.integer(k, "k")
+        request, source = self.request(
+            queries, temperature, score, weights, where, mask, k=count, tolerance=tolerance, generator=generator,
+            need_weights=need_weights,
+        )  # fmt: skip
+        if tolerance is not None:
+            return estimated(request, source)
+        return exact(request, source) if k is None else nearest(request, source)
+
+    @verb
+    def log_partition(
+        self,
+        queries: Any,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        rtol: float = 0.05,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """log Z = log Σ exp(score / temperature) over every record, estimated so that |Ẑ / Z - 1| ≤ rtol.
+
+        What normalises a softmax; `log_density` is the same for a kernel. Z itself is estimated without bias, and so is
+        its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
+        """
+        tolerance = check.tolerance(rtol, 0.0, confidence, max_draws, None)
+        if tolerance is None:
+            raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+        return log_partition(
+            *self.request(queries, temperature, score, where=where, tolerance=tolerance, generator=generator)
+        )
+
+    @verb
+    def log_density(
+        self,
+        queries: Any,
+        kernel: Kernel,
+        *,
+        rtol: float = 0.05,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """Kernel density estimate log p(q) = log Σ_i K(q, k_i) - log n - log ∫K (Rosenblatt 1956; Parzen 1962).
+
+        Differentiable in the queries and the bandwidth. -inf where no record takes part, or none within a compact
+        kernel. Drawn through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
+
+            db.log_density(queries, scores.Gaussian(0.3)).value
+        """
+        if not isinstance(kernel, Kernel):
+            raise BadInput(f"kernel is {check.shown(kernel)}; expected one of softdb.scores, such as Gaussian(0.3)")
+        tolerance = check.tolerance(rtol, 0.0, confidence, max_draws, None)
+        if tolerance is None:
+            raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+        request, source = self.request(queries, score=kernel, where=where, tolerance=tolerance, generator=generator)
+        found = log_partition(request, source)
+        shift = request.taking_part(source).clamp(min=1).to(found.value).log() + kernel.log_volume(
+            request.queries.shape[1]
+        )
+        return dataclasses.replace(found, value=found.value - shift.to(found.value))
+
+    @verb
+    def count_within(
+        self,
+        queries: Any,
+        radius: float,
+        *,
+        rtol: float = 0.05,
+        atol: float = 0.0,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """How many records are near enough, estimated: `value` (q,) float64, its `bar`, `met`, `exact`.
+
+        A count has no gradient. Exact where that costs less, such as for few records or few that are near.
+
+        Args:
+            queries: as in `search`.
+            radius: as in `search`: the largest distance for "l2" (not its score, which is -distance²), else the least
+                score.
+            rtol, atol: the error shall be at most atol + rtol max(count, 1).
+            confidence, max_draws, generator: as in `attend`; at most so many records are drawn.
+            where: a filter on the payload.
+        """
+        metric = self._store.schema.metric
+        ask, tensor = check.asked(None, radius, None, None, metric), self.as_queries(queries).detach()
+        tolerance = check.tolerance(rtol, atol, confidence, max_draws, None)
+        if tolerance is None or ask.least is None:
+            raise BadInput("radius or rtol is None; expected numbers, such as radius=0.8 and rtol=0.05")
+        request, source = self.request(tensor, where=where, tolerance=tolerance, generator=generator)
+        return counted(request, source, ask.least)
+
+    @verb
+    def sample(
+        self,
+        queries: Any,
+        n: int = 1,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> Samples:
+        """n records for each query, drawn with replacement from softmax(score / temperature) over all: exactly.
+
+        `log_prob` carries the gradient, as REINFORCE wants it: -(reward * samples.log_prob).mean(). Cost q n d: one
+        pass over the records, two where the queries want a gradient. Other arguments as `attend`; without a generator
+        torch's own random numbers.
+        """
+        request, source = self.request(queries, temperature, score, where=where, mask=mask)
+        count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(request.queries)))
+        generator = check.generator(generator) or torch.default_generator
+        return sampled(request, source, count, generator)
+
+    def source(self, snapshot: Snapshot) -> Stored:
+        """The records of a generation, as every answer reads them."""
+        return Stored(snapshot, self._store.schema, self._finder, self._store.read)
+
+    def request(
+        self,
+        queries: Any,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        weights: str | Weighting | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        *,
+        k: int | None = None,
+        tolerance: check.Tolerance | None = None,
+        generator: torch.Generator | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Request, Stored]:
+        """What a soft verb asks, checked, and the records it asks; arguments as `attend`. Raises BadInput."""
+        if score is not None and not callable(score):
+            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        schema = self._store.schema
+        score = score_of(schema.metric) if score is None else score
+        tensor = self.as_queries(queries, query_width(score, schema.dim))
+        temperature = check.positive(temperature, "temperature")
+        snapshot, allowed = self.view(where)
+        if mask is not None:
+            mask = check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device)
+        generator = check.generator(generator)
+        seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+        request = Request.of(
+            tensor, score, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
+        )
+        return request, self.source(snapshot)
+
+    def _view_without(
+        self, where: dict[str, Any] | None, left_out: list[list[Id]]
+    ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
+        """As `_view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
+        with self._store.lock, self._store.read_transaction():
+            snapshot, allowed = self.view(where)
+            rows = self._store.locate([one for names in left_out for one in names])[1]
+        return snapshot, allowed, snapshot.positions(check.padded(rows, [len(names) for names in left_out]))

@@ -1,0 +1,268 @@
+"""The handle of a database: what every verb shares, its lifecycle, and the inner face for modules built on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb import check
+from softdb.check import Id, Schema
+from softdb.errors import BadInput, SoftDBError
+from softdb.index import Finder
+from softdb.reports import CompactReport, SnapshotReport, Stats
+from softdb.store import Snapshot, Store
+from softdb.store.compact import compact
+from softdb.store.duplicate import duplicate
+from softdb.store.stats import stats
+from softdb.store.verify import verify
+from softdb.typing import Vectors
+
+__all__ = ["Handle", "verb"]
+
+_log = logging.getLogger("softdb")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+H = TypeVar("H", bound="Handle")
+
+
+def verb(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
+    """A public method: a closed handle is refused first, and every error names the method, once."""
+
+    @functools.wraps(method)
+    def call(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files: torch.compile runs the verb as it is
+            return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+        try:
+            self._store.require_open()
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with check.precise():
+                    return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+        except SoftDBError as error:
+            if not hasattr(error, "verb"):
+                error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
+                error.args = (f"{error.verb}: {error.args[0]}", *error.args[1:])  # type: ignore[attr-defined]
+            raise
+
+    return call
+
+
+class Handle:
+    """Store, finder and encoder of one database; its lifecycle, and the inner face for modules built on it."""
+
+    def __init__(self, store: Store, encoder: check.Encoder | None, device: torch.device | None) -> None:
+        self._store = store
+        self._finder = Finder(store, device)
+        self._encoder = encoder
+        self._device = device
+
+    # -- the handle ------------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path | None:
+        """Its directory; None in memory."""
+        return self._store.path
+
+    @property
+    def mode(self) -> str:
+        """ "rw", or "r" for a handle that only reads."""
+        return self._store.mode
+
+    @property
+    def device(self) -> torch.device:
+        """Where this handle computes: queries that are no tensors are answered there, and the index is searched there.
+
+        Given to `softdb.open`, changed by `build_index(device=)`. A tensor is answered where it lies.
+        """
+        return torch.device("cpu") if self._device is None else self._device
+
+    @property
+    def dim(self) -> int:
+        """d, the width of a key."""
+        return self._store.schema.dim
+
+    @property
+    def value_dim(self) -> int | None:
+        """v, the width of a value; None where values are labels, or the keys themselves."""
+        return self._store.schema.value_dim
+
+    @property
+    def num_classes(self) -> int | None:
+        """Values are integer labels below this; None where they are not labels."""
+        return self._store.schema.num_classes
+
+    @property
+    def dtype(self) -> str:
+        """How vectors are stored, "float32" or "float16"."""
+        return self._store.schema.dtype.name
+
+    @property
+    def metric(self) -> str:
+        """How queries and keys are compared: "dot", "cosine" or "l2"."""
+        return self._store.schema.metric.value
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change; a reader's is the one that it sees until `refresh()`."""
+        self._store.require_open()
+        return self._store.snapshot.generation
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Declared fields of the payload, sorted."""
+        self._store.require_open()
+        return tuple(self._store.fields())
+
+    @verb
+    def refresh(self) -> int:
+        """See what other processes have committed since, and return the generation. A writer sees all at once."""
+        self._finder.refresh()
+        return self._store.refresh()
+
+    @verb
+    def compact(self) -> CompactReport:
+        """Remove from disk, and from the index, what was deleted or replaced; answers and rows stay what they are.
+
+        Reading and writing go on meanwhile, here and in other processes; readers see the new files after `refresh()`.
+        A crash at any moment loses nothing. Cost: see `softdb.store.compact.compact`.
+
+        Raises:
+            ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+            CorruptionError: something to be copied does not give its checksum.
+        """
+        report = compact(self._store)
+        try:
+            self._finder.compact()
+        except OSError as error:  # a cache: it serves this handle, and is written again at the end
+            _log.warning("the index of what is left could not be kept: %s", error)
+        return dataclasses.replace(report, bytes=self._store.occupied())
+
+    @verb
+    def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
+        """Copy the newest generation to another directory, consistent while writing goes on; it opens by itself.
+
+        Args:
+            path: a directory that does not exist or is empty. A database in memory is saved there.
+
+        Raises BadInput for another path, and WriteFailed where the disk refuses: then nothing of the copy is left, and
+        this handle goes on.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise BadInput(f"path is {check.shown(path)}; expected the path of a new directory")
+        return duplicate(self._store, Path(path))
+
+    @verb
+    def verify(self) -> int:
+        """Read everything back against its checksums and return the number of records. Raises CorruptionError."""
+        return verify(self._store)
+
+    @verb
+    def stats(self) -> Stats:
+        """What the database is, holds and occupies. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
+        return stats(self._store, self._finder.report())
+
+    @verb
+    def flush(self) -> None:
+        """Bring all changes to disk; with `durability="full"` they are there already.
+
+        Cost: one fsync for each column file that has changed, and one for the catalogue.
+
+        Raises:
+            WriteFailed: the disk refused; the changes since the last flush are undone.
+            ReadOnly, Closed: this handle does not write.
+        """
+        self._store.flush()
+
+    def close(self) -> None:
+        """Let go of files and lock; the handle then refuses everything. Safe to call twice.
+
+        Raises WriteFailed where changes of a relaxed database could not be brought to disk.
+        """
+        try:
+            if not self._store.closed:
+                self._finder.close()
+        except (OSError, SoftDBError) as error:  # a cache: the records do not need it
+            _log.warning("the index could not be kept, build_index() makes it anew: %s", error)
+        finally:
+            self._store.close()
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "in memory" if self._store.path is None else repr(str(self._store.path))
+        if self._store.closed:
+            return f"<SoftDB {where}, closed>"
+        schema = self._store.schema
+        return f"<SoftDB {where}: {self._store.snapshot.count} records, dim {schema.dim}, {schema.metric.value}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A handle travels to another process as its path, and opens there for reading."""
+        if self._store.path is None:
+            raise BadInput("a database in memory cannot be pickled; give it a path")
+        return _reopen, (type(self), self._store.path, self._encoder, self._device)
+
+    # -- the inner face: what modules built on a database use (softdb.nn, train, bench, the command line) ----------
+
+    @property
+    def schema(self) -> Schema:
+        """Widths, dtype and metric, as the database was made."""
+        return self._store.schema
+
+    @property
+    def finder(self) -> Finder:
+        """What finds candidates: the index, or exact search."""
+        return self._finder
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._store.closed
+
+    def require_open(self) -> None:
+        """Raises Closed."""
+        self._store.require_open()
+
+    def require_writable(self) -> None:
+        """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
+        self._store.require_writable()
+
+    def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
+        """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
+        return (self._store.snapshot, None) if where is None else self._store.matching(where)
+
+    def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
+        """The newest generation and the rows (n,) of ids in it; -1, or UnknownId if required, for those not stored."""
+        return (self._store.require if required else self._store.locate)(ids)[:2]
+
+    def resolve(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
+        """Id and payload text of rows; those that were deleted or replaced are absent."""
+        return self._store.read(rows)
+
+    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
+        """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
+        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.schema.dim
+        if width in (None, dim):
+            return check.queries(vectors, dim, self._device)
+        return check.queries(vectors, width, self._device, "this score takes queries")
+
+
+def _reopen(kind: type[H], path: Path, encoder: check.Encoder | None, device: torch.device | None) -> H:
+    return kind(Store(path, "r", None), encoder, device)
