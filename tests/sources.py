@@ -19,7 +19,9 @@ def stored(snapshot: Snapshot, dim: int = 1, num_classes: int | None = None, val
     """A snapshot as a database would show it; the widths are asked for only where nothing is stored to tell them."""
     for segment in snapshot.segments[:1]:
         dim = segment.keys.shape[1]
-        value_dim = segment.values.shape[1] if segment.values is not None and segment.values.ndim == 2 else None
+        labels = segment.values is not None and segment.values.ndim == 1
+        value_dim = None if segment.values is None or labels else segment.values.shape[1]
+        num_classes = num_classes if labels else None
     schema = Schema(dim, value_dim, num_classes, np.dtype(np.float32), Metric.DOT)
     finder: Any = None  # nobody searches
     return Stored(snapshot, schema, finder, lambda rows: {})

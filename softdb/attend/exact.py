@@ -92,6 +92,8 @@ def _weigh(
         scores = source.scored(own, positions[part]).scores
         mine, _, threshold = by.weigh(scores, request.temperature, live)
         weights.append(mine.cpu())
-        worst = scores.masked_fill(~live, torch.inf).amin(1)
-        proven.append(((worst <= threshold) | (live.sum(1) == taking_part[part].to(live.device))).cpu())
+        complete = live.sum(1) == taking_part[part].to(live.device)
+        if live.shape[1]:
+            complete |= scores.masked_fill(~live, torch.inf).amin(1) <= threshold
+        proven.append(complete.cpu())
     return torch.cat(weights).numpy(), torch.cat(proven).numpy()

@@ -134,7 +134,10 @@ class _Fused(torch.autograd.Function):
         query_grad = np.empty_like(asked)
         for low in range(0, len(asked), CHUNK):
             part = slice(low, low + CHUNK)
-            mine, grads = _Sums(*(one[part] for one in sums)), (output_grad[part].numpy(), lse_grad[part].numpy())
+            mine, grads = (
+                _Sums(*(one[part] for one in sums)),
+                [grad[part].detach().numpy() for grad in (output_grad, lse_grad)],
+            )
             query_grad[part] = backward(asked[part], ctx.what.chunk(part), mine, *grads, *written)
         sources = queries, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)
         return *Once.guarded([torch.from_numpy(query_grad), *columns], sources), None

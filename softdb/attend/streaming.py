@@ -57,7 +57,7 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
     if torch.is_grad_enabled() and not wanted and hidden_parameters(request, source):
         raise BadInput(
             "the score depends on tensors that require gradients but are not parameters of it, so they would get none; "
-            "make the score an nn.Module that holds them, or detach them"
+            "make the score an nn.Module, or detach them"
         )
     solve = sparse_over if isinstance(request.weighting, Sparse) else softmax_over
     return Blocks.apply(request.queries, *source.trained, request, source, solve, *wanted)  # type: ignore[no-any-return, no-untyped-call]

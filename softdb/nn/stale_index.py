@@ -208,7 +208,7 @@ class StaleIndex:
             index = None
             if vectors is not None and len(rows) >= FEWEST and self._kind != "flat":
                 index, report = build(vectors, self._metric, self._kind, self._target, TUNED_FOR, None, None)
-                self._kind = report["kind"]
+                self._kind = self._kind if index is None else report["kind"]  # so few are compared as fast as found
             self._require_open()
             seconds = time.perf_counter() - start
             self._now = Version(before.number + 1, rows, vectors, index, self._metric, seconds, step)

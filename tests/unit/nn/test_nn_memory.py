@@ -25,6 +25,7 @@ from softdb.errors import BadInput, Cancelled, Closed, ReadOnly, StaleRead
 from softdb.index.background import Build
 from softdb.nn import Memory
 from softdb.nn.policies import EverySteps, InBackground, OnRecall
+from softdb.nn.stale_index import StaleIndex
 from softdb.reports import IndexReport, ReindexReport
 
 N, D, V = 40, 5, 3
@@ -165,13 +166,13 @@ def test_the_search_is_as_hard_as_for_k_however_many_are_looked_at(monkeypatch: 
     db.build_index("ivf", k=10)
     index = db.finder.index
     assert index is not None
-    search = type(index).find
+    search = type(index).find_scored
 
     def find(self: Any, queries: Any, c: int, allowed: Any = None, effort: int | None = None) -> Any:
         efforts.append(effort)
         return search(self, queries, c, allowed, effort)
 
-    monkeypatch.setattr(type(index), "find", find)
+    monkeypatch.setattr(type(index), "find_scored", find)
     Memory(db, k=10, overfetch=4)(torch.randn(5, 16))
     assert efforts == [index.effort]
 
@@ -424,7 +425,7 @@ def test_candidates_are_scored_as_they_are() -> None:
     assert shares[1] > 0.95
 
 
-def test_refresh_policies() -> None:
+def test_reindexing_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     db = large(10_500)
     memory = Memory(db, k=2, reindex=EverySteps(2))
     assert [memory.step() for _ in range(2)] == ["kept", "kept"]  # no index: every key is compared, nothing lags
@@ -443,11 +444,14 @@ def test_refresh_policies() -> None:
     assert memory.step() == "reindexed"
     assert (memory.report().recall or 0) < 0.99
     memory.policy = InBackground(1)
+    gate, replace = threading.Event(), StaleIndex.replace
+    monkeypatch.setattr(StaleIndex, "replace", lambda *args: gate.wait(30) and replace(*args))
     assert memory.step() == "started"
     assert memory.reindexing
     with pytest.raises(BadInput, match="a reindexing is under way in the background"):
-        memory.reindex()
+        memory.reindex(background=True)
     assert memory._build is not None
+    gate.set()
     memory._build.result(30)
     memory.policy = EverySteps(100)
     assert memory.step() == "kept"

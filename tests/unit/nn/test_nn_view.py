@@ -280,9 +280,8 @@ def test_nothing_stored_gives_zeros_and_no_gradient(k: int | None) -> None:
 def test_fewer_records_than_k() -> None:
     view = View(filled(3, value_dim=V), mlp())
     hits = view.search(torch.randn(2, WIDE), 5)
-    assert hits.rows.shape == hits.scores.shape == (2, 5)
-    assert hits.live.sum(1).tolist() == [3, 3]
-    assert hits.scores[:, 3:].tolist() == [[-torch.inf] * 2] * 2
+    assert hits.rows.shape == hits.scores.shape == (2, 3)
+    assert bool(hits.live.all())
 
 
 @pytest.mark.parametrize("k", [None, N])
@@ -655,7 +654,7 @@ def test_a_failing_replacement_leaves_the_old_version() -> None:
         (failing(), RuntimeError, "the encoder broke"),
         ([torch.zeros(1, 3)], BadInput, "2 rows but only 1 vectors"),
         ([torch.zeros(3, 3)], BadInput, "2 rows but at least 3 vectors"),
-        ([torch.full((2, 3), torch.nan)], BadInput, "keys hold NaN or infinity"),
+        ([torch.full((2, 3), torch.nan)], BadInput, "vectors hold NaN or infinity"),
     ):
         with pytest.raises(error, match=match):
             index.replace(np.array([1, 2]), blocks)
