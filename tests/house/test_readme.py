@@ -131,7 +131,7 @@ def test_every_public_name_is_in_the_pages() -> None:
 
     calls = (ROOT / "docs" / "calls.md").read_text()
     pages = "".join(page.read_text() for page in (README, *DOCS))
-    methods = [name for name in vars(softdb.SoftDB) if not name.startswith("_")]
+    methods = [name for name in dir(softdb.SoftDB) if not name.startswith("_")]
     assert [name for name in methods if not re.search(rf"\b{name}\b", calls)] == []
     names = [name for name in (*softdb.__all__, *softdb.nn.__all__) if not name.startswith("_")]
     assert [name for name in names if not re.search(rf"\b{name}\b", pages)] == []
