@@ -16,10 +16,10 @@ from softdb.attend.scoring import Scored
 from softdb.attend.source import Source
 from softdb.scores.contract import alike
 
-__all__ = ["All", "all_scores", "dense", "shared_scores"]
+__all__ = ["AllScores", "all_scores", "dense", "shared_scores"]
 
 
-class All(NamedTuple):
+class AllScores(NamedTuple):
     """Every record that takes part, in row order."""
 
     positions: Positions  # (n,)
@@ -27,7 +27,7 @@ class All(NamedTuple):
     values: Tensor  # (n, v), or labels (n,)
 
 
-def all_scores(request: Request, source: Source) -> All:
+def all_scores(request: Request, source: Source) -> AllScores:
     """The scores of all records. Cost q n d, memory q n and a copy of the values."""
     queries = request.queries
     columns: dict[int, list[Tensor]] = {}  # by the first position of the block
@@ -40,9 +40,9 @@ def all_scores(request: Request, source: Source) -> All:
                 positions.append(tile.positions.cpu().numpy())
             columns.setdefault(first, []).append(scores_of(request.score, queries[tile.chunk], tile))
     if not columns:
-        return All(positions[0], queries[:, :1] * queries.new_zeros(1, 0), queries.new_zeros(0, source.width))
+        return AllScores(positions[0], queries[:, :1] * queries.new_zeros(1, 0), queries.new_zeros(0, source.width))
     scores = torch.cat([torch.cat(chunks) for chunks in columns.values()], 1)
-    return All(np.concatenate(positions), scores, torch.cat(values))
+    return AllScores(np.concatenate(positions), scores, torch.cat(values))
 
 
 def dense(request: Request, source: Source) -> Pooled:

@@ -58,7 +58,7 @@ class Pass(NamedTuple):
         return self if self.mask is None else self._replace(mask=self.mask[part])
 
 
-class _Sums(NamedTuple):
+class _PassSums(NamedTuple):
     """What a pass found: the answer, and what its gradient needs."""
 
     output: Array  # (q, v) float32
@@ -130,12 +130,15 @@ class _Fused(torch.autograd.Function):
         queries, *saved = ctx.saved_tensors
         columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
         written = [None if column is None else column.numpy() for column in columns]
-        asked, sums = np.ascontiguousarray(queries.detach().numpy()), _Sums(*(one.detach().numpy() for one in saved))
+        asked, sums = (
+            np.ascontiguousarray(queries.detach().numpy()),
+            _PassSums(*(one.detach().numpy() for one in saved)),
+        )
         query_grad = np.empty_like(asked)
         for low in range(0, len(asked), CHUNK):
             part = slice(low, low + CHUNK)
             mine, grads = (
-                _Sums(*(one[part] for one in sums)),
+                _PassSums(*(one[part] for one in sums)),
                 [grad[part].detach().numpy() for grad in (output_grad, lse_grad)],
             )
             query_grad[part] = backward(asked[part], ctx.what.chunk(part), mine, *grads, *written)
@@ -149,11 +152,11 @@ class _Fused(torch.autograd.Function):
 def forward(
     queries: Array,  # (q, d) float32
     what: Pass,
-) -> _Sums:
+) -> _PassSums:
     """One pass over every record that takes part."""
     from softdb.compiled import attention as loops
 
-    layout = _Layout(queries, what)
+    layout = _QueryLayout(queries, what)
     labels = what.labels
     v = int(what.num_classes or 0) if labels else layout.value_width
     rows = v if labels else layout.padded
@@ -172,13 +175,13 @@ def forward(
     total = sum(decay * one[2] for decay, one in zip(decays, found, strict=True))
     output = sum(decay[:, None] * one[0] for decay, one in zip(decays, found, strict=True))
     output /= np.where(total > 0, total, 1)[:, None]
-    return _Sums(output.astype(np.float32), np.where(total == 0, 0 * top, top).astype(np.float32), total)
+    return _PassSums(output.astype(np.float32), np.where(total == 0, 0 * top, top).astype(np.float32), total)
 
 
 def backward(
     queries: Array,  # (q, d) float32
     what: Pass,
-    sums: _Sums,
+    sums: _PassSums,
     output_grad: Array,  # (q, v) float32
     lse_grad: Array,  # (q,) float32
     key_grad: Array | None = None,  # (n, d) float32, added to; for dot products
@@ -187,7 +190,7 @@ def backward(
     """The gradient of the queries, and of the columns where it is asked for."""
     from softdb.compiled import attention as loops
 
-    layout = _Layout(queries, what, backward=True)
+    layout = _QueryLayout(queries, what, backward=True)
     empty = sums.total == 0
     output_grad = np.where(empty[:, None], 0, output_grad).astype(np.float32)
     offset = np.where(empty, 0, lse_grad - (output_grad * sums.output).sum(1, dtype=np.float64))
@@ -225,7 +228,7 @@ _NO_MASK = np.empty((0, 0), np.bool_)
 _Piece: TypeAlias = tuple[Any, Any, Array, Any]  # keys, values, labels, part
 
 
-class _Layout:
+class _QueryLayout:
     """Queries in groups, and memory of the sizes that go with them."""
 
     def __init__(self, queries: Array, what: Pass, backward: bool = False) -> None:

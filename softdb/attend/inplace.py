@@ -56,7 +56,7 @@ def sums(
     column: Rowwise,
 ) -> Tensor:  # (q, w) as the weights
     """Σ w a over each query's candidates. Cost q k w."""
-    return _Sums.apply(weights, column)  # type: ignore[no-any-return, no-untyped-call]
+    return _PooledInPlace.apply(weights, column)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scores_in_place(
@@ -83,7 +83,7 @@ class _Dots(torch.autograd.Function):
         return sums(gradients[0], ctx.column), None
 
 
-class _Sums(torch.autograd.Function):
+class _PooledInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, column: Rowwise) -> Tensor:
         ctx.column = column

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from softdb.cli.arguments import Metric
+from softdb.cli.arguments import MetricName
 from softdb.errors import BadInput
 from softdb.terminal import counted, print_table, progress, table, terminal
 
@@ -37,7 +37,9 @@ def bench(
     n: Annotated[int | None, typer.Option(min=1, help="How many keys.")] = None,
     dim: Annotated[int | None, typer.Option(min=2, help="The width of clustered or uniform keys.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="How many neighbours.")] = 10,
-    metric: Annotated[Metric | None, typer.Option(help="How keys are compared, where the file does not say.")] = None,
+    metric: Annotated[
+        MetricName | None, typer.Option(help="How keys are compared, where the file does not say.")
+    ] = None,
     queries: Annotated[Path | None, typer.Option(metavar="FILE", help="The file with the queries.")] = None,
     threads: Annotated[str, typer.Option(metavar="NUMBER,…", help="Threads; the most of them build.")] = "2",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over all engines.")] = 5,

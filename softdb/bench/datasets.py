@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.bench.files import READERS, Source, read_queries
+from softdb.bench.files import READERS, KeyFile, read_queries
 from softdb.check import Metric, finite, integer, shown
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Rows, prepared
@@ -135,7 +135,7 @@ def _world(name: str, n: int, dim: int, metric: Metric | None, most: int) -> Dat
     return Dataset(name, keys, queries, metric or Metric.DOT)
 
 
-def _source(path: Path, name: str) -> Source:
+def _source(path: Path, name: str) -> KeyFile:
     if not path.exists():
         raise BadInput(
             f"there is no dataset {shown(name)}; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
@@ -147,7 +147,7 @@ def _source(path: Path, name: str) -> Source:
     return READERS[kind](path)
 
 
-def _fitting(source: Source, path: Path) -> None:
+def _fitting(source: KeyFile, path: Path) -> None:
     """BadInput unless queries and neighbours go with the keys."""
     assert source.queries is not None
     if source.queries.shape[1] != source.keys.shape[1]:
@@ -166,7 +166,7 @@ def _fitting(source: Source, path: Path) -> None:
         raise BadInput(f"{path} names neighbours from {near.min()} to {near.max()}, of {len(source.keys)} keys")
 
 
-def _chosen(source: Source, name: str, n: int | None, metric: Metric, most: int) -> Dataset:
+def _chosen(source: KeyFile, name: str, n: int | None, metric: Metric, most: int) -> Dataset:
     """The first n keys and some of the queries; the file's neighbours hold for all keys and its own metric only."""
     assert source.queries is not None
     if n is not None and n > len(source.keys):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from softdb.check import MAX_DIM, Metric, shown
 from softdb.errors import BadInput, MissingDependency
 
-__all__ = ["READERS", "Source", "read_queries"]
+__all__ = ["READERS", "KeyFile", "read_queries"]
 
 Vectors = NDArray[Any]
 
@@ -31,7 +31,7 @@ LOOKED = 1000  # vectors whose own width is compared with the first's
 
 
 @dataclass(frozen=True)
-class Source:
+class KeyFile:
     """What a file or folder holds."""
 
     keys: Vectors  # (n, d)
@@ -40,12 +40,12 @@ class Source:
     neighbours: Vectors | None = None  # (q, m)
 
 
-def read_folder(path: Path) -> Source:
+def read_folder(path: Path) -> KeyFile:
     """A folder with keys.npy and queries.npy."""
-    return Source(_npy(path / "keys.npy"), _npy(path / "queries.npy"), Metric.DOT)
+    return KeyFile(_npy(path / "keys.npy"), _npy(path / "queries.npy"), Metric.DOT)
 
 
-def read_hdf5(path: Path) -> Source:
+def read_hdf5(path: Path) -> KeyFile:
     """A file of ann-benchmarks or VIBE."""
     try:
         import h5py
@@ -62,7 +62,7 @@ def read_hdf5(path: Path) -> Source:
                 raise BadInput(f"{path} has the distance {shown(distance)}; expected one of {', '.join(DISTANCES)}")
             near = file["neighbors"][:] if "neighbors" in file else None
             keys, queries = (_vectors(_mapped(file[part], path), f"{path}, {part}") for part in ("train", "test"))
-            return Source(keys, queries, metric, near)
+            return KeyFile(keys, queries, metric, near)
     except OSError as error:
         raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it anew") from None
 
@@ -76,14 +76,14 @@ def _mapped(array: Any, path: Path) -> Vectors:
     return np.memmap(path, array.dtype, "r", offset, array.shape)
 
 
-def read_fvecs(path: Path) -> Source:
+def read_fvecs(path: Path) -> KeyFile:
     """Vectors of float32 numbers."""
-    return Source(_vecs(path, np.dtype(np.float32)), None, Metric.L2)
+    return KeyFile(_vecs(path, np.dtype(np.float32)), None, Metric.L2)
 
 
-def read_bvecs(path: Path) -> Source:
+def read_bvecs(path: Path) -> KeyFile:
     """Vectors of bytes."""
-    return Source(_vecs(path, np.dtype(np.uint8)), None, Metric.L2)
+    return KeyFile(_vecs(path, np.dtype(np.uint8)), None, Metric.L2)
 
 
 def _vecs(path: Path, dtype: np.dtype[Any]) -> Vectors:
@@ -105,14 +105,14 @@ def _vecs(path: Path, dtype: np.dtype[Any]) -> Vectors:
     return _vectors(rows["numbers"], str(path))
 
 
-def read_fbin(path: Path) -> Source:
+def read_fbin(path: Path) -> KeyFile:
     """A matrix of float32 numbers."""
-    return Source(_bin(path, np.dtype(np.float32)), None, Metric.L2)
+    return KeyFile(_bin(path, np.dtype(np.float32)), None, Metric.L2)
 
 
-def read_u8bin(path: Path) -> Source:
+def read_u8bin(path: Path) -> KeyFile:
     """A matrix of bytes."""
-    return Source(_bin(path, np.dtype(np.uint8)), None, Metric.L2)
+    return KeyFile(_bin(path, np.dtype(np.uint8)), None, Metric.L2)
 
 
 def _bin(path: Path, dtype: np.dtype[Any]) -> Vectors:
@@ -166,7 +166,7 @@ def _size(path: Path, least: int) -> int:
     return size
 
 
-READERS: dict[str, Callable[[Path], Source]] = {
+READERS: dict[str, Callable[[Path], KeyFile]] = {
     "": read_folder,
     ".hdf5": read_hdf5,
     ".h5": read_hdf5,

@@ -21,7 +21,7 @@ __all__ = [
     "Database",
     "EncoderName",
     "Kind",
-    "Metric",
+    "MetricName",
     "ProjectionFile",
     "Query",
     "QueryFile",
@@ -49,7 +49,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
-class Metric(str, Enum):
+class MetricName(str, Enum):
     """How a query and a key are compared."""
 
     dot = "dot"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from softdb.cli.arguments import AsJson, Database, DType, Kind, Metric, QueryFile, array_of, named, opened
+from softdb.cli.arguments import AsJson, Database, DType, Kind, MetricName, QueryFile, array_of, named, opened
 from softdb.cli.show import print_json
 from softdb.errors import BadInput, CorruptionError, SoftDBError
 from softdb.terminal import counted, listed, number, print_table, progress, safe, size, table, terminal
@@ -59,7 +59,7 @@ def verify(
     value_dim: Annotated[int | None, typer.Option(help="The width of a value.")] = None,
     num_classes: Annotated[int | None, typer.Option(help="Values are labels below this.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="How numbers are stored.")] = None,
-    metric: Annotated[Metric | None, typer.Option(help="How queries and keys are compared.")] = None,
+    metric: Annotated[MetricName | None, typer.Option(help="How queries and keys are compared.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read everything back and compare it with its checksums; with --repair DEST, save what is intact."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from softdb.cli.arguments import Database, DType, EncoderName, Metric, Where, filter_of, named, opened
+from softdb.cli.arguments import Database, DType, EncoderName, MetricName, Where, filter_of, named, opened
 from softdb.errors import BadInput
 from softdb.terminal import counted, progress, terminal
 
@@ -42,7 +42,7 @@ def import_(
     num_classes: Annotated[int | None, typer.Option(help="A new database's values are labels below this.")] = None,
     encoder: EncoderName = None,
     dim: Annotated[int | None, typer.Option(help="The width of a new database's keys.")] = None,
-    metric: Annotated[Metric | None, typer.Option(help="How queries and keys are compared.")] = None,
+    metric: Annotated[MetricName | None, typer.Option(help="How queries and keys are compared.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="How numbers are stored.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Records a commit.")] = 10_000,
     upsert: Annotated[bool, typer.Option("--upsert", help="Replace records whose ids are stored already.")] = False,

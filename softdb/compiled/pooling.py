@@ -153,7 +153,7 @@ def spread(
     for i in range(q):
         signed[i] = 0
         first[i], roots[i] = 0.0, 0.0
-        variance, noise, noises, held = 0.0, 0.0, 0.0, 0
+        variance, noise, noises, filled = 0.0, 0.0, 0.0, 0
         for j in range(k):
             weight = np.exp(np.float64(logits[i, j] - lse[i])) if logits[i, j] > -np.inf else 0.0
             weights[i, j] = weight
@@ -171,27 +171,27 @@ def spread(
             bits, root = hashed(positions[i, j], salt), np.sqrt(square)
             for sign in range(SIGNS):
                 one = np.float32(1) if (bits >> np.uint32(sign)) & np.uint32(1) else np.float32(-1)
-                signs[sign, held] = one
+                signs[sign, filled] = one
                 roots[i, sign] += one * root
             for t in range(v):
-                parts[held, t] = root * centred[t]
+                parts[filled, t] = root * centred[t]
                 first[i, t] += square * centred[t]
-            held += 1
-            if held == CHUNK:
-                _add_signed(signs, parts, held, some, signed[i])
-                held = 0
-        if held:
-            _add_signed(signs, parts, held, some, signed[i])
+            filled += 1
+            if filled == CHUNK:
+                _add_signed(signs, parts, filled, some, signed[i])
+                filled = 0
+        if filled:
+            _add_signed(signs, parts, filled, some, signed[i])
         found[0, i], found[1, i], found[2, i] = noise, noises, variance
 
 
 @compiled
-def _add_signed(signs: Any, parts: Any, held: Any, some: Any, sums: Any) -> None:
+def _add_signed(signs: Any, parts: Any, filled: Any, some: Any, sums: Any) -> None:
     """Adds Σ_j signs[·, j] parts[j] over the first so many to sums (SIGNS, v)."""
     v = parts.shape[1]
     for r in range(0, SIGNS, ROWS):
         for x in range(0, v, TILE):
-            _tile((0,), signs, r * CHUNK, CHUNK, 1, parts, x, v, some, r * v + x, v, held)
+            _tile((0,), signs, r * CHUNK, CHUNK, 1, parts, x, v, some, r * v + x, v, filled)
     for r in range(SIGNS):
         for x in range(v):
             sums[r, x] += some[r, x]

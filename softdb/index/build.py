@@ -162,7 +162,7 @@ def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, fl
         setting = aimed_at(goal)
         if kept is None and trial.afford(setting):  # the others are now for the index to find
             setting = aimed_at(goal)
-        measured = trial.recall(setting.effort, setting.fetch_k, held=True)
+        measured = trial.recall(setting.effort, setting.fetch_k, held_out=True)
         if kept is None or kept[1] < recall or measured >= recall:
             kept = setting, measured
         sure = measured - trial.doubt(setting.effort, setting.fetch_k)  # other queries will find as much, most likely
@@ -214,29 +214,29 @@ class _FullTrial:
         self.left = Selected(rows), truth
         self.known.clear()
 
-    def recall(self, effort: int, fetch_k: int, held: bool = False) -> float:
+    def recall(self, effort: int, fetch_k: int, held_out: bool = False) -> float:
         """The share of the true nearest that a search finds."""
-        return round(float(self._recalls(effort, fetch_k, held).mean()), 9)  # 0.99 is not 0.9899999999999999
+        return round(float(self._recalls(effort, fetch_k, held_out).mean()), 9)  # 0.99 is not 0.9899999999999999
 
     def doubt(self, effort: int, fetch_k: int) -> float:
         """The standard error of the half's recall that is held aside."""
-        each = self._recalls(effort, fetch_k, held=True)
+        each = self._recalls(effort, fetch_k, held_out=True)
         return float(each.std() / np.sqrt(len(each)))
 
-    def _recalls(self, effort: int, fetch_k: int, held: bool) -> NDArray[np.float64]:
-        name = (effort, fetch_k, held)
+    def _recalls(self, effort: int, fetch_k: int, held_out: bool) -> NDArray[np.float64]:
+        name = (effort, fetch_k, held_out)
         if name not in self.known:
-            half = self._half(held)
+            half = self._half(held_out)
             own = None if self.own is None else self.own[half]
-            if self.left is None or held:
+            if self.left is None or held_out:
                 found, truth = self._search(self.asked[half], effort, fetch_k), self.truth[half]
             else:
                 found, truth = self._candidates(self.asked[half], effort, fetch_k, self.left[0]), self.left[1]
             self.known[name] = recalls_of(found, truth, own)
         return self.known[name]
 
-    def _half(self, held: bool) -> slice:
-        return slice(1, None, 2) if held and len(self.asked) > 1 else slice(0, None, 2)
+    def _half(self, held_out: bool) -> slice:
+        return slice(1, None, 2) if held_out and len(self.asked) > 1 else slice(0, None, 2)
 
     def _candidates(self, queries: Tensor, effort: int, fetch_k: int, selected: Selected) -> Rows:
         """What a search scores exactly: the nearest of these that count are those that it finds."""
@@ -246,7 +246,7 @@ class _FullTrial:
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k), (q, k), (q, k)
         """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
-        half = self._half(held=True)
+        half = self._half(held_out=True)
         found, truth = self._search(self.asked[half], setting.effort, setting.fetch_k), self.truth[half]
         return *hits_of(found, truth, None if self.own is None else self.own[half]), truth
 
@@ -255,7 +255,7 @@ class _FullTrial:
         index, every = self.index, self.index.longest
         if every is None or not len(every):
             return False
-        asked = np.ascontiguousarray(self.asked[self._half(held=False)].float().numpy())
+        asked = np.ascontiguousarray(self.asked[self._half(held_out=False)].float().numpy())
 
         def search(queries: Floats) -> Rows:
             return self._search(torch.from_numpy(queries), setting.effort, setting.fetch_k)

@@ -57,6 +57,11 @@ class Finder:
         """The index in use; None where search is exact."""
         return self._in_use[0]
 
+    @property
+    def building(self) -> bool:
+        """Whether an index is being built."""
+        return self._build is not None and not self._build.done
+
     def after_fork(self) -> None:
         """In a forked child: no thread builds, and none will let go of the lock."""
         self._lock = threading.Lock()

@@ -82,8 +82,8 @@ def find_there(
 class _DeviceSearch:
     """How to ask an index on a GPU, which knows nothing of filters and deletions."""
 
-    def __init__(self, view: DeviceView, index: OnGPU, k: int, allowed: Live | None, border: int, inside: int) -> None:
-        self.view, self.index, self.kept, self.border = view, index, view.kept(allowed), border
+    def __init__(self, view: DeviceView, index: OnGPU, k: int, allowed: Live | None, until: int, inside: int) -> None:
+        self.view, self.index, self.kept, self.until = view, index, view.kept(allowed), until
         self.share = inside / max(1, index.inner.ntotal)  # of the codes that count
         wanted = min(max(FLOOR, index.fetch_k * k), inside)
         spread = SURE * np.sqrt(wanted * (1 - min(1.0, self.share)))
@@ -103,9 +103,9 @@ class _DeviceSearch:
         if self.share < 1:
             positions = positions.masked_fill(~self.kept.there[positions.clamp(min=0)], -1)
         thin = ((positions >= 0).sum(1) < self.least).cpu().numpy()
-        if self.border < view.snapshot.size:
-            young = board.nearest(view.snapshot, queries, k, index.metric, allowed, self.border)
-            positions = torch.cat([positions, torch.from_numpy(young).to(view.device)], 1)
+        if self.until < view.snapshot.size:
+            newer = board.nearest(view.snapshot, queries, k, index.metric, allowed, self.until)
+            positions = torch.cat([positions, torch.from_numpy(newer).to(view.device)], 1)
         found = board.ordered(view, asked, positions, k, index.metric)
         thin |= (found >= 0).sum(1) < min(k, self.kept.number)
         if thin.any():
@@ -118,10 +118,10 @@ def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _De
     """None where to compare every record is the lesser work, or the only way."""
     if k > index.covered // 8:
         return None
-    view, border = index.board.view(snapshot), indexed_until(snapshot, index)
+    view, until = index.board.view(snapshot), indexed_until(snapshot, index)
     kept = view.kept(allowed)
-    inside = kept.number if border == snapshot.size else int(np.count_nonzero(kept.mask[:border]))
+    inside = kept.number if until == snapshot.size else int(np.count_nonzero(kept.mask[:until]))
     if inside <= max(FEW, 4 * k):
         return None
-    plan = _DeviceSearch(view, index, k, allowed, border, inside)
+    plan = _DeviceSearch(view, index, k, allowed, until, inside)
     return plan if plan.fetched <= MOST else None

@@ -144,7 +144,7 @@ def _take_part(
 _MADE: weakref.WeakKeyDictionary[Index, Outliers] = weakref.WeakKeyDictionary()
 
 
-def outliers_of(snapshot: Snapshot, index: Index, border: int, room: int) -> Outliers:
+def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int) -> Outliers:
     """The outliers of an index, at most so many where they are looked for; kept from one search to the next.
 
     Looked for among the keys of the snapshot before a position, at a cost of n d, where they are not known: in a new
@@ -152,7 +152,7 @@ def outliers_of(snapshot: Snapshot, index: Index, border: int, room: int) -> Out
     """
     longest = index.longest
     if longest is None or 2 * _live(snapshot, longest) < len(longest):
-        longest = index.longest = longest_of(snapshot, lengths_of(snapshot, border), room)
+        longest = index.longest = longest_of(snapshot, lengths_of(snapshot, until), room)
     made = _MADE.get(index)
     if made is None or made.named is not longest:
         made = _MADE[index] = Outliers(snapshot, longest)
@@ -176,14 +176,14 @@ def longest_of(snapshot: Snapshot, lengths: Floats, room: int) -> Rows:
     return snapshot.rows(long[np.lexsort((long, -lengths[long]))])
 
 
-def lengths_of(snapshot: Snapshot, border: int) -> Floats:  # (border,)
+def lengths_of(snapshot: Snapshot, until: int) -> Floats:  # (until,)
     """‖k‖ of the live keys before a position, NaN for dead ones. Cost n d."""
-    lengths = np.full(border, np.nan, np.float32)
+    lengths = np.full(until, np.nan, np.float32)
     for block in snapshot.blocks(BLOCK):
         positions = block.positions.numpy()
-        if positions[0] >= border:
+        if positions[0] >= until:
             break
-        inside = positions < border
+        inside = positions < until
         found = torch.linalg.vector_norm(block.keys, dim=1, dtype=torch.float64)
         lengths[positions[inside]] = found.numpy()[inside]
     return lengths

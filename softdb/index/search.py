@@ -71,12 +71,12 @@ def indexed_until(snapshot: Snapshot, index: Index) -> int:
 class _Eligible:
     """The records of a snapshot that may be found."""
 
-    def __init__(self, keep: Live, inside: int, held: int, selected: Selected | None) -> None:
+    def __init__(self, keep: Live, inside: int, indexed: int, selected: Selected | None) -> None:
         count = int(np.count_nonzero(keep))
         self.listed = np.flatnonzero(keep) if count <= LISTED else None  # their positions, where they are few
         self.count = count
         self.inside = inside  # of them in the index
-        self.share = max(1, inside) / max(1, held)  # of the rows that the index holds
+        self.share = max(1, inside) / max(1, indexed)  # of the rows that the index holds
         self.selected = selected  # None: all of them
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
 

@@ -15,7 +15,7 @@ from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.functional import attention
-from softdb.nn.held import Held
+from softdb.nn.handle import SharedHandle
 from softdb.nn.inputs import Masks, batch_of, masks_of, records_blocked, widths_of
 from softdb.pool import State, merge, pool
 from softdb.scores import Dot, Fold
@@ -90,12 +90,12 @@ class Attention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *widths, batch_first, device, dtype
         )
-        self._held = Held(db)
+        self._handle = SharedHandle(db)
 
     @property
     def db(self) -> SoftDB | None:
         """The database."""
-        return self._held.db
+        return self._handle.db
 
     def extra_repr(self) -> str:
         """The database and the widths."""

@@ -223,8 +223,7 @@ class Memory(TrainedKeys):
     @property
     def _building(self) -> bool:
         """Whether the database's index is being built."""
-        build = self.db.finder._build
-        return build is not None and not build.done
+        return self.db.finder.building
 
     def reload(self) -> int:
         """Take in what others have inserted, deleted and replaced, and return how many records there are now.

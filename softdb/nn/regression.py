@@ -13,7 +13,7 @@ from softdb import check
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
-from softdb.nn.held import Held
+from softdb.nn.handle import SharedHandle
 from softdb.nn.targets import handle
 from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
 from softdb.scores.distance import Bandwidth
@@ -59,7 +59,7 @@ class _NadarayaWatson(torch.nn.Module):
                 "the boxcar kernel has no gradient to its bandwidth; pass learnable=False, with the bandwidth of "
                 "softdb.scores.leave_one_out, or use epanechnikov"
             )
-        self._held = Held(db)
+        self._handle = SharedHandle(db)
         h = self._bandwidth(bandwidth, per_coordinate)
         if learnable:  # a parameter in the dtype of the tensor given, or of other parameters
             floating = isinstance(bandwidth, Tensor) and bandwidth.is_floating_point()
@@ -69,8 +69,8 @@ class _NadarayaWatson(torch.nn.Module):
     @property
     def db(self) -> SoftDB:
         """The database."""
-        assert self._held.db is not None  # checked
-        return self._held.db
+        assert self._handle.db is not None  # checked
+        return self._handle.db
 
     def extra_repr(self) -> str:
         """The database."""

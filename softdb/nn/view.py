@@ -23,7 +23,7 @@ from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.encoded import Encoded, unindexed
 from softdb.nn.encoding import Encode, Encoding, probed
-from softdb.nn.held import Held
+from softdb.nn.handle import SharedHandle
 from softdb.nn.policies import InBackground, Policy, policy_of
 from softdb.nn.reindexed import Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
@@ -116,15 +116,15 @@ class View(Reindexed):
             raise BadInput(
                 f"dim is {dim} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
             )
-        self._held, self.encoder = Held(db), encoder
+        self._handle, self.encoder = SharedHandle(db), encoder
         self._start()
         self.register_load_state_dict_post_hook(_outdated)  # type: ignore[no-untyped-call]
 
     @property
     def db(self) -> SoftDB:
         """The database."""
-        assert self._held.db is not None  # checked
-        return self._held.db
+        assert self._handle.db is not None  # checked
+        return self._handle.db
 
     # -- asking --------------------------------------------------------------------------------------------------------
 

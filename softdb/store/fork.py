@@ -25,12 +25,12 @@ import apsw
 from softdb.errors import SoftDBError
 from softdb.store.catalog import Catalog
 
-__all__ = ["Connected", "Handle", "abandon", "keep_unused", "watch"]
+__all__ = ["Connected", "Inherited", "abandon", "keep_unused", "watch"]
 
 PATIENCE = 30.0  # seconds that a fork waits for operations of other threads; after that the child's handle is closed
 
 
-class Handle(Protocol):
+class Inherited(Protocol):
     """Something open that a child inherits."""
 
     def after_fork(self) -> None:
@@ -38,7 +38,7 @@ class Handle(Protocol):
 
 
 @runtime_checkable
-class Connected(Handle, Protocol):
+class Connected(Inherited, Protocol):
     """A handle with a connection to SQLite."""
 
     def acquire(self, seconds: float) -> Callable[[], None] | None:
@@ -102,11 +102,11 @@ class _Fork:
             self.lock.release()
 
 
-_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+_handles: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _fork = _Fork()
 
 
-def watch(handle: Handle) -> None:
+def watch(handle: Inherited) -> None:
     """Call the handle's methods around every fork, for as long as it is in use."""
     with _fork.lock:  # a set that grows cannot be gone through
         _handles.add(handle)

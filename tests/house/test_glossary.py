@@ -8,15 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import softdb
 
 ROOT = Path(softdb.__file__).parent
 GLOSSARY = ROOT.parent / "docs" / "glossary.md"
 SOURCES = sorted(ROOT.rglob("*.py"))
 
-RENAMING = pytest.mark.xfail(reason="names still being changed", strict=False)
 Words = tuple[str, ...]
 
 
@@ -72,7 +69,6 @@ def offences(where: str, found: Iterator[tuple[int, str]], words: dict[Words, se
     ]
 
 
-@RENAMING
 def test_no_name_has_a_word_that_the_glossary_refuses() -> None:
     words = refused(GLOSSARY.read_text())
     found = []
@@ -82,7 +78,6 @@ def test_no_name_has_a_word_that_the_glossary_refuses() -> None:
     assert found == []
 
 
-@RENAMING
 def test_one_class_has_a_name() -> None:
     """Private ones too: `_Plan` in one file and `Plan` in another are two meanings of a word."""
     places: dict[str, list[str]] = defaultdict(list)

@@ -7,14 +7,14 @@ from typing import Any
 
 from softdb.database import SoftDB
 
-__all__ = ["Held"]
+__all__ = ["SharedHandle"]
 
 
 @dataclass(frozen=True)
-class Held:
+class SharedHandle:
     """The handle, which copies of the module share: a deep copy of it would be another database."""
 
     db: SoftDB | None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedHandle:
         return self
