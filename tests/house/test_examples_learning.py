@@ -8,6 +8,7 @@ import pytest
 from test_examples import ROOT, run
 
 
+@pytest.mark.slow
 def test_attention_finds_the_nines_in_bags_of_digits(tmp_path: Path) -> None:
     shown = run(ROOT / "examples" / "digit_bags.py", tmp_path)
     lines = shown.splitlines()

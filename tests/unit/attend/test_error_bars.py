@@ -60,7 +60,7 @@ HARD = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HARD)
 def test_the_bar_holds_in_hard_worlds(name: str) -> None:
     db, world = filled(name)
@@ -80,6 +80,7 @@ def test_the_bar_holds_in_hard_worlds(name: str) -> None:
         assert beyond == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3, 1e-2])
 def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
     """Shares of what is drawn underflow; what remains is kept."""
@@ -132,6 +133,7 @@ def test_what_a_gradient_is_wanted_of_is_looked_at_once(monkeypatch: pytest.Monk
 # -- what it stands on -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gaussian-32", "uniform-2", "clustered-equal", "lognormal-1", "hubs"])
 def test_records_score_no_more_than_their_caps(name: str) -> None:
     """Of more than 100,000 pairs of a query and a record one may: five deviations are no certainty."""
@@ -255,6 +257,7 @@ def test_a_sure_part_narrows_the_bar_by_its_share() -> None:
 # -- what codes and lists do not resolve -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_features_that_few_records_have_cannot_hide() -> None:
     """Dense embeddings with rare flags: neither codes nor the spread of a list tell who carries a flag."""
     random = np.random.default_rng(0)

@@ -361,7 +361,7 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
 # -- how many are near -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("metric", "radius", "where"), [("dot", 0.4, None), ("cosine", 0.4, {"part": 1}), ("l2", 1.3, None)]
 )

@@ -126,6 +126,7 @@ def test_output_lse_and_gradient_are_the_equation(seed: int, q: int, metric: Met
     check(world(seed, q, metric))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.value)
 @pytest.mark.parametrize("q", [1, 3, 20])
 @pytest.mark.parametrize("kind", ["values", "labels", "keys"])
@@ -223,7 +224,7 @@ def test_scores_of_any_size_neither_overflow_nor_lose_the_answer(metric: Metric)
         check(one._replace(ask=one.ask._replace(temperature=temperature)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_near_duplicates_far_out_keep_their_distances(rng: np.random.Generator) -> None:
     keys = (1000 + 1e-2 * rng.standard_normal((500, 8))).astype(np.float32)
     stored = snapshot(keys, rng.standard_normal((500, 3)))

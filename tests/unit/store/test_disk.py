@@ -145,6 +145,7 @@ for batch in range(10**6):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_killing_a_writer_loses_no_acknowledged_record(path: Path, rounds: int, rng: np.random.Generator) -> None:
     kept: set[str] = set()
