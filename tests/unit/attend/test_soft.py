@@ -17,6 +17,7 @@ import softdb
 from softdb import SoftDB, scores
 from softdb.attend import Request
 from softdb.attend.scanning import scan
+from softdb.store import Snapshot
 from softdb.weights import Entmax15, Sparsemax, Weighed, weighting
 
 whole = sys.modules["softdb.attend.exact"]  # the package has a function of that name
@@ -451,3 +452,68 @@ def test_sparse_weightings_are_exact_on_disk(by: Any, tmp_path: Path, rng: np.ra
             weights, lse, _ = by.weigh(table, temperature, torch.ones_like(table, dtype=torch.bool))
             close(found, (weights @ torch.from_numpy(keys).double(), lse))
             assert found.exact.all()
+
+
+# -- ties, and records that are gone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize(
+    "kernel", [scores.Boxcar(2.0), scores.Epanechnikov(0.1), scores.Triangular(0.1), scores.Constant()]
+)
+def test_argmax_breaks_ties_of_a_score_by_row(kernel: Any, k: int | None) -> None:
+    """An index orders by distance, more finely than a kernel that is flat, or 0 outside its support."""
+    keys, values = np.array([[1.0], [0.5], [0.4], [1.5]], np.float32), np.arange(4.0)[:, None]
+    with softdb.open(None, dim=1, value_dim=1, metric="l2") as db:
+        db.insert(range(4), keys, values)
+        query = torch.zeros(1, 1)
+        answer = db.attend(query, score=kernel, weights="argmax", k=k)
+        tensors = softdb.attention(
+            query, torch.from_numpy(keys), torch.from_numpy(values), score=kernel, weights="argmax"
+        )
+        assert answer.output.item() == tensors.item() == 0  # the first of those that score alike
+
+
+def test_a_query_does_not_walk_over_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with softdb.open(None, dim=2) as db:
+        db.insert(range(500), np.ones((500, 2)))
+        db.upsert(range(500), np.ones((500, 2)))  # every record was replaced once
+        visited: list[tuple[int, int]] = []
+        blocks = Snapshot.blocks
+
+        def seen(self: Snapshot, size: int, allowed: Any = None, start: int = 0) -> Any:
+            visited.append((size, start))
+            return blocks(self, size, allowed, start)
+
+        monkeypatch.setattr(Snapshot, "blocks", seen)
+        db.attend(torch.ones(1, 2), score=lambda q, k: q @ k.T)
+        assert visited[0] == (1, 500)  # where the first live record stands
+
+
+def test_all_weights_of_an_exact_answer_on_request(db: SoftDB, queries: Tensor) -> None:
+    for by in WEIGHTINGS:
+        plain, dense = (db.attend(queries, weights=by, need_weights=need) for need in (False, True))
+        torch.testing.assert_close(dense.output, plain.output, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dense.lse, plain.lse, rtol=1e-4, atol=1e-5)
+        assert dense.weights is not None
+        assert dense.hits is not None
+        assert dense.weights.shape == dense.hits.rows.shape == (len(queries), N)
+        assert bool((dense.hits.rows.diff(dim=1) > 0).all())  # in row order
+        assert dense.exact.all()
+        torch.testing.assert_close(dense.weights.sum(1), torch.ones(len(queries)).to(dense.weights))
+    where = db.attend(queries, where={"even": True}, need_weights=True)
+    assert where.weights is not None
+    assert where.weights.shape == (len(queries), N // 2)
+
+
+def test_all_weights_carry_gradients_and_heed_a_mask(db: SoftDB, queries: Tensor) -> None:
+    mask = torch.zeros(len(queries), N, dtype=torch.bool)
+    mask[:, :4] = True
+    mask[0] = False
+    asked = queries.clone().requires_grad_()
+    pooled = db.attend(asked, mask=mask, need_weights=True)
+    expected = db.attend(asked, mask=mask)
+    assert pooled.weights is not None
+    assert int((pooled.weights > 0).sum()) == 4 * (len(queries) - 1)
+    found, plain = (torch.autograd.grad(one.output.square().sum(), asked)[0] for one in (pooled, expected))
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
