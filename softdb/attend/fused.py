@@ -116,8 +116,10 @@ class _Fused(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor | None, values: Tensor | None, what: Pass
     ) -> tuple[Tensor, Tensor]:
         asked = np.ascontiguousarray(queries.detach().numpy())
-        parts = [slice(low, low + CHUNK) for low in range(0, len(asked), CHUNK)]
-        sums = [forward(asked[part], what.chunk(part)) for part in parts]
+        sums = []
+        for low in range(0, len(asked), CHUNK):
+            part = slice(low, low + CHUNK)
+            sums.append(forward(asked[part], what.chunk(part)))
         output, top, total = (torch.from_numpy(np.concatenate(column)) for column in zip(*sums, strict=True))
         ctx.what, ctx.columns = what, (keys, values)
         ctx.save_for_backward(queries, output, top, total)

@@ -33,6 +33,8 @@ def workers(products: int) -> int:
 def by_lines(work: Callable[[slice], None], lines: int, products: int) -> None:
     """Does the work on so many lines, which cost so many products together, in runs: one a thread."""
     count = max(1, min(lines, workers(products)))
+    if count == 1:
+        return work(slice(lines))
     share_out(work, [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)])
 
 
