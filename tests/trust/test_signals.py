@@ -141,7 +141,7 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
     assert not [file for file in path.rglob("*") if file.name.endswith(".tmp")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["insert", "delete"])
 def test_whoever_keeps_the_traceback_of_an_interrupt_keeps_no_lock(path: Path, verb: str) -> None:
     db = made(path)

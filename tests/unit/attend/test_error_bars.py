@@ -220,6 +220,7 @@ def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt:
     return found._replace(unseen=none, hidden=none**2, thinned=none, reach=np.full(len(logits), 4.0))
 
 
+@pytest.mark.slow
 def test_four_parts_give_what_one_does() -> None:
     random = np.random.default_rng(0)
     keys, q, k = random.standard_normal((400, 5)), 6, 400

@@ -49,6 +49,7 @@ def every_score() -> dict[str, Any]:
 SCORES = every_score()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("by", [None, *SPARSE], ids=lambda by: "softmax" if by is None else by.name)
 @pytest.mark.parametrize("name", SCORES)
 def test_queries_keys_values_and_parameters_learn(name: str, by: Any) -> None:
@@ -79,7 +80,7 @@ def test_passes_find_the_threshold(n: int, temperature: float, by: Any) -> None:
     torch.testing.assert_close(lse, expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every_sparse
 def test_float32_is_summed_in_float64(by: Any) -> None:
     (queries,), (keys, values) = tensors(3, 8), tensors(3000, 8, 2)

@@ -230,6 +230,7 @@ def test_a_reader_builds_nothing(tmp_path: Path) -> None:
         db.build_index(background=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moment", ["training", "adding", "measuring"])
 def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> None:
     _, queries = world()

@@ -284,6 +284,7 @@ def opened(path: Path | None = None, kind: str = "ivf", **words: Any) -> tuple[s
     return db, keys, queries
 
 
+@pytest.mark.slow
 def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: FakeGpu) -> None:
     db, _, queries = opened()
     fake.stream, fake.asked[:] = 12, []  # the pretended index refuses any other
@@ -294,6 +295,7 @@ def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: 
     assert len(fake.asked) == 2
 
 
+@pytest.mark.slow
 def test_a_search_that_fails_gives_the_stream_back(fake: FakeGpu) -> None:
     db, _, queries = opened()
     index = db.finder.index
@@ -304,6 +306,7 @@ def test_a_search_that_fails_gives_the_stream_back(fake: FakeGpu) -> None:
     assert gpu._resources().lock.acquire(blocking=False)
 
 
+@pytest.mark.slow
 def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
     db, keys, queries = opened()
     index = db.finder.index
@@ -323,6 +326,7 @@ def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
         index.find(queries, 10, np.ones(N, np.bool_))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("side", [1, -1])
 def test_filters_that_go_with_the_keys(fake: FakeGpu, side: int) -> None:
     db, keys, _ = opened(metric="l2")
@@ -355,6 +359,7 @@ def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generat
     assert recall(found, flat.nearest(snapshot(keys), queries, 10, Metric.L2, allowed)) >= 0.99
 
 
+@pytest.mark.slow
 def test_more_is_fetched_where_less_counts(fake: FakeGpu) -> None:
     db, keys, queries = opened()
     index = db.finder.index
@@ -388,6 +393,7 @@ def test_a_snapshot_with_gaps_and_one_older_than_the_index(fake: FakeGpu, rng: n
         assert all(len(set(line)) == 10 for line in found.tolist())
 
 
+@pytest.mark.slow
 def test_threads_take_turns(fake: FakeGpu) -> None:
     db, _, queries = opened()
     expected, wrong = db.search(queries).rows.tolist(), []
@@ -406,6 +412,7 @@ def test_threads_take_turns(fake: FakeGpu) -> None:
     assert len(fake.asked) > 40
 
 
+@pytest.mark.slow
 def test_gradients_and_one_query(fake: FakeGpu) -> None:
     db, keys, queries = opened()
     asked = torch.from_numpy(queries[0]).requires_grad_()
@@ -415,6 +422,7 @@ def test_gradients_and_one_query(fake: FakeGpu) -> None:
     np.testing.assert_allclose(asked.grad.numpy(), keys[hits.rows.numpy()[0]].sum(0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypatch: Any) -> None:
     db, _, queries = opened()
     expected, board = db.search(queries).rows.tolist(), db._finder._board
@@ -485,6 +493,7 @@ def test_compaction_takes_codes_out(fake: FakeGpu, tmp_path: Path) -> None:
     assert recall(db.search(queries).rows.numpy(), np.argsort(-truth, axis=1)[:, :10]) >= 0.9
 
 
+@pytest.mark.slow
 def test_young_records_are_taken_in(fake: FakeGpu, monkeypatch: Any) -> None:
     monkeypatch.setattr("softdb.index.finder.ABSORB_ROWS", 100)
     db, keys, queries = opened()
@@ -552,6 +561,7 @@ def test_an_index_with_wide_codes_has_tables_of_float16(fake: FakeGpu, rng: np.r
     assert index.find(keys[:5], 3)[:, 0].tolist() == list(range(5))
 
 
+@pytest.mark.slow
 def test_the_methods_of_other_indexes_stay_what_they_are(fake: FakeGpu) -> None:
     """FAISS' own torch wrappers replace them, and lose the parameters of a search on the way."""
     opened()
@@ -634,6 +644,7 @@ def test_back_to_the_cpu(fake: FakeGpu, monkeypatch: Any) -> None:
     assert db._finder._board is None
 
 
+@pytest.mark.slow
 def test_a_board_is_kept_with_its_keys(fake: FakeGpu, db: softdb.SoftDB) -> None:
     board = db._finder._board
     db.build_index("ivf", device="cpu")

@@ -112,6 +112,7 @@ def test_what_was_taken_in_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert db.search(queries, k=5).rows.tolist() == expected
 
 
+@pytest.mark.slow
 def test_a_reader_takes_up_a_newer_index(tmp_path: Path) -> None:
     keys, queries = world()
     with softdb.open(tmp_path / "db", dim=16) as db:
@@ -198,7 +199,7 @@ def test_nothing_to_tune(db: softdb.SoftDB) -> None:
         db.tune()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("moment", ["choosing", "training", "adding", "measuring"])
 def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, error: type[BaseException]) -> None:
@@ -233,6 +234,7 @@ def dense(n: int, d: int, q: int) -> tuple[Floats, Floats]:
     return keys.astype(np.float32), queries.astype(np.float32)
 
 
+@pytest.mark.slow
 def test_dense_clusters_get_finer_codes_and_their_recall() -> None:
     keys, queries = dense(20_000, 64, 600)
     with softdb.open(None, dim=64) as db:

@@ -117,7 +117,7 @@ def test_cosines_of_very_long_and_very_short_keys(rng: np.random.Generator) -> N
 # -- what an index may return ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_after_compaction_rows_have_gaps(kind: str, metric: Metric, rng: np.random.Generator) -> None:
@@ -146,7 +146,7 @@ def test_a_snapshot_older_than_the_index_sees_its_own_records_only(rng: np.rando
     assert recall(found, nearest(old, torch.from_numpy(queries), 10, Metric.DOT)) >= 0.9
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 @pytest.mark.parametrize("side", ["near", "far"])
 def test_a_filter_that_goes_with_the_keys(kind: str, side: str, rng: np.random.Generator) -> None:

@@ -89,6 +89,7 @@ def indexed(kind: str) -> Index:
 # -- what is found -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("k", [1, 10])
 def test_the_largest_inner_products_are_found_whatever_the_norms(kind: str, k: int) -> None:
@@ -230,6 +231,7 @@ def test_rows_that_a_snapshot_lacks_take_no_part(rng: np.random.Generator) -> No
     assert scores.max() < 0  # no key of zeros stands for what is not there
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.Generator) -> None:
     keys = directions(5000, 8, rng) * rng.uniform(0.8, 1.2, (5000, 1))

@@ -111,6 +111,7 @@ def clustered() -> tuple[softdb.SoftDB, Tensor]:
     return db, torch.tensor(keys[:8] + 0.1 * random.standard_normal((8, 16)), dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_an_estimate_points_the_right_way_where_truncation_does_not(
     clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

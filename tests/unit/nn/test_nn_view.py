@@ -1007,6 +1007,7 @@ def test_what_is_alive_of_a_version_is_remembered_and_follows_the_database() -> 
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [Never(), EverySteps(10), OnRecall(0.9, every=10), InBackground(10)])
 def test_an_encoder_learns_to_look_past_loud_noise(policy: Any) -> None:
     """Half of each key tells the class, the louder half nothing. Held out queries are encoded by the same encoder."""

@@ -245,6 +245,7 @@ def change(db: softdb.SoftDB, truth: dict[int, Any], fresh: Iterator[int], rng: 
     truth.update(zip(ids, payloads, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fields", [[], ["year"], ["year", "lang", "note"]], ids=len)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_changes_agrees_with_brute_force(

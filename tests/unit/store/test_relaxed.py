@@ -116,6 +116,7 @@ db.upsert(["kept"], [[5, 6]], [[3]])
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_flushes(path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, str(path)], check=True)
     assert flushed(path) == {"kept", "late"}

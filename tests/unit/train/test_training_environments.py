@@ -121,6 +121,7 @@ def test_a_compiled_model_answers_as_the_plain_one(db: softdb.SoftDB, k: int | N
     assert dynamo["stats"]["unique_graphs"] >= 2, "nothing of the model was compiled"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOWS)
 def test_a_compiled_step_has_the_loss_of_the_plain_one(db: softdb.SoftDB, how: dict[str, Any], dynamo: Any) -> None:
     linear = torch.nn.Linear(6, D)
@@ -264,6 +265,7 @@ def by_itself(batch: list[Any]) -> list[Any]:
     return batch
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(("start", "mode"), [("fork", "r"), ("fork", "rw"), ("spawn", "rw")])
 def test_workers_ask_the_database(path: Path, start: str, mode: Any) -> None:
