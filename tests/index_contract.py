@@ -145,6 +145,7 @@ class IndexContract:
         alone = db.search(queries[0], k=10)
         assert alone.rows.tolist() == hits.rows[:1].tolist()
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("dim", [7, 30])
     def test_widths_that_4_does_not_divide(self, dim: int) -> None:
         db, keys, queries = self.made(dim=dim)
@@ -215,6 +216,7 @@ class IndexContract:
                 assert index_report(again).kind == self.kind
                 assert index_report(again).unindexed == 0
 
+    @pytest.mark.few(3)
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "swapped key", "entry", "name"])
     def test_an_index_that_is_not_ours_is_left_aside(
         self, damage: str, tmp_path: Path, key_file: Path, caplog: pytest.LogCaptureFixture

@@ -40,6 +40,7 @@ def test_a_decoder_finds_the_alignment(tmp_path: Path) -> None:
     assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_learned_bandwidth_is_nearest_to_the_curve(tmp_path: Path) -> None:
     shown = run(ROOT / "examples" / "kernel_regression.py", tmp_path)
     lines = shown.splitlines()

@@ -101,7 +101,7 @@ def test_an_error_at_any_step_is_told_and_loses_nothing(
     assert not wrong, f"{len(wrong)} failed:\n" + "\n".join(wrong[:40])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_creation_that_fails_at_any_step_is_told_and_made_up_for(
@@ -114,6 +114,7 @@ def test_a_creation_that_fails_at_any_step_is_told_and_made_up_for(
         create(tmp_path / f"{at}", Fault(at, error, stays=stays))
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_all(
     bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -457,7 +457,7 @@ def reads(send: Any, db: softdb.SoftDB) -> None:
         send.send(Failure(repr(error)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "mode"), [("spawn", "rw"), ("forkserver", "r")])
 def test_a_handle_is_sent_along_to_a_process_that_starts_anew(path: Path, start: str, mode: Any) -> None:
     made(path, 3).close()

@@ -88,7 +88,7 @@ CASES = [(name, file) for name, files in {
 }.items() for file in files]  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "count", [pytest.param(None, id="full", marks=pytest.mark.exhaustive), pytest.param(8, id="quick")]
 )

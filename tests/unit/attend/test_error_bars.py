@@ -112,6 +112,7 @@ def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
     assert (error <= found.bar.numpy()).all()
 
 
+@pytest.mark.slow
 def test_what_a_gradient_is_wanted_of_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     db, world = filled("lognormal-0.5")
     looks: list[int] = []
@@ -156,6 +157,7 @@ def test_records_score_no_more_than_their_caps(name: str) -> None:
     assert above <= 1
 
 
+@pytest.mark.slow
 def test_code_errors_are_those_of_the_index() -> None:
     import faiss
 
@@ -175,6 +177,7 @@ def test_code_errors_are_those_of_the_index() -> None:
     np.testing.assert_allclose(tail.reach.errors[7], np.quantile(every, 0.5), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_extreme_is_set_apart() -> None:
     keys = np.random.default_rng(0).standard_normal((N, 16)).astype(np.float32)
     values = np.random.default_rng(1).standard_normal((N, 3)).astype(np.float32)

@@ -84,6 +84,7 @@ def test_sums_over_the_drawn_are_unbiased(metric: str, queries: Array) -> None:
     assert (np.abs(bias) < 4.5 * spread + 1e-4).mean() >= 0.95
 
 
+@pytest.mark.slow
 def test_every_record_is_drawn_with_the_probability_stated(db: softdb.SoftDB, queries: Array) -> None:
     snapshot = db._store.snapshot
     tail, _ = db._finder.tail(snapshot)
@@ -165,7 +166,7 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     np.testing.assert_allclose(found.stderr**2, (errors**2).mean(), rtol=0.05)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "labels"])
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
@@ -250,6 +251,7 @@ def test_few_draws_tell_nothing_of_the_others(db: softdb.SoftDB, queries: Array)
 # -- records that come and go ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_filters_deletions_and_young_records(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
     world = filled(value_dim=4)
@@ -336,6 +338,7 @@ def test_log_partition_is_exact_where_nothing_can_be_drawn(queries: Array) -> No
         bare.log_partition(queries, rtol=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", [Gaussian(0.3), Laplacian(0.2)])
 def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
@@ -488,6 +491,7 @@ def test_what_has_no_estimator_is_refused(db: softdb.SoftDB, queries: Array, mor
         db.attend(queries[:3], rtol=0.1, **more)
 
 
+@pytest.mark.slow
 def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
     world = filled("l2", value_dim=2)

@@ -282,7 +282,7 @@ def filtered(keys: Array, share: float, side: str, random: np.random.Generator) 
     return (keys[near] + 0.3 * random.standard_normal((40, D))).astype(np.float32), allowed
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["anywhere", "near", "opposite"])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01, 0.001])
 @pytest.mark.parametrize("few", [search.FEW, 20])  # few matches are compared exactly; and as if they were many

@@ -111,6 +111,7 @@ def test_a_small_grid(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text())["data"]["n"] == 3000
 
 
+@pytest.mark.slow
 def test_faiss_over_softdbs_own_index_answers_alike() -> None:
     data = load("clustered", n=6000, dim=16, metric="cosine")
     result = run(data, Ask(("softdb-ivf", "faiss-refine"), (0.9,), threads=(1,), rounds=1))
@@ -121,6 +122,7 @@ def test_faiss_over_softdbs_own_index_answers_alike() -> None:
     assert result["compared"][0]["over_faiss"]["softdb"] == "softdb-ivf"
 
 
+@pytest.mark.slow
 def test_efforts_in_place_of_recalls() -> None:
     data = load("uniform", n=5000, dim=16, most=100)
     result = run(data, Ask(("softdb-ivf", "faiss-hnsw"), efforts=(1, 64), threads=(1,), rounds=1))
@@ -274,6 +276,7 @@ def test_the_frontier_has_what_nothing_beats() -> None:
     assert frontier([row("a", 0.9, 10, 0.5)], "single_ms") == [(0.9, 2000)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "begin"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml")])
 def test_a_picture_is_drawn(name: str, begin: bytes, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")

@@ -259,6 +259,7 @@ def test_hits_may_be_unlike_each_other(tmp_path: Path) -> None:
     assert {hit["id"] for hit in answer(*asked, "--diversity", 0.9, "--fetch-k", 2)[0]} == {"a", "a2"}
 
 
+@pytest.mark.slow
 def test_an_index_is_built_and_tuned_for_queries_of_ones_own(vectors: Path, tmp_path: Path) -> None:
     keys = tmp_path / "k.npy"
     report = answer(

@@ -149,6 +149,7 @@ def test_what_is_written_meanwhile_is_right_afterwards(
             agrees(db, queries)
 
 
+@pytest.mark.slow
 def test_threads_read_and_write_all_the_while() -> None:
     _, queries = world()
     errors: list[BaseException] = []
@@ -374,6 +375,7 @@ def test_a_tuning_ends_with_the_database_too(tmp_path: Path, monkeypatch: pytest
     assert error.startswith("tune: the build was cancelled while measuring 0 %: the database was closed")
 
 
+@pytest.mark.slow
 def test_the_thread_builds_with_as_many_threads_as_the_caller() -> None:
     import faiss
 
@@ -455,6 +457,7 @@ def in_child(send: Any, db: softdb.SoftDB, build: Build[IndexReport], queries: F
         send.send(repr(error))
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:

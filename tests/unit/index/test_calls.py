@@ -54,6 +54,7 @@ def counted(db: softdb.SoftDB, query: Any) -> tuple[int, int]:
     return calls, frames
 
 
+@pytest.mark.few(1)
 def test_a_warm_search_by_the_index_takes_few_calls(db: softdb.SoftDB) -> None:
     query = np.ones((1, 16), np.float32)
     for _ in range(3):

@@ -437,6 +437,7 @@ def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypa
     assert db.search(queries[:1]).ids[0][0] == "young"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ivf", "ivf-sq8"])
 def test_the_cache_is_an_index_of_the_cpu(fake: FakeGpu, kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     db, keys, queries = opened(tmp_path / "db", kind)
@@ -471,6 +472,7 @@ def test_codes_that_have_no_form_there_stay_on_the_cpu(
     assert not fake.uploads
 
 
+@pytest.mark.slow
 def test_without_the_gpu_part_a_cached_index_serves_on_the_cpu(
     fake: FakeGpu, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -481,6 +483,7 @@ def test_without_the_gpu_part_a_cached_index_serves_on_the_cpu(
         assert "needs the GPU build of FAISS" in caplog.text
 
 
+@pytest.mark.slow
 def test_compaction_takes_codes_out(fake: FakeGpu, tmp_path: Path) -> None:
     db, keys, queries = opened(tmp_path / "db")
     db.delete(range(0, N, 2))

@@ -247,6 +247,7 @@ def test_dense_clusters_get_finer_codes_and_their_recall() -> None:
         assert recall(found, scores("dot", queries[:300], keys), 10) >= 0.93
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("centres", "residual"), [(64, True), (1, False)])
 def test_residual_codes_are_taken_where_centroids_explain_most(centres: int, residual: bool) -> None:
     random = np.random.default_rng(0)
@@ -269,9 +270,9 @@ def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeyp
         build._FullTrial._candidates,
     )
 
-    def recall_seen(self: build._FullTrial, effort: int, fetch_k: int, held: bool = False) -> float:
-        halves.append(held)
-        reached[held].append(recall_plain(self, effort, fetch_k, held))
+    def recall_seen(self: build._FullTrial, effort: int, fetch_k: int, held_out: bool = False) -> float:
+        halves.append(held_out)
+        reached[held_out].append(recall_plain(self, effort, fetch_k, held_out))
         halves.pop()
         return reached[held][-1]
 

@@ -248,6 +248,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
         assert bool(report.recall_by_norm) == (metric == "dot")
 
 
+@pytest.mark.slow
 def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
     with softdb.open(None, dim=8) as db:
         db.insert(range(5000), directions(5000, 8, rng))

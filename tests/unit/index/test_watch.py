@@ -170,6 +170,7 @@ def many(db: SoftDB, queries: np.ndarray[Any, Any]) -> None:
         db.search(one)
 
 
+@pytest.mark.slow
 def test_drifted_queries_are_noticed(rng: np.random.Generator) -> None:
     db, between = drifting(rng)
     keys = db.get(range(400)).keys
@@ -186,6 +187,7 @@ def test_drifted_queries_are_noticed(rng: np.random.Generator) -> None:
     assert (index_report(db).live_recall or 1.0) < 0.9
 
 
+@pytest.mark.slow
 def test_exact_searches_are_not_checked(rng: np.random.Generator) -> None:
     db, between = drifting(rng)
     db.watch(share=1.0)

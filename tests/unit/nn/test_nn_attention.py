@@ -550,6 +550,7 @@ def test_an_index_stays_right_however_long_the_projections_are_trained(tmp_path:
         assert recall() >= 0.94
 
 
+@pytest.mark.slow
 def test_heads_estimated_to_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: math.inf)  # never cheaper, here
     torch.manual_seed(0)

@@ -275,6 +275,7 @@ def _straight(k: int | None) -> Callable[[softdb.SoftDB, Tensor, Tensor, torch.G
     return loss
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", [_by_reinforcement, _straight(None), _straight(4)])
 def test_a_projection_learns_to_draw_the_record_that_is_rewarded(loss: Any) -> None:
     random = seeded(1)

@@ -221,6 +221,7 @@ def gradient(
     return found.detach(), torch.autograd.grad(found.sum(), leaf)[0]
 
 
+@pytest.mark.slow
 def test_estimated_retrieval_is_right_on_average(
     clustered: tuple[softdb.SoftDB, Tensor, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_one_step_at_a_time_is_the_same(score: str) -> None:
         torch.testing.assert_close(its, weights[:, j])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients_reach_everything(score: str) -> None:
     made = module(score)

@@ -136,7 +136,7 @@ def test_the_bandwidth_starts_as_silverman_says() -> None:
     torch.testing.assert_close(same, torch.full((D,), 0.3))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KERNELS[:-1])
 def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
     keys, labels = keys_of().double(), torch.randint(CLASSES, (N,))

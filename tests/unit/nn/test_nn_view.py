@@ -154,6 +154,7 @@ def _truncated(
     return torch.einsum("qk,qkv->qv", scores.softmax(1), values.to(queries.dtype)[order]), scores.logsumexp(1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("k", [None, 4])
 @pytest.mark.parametrize("words", KINDS)
 def test_gradients_into_queries_and_encoder_are_those_of_small_differences(
@@ -670,6 +671,7 @@ def test_a_failing_replacement_leaves_the_old_version() -> None:
         index.replace(np.array([1]), [torch.zeros(1, 3)])
 
 
+@pytest.mark.slow
 def test_a_large_index_is_indexed_and_says_what_it_finds() -> None:
     index, centres = StaleIndex("l2", kind="ivf-sq8"), torch.randn(50, 12) * 3
     vectors = centres[torch.randint(50, (12_000,))] + torch.randn(12_000, 12)

@@ -115,7 +115,7 @@ def test_a_coordinate_without_spread_has_no_bandwidth() -> None:
 KINDS = pytest.mark.parametrize("kind", VOLUMES, ids=lambda kind: kind.__name__)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @KINDS
 @pytest.mark.parametrize("task", ["mean", "density"])
 def test_no_other_bandwidth_does_better(kind: type[Kernel], task: str) -> None:

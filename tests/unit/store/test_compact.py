@@ -645,6 +645,7 @@ def test_copies_while_others_write_show_whole_batches(path: Path, tmp_path: Path
             assert all(len(found) == 7 and len(set(found)) == 1 for found in groups.values())
 
 
+@pytest.mark.slow
 def test_a_copy_keeps_the_index(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with softdb.open(path, dim=8) as db:
         Model(db).insert(6000)

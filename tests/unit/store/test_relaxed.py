@@ -122,6 +122,7 @@ def test_an_interpreter_that_ends_flushes(path: Path) -> None:
     assert flushed(path) == {"kept", "late"}
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_last_flush_whole(path: Path) -> None:
     code = SCRIPT + f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL

@@ -133,6 +133,7 @@ def drawn(indexed: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[An
     return indexed
 
 
+@pytest.mark.slow
 def test_an_estimated_loss_is_near_the_exact_one_and_the_same_by_its_seed(drawn: tuple[Any, ...]) -> None:
     words = {**SMALL, "temperature": 0.2}
     one, two = (fit(*drawn, rtol=0.3, **words) for _ in range(2))

@@ -121,7 +121,7 @@ def test_a_compiled_model_answers_as_the_plain_one(db: softdb.SoftDB, k: int | N
     assert dynamo["stats"]["unique_graphs"] >= 2, "nothing of the model was compiled"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_a_compiled_step_has_the_loss_of_the_plain_one(db: softdb.SoftDB, how: dict[str, Any], dynamo: Any) -> None:
     linear = torch.nn.Linear(6, D)
