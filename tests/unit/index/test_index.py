@@ -274,7 +274,7 @@ def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeyp
         halves.append(held_out)
         reached[held_out].append(recall_plain(self, effort, fetch_k, held_out))
         halves.pop()
-        return reached[held][-1]
+        return reached[held_out][-1]
 
     def search_seen(self: build._FullTrial, queries: torch.Tensor, effort: int, fetch_k: int) -> object:
         if halves:
