@@ -22,7 +22,7 @@ from softdb.errors import BadInput
 from softdb.pool import State, merge
 from softdb.scores.contract import alike
 from softdb.store.snapshot import Block
-from softdb.weights import Sparse, divisor
+from softdb.weights import Softmax, Sparse, Uniform, divisor
 
 if TYPE_CHECKING:
     from softdb.attend.source import Source
@@ -65,6 +65,10 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
 
 def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """Block by block by autograd; what backward needs of a block is computed again."""
+    if not isinstance(request.weighting, Softmax | Uniform):
+        raise BadInput(
+            f"the weights are {request.weighting.name}, which blocks that are encoded anew cannot add up; pass k="
+        )
     queries, width = request.queries, source.width if request.pools else 0
     nothing = queries[:, :1] * 0
     parts = [State(nothing.expand(-1, width), nothing[:, 0] - torch.inf)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ["Reindexed"]
 Work = Callable[[Progress], ReindexReport]
 
 
-class Reindexed(torch.nn.Module):
+class Reindexed(torch.nn.Module, ABC):
     """A module that is trained while its candidates come from vectors as they were at some training step."""
 
     policy: Policy
@@ -39,9 +40,9 @@ class Reindexed(torch.nn.Module):
         self._build = self._asked = self._recall = None
 
     @property
+    @abstractmethod
     def db(self) -> SoftDB:
         """The database."""
-        raise NotImplementedError
 
     @property
     def age(self) -> int:
@@ -88,17 +89,17 @@ class Reindexed(torch.nn.Module):
         build.start()
         return build
 
+    @abstractmethod
     def measure(self, k: int = 2, sample: int = 4096) -> float:
         """The share of the k nearest, as they are now, that are candidates."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _work(self, background: bool) -> Work | None:
         """What makes the next version of the stale index; None where there is nothing to do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lags(self) -> bool:
         """Whether candidates come from vectors as they were."""
-        raise NotImplementedError
 
     def _counted(self, work: Work) -> Work:
         def counted(say: Progress) -> ReindexReport:
