@@ -24,6 +24,7 @@ __all__ = ["Catalog", "CatalogState"]
 
 # the last two are for macOS, where an fsync stops at the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
+_SETTINGS = "SELECT name, value, crc FROM settings"
 STEPS = 20_000  # thousands of SQLite's steps that any statement may take; and a hundred a byte of the file
 
 
@@ -37,9 +38,9 @@ class CatalogState(NamedTuple):
 class Catalog:
     """One connection to the catalogue. The caller keeps transactions and threads apart."""
 
-    def __init__(self, connection: apsw.Connection, version: int) -> None:
+    def __init__(self, connection: apsw.Connection, laid_out: bool) -> None:
         self.connection = connection
-        self.version = version  # of the format; 0: nothing is laid out yet
+        self.laid_out = laid_out  # not where its creation was cut short, or has not begun
         self._steps = 0  # thousands that the present query may still take
 
     @classmethod
@@ -48,22 +49,16 @@ class Catalog:
         connection = None
         try:
             connection = connect(path, write)
-            version = format.recognise(connection, str(path))
+            laid_out = format.recognise(connection, str(path))
             if write:
                 if connection.readonly("main"):  # else the first write would be what says so
                     raise CorruptionError(
                         f"{path} may not be written to: its permissions forbid that, or its header, which is damaged "
                         "then; mend that, or open it with mode='r'"
                     )
-                # the last two are for macOS, where an fsync stops at the drive's cache
-                for setting in (
-                    "journal_mode = WAL",
-                    "synchronous = FULL",
-                    "fullfsync = ON",
-                    "checkpoint_fullfsync = ON",
-                ):
-                    connection.execute(f"PRAGMA {setting}")
-            return cls(connection, version)
+                for pragma in _PRAGMAS:
+                    connection.execute(f"PRAGMA {pragma}")
+            return cls(connection, laid_out)
         except BaseException as error:
             if connection is not None:
                 connection.close()
@@ -87,18 +82,13 @@ class Catalog:
             "metric": schema.metric.value,
         }
         with self.connection:
-            self.connection.execute(format.tables(FORMAT))
+            self.connection.execute(format.TABLES)
             self.connection.execute("INSERT INTO state VALUES(0, 0, ?)", (format.state_crc(0, 0),))
             for name, value in settings.items():
                 self.put_setting(name, value)
             self.connection.execute(f"PRAGMA application_id = {format.APPLICATION}")
             self.connection.execute(f"PRAGMA user_version = {FORMAT}")
-        self.version = FORMAT
-
-    def present_version(self) -> int:
-        """The version now: a writer may have brought the file up to date since a reader opened it."""
-        self.version = self._pragma("user_version") or self.version
-        return self.version
+        self.laid_out = True
 
     def schema(self) -> Schema:
         """What the database stores. Raises CorruptionError where the settings are not what `create` wrote."""
@@ -160,22 +150,18 @@ class Catalog:
 
     def settings(self) -> dict[str, Any]:
         """All settings. Raises CorruptionError where one differs from its checksum."""
-        return {name: self._sound(name, value, crc) for name, value, crc in self.all(self._settings)}
+        return {name: self._sound(name, value, crc) for name, value, crc in self.all(_SETTINGS)}
 
     def setting(self, name: str, default: int = 0) -> int:
         """A number among the settings, at least the default, which stands for one that is absent."""
-        row = self.one(f"{self._settings} WHERE name = ?", (name,))
+        row = self.one(f"{_SETTINGS} WHERE name = ?", (name,))
         found = default if row is None else self._sound(*row)
         if type(found) is not int or found < default:
             raise damaged_catalog(f"has a damaged setting {name!r}")
         return found
 
-    @property
-    def _settings(self) -> str:
-        return f"SELECT name, value, {'crc' if self.version > 1 else 'NULL'} FROM settings"
-
     def _sound(self, name: str, value: Any, crc: int | None) -> Any:
-        if self.version > 1 and (isinstance(value, bytes) or crc != format.setting_crc(name, value)):
+        if isinstance(value, bytes) or crc != format.setting_crc(name, value):
             raise damaged_catalog(f"has a damaged setting, {shown(name)}")
         return value
 
@@ -186,12 +172,12 @@ class Catalog:
 
     def state(self) -> CatalogState:
         """Generation and next row number. Raises CorruptionError."""
-        found = self.one(f"SELECT generation, next_row, {'crc' if self.version > 1 else 'NULL'} FROM state")
+        found = self.one("SELECT generation, next_row, crc FROM state")
         if found is None:
             raise damaged_catalog("has lost its state row")
         generation, next_row, crc = found
         sound = type(generation) is int and type(next_row) is int and min(generation, next_row) >= 0
-        if not sound or (self.version > 1 and crc != format.state_crc(generation, next_row)):
+        if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")
         return CatalogState(generation, next_row)
 

@@ -1,10 +1,9 @@
-"""What a catalogue is made of, by format version, and whether a file is one.
+"""What a catalogue is made of, and whether a file is one.
 
 The format, as MUSTs:
 
-* application_id MUST be `APPLICATION`, user_version the format version; a reader MUST refuse a newer one, and a writer
-  brings an older one up to date (`softdb.store.upgrade`).
-* The schema MUST be exactly `tables(version)`, to the letter, and indexes of declared fields: one named `field_` + the
+* application_id MUST be `APPLICATION`, user_version the format version; any other MUST be refused.
+* The schema MUST be exactly `TABLES`, to the letter, and indexes of declared fields: one named `field_` + the
   hexadecimal UTF-8 of a name, over the two expressions of `filters.field_sql`; any of those may be dropped at any time.
   Whatever else there is (a trigger, a view, a table more) MUST be refused: it would run in the writes of who opens it.
 * `records` holds exactly the live records. `key_crc`, `value_crc` and `payload_crc` are the CRC-32 of the stored bytes
@@ -15,8 +14,6 @@ The format, as MUSTs:
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads in place MUST set
   `payloads_replaced` to the generation it makes: what was worked out from payloads before is void.
-
-Version 1 had no checksums of records, settings and state; there a table `batches` gave the CRC-32 of runs of slots.
 """
 
 from __future__ import annotations
@@ -36,60 +33,35 @@ __all__ = [
     "APPLICATION",
     "CHUNK",
     "FORMAT",
+    "TABLES",
     "field_index",
     "field_index_sql",
     "recognise",
     "setting_crc",
     "state_crc",
-    "tables",
 ]
 
 APPLICATION = 0x736F6674  # "soft"
-FORMAT = 2
+FORMAT = 1
 CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
 
-_SEGMENTS = """
+TABLES = """
+CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT;
+CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT, key_crc INTEGER NOT NULL,
+                     value_crc INTEGER, payload_crc INTEGER) STRICT;
 CREATE TABLE segments(segment INTEGER PRIMARY KEY, first_row INTEGER NOT NULL, capacity INTEGER NOT NULL,
                       used INTEGER NOT NULL) STRICT;
-"""
-_SAME = """
 CREATE TABLE tombstones(chunk INTEGER PRIMARY KEY, dead BLOB NOT NULL) STRICT;
 CREATE TABLE indexes(name TEXT PRIMARY KEY, entry TEXT NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT;
 """
 
-_TABLES = {  # in the order in which SQLite has laid them out
-    1: """
-CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY) STRICT, WITHOUT ROWID;
-CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL) STRICT;
-CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT) STRICT;
-"""
-    + _SEGMENTS
-    + """
-CREATE TABLE batches(segment INTEGER, slot INTEGER, count INTEGER NOT NULL, keys_crc INTEGER NOT NULL,
-                     values_crc INTEGER, PRIMARY KEY(segment, slot)) STRICT, WITHOUT ROWID;
-"""
-    + _SAME,
-    2: _SEGMENTS
-    + _SAME
-    + """
-CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT;
-CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT, key_crc INTEGER NOT NULL,
-                     value_crc INTEGER, payload_crc INTEGER) STRICT;
-""",
-}
 
+def recognise(connection: apsw.Connection, place: str) -> bool:
+    """Whether a catalogue is laid out; not where its creation was cut short.
 
-def tables(version: int) -> str:
-    """The statements that make the tables of a version."""
-    return _TABLES[version]
-
-
-def recognise(connection: apsw.Connection, place: str) -> int:
-    """The format version of a catalogue; 0 where its creation was cut short.
-
-    Raises NotADatabase, FormatTooNew, and CorruptionError where the schema is not what that version's must be.
+    Raises NotADatabase, FormatTooNew, and CorruptionError where the schema is not what it must be.
     """
     application, version = int(connection.pragma("application_id")), int(connection.pragma("user_version"))
     found = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
@@ -98,19 +70,18 @@ def recognise(connection: apsw.Connection, place: str) -> int:
     if version > FORMAT:
         raise FormatTooNew(f"{place} has format version {version}, this softdb reads up to {FORMAT}; upgrade softdb")
     if not (application or found):
-        return 0
-    if version not in _TABLES:
+        return False
+    if version != FORMAT:
         raise damaged_catalog(f"has no format version {version}")
-    _require_schema(found, version)
-    return version
+    _require_schema(found)
+    return True
 
 
-def _require_schema(found: list[Any], version: int) -> None:
-    expected = _schema(version)
+def _require_schema(found: list[Any]) -> None:
+    expected = _schema()
     given = {(kind, name): (table, sql) for kind, name, table, sql in found}
     strange = [f"{kind} {name!r}" for (kind, name), what in given.items() if not _ours(kind, name, what, expected)]
-    optional = {("table", "gaps")} if version == 1 else set()  # there since a first compaction
-    missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(given) - optional]
+    missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(given)]
     if strange or missing:
         raise CorruptionError(
             f"catalog.sqlite has {', '.join(strange) or 'nothing'} that softdb does not write"
@@ -132,11 +103,11 @@ def _ours(kind: str, name: str, what: tuple[str, str | None], expected: dict[tup
 
 
 @cache
-def _schema(version: int) -> dict[tuple[str, str], tuple[str, str | None]]:
+def _schema() -> dict[tuple[str, str], tuple[str, str | None]]:
     """What SQLite itself makes of our statements."""
     connection = apsw.Connection(":memory:")
     try:
-        connection.execute(_TABLES[version])
+        connection.execute(TABLES)
         rows: list[Any] = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
         return {(kind, name): (table, sql) for kind, name, table, sql in rows}
     finally:

@@ -23,11 +23,9 @@ from softdb.store.catalog import Catalog
 from softdb.store.commits import Commits
 from softdb.store.connect import damaged_text, typed, typed_errors
 from softdb.store.directory import enter, require_new
-from softdb.store.format import FORMAT
 from softdb.store.generation import SnapshotLoader
 from softdb.store.segments import ColumnFiles
 from softdb.store.snapshot import Snapshot
-from softdb.store.upgrade import upgrade
 
 __all__ = ["Session"]
 
@@ -71,7 +69,7 @@ class Session:
             self._writer = enter(self.path, writing, create is not None)
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
-        if not self._catalog.version:
+        if not self._catalog.laid_out:
             require_new(self.path, acknowledged)
             if create is None or not writing:
                 raise NotADatabase(f"{self.path} holds no database yet; give dim= to make one")
@@ -89,8 +87,6 @@ class Session:
                 files.sync(self.path / "catalog.sqlite-wal")
                 with contextlib.suppress(apsw.FullError, apsw.IOError):
                     self._checkpoint()
-            if self._catalog.version < FORMAT:
-                upgrade(self._catalog, self.snapshot.segments)
             late = commits.late(self) if self._relaxed else None
             self._commits = Commits(self._catalog, self.columns, self.path, late)
             self.columns.clean({entry.number for entry in self._catalog.segments()})

@@ -15,7 +15,6 @@ from softdb.store.segments import checksum
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged
 from softdb.store.store import Store
-from softdb.store.upgrade import runs
 
 __all__ = ["verify"]
 
@@ -42,9 +41,6 @@ def verify(store: Store) -> int:
 
 def _records(store: Store, snapshot: Snapshot) -> Iterator[str]:
     """Records whose bytes do not give their checksums."""
-    if store.catalog.present_version() == 1:
-        yield from runs(store.catalog, snapshot.segments)
-        return
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
 

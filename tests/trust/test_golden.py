@@ -105,7 +105,7 @@ def test_it_opens_on_read_only_media(path: Path, expected: dict[str, Any], monke
         path.chmod(0o755)
 
 
-def test_a_reader_stays_whole_while_a_writer_brings_the_format_up_to_date(path: Path, expected: dict[str, Any]) -> None:
+def test_a_reader_stays_whole_while_a_writer_goes_on(path: Path, expected: dict[str, Any]) -> None:
     with softdb.open(path, mode="r") as before, softdb.open(path) as writer, softdb.open(path, mode="r") as after:
         for db in (before, after):
             holds(db, expected)
@@ -129,7 +129,7 @@ class Failing(Tap):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dead", [False, True])
-def test_whatever_step_of_bringing_it_up_to_date_fails_nothing_is_lost(
+def test_whatever_step_of_opening_it_fails_nothing_is_lost(
     golden: Path, expected: dict[str, Any], tmp_path: Path, dead: bool, tally: Counter[str]
 ) -> None:
     for at in itertools.count(1):

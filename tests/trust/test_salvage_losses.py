@@ -258,34 +258,6 @@ def test_what_the_disk_does_not_give_is_lost_and_named(
     assert [one["why"] for one in report["lost"]] == ["keys-00000000.npy: its key is not there as it was written"]
 
 
-@pytest.mark.parametrize("flipped", [None, "keys", "values"])
-def test_in_format_1_a_batch_is_lost_whole(tmp_path: Path, flipped: str | None) -> None:
-    source = GOLDEN / "format-1" / "compacted" / "db"
-    shutil.copytree(source, tmp_path / "opened")
-    shutil.copytree(source, tmp_path / "db")
-    with softdb.open(tmp_path / "opened", mode="r") as db:
-        state = held(db)
-    if flipped is not None:
-        file = tmp_path / "db" / f"{flipped}-00000004.npy"
-        data = bytearray(file.read_bytes())
-        data[128] ^= 1
-        file.write_bytes(data)
-    report = softdb.salvage(tmp_path / "db", tmp_path / "saved")
-    with softdb.open(tmp_path / "saved", verify=True) as db:
-        found = held(db)
-    gone = {"late", 4} if flipped else set()
-    assert differences(found, {one: truth for one, truth in state.items() if one not in gone}) == ""
-    assert {one["id"] for one in report["lost"]} == gone
-
-
-def test_in_format_1_segments_that_do_not_add_up_are_not_trusted(tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN / "format-1" / "compacted" / "db", tmp_path / "db")
-    changed(tmp_path / "db", "UPDATE segments SET first_row = first_row + 1 WHERE segment = 4")
-    report = softdb.salvage(tmp_path / "db", tmp_path / "saved")
-    assert {"late", 4} <= {one["id"] for one in report["lost"]}
-    assert any(note.startswith("segment 4 is lost") for note in report["notes"])
-
-
 def test_the_destination_must_be_free_and_outside(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
     _, path = copied("plain")
     (tmp_path / "taken").mkdir()

@@ -121,7 +121,7 @@ def rows_in(directory: Path, number: int) -> Numbers | None:
 
 
 def place(remains: Remains, directory: Path, which: list[ColumnSpec], scratch: apsw.Connection) -> None:
-    """Fill in where the records of the table `found` lie: those of version 2, whose checksums they carry."""
+    """Fill in where the records of the table `found` lie, by the checksums that they carry."""
     said = _Said(remains, directory)
     for column in which:
         numbers = sorted({*said.entries, *_numbers(directory, column.name)})

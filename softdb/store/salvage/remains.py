@@ -1,4 +1,4 @@
-"""What can still be read of a damaged catalogue, of either format, without opening it as a database.
+"""What can still be read of a damaged catalogue without opening it as a database.
 
 Trees are found by their names in the schema, or else where SQLite puts them when it lays a catalogue out. Leaves that
 no tree reaches any more, because a page above them is damaged, are looked for, unless the list of freed pages is
@@ -8,11 +8,10 @@ damaged, too: on those lie records that were deleted.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import apsw
 
@@ -25,24 +24,14 @@ from softdb.store.salvage.log import Log
 from softdb.store.salvage.pages import PAGE, Cell, Pages
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["Remains", "SlotRun", "is_dead"]
+__all__ = ["Remains", "is_dead"]
 
 _IDS = "sqlite_autoindex_records_1"  # SQLite's own index of the records' ids
-_SORTED = {"settings", "indexes", "batches", _IDS}  # kept in index trees
+_SORTED = {"settings", "indexes", _IDS}  # kept in index trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
 _TABLE = (5, 13)  # types of a table's pages
-_WIDTHS = {1: 3, 2: 6}  # columns of a record, by version
+_WIDTH = 6  # columns of a record
 _MAGIC = b"SQLite format 3\0"
-
-
-class SlotRun(NamedTuple):
-    """Slots that version 1 has one checksum for."""
-
-    segment: int
-    slot: int
-    length: int
-    keys_crc: int
-    values_crc: int | None
 
 
 class Remains:
@@ -91,7 +80,7 @@ class Remains:
                 return
 
     def _find(self) -> None:
-        """Find each tree's root, and the format's version."""
+        """Find each tree's root."""
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
         for cell in self.pages.walk(1):
             if cell.columns is None or len(cell.columns) != 5:
@@ -104,14 +93,7 @@ class Remains:
             elif isinstance(name, str) and kind == "index":
                 self.fields += _field(name)
         self._named = "records" in self._roots
-        for self.version in (format.FORMAT, 1):
-            lies = {**dict(_laid_out(self.version)), **self._roots}
-            cells = self.pages.walk(lies["records"])
-            if any(len(cell.columns or ()) == _WIDTHS[self.version] for cell in itertools.islice(cells, 9)):
-                break
-        else:
-            self.version = 1 if "batches" in self._roots else format.FORMAT
-        self._roots = {**dict(_laid_out(self.version)), **self._roots}
+        self._roots = {**dict(_laid_out()), **self._roots}
 
     def _generation(self) -> int:
         state = self.state()
@@ -158,11 +140,11 @@ class Remains:
     # -- the small tables ------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Value]:
-        """The settings that are as they were written; version 1 cannot tell."""
+        """The settings that are as they were written."""
         found = {}
-        for name, value, *crc in (row for row in self._rows("settings") if len(row) == 1 + self.version):
+        for name, value, crc in (row for row in self._rows("settings") if len(row) == 3):
             plain = isinstance(value, int | str | None) and isinstance(name, str)
-            if plain and (self.version == 1 or crc == [format.setting_crc(str(name), value)]):
+            if plain and crc == format.setting_crc(str(name), value):
                 found[str(name)] = value
         return found
 
@@ -170,7 +152,7 @@ class Remains:
         """Generation and next row number, None where they are lost."""
         for row in self._rows("state"):
             numbers = _numbers(row)
-            if len(numbers) == 1 + self.version and (self.version == 1 or numbers[2] == format.state_crc(*numbers[:2])):
+            if len(numbers) == 3 and numbers[2] == format.state_crc(*numbers[:2]):
                 return CatalogState(*numbers[:2])
         return None
 
@@ -196,15 +178,6 @@ class Remains:
                 found[cell.row] = packed
         return found
 
-    def runs(self) -> list[SlotRun]:
-        """Version 1's checksums."""
-        found = []
-        for row in self._rows("batches"):
-            numbers = _numbers(row[:4])
-            if len(row) == 5 and len(numbers) == 4 and (row[4] is None or isinstance(row[4], int)):
-                found.append(SlotRun(numbers[0], numbers[1], numbers[2], numbers[3], row[4]))
-        return sorted(found)
-
     # -- the records -----------------------------------------------------------------------------------------------
 
     def ids(self) -> Iterator[tuple[int, str | int]]:
@@ -217,9 +190,8 @@ class Remains:
 
     def records(self) -> Iterator[Cell]:
         """Entries of the table of records, damaged ones among them. Ask for everything else first."""
-        width = _WIDTHS[self.version]
         for cell in self._with_orphans("records", 13):
-            if cell.columns is None or (len(cell.columns) == width and cell.columns[0] is None):
+            if cell.columns is None or (len(cell.columns) == _WIDTH and cell.columns[0] is None):
                 yield cell
 
     def _with_orphans(self, name: str, leaf: int) -> Iterator[Cell]:
@@ -262,11 +234,11 @@ def _field(index: str) -> list[str]:
     return []
 
 
-def _laid_out(version: int) -> list[tuple[str, int]]:
+def _laid_out() -> list[tuple[str, int]]:
     """Where SQLite puts the trees of a new catalogue, and of one that it has vacuumed."""
     connection = apsw.Connection(":memory:")
     try:
-        connection.execute(format.tables(version))
+        connection.execute(format.TABLES)
         rows: list[Any] = connection.execute("SELECT name, rootpage FROM sqlite_schema").fetchall()
         return rows
     finally:

@@ -18,7 +18,6 @@ from softdb.check import Array, Id, Schema
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.store import committed, disk, files
 from softdb.store.append import Batch
-from softdb.store.salvage.covered import place_runs
 from softdb.store.salvage.placing import ColumnSpec, at_once, columns, file_of, place, read_slots
 from softdb.store.salvage.remains import Remains
 from softdb.store.salvage.settings import schema_of
@@ -44,10 +43,10 @@ def salvage(
 
         report = softdb.salvage("memories", "memories-saved")
 
-    A record is intact where its payload, its key and its value give the checksums that were stored with it; in format
-    1, which had checksums of batches, where its batch does. Nothing else is copied, and nothing is guessed: where its
-    id differs between the table of records and the index of ids, a record is left out. The damaged database is only
-    read, and without SQLite: nothing in it is run. Declared fields are copied; indexes of vectors are to be built anew.
+    A record is intact where its payload, its key and its value give the checksums that were stored with it. Nothing
+    else is copied, and nothing is guessed: where its id differs between the table of records and the index of ids, a
+    record is left out. The damaged database is only read, and without SQLite: nothing in it is run. Declared fields
+    are copied; indexes of vectors are to be built anew.
 
     Args:
         path: the damaged database. Nobody may be writing to it.
@@ -170,11 +169,7 @@ class _Salvage:
             scratch.execute("PRAGMA synchronous = OFF")
             sift(self.remains, scratch)
             with scratch:
-                if self.remains.version == 1:
-                    self.notes.append("format 1 has no checksums of payloads and ids: they are as they were found")
-                    self.notes += place_runs(self.remains, self.path, self.columns, scratch)
-                else:
-                    place(self.remains, self.path, self.columns, scratch)
+                place(self.remains, self.path, self.columns, scratch)
                 self._explain(scratch)
             fresh = self.destination / "unfinished"
             store = Store(fresh, "rw", self.schema)

@@ -25,14 +25,12 @@ def schema_of(remains: Remains, path: Path, words: dict[str, Any], notes: list[s
     settings = {name: value for name, value in remains.settings().items() if name in _SETTINGS}
     given = {name: one for name, one in words.items() if one is not None}
     headers, known = _headers(path), {name: one for name, one in settings.items() if one is not None}
-    # version 1 has no checksum of its settings: what contradicts them may be right
-    better = {} if remains.version > 1 else {**{name: headers[name] for name in headers if name in known}, **given}
     stored = None
     with contextlib.suppress(KeyError, BadInput):
         stored = check.schema(**{name: settings[name] for name in _SETTINGS}, stored=None)
-    if stored is not None and all(known.get(name) == one for name, one in better.items()):
+    if stored is not None:
         return check.schema(**words, stored=stored)
-    return _guessed({**headers, **known, **better, **given}, sorted(set(_SETTINGS) - set(settings)), notes)
+    return _guessed({**headers, **known, **given}, sorted(set(_SETTINGS) - set(settings)), notes)
 
 
 def _guessed(said: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:

@@ -58,25 +58,24 @@ def _found(remains: Remains, scratch: apsw.Connection) -> None:
         "WHERE found.id IS NOT excluded.id OR found.payload IS NOT excluded.payload OR found.why IS NOT excluded.why "
         "OR found.key_crc IS NOT excluded.key_crc OR found.value_crc IS NOT excluded.value_crc"
     )
-    rows = (_record(remains.version, cell.row, cell.columns) for cell in remains.records() if cell.row >= 0)
+    rows = (_record(cell.row, cell.columns) for cell in remains.records() if cell.row >= 0)
     for some in _batches(rows):
         scratch.executemany(sql, some)
 
 
-def _record(version: int, row: int, columns: tuple[Value, ...] | None) -> tuple[Value, ...]:
+def _record(row: int, columns: tuple[Value, ...] | None) -> tuple[Value, ...]:
     """A line of `found`."""
     if columns is None:
         return row, None, None, None, None, "catalog.sqlite: its bytes are no record"
-    one, payload, key_crc, value_crc, payload_crc = (*columns[1:], None, None, None)[:5]
+    one, payload, key_crc, value_crc, payload_crc = columns[1:]
     if not isinstance(one, str | int):
         return row, None, None, None, None, "catalog.sqlite: its id is neither text nor a whole number"
     why = None if payload is None else _unsound(payload)
-    if version > 1:
-        crcs = (key_crc, 0 if value_crc is None else value_crc)
-        if not all(isinstance(crc, int) and 0 <= crc < 1 << 32 for crc in crcs):
-            return row, one, None, None, None, "catalog.sqlite: its checksums are damaged"
-        if payload_crc != (crc32(payload.encode()) if isinstance(payload, str) else None):
-            why = "catalog.sqlite: its payload differs from its checksum"
+    crcs = (key_crc, 0 if value_crc is None else value_crc)
+    if not all(isinstance(crc, int) and 0 <= crc < 1 << 32 for crc in crcs):
+        return row, one, None, None, None, "catalog.sqlite: its checksums are damaged"
+    if payload_crc != (crc32(payload.encode()) if isinstance(payload, str) else None):
+        why = "catalog.sqlite: its payload differs from its checksum"
     return row, one, None if why else payload, key_crc, value_crc, why
 
 

@@ -229,7 +229,7 @@ def test_payload_texts_are_read_alone(path: Path) -> None:
 def test_the_schema_text_is_what_sqlite_remembers() -> None:
     assert format.field_index_sql('a "b"'.replace('"', "'")).startswith("CREATE INDEX field_")
     connection = apsw.Connection(":memory:")
-    connection.execute(format.tables(format.FORMAT))
+    connection.execute(format.TABLES)
     connection.execute(format.field_index_sql("it's"))
     connection.execute(f"PRAGMA application_id = {format.APPLICATION}")
     connection.execute(f"PRAGMA user_version = {format.FORMAT}")
