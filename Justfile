@@ -9,11 +9,11 @@ setup:
 
 # the tests that a user or first contributor should run
 test *arguments:
-    pytest {{arguments}}
+    pytest -n 2 --dist loadfile {{arguments}}
 
 # the tests that take longer
 slow *arguments:
-    pytest -m "slow and not exhaustive" {{arguments}}
+    pytest -n 2 --dist loadfile -m "slow and not exhaustive" {{arguments}}
 
 # style and types
 lint:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a JSON file that takes what the tests of trust have counted")
 
 
+def counted(config: pytest.Config) -> Counter[str]:
+    return config.stash.setdefault(TALLY, Counter())
+
+
 @pytest.fixture(scope="session")
-def tally(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
+def tally(request: pytest.FixtureRequest) -> Counter[str]:
     """What a run has tried, in plain counts by name ("kills", "kills: acknowledged records lost"); shown at its end."""
-    counts: Counter[str] = request.config.stash.setdefault(TALLY, Counter())
-    yield counts
-    path = request.config.getoption("figures")
+    return counted(request.config)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: what a worker has counted
+def pytest_testnodedown(node: Any) -> None:
+    counted(node.config).update(getattr(node, "workeroutput", {}).get("tally", {}))
+
+
+@pytest.hookimpl(trylast=True)  # when the workers are done
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config, counts = session.config, counted(session.config)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["tally"] = dict(counts)
+        return
+    path = config.getoption("figures")
     if path is not None and counts:
         known = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps({**known, **counts}, indent=1, sort_keys=True) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for name, count in sorted(config.stash.get(TALLY, Counter()).items()):
+    for name, count in sorted(counted(config).items()):
         terminalreporter.write_line(f"{name}: {count:,}")

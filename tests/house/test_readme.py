@@ -66,7 +66,7 @@ def test_the_two_commands_are_there() -> None:
     main, tests = blocks(README, "console")[:2]
     assert main.startswith("pip install -c constraints.txt")
     assert main.rstrip().endswith("softdb demo")
-    assert tests.rstrip().endswith("&& pytest")
+    assert tests.rstrip().endswith("&& pytest -n 2 --dist loadfile")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
