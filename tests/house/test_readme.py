@@ -150,7 +150,7 @@ def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:
 
     text = (ROOT / "docs" / "format.md").read_text()
     assert f"0x{format.APPLICATION:X}" in text
-    assert f"format version, now {format.FORMAT}," in text
+    assert f"format version, {format.FORMAT}," in text
     with softdb.open(tmp_path / "db", dim=2, value_dim=1) as db:
         db.insert(["a"], [[1, 2]], [[3]])
         names = {path.name for path in (tmp_path / "db").iterdir()}
