@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend import Columns, Request, stream, weighed
+from softdb.attend import Columns, Request, nearest, stream
 from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.request import indifferent
 from softdb.check import positive, shown
@@ -262,7 +262,7 @@ def _streamed(call: _Call) -> Tensor:  # (u, q, v)
             mask = None if call.live is None else call.live.rows(low, low + len(chunk))
             request = replace(call.request, queries=chunk, mask=mask)
             if isinstance(request.weighting, Argmax):
-                found.append(weighed(request, source, source.find(request, 1)).output)
+                found.append(nearest(request, source, source.find(request, 1)).output)
             else:
                 found.append(stream(request, source)[0])
             low += len(chunk)

@@ -9,7 +9,7 @@ from softdb.attend.estimate import estimated, log_partition
 from softdb.attend.exact import exact, log_normaliser
 from softdb.attend.explain import explained
 from softdb.attend.hits import hits
-from softdb.attend.nearest import nearest, weighed
+from softdb.attend.nearest import nearest
 from softdb.attend.request import Request
 from softdb.attend.sample import sampled
 from softdb.attend.source import Columns, Source, Stored
@@ -32,5 +32,4 @@ __all__ = [
     "sampled",
     "shared_scores",
     "stream",
-    "weighed",
 ]

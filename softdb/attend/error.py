@@ -69,10 +69,10 @@ def pooled_at(
     output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
     column = _values(snapshot, width)
 
-    def work(part: slice) -> None:
-        pooling.pooled(logits[part], positions[part], *column, output[part], lse[part])
+    def given(part: slice) -> tuple[Any, ...]:
+        return logits[part], positions[part], *column, output[part], lse[part]
 
-    by_lines(work, len(logits), logits.size * (4 * width + 64))
+    by_lines(pooling.pooled, given, len(logits), logits.size * (4 * width + 64))
     return torch.from_numpy(output), torch.from_numpy(lse)
 
 
@@ -98,17 +98,15 @@ def spread_at(
     signed = np.empty((q, pooling.SIGNS, -(-v // pooling.TILE) * pooling.TILE), np.float32)
     column = _values(snapshot, v)
 
-    def work(part: slice) -> None:
+    def given(part: slice) -> tuple[Any, ...]:
         drawn = logits[part], log_weights[part], positions[part]
         written = weights[part], found[:, part], first[part], signed[part], roots[part]
-        pooling.spread(*drawn, *column, output[part], lse[part], salt, *written)
+        return *drawn, *column, output[part], lse[part], salt, *written
 
-    by_lines(work, q, logits.size * (4 * v * pooling.SIGNS + 64))
-    wide, none = output.astype(np.float64), np.zeros(q)
+    by_lines(pooling.spread, given, q, logits.size * (4 * v * pooling.SIGNS + 64))
     noise, noises, variance = found
-    given = wide, lse.astype(np.float64), noise, noises, variance, first, signed, roots
-    spread = ErrorEstimate(*given, none, none, none, none)
-    return spread, torch.from_numpy(weights)
+    seen = output.astype(np.float64), lse.astype(np.float64), noise, noises, variance, first, signed, roots
+    return ErrorEstimate(*seen, *[np.zeros(q)] * 4), torch.from_numpy(weights)
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softdb.answers import Pooled
 from softdb.attend.dense import dense
-from softdb.attend.nearest import weighed
+from softdb.attend.nearest import nearest
 from softdb.attend.request import Request
 from softdb.attend.result import answered
 from softdb.attend.scoring import Candidates
@@ -37,11 +37,11 @@ def exact(request: Request, source: Source) -> Pooled:
     if request.need_weights:
         return dense(request, source)
     if isinstance(by, Argmax):
-        return weighed(request, source, source.find(request, 1, exact=True))
+        return nearest(request, source, source.find(request, 1, exact=True))
     if isinstance(by, Sparse):
         support = _support(request, source, by)
         if support is not None:
-            return weighed(request, source, support, complete=True)
+            return nearest(request, source, support, complete=True)
     elif not isinstance(by, Softmax | Uniform):
         raise BadInput(
             f"the weighting {shown(by)} needs all scores at once, which no exact query holds; pass k=, or "
@@ -65,10 +65,10 @@ def _support(request: Request, source: Source, by: Sparse) -> Candidates | None:
         if k > MOST:
             return None
         part = request.at(unproven)
-        nearest = source.find(part, k, exact=True)
-        finder = nearest.finder
-        weights, proven = _weigh(part, source, nearest, by, taking_part[torch.from_numpy(unproven)])
-        support = np.where(weights > 0, nearest.positions, -1)[proven]
+        tried = source.find(part, k, exact=True)
+        finder = tried.finder
+        weights, proven = _weigh(part, source, tried, by, taking_part[torch.from_numpy(unproven)])
+        support = np.where(weights > 0, tried.positions, -1)[proven]
         width = int((support >= 0).sum(1).max(initial=0))
         if width > found.shape[1]:
             found = np.pad(found, ((0, 0), (0, width - found.shape[1])), constant_values=-1)

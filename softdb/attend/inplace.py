@@ -6,6 +6,7 @@ each is the other's gradient, to any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from softdb.compiled.threads import by_lines
 from softdb.index.rerank import scores_at
 from softdb.store import Snapshot
 
-__all__ = ["Rowwise", "dots", "scores_in_place", "sums"]
+__all__ = ["Rowwise", "distances", "dots", "sums"]
 
 
 class Rowwise(NamedTuple):
@@ -29,65 +30,49 @@ class Rowwise(NamedTuple):
     values: bool  # of the values rather than the keys
 
     @property
-    def place(self) -> tuple[Any, Any, Any]:
-        """Where each segment begins, the segments' first positions, and what the numbers are."""
+    def place(self) -> tuple[Any, Any, int, bool]:
+        """Where each segment begins, the segments' first positions, w, and whether the numbers are float16."""
         first = self.snapshot.segments[0]
-        if self.values:
-            return self.snapshot.value_addresses, self.snapshot.starts, first.values_or_keys.dtype
-        return self.snapshot.key_addresses, self.snapshot.starts, first.keys.dtype
-
-    @property
-    def width(self) -> int:
-        """w."""
-        first = self.snapshot.segments[0]
-        return int((first.values_or_keys if self.values else first.keys).shape[1])
-
-
-def dots(
-    x: Tensor,  # (q, w); as float32
-    column: Rowwise,
-) -> Tensor:  # (q, k), 0 for none
-    """x · a for each candidate's record a. Cost q k w."""
-    return _Dots.apply(x, column)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def sums(
-    weights: Tensor,  # (q, k) float32 or float64
-    column: Rowwise,
-) -> Tensor:  # (q, w) as the weights
-    """Σ w a over each query's candidates. Cost q k w."""
-    return _PooledInPlace.apply(weights, column)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def scores_in_place(
-    queries: Tensor,  # (q, d) float32
-    snapshot: Snapshot,
-    positions: NDArray[np.int64],  # (q, k), -1 = none
-    metric: Metric,  # DOT or L2
-) -> Tensor:  # (q, k), 0 for none
-    """Scores of candidates with gradient to the queries. Cost q k d."""
-    column = Rowwise(snapshot, positions, False)
-    if metric is Metric.DOT:
-        return dots(queries, column)
-    return _Distances.apply(queries, column)  # type: ignore[no-any-return, no-untyped-call]
+        column = first.values_or_keys if self.values else first.keys
+        addresses = self.snapshot.value_addresses if self.values else self.snapshot.key_addresses
+        return addresses, self.snapshot.starts, column.shape[1], column.dtype == np.float16
 
 
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, column: Rowwise) -> Tensor:
-        ctx.column = column
-        return _dots(x, column)
+        from softdb.compiled import rerank
+
+        ctx.column, positions, place = column, column.positions, column.place
+        asked, found = np.ascontiguousarray(x.detach().numpy(), np.float32), np.empty(positions.shape, np.float32)
+
+        def given(part: slice) -> tuple[Any, ...]:
+            return asked[part].reshape(-1), positions[part], *place, rerank.DOT, found[part]
+
+        by_lines(rerank.score, given, len(found), positions.size * asked.shape[1])
+        found[positions < 0] = 0
+        return torch.from_numpy(found).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return sums(gradients[0], ctx.column), None
 
 
-class _PooledInPlace(torch.autograd.Function):
+class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, column: Rowwise) -> Tensor:
-        ctx.column = column
-        return _sums(weights, column)
+        from softdb.compiled import pooling
+
+        ctx.column, positions = column, column.positions
+        addresses, starts, width, halves = column.place
+        factors, kind = np.ascontiguousarray(weights.detach().numpy()), pooling.HALF if halves else pooling.WIDE
+        found = np.empty((len(factors), width), factors.dtype)
+
+        def given(part: slice) -> tuple[Any, ...]:
+            return factors[part], positions[part], addresses, starts, kind, found[part]
+
+        by_lines(pooling.sums, given, len(found), positions.size * width)
+        return torch.from_numpy(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -95,8 +80,6 @@ class _PooledInPlace(torch.autograd.Function):
 
 
 class _Distances(torch.autograd.Function):
-    """-‖q - k‖² by differences."""
-
     @staticmethod
     def forward(ctx: Any, queries: Tensor, column: Rowwise) -> Tensor:
         ctx.column = column
@@ -113,34 +96,11 @@ class _Distances(torch.autograd.Function):
         return (2 * found).to(queries.dtype), None
 
 
-def _dots(x: Tensor, column: Rowwise) -> Tensor:
-    from softdb.compiled import rerank
+dots: Callable[[Tensor, Rowwise], Tensor] = _Dots.apply
+"""x (q, w) -> (q, k): x · a in float32 for each candidate's record a, 0 for none. Cost q k w."""
 
-    addresses, starts, dtype = column.place
-    asked, positions = np.ascontiguousarray(x.detach().numpy(), np.float32), column.positions
-    found = np.empty(positions.shape, np.float32)
+sums: Callable[[Tensor, Rowwise], Tensor] = _Sums.apply
+"""Weights (q, k), float32 or float64 -> (q, w): Σ w a over each query's candidates. Cost q k w."""
 
-    def work(part: slice) -> None:
-        of = addresses, starts, asked.shape[1], dtype == np.float16, rerank.DOT
-        rerank.score(asked[part].reshape(-1), positions[part], *of, found[part])
-
-    by_lines(work, len(positions), positions.size * asked.shape[1])
-    found[positions < 0] = 0
-    return torch.from_numpy(found).to(x.dtype)
-
-
-def _sums(weights: Tensor, column: Rowwise) -> Tensor:
-    from softdb.compiled import pooling
-
-    addresses, starts, dtype = column.place
-    factors, kind = (
-        np.ascontiguousarray(weights.detach().numpy()),
-        pooling.HALF if dtype == np.float16 else pooling.WIDE,
-    )
-    found, positions = np.empty((len(factors), column.width), factors.dtype), column.positions
-
-    def work(part: slice) -> None:
-        pooling.sums(factors[part], positions[part], addresses, starts, kind, found[part])
-
-    by_lines(work, len(positions), positions.size * column.width)
-    return torch.from_numpy(found)
+distances: Callable[[Tensor, Rowwise], Tensor] = _Distances.apply
+"""Queries (q, d) float32 -> (q, k): -‖q - k‖² by differences, 0 for none. Of keys. Cost q k d."""

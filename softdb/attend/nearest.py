@@ -15,23 +15,25 @@ from softdb.pool import missed_mass
 from softdb.store import Snapshot
 from softdb.weights import Softmax, Uniform
 
-__all__ = ["nearest", "weighed"]
+__all__ = ["nearest"]
 
 SAMPLED = 1024  # records drawn to estimate the mass beyond the k nearest: 3 % of that mass's own spread
 
 
-def nearest(request: Request, source: Source) -> Pooled:
-    """The answer over the k nearest that take part.
+def nearest(
+    request: Request,
+    source: Source,
+    candidates: Candidates | None = None,  # None: the k nearest
+    complete: bool = False,  # proven to be all that have weight
+) -> Pooled:
+    """The answer over candidates.
 
     Exact where nothing else takes part, or where the k nearest are certain and the last of them proves that no other
     record has weight. Cost of the search, then q k (d + v), and q SAMPLED d for the missed mass.
     """
-    assert request.k is not None
-    return weighed(request, source, source.find(request, request.k))
-
-
-def weighed(request: Request, source: Source, candidates: Candidates, complete: bool = False) -> Pooled:
-    """The answer over candidates; `complete`: proven to be all that have weight."""
+    if candidates is None:
+        assert request.k is not None
+        candidates = source.find(request, request.k)
     found = source.scored(request, candidates.positions)
     live = torch.from_numpy(found.positions >= 0).to(found.scores.device)
     weights, lse, threshold = request.weighting.weigh(found.scores, request.temperature, live)

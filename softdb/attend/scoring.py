@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.inplace import Rowwise, scores_in_place, sums
+from softdb.attend.inplace import Rowwise, distances, dots, sums
 from softdb.attend.request import Positions
 from softdb.check import Metric
 from softdb.compiled.threads import available
@@ -58,7 +58,7 @@ def score_rows(
             return torch.from_numpy(found)
     metric = metric_in_place(score, queries, snapshot, gradient=True)
     if metric in (Metric.DOT, Metric.L2):
-        scores = scores_in_place(queries, snapshot, positions, metric)
+        scores = (dots if metric is Metric.DOT else distances)(queries, Rowwise(snapshot, positions, False))
         if bool(scores.detach().isfinite().all()):
             return scores.masked_fill(~live, -torch.inf)
     keys = queries.new_zeros(*positions.shape, queries.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -148,18 +149,17 @@ class Stored(AsStored):
         folded, k = request.detached.folded, min(k, self.count)
         if folded is None or (isinstance(request.weighting, Argmax) and _plateaus(request.score)):
             return Candidates(scan(request, self, k), "scan")
+        find = functools.partial(self.finder.find, self.columns, exact=exact, pairwise=False, metric=folded.metric)
         if request.mask is None:
-            return Candidates(*self.finder.find_folded(self.columns, folded, k, request.allowed, exact))
-        found, finder = np.full((len(request.queries), k), -1, np.int64), "flat"
+            found = find(folded.queries, k, request.allowed)
+            return Candidates(found.positions, found.finder)
+        positions, finder = np.full((len(request.queries), k), -1, np.int64), "flat"
         for i, mine in enumerate(request.mask.cpu().numpy()):
-            allowed = np.zeros(self.columns.size, np.bool_)
-            allowed[self.live] = mine
-            if request.allowed is not None:
-                allowed &= request.allowed
-            own = folded._replace(queries=folded.queries[i : i + 1])
-            (found[i],), name = self.finder.find_folded(self.columns, own, k, allowed, exact)
-            finder = name if finder == "flat" else finder
-        return Candidates(found, finder)
+            allowed = request.keep(self).copy()
+            allowed[self.live] &= mine
+            found = find(folded.queries[i : i + 1], k, allowed)
+            positions[i], finder = found.positions[0], found.finder if finder == "flat" else finder
+        return Candidates(positions, finder)
 
     def scored(self, request: Request, positions: Positions) -> Scored:
         """By compiled loops where the keys lie, or by the score on copies of them."""

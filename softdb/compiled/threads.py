@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,12 +30,17 @@ def workers(products: int) -> int:
     return max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
 
 
-def by_lines(work: Callable[[slice], None], lines: int, products: int) -> None:
-    """Does the work on so many lines, which cost so many products together, in runs: one a thread."""
+def by_lines(loop: Callable[..., None], given: Callable[[slice], tuple[Any, ...]], lines: int, products: int) -> None:
+    """Runs a loop over so many lines, which cost so many products together, in runs: one a thread.
+
+    `given` makes the loop's arguments for a run of lines.
+    """
     count = max(1, min(lines, workers(products)))
     if count == 1:
-        return work(slice(lines))
-    share_out(work, [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)])
+        loop(*given(slice(lines)))
+    else:
+        runs = [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)]
+        share_out(lambda part: loop(*given(part)), runs)
 
 
 def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:

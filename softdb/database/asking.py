@@ -136,7 +136,9 @@ class AskingVerbs(Handle):
         )  # fmt: skip
         if tolerance is not None:
             return estimated(request, source)
-        return exact(request, source) if k is None else nearest(request, source)
+        if count is None:
+            return exact(request, source)
+        return nearest(request, source, source.find(request, count))
 
     @verb
     def log_partition(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softdb.check import Metric
 from softdb.errors import BadInput
 from softdb.index import cache
 from softdb.index.background import Build
@@ -25,7 +26,6 @@ from softdb.index.search import find, indexed_until
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
 from softdb.reports import IndexReport
-from softdb.scores import Fold
 from softdb.store import Snapshot, Store, fork
 
 __all__ = ["Finder"]
@@ -78,12 +78,16 @@ class Finder:
         exact: bool = False,
         certain: int | None = None,
         pairwise: bool = True,
+        metric: Metric | None = None,  # None: the database's, by which the index finds
     ) -> Found:  # (q, k)
-        """The k nearest by the database's metric; `certain` and `pairwise` as in `softdb.index.search.find`.
+        """The k nearest by a metric; `certain` and `pairwise` as in `softdb.index.search.find`.
 
-        A few of the searches by the index are checked against exact ones (`watch`).
+        Of another metric than the database's, and for few records, the finder is "flat", which is exact. A few of the
+        searches by the index are checked against exact ones (`watch`).
         """
-        index, metric = None if exact else self._current(snapshot), self._store.schema.metric
+        own = self._store.schema.metric
+        metric = own if metric is None else metric
+        index = None if exact or metric is not own else self._current(snapshot)
         found, start = None, time.perf_counter()
         if index is not None:
             search = find_there if index.on_gpu else find
@@ -99,24 +103,6 @@ class Finder:
             seconds = time.perf_counter() - start
             self.watch.saw(index, seconds, found.positions, snapshot.count * queries.shape[1], exactly)
         return found
-
-    def find_folded(
-        self,
-        snapshot: Snapshot,
-        folded: Fold,  # what is asked, as an index sees it
-        k: int,
-        allowed: Live | None,
-        exact: bool = False,
-        certain: int | None = None,
-    ) -> tuple[Rows, str]:  # (q, k)
-        """Positions of the k nearest by a folded score, -1 = none, and the finder's name.
-
-        The index serves where the fold's metric is the database's; else, and for few records, "flat", which is exact.
-        """
-        if folded.metric is not self._store.schema.metric:
-            return nearest(self._board, snapshot, folded.queries, k, folded.metric, allowed), "flat"
-        found = self.find(snapshot, folded.queries, k, allowed, exact, certain, pairwise=False)
-        return found.positions, found.finder
 
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,13 +94,13 @@ class Outliers:
             asked = np.zeros((q, width), np.float32)
             asked[:, :d] = queries
 
-        def work(part: slice) -> None:
-            take_in(asked[part].reshape(-1), positions, keys, lengths, found[part], scores[part])
+        def given(part: slice) -> tuple[Any, ...]:
+            return asked[part].reshape(-1), positions, keys, lengths, found[part], scores[part]
 
         if q == 1:  # which feels microseconds
-            take_in(asked.reshape(-1), positions, keys, lengths, found, scores)
+            take_in(*given(slice(1)))
         else:
-            by_lines(work, q, q * m * width)
+            by_lines(take_in, given, q, q * m * width)
         return bool((before != found).any())
 
 

@@ -48,12 +48,13 @@ def ordered(
         import softdb.compiled.rerank as loops
 
         found, scores = np.empty((len(queries), kept), np.int64), np.empty((len(queries), kept), np.float32)
-        if len(queries) == 1 and kept:  # which feels microseconds
-            asked, keys = prepared(queries, metric) if asked is None else asked, snapshot.segments[0].keys
-            layout = snapshot.key_addresses, snapshot.starts, keys.shape[1], keys.dtype == np.float16
-            loops.rerank(asked.reshape(-1), np.ascontiguousarray(positions), *layout, CODES[metric], found, scores)
-        elif found.size:
-            _shared(loops.rerank, snapshot, queries, positions, metric, found, scores)
+        if found.size:
+            asked = prepared(queries, metric) if asked is None else asked
+            given, products = _given(snapshot, asked, positions, metric, found, scores)
+            if len(queries) == 1:  # which feels microseconds
+                loops.rerank(*given(slice(1)))
+            else:
+                by_lines(loops.rerank, given, len(queries), products)
     if kept == k:
         return found, scores
     rest = ((0, 0), (0, k - kept))
@@ -71,7 +72,8 @@ def scores_at(
 
     scores = np.empty(positions.shape, np.float32)
     if scores.size:
-        _shared(loops.score, snapshot, queries, positions, metric, scores)
+        given, products = _given(snapshot, prepared(queries, metric), positions, metric, scores)
+        by_lines(loops.score, given, len(scores), products)
     return scores
 
 
@@ -86,22 +88,22 @@ def precise_scores_at(
 
     scores = np.empty(positions.shape)
     if scores.size:
-        _shared(loops.score_precisely, snapshot, queries, positions, metric, scores)
+        given, products = _given(snapshot, prepared(queries, metric), positions, metric, scores)
+        by_lines(loops.score_precisely, given, len(scores), products)
     return scores
 
 
-def _shared(
-    loop: Callable[..., None], snapshot: Snapshot, queries: Floats, positions: Rows, metric: Metric, *out: Any
-) -> None:
-    """Runs a loop over the queries, shared out among threads; it writes to `out`, one line a query."""
-    asked, positions = prepared(queries, metric), np.ascontiguousarray(positions)
-    (q, c), d = positions.shape, asked.shape[1]
-    keys = snapshot.key_addresses, snapshot.starts, d, snapshot.segments[0].keys.dtype == np.float16
+def _given(
+    snapshot: Snapshot, asked: Floats, positions: Rows, metric: Metric, *out: Any
+) -> tuple[Callable[[slice], tuple[Any, ...]], int]:
+    """What the loops take for a run of the queries, prepared; and how many products all of them cost."""
+    positions, keys = np.ascontiguousarray(positions), snapshot.segments[0].keys
+    layout = snapshot.key_addresses, snapshot.starts, keys.shape[1], keys.dtype == np.float16, CODES[metric]
 
-    def work(part: slice) -> None:
-        loop(asked[part].reshape(-1), positions[part], *keys, CODES[metric], *(one[part] for one in out))
+    def given(part: slice) -> tuple[Any, ...]:
+        return asked[part].reshape(-1), positions[part], *layout, *(one[part] for one in out)
 
-    by_lines(work, q, q * c * d)
+    return given, positions.size * keys.shape[1]
 
 
 def _gathered(

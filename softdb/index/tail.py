@@ -258,12 +258,12 @@ class Tail:
         def draw(width: int) -> tuple[Rows, Floats, int]:
             rows, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
 
-            def work(part: slice) -> None:
+            def given(part: slice) -> tuple[Any, ...]:
                 asked = found.rows[part], logits[part], caps[part], hiding[part], left[part], self.frame
                 out = rows[part], logs[part], counts[part], bounds[:, part]
-                loops.draw(*asked, float(budget), PLAIN, CAPPED, factor * least, seeds[part], *out)
+                return *asked, float(budget), PLAIN, CAPPED, factor * least, seeds[part], *out
 
-            by_lines(work, q, q * each * 4)
+            by_lines(loops.draw, given, q, q * each * 4)
             return rows, logs, int(counts.max(initial=0))
 
         rows, logs, most = draw(_room(budget))
@@ -377,11 +377,11 @@ def subsample(
     def keep(k: int) -> tuple[Rows, Floats, int]:
         places, logs = np.full((q, k), -1, np.int64), np.zeros((q, k), np.float32)
 
-        def work(part: slice) -> None:
-            given = drawn.positions[part], logits[part], drawn.scales, drawn.log_weights[part], float(budget)
-            loops.subsample(*given, seeds[part], places[part], logs[part], counts[part], largest[part])
+        def given(part: slice) -> tuple[Any, ...]:
+            asked = drawn.positions[part], logits[part], drawn.scales, drawn.log_weights[part], float(budget)
+            return *asked, seeds[part], places[part], logs[part], counts[part], largest[part]
 
-        by_lines(work, q, logits.size * loops.STEPS * 4)
+        by_lines(loops.subsample, given, q, logits.size * loops.STEPS * 4)
         return places, logs, int(counts.max(initial=0))
 
     places, logs, most = keep(min(logits.shape[1], _room(budget)))

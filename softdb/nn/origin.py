@@ -15,7 +15,6 @@ from softdb.check import Id, Metric
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.lazy import cached_property
-from softdb.scores import Fold
 from softdb.store import Snapshot
 
 __all__ = ["Followed", "Origin"]
@@ -130,9 +129,8 @@ class Origin:
 
         `certain` of them are found with the recall of the index, the others on the way.
         """
-        folded = Fold(self.metric, queries, 1.0)
-        positions, finder = self.db.finder.find_folded(self.snapshot, folded, k, self._allowed, certain=certain)
-        return self._parameters[positions], finder
+        found = self.db.finder.find(self.snapshot, queries, k, self._allowed, certain=certain, pairwise=False)
+        return self._parameters[found.positions], found.finder
 
     def keys(
         self,
