@@ -98,33 +98,6 @@ class _Places:
         return places[positions - low]
 
 
-class _Sums(NamedTuple):
-    """The online softmax: Σ exp((s - top) / T) v, the largest score so far, Σ exp((s - top) / T)."""
-
-    output: Tensor  # (q, v)
-    top: Tensor  # (q,)
-    total: Tensor  # (q,)
-
-    def absorb(
-        self,
-        chunk: slice,  # of the queries
-        scores: Tensor,  # (chunk, m)
-        values: Tensor,  # (m, v) or labels (m,)
-        temperature: float,
-    ) -> None:
-        """Takes a block in, in place."""
-        output, top, total = self.output[chunk], self.top[chunk], self.total[chunk]
-        new = torch.maximum(top, scores.amax(dim=1))
-        shift = new.masked_fill(new == -torch.inf, 0)
-        decay = ((top - shift) / temperature).exp_()
-        parts = (scores - shift.unsqueeze(1)).div_(temperature).exp_()
-        total.mul_(decay).add_(parts.sum(dim=1))
-        output.mul_(decay.unsqueeze(1))
-        if output.shape[1]:
-            pool_into(output, parts, values)
-        top.copy_(new)
-
-
 class Solved(NamedTuple):
     """What a soft query found, and what its gradient needs."""
 
@@ -139,12 +112,21 @@ def softmax_over(request: Request, source: Source) -> Solved:
     """One pass of the online softmax; w = u = exp((s - top) / T) / total."""
     queries, score, temperature = request.queries, request.streamed_score, request.temperature
     q, width = len(queries), source.width if request.pools else 0
-    sums = _Sums(queries.new_zeros(q, width), queries.new_full((q,), -torch.inf), queries.new_zeros(q))
+    output, top, total = queries.new_zeros(q, width), queries.new_full((q,), -torch.inf), queries.new_zeros(q)
     for tile in tiles(request, source):
-        sums.absorb(tile.chunk, scores_of(score, queries[tile.chunk], tile), tile.values, temperature)
-    empty = sums.total == 0
-    top, total = sums.top.masked_fill(empty, 0), sums.total.masked_fill(empty, 1)
-    output = sums.output.div_(total.unsqueeze(1))
+        chunk, scores = tile.chunk, scores_of(score, queries[tile.chunk], tile)
+        new = torch.maximum(top[chunk], scores.amax(dim=1))
+        shift = new.masked_fill(new == -torch.inf, 0)
+        decay = ((top[chunk] - shift) / temperature).exp_()
+        parts = (scores - shift.unsqueeze(1)).div_(temperature).exp_()
+        total[chunk].mul_(decay).add_(parts.sum(dim=1))
+        output[chunk].mul_(decay.unsqueeze(1))
+        if width:
+            pool_into(output[chunk], parts, tile.values)
+        top[chunk] = new
+    empty = total == 0
+    top, total = top.masked_fill(empty, 0), total.masked_fill(empty, 1)
+    output.div_(total.unsqueeze(1))
     lse = (total.log() + top / temperature).masked_fill(empty, -torch.inf)
 
     def of(scores: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -215,14 +197,6 @@ class Once(torch.autograd.Function):
         )
 
 
-def dot_values(
-    grad: Tensor,  # (q, v)
-    values: Tensor,  # (m, v) or labels (m,)
-) -> Tensor:  # (q, m)
-    """g·v of every record."""
-    return grad @ values.mT if values.is_floating_point() else grad.index_select(1, values)
-
-
 def pool_into(
     output: Tensor,  # (c, v) added to
     weights: Tensor,  # (c, m)
@@ -261,7 +235,8 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
             continue
         score_grad = weights * lse_grad[chunk].unsqueeze(1)
         if request.pools:
-            along = dot_values(output_grad[chunk], tile.values)
+            mine, values = output_grad[chunk], tile.values
+            along = mine @ values.mT if values.is_floating_point() else mine.index_select(1, values)
             score_grad += along.sub_(offset[chunk].unsqueeze(1)).mul_(pulls)
         wanted = (part, *parameters) if key_grad is None else (part, *parameters, keys)
         found = torch.autograd.grad(scores, wanted, score_grad.div_(request.temperature), allow_unused=True)

@@ -22,13 +22,14 @@ from softdb.attend.blocks import Once
 from softdb.attend.request import Request
 from softdb.check import Metric
 from softdb.compiled.threads import available, share_out, workers
+from softdb.scores.products import length
 from softdb.store import Snapshot
 from softdb.weights import Sparse
 
 if TYPE_CHECKING:
     from softdb.attend.source import Source
 
-__all__ = ["Pass", "backward", "forward", "fused"]
+__all__ = ["Fused", "Pass", "backward", "forward", "pass_of"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -66,8 +67,8 @@ class _PassSums(NamedTuple):
     total: Array  # (q,) float64, Σ exp((s - top) / T); 0 where nothing takes part
 
 
-def fused(request: Request, source: Source) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-    """The answer of the compiled loops, with its gradients; None where they cannot give it, or a score overflows."""
+def pass_of(request: Request, source: Source) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
+    """The queries as the loops take them, their pass, and what its lse lacks; None where the loops cannot answer."""
     queries, columns = request.queries, source.columns
     if columns is None or queries.dtype is not torch.float32 or queries.device.type != "cpu" or not available():
         return None
@@ -84,13 +85,10 @@ def fused(request: Request, source: Source) -> tuple[Tensor, Tensor] | None:  # 
         return None
     asked = folded.queries
     if folded.metric is Metric.COSINE:
-        asked = asked / _length(asked)
+        asked = asked / length(asked).unsqueeze(1)
     mask = None if request.mask is None else np.ascontiguousarray(request.mask.cpu().numpy())
     what = columns, request.keep(source), mask, folded.metric, 1 / inverse, source.num_classes, request.pools
-    output, lse = _Fused.apply(asked, *source.trained, Pass(*what))  # type: ignore[no-untyped-call]
-    if bool(lse.isnan().any()):
-        return None
-    return output, lse + torch.as_tensor(folded.bias) / request.temperature
+    return asked, Pass(*what), torch.as_tensor(folded.bias) / request.temperature
 
 
 def _trains(request: Request, source: Source) -> bool:
@@ -103,23 +101,20 @@ def _trains(request: Request, source: Source) -> bool:
     return all(column is None or column.dtype is torch.float32 for column in source.trained)
 
 
-def _length(
-    queries: Tensor,  # (q, d)
-) -> Tensor:  # (q, 1)
-    length: Tensor = torch.linalg.vector_norm(queries, dim=1, keepdim=True, dtype=torch.float64).float()
-    return length.masked_fill(length < torch.finfo(length.dtype).tiny, torch.inf)
+class Fused(torch.autograd.Function):
+    """A pass over every record: output (q, v) and lse (q,), NaN where a score overflows."""
 
-
-class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor | None, values: Tensor | None, what: Pass
+        ctx: Any,
+        queries: Tensor,  # (q, d)
+        keys: Tensor | None,  # (n, d), the source's own, given where it wants a gradient
+        values: Tensor | None,  # (n, v), likewise
+        what: Pass,
     ) -> tuple[Tensor, Tensor]:
+        """Some queries at a time, each with its own sums."""
         asked = np.ascontiguousarray(queries.detach().numpy())
-        sums = []
-        for low in range(0, len(asked), CHUNK):
-            part = slice(low, low + CHUNK)
-            sums.append(forward(asked[part], what.chunk(part)))
+        sums = [forward(asked[part], what.chunk(part)) for part in _chunks(asked)]
         output, top, total = (torch.from_numpy(np.concatenate(column)) for column in zip(*sums, strict=True))
         ctx.what, ctx.columns = what, (keys, values)
         ctx.save_for_backward(queries, output, top, total)
@@ -129,23 +124,22 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the queries, and of the columns that want them."""
         queries, *saved = ctx.saved_tensors
         columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
         written = [None if column is None else column.numpy() for column in columns]
-        asked, sums = (
-            np.ascontiguousarray(queries.detach().numpy()),
-            _PassSums(*(one.detach().numpy() for one in saved)),
-        )
+        asked, *given = (one.detach().numpy() for one in (queries, *saved, output_grad, lse_grad))
         query_grad = np.empty_like(asked)
-        for low in range(0, len(asked), CHUNK):
-            part = slice(low, low + CHUNK)
-            mine, grads = (
-                _PassSums(*(one[part] for one in sums)),
-                [grad[part].detach().numpy() for grad in (output_grad, lse_grad)],
-            )
-            query_grad[part] = backward(asked[part], ctx.what.chunk(part), mine, *grads, *written)
+        for part in _chunks(asked):
+            *sums, grad, grad_of_lse = (one[part] for one in given)
+            mine = np.ascontiguousarray(asked[part]), ctx.what.chunk(part), _PassSums(*sums)
+            query_grad[part] = backward(*mine, grad, grad_of_lse, *written)
         sources = queries, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)
         return *Once.guarded([torch.from_numpy(query_grad), *columns], sources), None
+
+
+def _chunks(queries: Array) -> list[slice]:
+    return [slice(low, low + CHUNK) for low in range(0, len(queries), CHUNK)]
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
@@ -202,10 +196,7 @@ def backward(
     grads = layout.columns(output_grad) if labels else layout.grouped(output_grad)
     query_rows = layout.rows(layout.seen, layout.key_pitch) if key_grad is not None else _NONE
     grad_rows = layout.rows(output_grad, layout.value_pitch) if value_grad is not None else _NONE
-    columns = (
-        np.empty((0, 0), np.float32) if key_grad is None else key_grad,
-        np.empty((0, 0), np.float32) if value_grad is None else value_grad,
-    )
+    columns = [np.empty((0, 0), np.float32) if grad is None else grad for grad in (key_grad, value_grad)]
 
     def work(pieces: Iterator[_Piece]) -> tuple[Array, Array]:
         pulled, mass = np.zeros((layout.padded, layout.key_pitch)), np.zeros(layout.padded)
@@ -318,14 +309,12 @@ class _QueryLayout:
                 keep, live = what.keep[first:last], what.columns.live[first:last]
                 rows, places = _NO_ROWS, _NO_ROWS
                 part = (first - start, last - start)
-                if not keep.all():
+                if what.mask is not None or not keep.all():
                     rows = np.flatnonzero(keep) + (first - start)
                     part = (0, len(rows))
                 if what.mask is not None:
                     places = place + np.cumsum(live)[keep] - 1
                     place += int(np.count_nonzero(live))
-                    rows = np.flatnonzero(keep) + (first - start)
-                    part = (0, len(rows))
                 yield keys, values, labels, self.loops.Part(rows, places, mask, *part)
 
     def shares(self) -> list[Iterator[_Piece]]:

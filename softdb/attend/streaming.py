@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from softdb.attend.blocks import Blocks, Tile, hidden_parameters, pool_into, scores_of, softmax_over
-from softdb.attend.fused import fused
+from softdb.attend.fused import Fused, pass_of
 from softdb.attend.request import Request
 from softdb.attend.sparse import sparse_over
 from softdb.errors import BadInput
@@ -49,9 +49,12 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
     temperature = divisor(request.temperature, request.queries.dtype)
     if temperature != request.temperature:
         request = replace(request, temperature=temperature)
-    found = fused(request, source)
-    if found is not None:
-        return found
+    passed = pass_of(request, source)
+    if passed is not None:
+        queries, what, lacking = passed
+        output, lse = Fused.apply(queries, *source.trained, what)  # type: ignore[no-untyped-call]
+        if not bool(lse.isnan().any()):  # a score overflows: torch says so
+            return output, lse + lacking
     parameters = request.score.parameters() if isinstance(request.score, torch.nn.Module) else ()
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if torch.is_grad_enabled() and not wanted and hidden_parameters(request, source):

@@ -56,10 +56,10 @@ class Cosine:
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """s = q·k / (‖q‖ ‖k‖)."""
         keys = comparable(queries, keys)
-        lengths = _length(keys)  # (…, n) or (…, q, k)
+        lengths = length(keys)  # (…, n) or (…, q, k)
         if keys.ndim == queries.ndim:
             lengths = lengths.unsqueeze(-2)
-        return dot(queries / _length(queries).unsqueeze(-1), keys) / lengths
+        return dot(queries / length(queries).unsqueeze(-1), keys) / lengths
 
     def fold(self, queries: Tensor) -> Fold:
         """The cosine itself."""
@@ -120,13 +120,11 @@ def dot(
     return queries @ keys.mT
 
 
-def _length(
-    vectors: Tensor,  # (…, d)
-) -> Tensor:  # (…)
+def length(vectors: Tensor) -> Tensor:  # (…, d) -> (…)
     """‖x‖, or infinity for a zero vector, so that dividing by it gives 0 and a gradient of 0."""
     # float64 holds the squares of every float32: neither 1e-30 nor 1e30 is lost
-    length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).to(vectors.dtype)
-    return length.masked_fill(length < torch.finfo(length.dtype).tiny, torch.inf)
+    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).to(vectors.dtype)
+    return found.masked_fill(found < torch.finfo(found.dtype).tiny, torch.inf)
 
 
 def unit(
