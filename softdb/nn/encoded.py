@@ -54,8 +54,8 @@ class Encoded:
     version: Version | None  # None: every record is compared
     overfetch: int  # how many times k candidates are asked of the version, before they are scored anew
     resolve: Resolve
+    stamp: tuple[tuple[int, int], ...]  # of the encoder when this was made
     graph: bool = True  # False: in eval mode, without gradient
-    stamp: tuple[tuple[int, int], ...] = ()  # of the encoder when this was made
 
     columns, trained = None, (None, None)
 
@@ -91,8 +91,7 @@ class Encoded:
     def encoded(self, block: Block) -> Block:
         """The block with encoded keys."""
         encode = self.encoding.of if self.graph else self.encoding.found
-        positions = block.positions.numpy()
-        keys = encode(block.keys, lambda i: int(self.rows(positions[i : i + 1])[0]))
+        keys = encode(block.keys, self.rows(block.positions.numpy()))
         return Block(block.positions, keys, block.values if self.schema.has_values else keys)
 
     @cached_property
@@ -119,8 +118,7 @@ class Encoded:
         fresh = int(np.count_nonzero(recent))
         whole = request.allowed is None and self.count - fresh == len(version.rows)
         keep = None if whole else version.alive(self.snapshot, request.allowed)
-        found = version.find(folded.queries, count, keep=keep).cpu().numpy()
-        positions = self.snapshot.positions(found)
+        positions = self.snapshot.positions(version.find(folded.queries, count, keep))
         if fresh:
             more = scan(replace(request, allowed=recent), self._fixed, min(count, fresh))
             positions = np.concatenate([positions, more], axis=1)

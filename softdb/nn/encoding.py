@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Resolve
@@ -81,7 +82,7 @@ class Encoding:
     def of(
         self,
         keys: Tensor,  # (m, d)
-        row: Callable[[int], int],  # of the i-th, asked for a message
+        rows: NDArray[np.int64],  # (m,) of their records, for messages
     ) -> Tensor:  # (m, d')
         """Encoded keys, in the mode that the encoder is in, with gradient. Raises BadInput for what cannot be one."""
         if not len(keys):
@@ -95,7 +96,7 @@ class Encoding:
         plain = encoded.detach()
         # a sum is finite only where every number is, or where it is too large: then each is looked at
         if not math.isfinite(float(plain.sum())) and not bool(plain.isfinite().all()):
-            bad = row(int((~plain.isfinite().all(1)).nonzero()[0]))
+            bad = int(rows[int((~plain.isfinite().all(1)).nonzero()[0])])
             known = self.read(np.array([bad]))
             name = f"id {shown(known[bad][0])}" if known else "an id deleted since"
             raise BadInput(
@@ -108,13 +109,13 @@ class Encoding:
     def found(
         self,
         keys: Tensor,  # (m, d)
-        row: Callable[[int], int],
+        rows: NDArray[np.int64],  # (m,)
     ) -> Tensor:  # (m, d')
         """As `of`, for finding: `size` at a time, in eval mode and without gradient."""
         with self.lock, evaluating(self.encoder):
-            starts = range(0, max(1, len(keys)), self.size)
-            parts = [self.of(keys[low : low + self.size], lambda i, low=low: row(low + i)) for low in starts]  # type: ignore[misc]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts = [slice(low, low + self.size) for low in range(0, max(1, len(keys)), self.size)]
+            found = [self.of(keys[part], rows[part]) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _as_input(encoder: Encode, keys: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -34,13 +34,31 @@ from softdb.nn.view import View
 from softdb.scores import Kernel, Score, ScoreFunction
 from softdb.weights import Weighting, softmax
 
-__all__ = ["Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Asking", "Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss"]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"mean": Tensor.mean, "sum": Tensor.sum, "none": Tensor.clone}
 
 SHARP = 0.07  # info_nce's temperature for scores that are cosines (Wu et al. 2018, section 3.1)
 IMPOSSIBLE = 100.0  # what a label without any weight costs, as in torch.nn.BCELoss
+
+
+class Asking(TypedDict, total=False):
+    """How a loss asks for the answers that it judges: as `SoftDB.attend` is asked; None is the default."""
+
+    temperature: float | None
+    score: Score | ScoreFunction | None
+    weights: str | Weighting | None
+    k: int | None
+    rtol: float | None
+    atol: float | None
+    max_draws: int | None
+    generator: torch.Generator | None
+    where: dict[str, Any] | None
+    mask: Any
 
 
 @eager
@@ -188,17 +206,8 @@ def label_loss(
     *,
     logits: Tensor | None = None,  # (q, num_classes)
     interpolation: float = 0.25,
-    temperature: float | None = None,
-    score: Score | ScoreFunction | None = None,
-    weights: str | Weighting | None = None,
-    k: int | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    max_draws: int | None = None,
-    generator: torch.Generator | None = None,
-    where: dict[str, Any] | None = None,
-    mask: Any = None,
     reduction: Reduction = "mean",
+    **asking: Unpack[Asking],
 ) -> Tensor:  # (), or (q,) for "none"
     """The negative log-likelihood of labels under the label distribution of the soft query.
 
@@ -216,8 +225,7 @@ def label_loss(
         logits: of another model, to which the database adds.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         reduction: "mean" over the queries, "sum" or "none".
-        temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
-            takes temperature, score, k and where, a Memory none of them.
+        asking: what else `db.attend` takes; a View takes temperature, score, k and where, a Memory nothing.
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
@@ -229,10 +237,7 @@ def label_loss(
     wanted = class_labels(labels, classes)
     if logits is not None:
         require_shape(logits, "logits", (len(wanted), classes))
-    pooled = _answer(
-        db, queries, temperature=temperature, score=score, weights=weights, k=k, rtol=rtol, atol=atol,
-        max_draws=max_draws, generator=generator, where=where, mask=mask,
-    )  # fmt: skip
+    pooled = _answer(db, queries, asking)
     if len(wanted) != len(pooled):
         raise BadInput(f"labels are {len(wanted)} for {len(pooled)} queries; give one for each")
     wanted = wanted.to(pooled.device).unsqueeze(1)
@@ -253,17 +258,8 @@ def pooled_loss(
     queries: Any,  # (q, d)
     targets: Tensor,  # (q, v)
     *,
-    temperature: float | None = None,
-    score: Score | ScoreFunction | None = None,
-    weights: str | Weighting | None = None,
-    k: int | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    max_draws: int | None = None,
-    generator: torch.Generator | None = None,
-    where: dict[str, Any] | None = None,
-    mask: Any = None,
     reduction: Reduction = "mean",
+    **asking: Unpack[Asking],
 ) -> Tensor:  # (), or (q,) for "none"
     """The squared distance ‖o - t‖² between the soft query's answer o and its target t.
 
@@ -276,17 +272,13 @@ def pooled_loss(
         queries: (q, d) with their graph.
         targets: what each query should be answered; v as `attend` answers.
         reduction: "mean", "sum" or "none".
-        temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
-            takes temperature, score, k and where, a Memory none of them.
+        asking: what else `db.attend` takes; a View takes temperature, score, k and where, a Memory nothing.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
     reduce = _reduce(reduction)
     handle(db)
-    output = _answer(
-        db, queries, temperature=temperature, score=score, weights=weights, k=k, rtol=rtol, atol=atol,
-        max_draws=max_draws, generator=generator, where=where, mask=mask,
-    )  # fmt: skip
+    output = _answer(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
     return reduce((output - targets.to(output)).square().sum(1))
 
@@ -294,9 +286,9 @@ def pooled_loss(
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _answer(db: Records, queries: Any, **words: Any) -> Tensor:  # (q, v)
+def _answer(db: Records, queries: Any, asking: Asking) -> Tensor:  # (q, v)
     """What a soft query of whichever records answers."""
-    given = {name: value for name, value in words.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, SoftDB):
         return db.attend(queries, **given).output
     taken = ("temperature", "score", "k", "where") if isinstance(db, View) else ()

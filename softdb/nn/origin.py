@@ -11,19 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Id, Metric
+from softdb.check import Id, Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
-__all__ = ["Followed", "Origin"]
+__all__ = ["TOLD", "Followed", "Origin", "in_order"]
 
 BLOCK = 1 << 14  # records compared with what is stored at once
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 Names = NDArray[np.bytes_]  # digests of ids, DIGEST bytes each
 DIGEST = 16  # bytes; two of 10⁹ ids are alike with probability 10⁻²¹
+TOLD = "records"  # in a state_dict: whose parameters these are
 UNKNOWN = b""  # the digest where no id is known
 
 
@@ -51,19 +52,16 @@ class Origin:
         snapshot = self.db.view()[0]
         return self if snapshot is self.snapshot else Origin(self.db, self.rows, snapshot)
 
-    def of(self, rows: Rows) -> Origin:
-        """Other records of this generation."""
-        return Origin(self.db, rows, self.snapshot)
-
     def written(
         self,
         which: Rows,  # (m,) parameters
-        keys: Tensor | None,  # (m, d), None: as they are
-        values: Tensor | None,  # (m, v)
+        keys: Tensor | None,  # (n, d), None: as they are
+        values: Tensor | None,  # (n, v)
     ) -> Origin:
         """Write what records have become into the database, one transaction, and follow them to their new rows."""
         rows = self.rows.copy()
-        snapshot, rows[which] = self.db.rewrite(rows[which], keys, values)
+        columns = (None if column is None else column.detach()[which] for column in (keys, values))
+        snapshot, rows[which] = self.db.rewrite(rows[which], *columns)
         return Origin(self.db, rows, snapshot)
 
     def names(self) -> Names:
@@ -194,12 +192,20 @@ class Followed:
 
     def places(
         self,
-        told: Tensor,  # (m, DIGEST) bytes, of another memory
+        told: object,  # (m, DIGEST) bytes, as `told` of another memory
+        columns: list[Tensor],  # (m, …) that came with it
     ) -> Rows:  # (n,), -1 = not there
-        """Where each parameter's record stands in the other memory.
+        """Where each parameter's record stands in the state of another memory.
 
         Raises BadInput unless both hold the same records; those that are gone from one of them do not count.
         """
+        if not isinstance(told, Tensor) or told.ndim != 2 or told.shape[1] != DIGEST:
+            raise BadInput(
+                f"the state's {TOLD!r} are {shown(told)}; expected what a memory's state_dict() says of whose "
+                "parameters these are"
+            )
+        if any(len(one) != len(told) for one in columns):
+            raise BadInput(f"the state has {len(told)} records and columns of {[len(one) for one in columns]} rows")
         theirs = np.ascontiguousarray(told.cpu().to(torch.uint8).numpy()).view(self.names.dtype).reshape(-1)
         places = np.full(len(self.names), -1, np.int64)
         if len(theirs):
@@ -217,6 +223,19 @@ class Followed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Followed:
         return self
+
+
+def in_order(
+    column: Tensor,  # (m, …) of a state
+    places: Rows,  # (n,) of a memory's records in it, -1 = not there
+    now: Tensor,  # (n, …)
+) -> Tensor:  # (n, …)
+    """The column as the memory orders it; what the state does not have stays as it is."""
+    if np.array_equal(places, np.arange(len(column))):
+        return column
+    taken = column.detach()[places] if len(column) else now.to(column).clone()
+    taken[places < 0] = now.to(taken)[places < 0]
+    return taken
 
 
 def _digest(name: Id) -> bytes:

@@ -102,7 +102,7 @@ class Parameters(AsStored):
         count = min(k * self.overfetch, self.count)
         if self.version.number:
             keep = None if origin.count == len(origin.rows) else origin.present
-            found, finder = self.version.find(queries, count, keep=keep).numpy(), "stale index"
+            found, finder = self.version.find(queries, count, keep), "stale index"
         else:
             found, finder = origin.find(queries, count, certain=k)
             if finder == "flat":  # so many that the index does not serve

@@ -6,42 +6,23 @@ The three of ATLAS (Izacard et al. 2022, section 2.4) and REALM's asynchronous o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from softdb import check
 from softdb.check import shown
 from softdb.errors import BadInput
 
-__all__ = ["EverySteps", "InBackground", "Never", "OnRecall", "Policy", "Renewable", "policy_of"]
+if TYPE_CHECKING:
+    from softdb.nn.reindexed import Reindexed
 
-
-class Renewable(Protocol):
-    """What a policy sees: something whose candidates come from vectors as they were."""
-
-    @property
-    def steps(self) -> int:
-        """Training steps so far."""
-
-    @property
-    def age(self) -> int:
-        """Training steps since the vectors in use were taken."""
-
-    @property
-    def reindexing(self) -> bool:
-        """Whether new ones are being made in the background."""
-
-    def reindex(self, *, background: bool = False) -> Any:
-        """Make them anew."""
-
-    def measure(self, k: int = 2, sample: int = 4096) -> float:
-        """The share of the k nearest, as they are now, that are candidates."""
+__all__ = ["EverySteps", "InBackground", "Never", "OnRecall", "Policy", "policy_of"]
 
 
 @runtime_checkable
 class Policy(Protocol):
     """When to reindex. Asked once after every training step."""
 
-    def after_step(self, view: Renewable) -> str:
+    def after_step(self, view: Reindexed) -> str:
         """Do what is due, and tell what that was: "kept", "measured", "reindexed" or "started"."""
 
 
@@ -49,7 +30,7 @@ class Policy(Protocol):
 class Never:
     """Not by itself: for an encoder of the queries alone (the records' stays), or with `reindex()` by hand."""
 
-    def after_step(self, view: Renewable) -> str:
+    def after_step(self, view: Reindexed) -> str:
         """Nothing."""
         return "kept"
 
@@ -63,7 +44,7 @@ class EverySteps:
     def __post_init__(self) -> None:
         check.integer(self.n, "n")
 
-    def after_step(self, view: Renewable) -> str:
+    def after_step(self, view: Reindexed) -> str:
         """Reindex when the vectors are n steps old."""
         if view.age < self.n:
             return "kept"
@@ -92,7 +73,7 @@ class OnRecall:
         for name in ("every", "sample", "k"):
             check.integer(getattr(self, name), name)
 
-    def after_step(self, view: Renewable) -> str:
+    def after_step(self, view: Reindexed) -> str:
         """Measure when it is time, and reindex where too little is found."""
         if view.age == 0 or view.steps % self.every:
             return "kept"
@@ -102,19 +83,13 @@ class OnRecall:
         return "reindexed"
 
 
-@dataclass(frozen=True)
-class InBackground:
+class InBackground(EverySteps):
     """Every n training steps, which go on meanwhile: a thread encodes with a copy of the encoder as it was.
 
     A reindexing that takes longer than n steps is followed by the next one at once; two never run together.
     """
 
-    n: int
-
-    def __post_init__(self) -> None:
-        check.integer(self.n, "n")
-
-    def after_step(self, view: Renewable) -> str:
+    def after_step(self, view: Reindexed) -> str:
         """Start one when the vectors are n steps old and none is under way."""
         if view.age < self.n or view.reindexing:
             return "kept"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,11 +54,6 @@ class Version:
         """The row after the highest; a record from there on is younger than this version."""
         return int(self.rows.max(initial=-1)) + 1
 
-    @cached_property
-    def _row_of(self) -> Rows:  # (n + 1,)
-        """Rows of places, and of none, -1, which numpy takes for the last."""
-        return np.append(self.rows, -1)
-
     def alive(
         self,
         snapshot: Snapshot,
@@ -76,21 +70,18 @@ class Version:
 
         return self._alive.of(computed, snapshot, named)
 
-    @torch.no_grad()
     def find(
         self,
         queries: Tensor,  # (q, d)
         k: int,
-        exact: bool = False,
         keep: Live | None = None,  # (n,) which vectors may be found; None: all
-    ) -> Tensor:  # (q, k)
-        """Rows of the k nearest as of this version, best first, -1 = none; `exact` passes the index by."""
+    ) -> Rows:  # (q, k)
+        """Rows of the k nearest as of this version, best first, -1 = none."""
         if self.vectors is None:
-            return torch.full((len(queries), k), -1, device=queries.device)
-        asked = queries.detach().to(torch.promote_types(queries.dtype, torch.float32))
-        found = None if exact or self.index is None else search.find(self.vectors, self.index, asked, k, keep)
-        places = nearest(self.vectors, asked, k, self.metric, keep) if found is None else found.positions
-        return torch.from_numpy(self._row_of[places]).to(queries.device)
+            return np.full((len(queries), k), -1)
+        found = None if self.index is None else search.find(self.vectors, self.index, queries, k, keep)
+        places = nearest(self.vectors, queries, k, self.metric, keep) if found is None else found.positions
+        return np.where(places < 0, -1, self.rows[places])
 
     def vectors_at(
         self,
@@ -99,18 +90,6 @@ class Version:
         """Some of the vectors, copied."""
         assert self.vectors is not None  # else there are no places
         return self.vectors.keys_at(places)
-
-    def recall(
-        self,
-        queries: Tensor,  # (q, d)
-        true_rows: Tensor,  # (q, k), -1 = none
-    ) -> float:
-        """The share of the true nearest that `find` returns, for k as given; 1 where there is nothing to find."""
-        found = self.find(queries, true_rows.shape[1])
-        wanted = true_rows.to(found.device)
-        hit = (wanted.unsqueeze(2) == found.unsqueeze(1)).any(2) & (wanted >= 0)
-        many = int((wanted >= 0).sum())
-        return float(hit.sum()) / many if many else 1.0
 
 
 NOTHING = Version(0, np.zeros(0, np.int64), None, None, Metric.DOT, 0.0)
@@ -126,7 +105,7 @@ class StaleIndex:
 
         index = StaleIndex("l2")
         index.replace(rows, (encoder(block) for block in blocks))
-        index.find(queries, k=10)  # (q, k) rows, -1 = none
+        index.now.find(queries, k=10)  # (q, k) rows, -1 = none
 
     Args:
         metric: "dot", "cosine" or "l2".
@@ -136,14 +115,8 @@ class StaleIndex:
         dtype: how vectors are kept, "float32" or "float16".
     """
 
-    def __init__(
-        self,
-        metric: str | Metric,
-        recall: float = 0.95,
-        kind: str = "auto",
-        dtype: str = "float32",
-    ) -> None:
-        self._metric, self._dtype = Metric.parse(metric), dtype
+    def __init__(self, metric: str | Metric, recall: float = 0.95, kind: str = "auto", dtype: str = "float32") -> None:
+        self._metric, self.dtype = Metric.parse(metric), dtype
         self._target = check.share(recall, "recall")
         if not self._target:
             raise BadInput(f"recall is {shown(recall)}; expected a share above 0, such as 0.95")
@@ -158,38 +131,6 @@ class StaleIndex:
         """The version in use. Raises Closed."""
         self._require_open()
         return self._now
-
-    @property
-    def version(self) -> int:
-        """How many times the vectors were replaced."""
-        return self._now.number
-
-    @property
-    def seconds(self) -> float:
-        """What the last replacement took."""
-        return self._now.seconds
-
-    @property
-    def count(self) -> int:
-        """How many vectors there are."""
-        return len(self._now.rows)
-
-    def find(
-        self,
-        queries: Tensor,  # (q, d)
-        k: int,
-        exact: bool = False,
-    ) -> Tensor:  # (q, k)
-        """As `Version.find`, of the version in use."""
-        return self.now.find(queries, check.integer(k, "k"), exact)
-
-    def recall(
-        self,
-        queries: Tensor,  # (q, d)
-        true_rows: Tensor,  # (q, k), -1 = none
-    ) -> float:
-        """As `Version.recall`, of the version in use."""
-        return self.now.recall(queries, true_rows)
 
     def replace(
         self,
@@ -210,17 +151,17 @@ class StaleIndex:
                 index, report = build(vectors, self._metric, self._kind, self._target, TUNED_FOR, None, None)
                 self._kind = self._kind if index is None else report["kind"]  # so few are compared as fast as found
             self._require_open()
-            seconds = time.perf_counter() - start
-            self._now = Version(before.number + 1, rows, vectors, index, self._metric, seconds, step)
-            return ReindexReport(before.number + 1, len(rows), step, seconds)
+            number, seconds = before.number + 1, time.perf_counter() - start
+            self._now = Version(number, rows, vectors, index, self._metric, seconds, step)
+            return ReindexReport(number, len(rows), step, seconds)
 
     def close(self) -> None:
-        """Let go of the vectors; a replacement under way ends with Closed. Safe to call twice."""
+        """Release the vectors; a replacement under way ends with Closed. Safe to call twice."""
         self._closed, self._now = True, NOTHING
 
     def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | None:
         """The vectors as columns; None where there are none."""
-        column, done = np.empty((0, 0), self._dtype), 0
+        column, done = np.empty((0, 0), self.dtype), 0
         for block in blocks:
             self._require_open()
             if not len(block):
@@ -228,7 +169,7 @@ class StaleIndex:
             if done + len(block) > count:
                 raise BadInput(f"there are {count} rows but at least {done + len(block)} vectors; give one for each")
             if not column.size:
-                column = np.empty((count, block.shape[1]), self._dtype)
+                column = np.empty((count, block.shape[1]), self.dtype)
             vectors = check.matrix(block.detach(), "vectors", column.shape[1], column.dtype)
             column[done : done + len(block)] = check.filled(vectors, "vectors", len(block))
             done += len(block)
@@ -244,7 +185,7 @@ class StaleIndex:
 
     def anew(self) -> StaleIndex:
         """Another of the same kind, without vectors."""
-        return StaleIndex(self._metric, self._target, self._kind, self._dtype)
+        return StaleIndex(self._metric, self._target, self._kind, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleIndex:
         twin = self.anew()
@@ -252,4 +193,4 @@ class StaleIndex:
         return twin
 
     def __reduce__(self) -> tuple[type[StaleIndex], tuple[Any, ...]]:
-        return StaleIndex, (self._metric, self._target, self._kind, self._dtype)
+        return StaleIndex, (self._metric, self._target, self._kind, self.dtype)

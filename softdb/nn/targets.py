@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +22,18 @@ from softdb.nn.parameters import Parameters
 from softdb.nn.view import View
 from softdb.scores import Score, ScoreFunction
 
-__all__ = ["Positives", "Records", "asked", "class_labels", "handle", "live", "mined", "require_shape", "without"]
+__all__ = [
+    "Positives",
+    "Records",
+    "asked",
+    "class_labels",
+    "handle",
+    "listed",
+    "live",
+    "mined",
+    "require_shape",
+    "without",
+]
 
 Rows = NDArray[np.int64]
 Records: TypeAlias = SoftDB | View | Memory
@@ -72,8 +84,17 @@ def asked(
     another number of them than of queries; StaleRead for one that is being replaced at this moment.
     """
     database = handle(db)
-    request, source = _requested(db, queries, temperature, score, where, k, tolerance, generator)
-    lists = _lists(positives, len(request.queries))
+    heat = 1.0 if temperature is None else temperature
+    source: Source
+    if isinstance(db, SoftDB):
+        request, source = db.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
+    elif isinstance(db, View):
+        refuse(db, {"rtol": tolerance})
+        request, source = db.request(queries, heat, score, k=k, where=where)
+    else:
+        refuse(db, {"rtol": tolerance, "score": score, "where": where})
+        request, source = db.request(queries, temperature)
+    lists = listed(positives, len(request.queries))
     names = [name for mine in lists for name in mine]
     rows = database.locate(names, required=True)[1] if names else np.zeros(0, np.int64)
     found = _places(source, rows)
@@ -85,28 +106,7 @@ def asked(
             f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
             "filter; every positive must match where=, or the loss compares with records that cannot win"
         )
-    return Positives(request, source, check.padded(found, [len(mine) for mine in lists]))
-
-
-def _requested(
-    db: Records,
-    queries: Any,
-    temperature: float | None,
-    score: Score | ScoreFunction | None,
-    where: dict[str, Any] | None,
-    k: int | None,
-    tolerance: check.Tolerance | None,
-    generator: torch.Generator | None,
-) -> tuple[Request, Source]:
-    """What is asked, of whichever records."""
-    if isinstance(db, SoftDB):
-        heat = 1.0 if temperature is None else temperature
-        return db.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
-    refuse(db, {"rtol": tolerance})
-    if isinstance(db, Memory):
-        refuse(db, {"score": score, "where": where})
-        return db.request(queries, temperature)
-    return db.request(queries, 1.0 if temperature is None else temperature, score, k=k, where=where)
+    return Positives(request, source, check.padded(found, list(map(len, lists))))
 
 
 def refuse(db: Records, words: dict[str, Any]) -> None:
@@ -134,29 +134,25 @@ def handle(db: object) -> SoftDB:
     return found
 
 
-def _lists(value: Any, queries: int) -> list[list[Id]]:
-    """Ids of each query, each once."""
-    if isinstance(value, np.ndarray | Tensor):
-        value = value.tolist()
-    if isinstance(value, str | int) or not isinstance(value, Iterable) or isinstance(value, bytes):
-        value = [value]
-    entries: list[Any] = list(value)
-    if len(entries) != queries:
+def listed(positives: Any, queries: int) -> list[list[Id]]:
+    """The ids of each query, each once, of one id or a list of ids for each. Raises BadInput where one has none."""
+    lists = [_several(one) for one in _several(positives)]
+    if len(lists) != queries:
         raise BadInput(
-            f"positives are {len(entries)} for {queries} queries; give one id, or one list of ids, for each query"
+            f"positives are {len(lists)} for {queries} queries; give one id, or one list of ids, for each query"
         )
-    flat: list[Any] = []
-    ends: list[int] = []
-    for i, one in enumerate(entries):
-        mine = [one] if isinstance(one, str | int) else one.tolist() if isinstance(one, np.ndarray | Tensor) else one
-        if not isinstance(mine, list | tuple | set | frozenset):
-            mine = [mine]
+    for i, mine in enumerate(lists):
         if not mine:
             raise BadInput(f"query {i} has no positives; give each query at least one id, or leave the query out")
-        flat += mine
-        ends.append(len(flat))
-    names = check.identifiers(flat, unique=False)
-    return [list(dict.fromkeys(names[low:high])) for low, high in zip([0, *ends], ends, strict=False)]
+    names = iter(check.identifiers([name for mine in lists for name in mine], unique=False))
+    return [list(dict.fromkeys(itertools.islice(names, len(mine)))) for mine in lists]
+
+
+def _several(value: Any) -> list[Any]:
+    """One id alone, or several of them, as a list."""
+    if isinstance(value, np.ndarray | Tensor):
+        value = value.tolist()
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
 
 
 def live(positions: Rows, like: Tensor) -> Tensor:
@@ -164,10 +160,8 @@ def live(positions: Rows, like: Tensor) -> Tensor:
     return torch.from_numpy(positions >= 0).to(like.device)
 
 
-def mined(
-    ask: Positives, count: int, skip: int, pool: int, generator: torch.Generator | None
-) -> Rows:  # (q, count) at most, -1 = none
-    """Hard negatives: `count` of the `pool` nearest that are no positives, after the first `skip` of them."""
+def mined(ask: Positives, count: int, skip: int, pool: int, generator: torch.Generator | None) -> Rows:
+    """Hard negatives (q, ≤ count), -1 = none: of the `pool` nearest that are no positives, after the first `skip`."""
     request, source, positions = ask
     if not count:
         return np.full((len(positions), 0), -1, np.int64)

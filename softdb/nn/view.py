@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
@@ -29,12 +28,11 @@ from softdb.nn.reindexed import Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
 from softdb.reports import ReindexReport, ViewReport
 from softdb.scores import Score, ScoreFunction, query_width, score_of
+from softdb.typing import Numbers
 
 __all__ = ["View"]
 
 ASKED = 256  # of the last queries, kept to measure recall with
-
-Rows = NDArray[np.int64]
 
 
 class View(Reindexed):
@@ -44,20 +42,19 @@ class View(Reindexed):
 
     Candidates come from a stale index: all f(k_i) as of some training step, in memory. `overfetch` times as many as
     asked for are taken, encoded anew, and scored; the best k by these scores are pooled, with gradient to the queries
-    and to the encoder. So an old index costs recall, never a wrong score or a lost gradient. `reindex` says when the
-    index is made anew (as ATLAS, Izacard et al. 2022, section 2.4, re-ranks and refreshes); call `step()` after each
-    optimizer.step(). Records inserted since are encoded and compared each time until the next reindexing; deleted ones
-    never come back.
+    and to the encoder. So an old index costs recall, never a wrong score or a lost gradient. `reindex` says when it is
+    made anew (as ATLAS, Izacard et al. 2022, section 2.4); call `step()` after each optimizer.step(). Records inserted
+    since are encoded and compared each time until the next reindexing; deleted ones never come back.
 
     A linear encoder of a dot product needs no view, see `softdb.nn.Attention`; under the cosine or L2 it is the
     simplest one: nn.View(db, torch.nn.Linear(d, d), metric="cosine").
 
     The values pooled are the stored ones or the labels; where the key serves as the value, f(k). Candidates are chosen
-    with the encoder in eval mode; scores that carry the gradient are of its current mode. From several threads a view
-    runs its encoder in one at a time; who calls it directly meanwhile may meet it in eval mode. Autocast reaches the
-    encoder alone: scores and pooling are in the queries' precision. The encoder is a submodule.
-    The handle and the stale index are not in the state_dict; copies share the handle; loading a state_dict makes the
-    index anew when it is next needed, as does a pickle. Nothing is written: the database may be open for reading only.
+    with the encoder in eval mode; scores that carry the gradient are of its current mode. Threads run the encoder of a
+    view one at a time; who calls it directly meanwhile may meet it in eval mode. Autocast reaches the encoder alone:
+    scores and pooling are in the queries' precision. The encoder is a submodule; the handle and the stale index are not
+    in the state_dict; copies share the handle; loading a state_dict, or a pickle, makes the index anew when it is next
+    needed. Nothing is written: the database may be open for reading only.
 
     Cost: reindexing is n records through the encoder and an index of them, n d' numbers in memory; `attend(k=)` is a
     search, up to q overfetch k records through the encoder, and q k of them again with gradient.
@@ -130,7 +127,7 @@ class View(Reindexed):
 
     def attend(
         self,
-        queries: Any,  # (q, d')
+        queries: Numbers,  # (q, d')
         *,
         temperature: float = 1.0,
         k: int | None = None,
@@ -144,7 +141,7 @@ class View(Reindexed):
         NaN, unknown, with k. A kernel's weights are its plain normalisation, as with `SoftDB.attend`.
 
         Args:
-            queries: numbers as wide as f(k), or a tensor with its graph; at least as many as one.
+            queries: numbers as wide as f(k), or a tensor with its graph.
             temperature: divides the scores.
             k: how many; the `finder` of the answer is "stale index".
             score: a `softdb.scores` object or a callable, of which an nn.Module's parameters get gradients too; None:
@@ -157,7 +154,6 @@ class View(Reindexed):
                 parameters were changed since it was given.
             Closed: the database was closed.
         """
-        self.db.require_open()
         count = None if k is None else check.integer(k, "k")
         request, source = self.request(queries, temperature, score, k=count, where=where)
         with check.precise():
@@ -165,7 +161,7 @@ class View(Reindexed):
 
     def search(
         self,
-        queries: Any,  # (q, d')
+        queries: Numbers,  # (q, d')
         k: int = 10,
         *,
         where: dict[str, Any] | None = None,
@@ -175,16 +171,16 @@ class View(Reindexed):
 
         Scores carry the gradient to queries and encoder. Raises as `attend`.
         """
-        self.db.require_open()
-        request, source = self.request(queries, k=check.integer(k, "k"), where=where, exact=exact)
+        k = check.integer(k, "k")
+        request, source = self.request(queries, k=k, where=where, exact=exact)
         with check.precise():
-            found = source.scored(request, source.find(request, int(request.k or 0)).positions)
+            found = source.scored(request, source.find(request, k).positions)
         rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
         return Hits(rows, found.scores, source.resolve)
 
     def request(
         self,
-        queries: Any,  # (q, d')
+        queries: Numbers,  # (q, d')
         temperature: float = 1.0,
         score: Score | ScoreFunction | None = None,
         *,
@@ -193,12 +189,14 @@ class View(Reindexed):
         exact: bool = False,
     ) -> tuple[Request, Encoded]:
         """What is asked, checked, and the encoded records; `exact`: k are found by comparing every record."""
+        self.db.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
         encoding = self._encoding()  # under the caller's autocast; all else is as precise as the queries
         with check.precise():
-            asked = self._queries(queries, query_width(score, self.dim))
+            taker = "the encoded keys of this view are compared with queries"
+            asked = check.queries(queries, query_width(score, self.dim), None, taker)
             request = Request.of(asked, score, None, check.positive(temperature, "temperature"), k=k)
             folded = request.detached.folded
             served = k is not None and not exact and folded is not None and folded.metric is self.metric
@@ -206,8 +204,9 @@ class View(Reindexed):
             snapshot, allowed = self.db.view(where)  # after the version: no row of that is younger
         if version is not None and request.score is score_of(self.metric):
             self._asked = asked.detach()[:ASKED].clone()
-        words = self.metric, version, self.overfetch, self.db.resolve
-        source = Encoded(snapshot, self.db.schema, encoding, *words, stamp=encoding.stamp)
+        source = Encoded(
+            snapshot, self.db.schema, encoding, self.metric, version, self.overfetch, self.db.resolve, encoding.stamp
+        )
         return replace(request, allowed=allowed), source
 
     # -- staleness -----------------------------------------------------------------------------------------------------
@@ -226,8 +225,7 @@ class View(Reindexed):
 
         Both among `sample` records of the stale index drawn at random, for the last queries asked (at first for encoded
         records). Where these are fewer than all it is an estimate: k of them stand for k n / sample of all, of whom a
-        larger share is found, so take a small k. Cost: `sample` encodings. What the index misses, see `recall`, is not
-        in it.
+        larger share is found, so take a small k. What the index itself misses is not in it. Cost: `sample` encodings.
         """
         encoding, snapshot = self._encoding(), self.db.view()[0]
         version = self._current(encoding, stale=True)
@@ -243,7 +241,7 @@ class View(Reindexed):
         if len(places) == 0:
             return 1.0
         rows, score = version.rows[places], score_of(self.metric)
-        fresh = encoding.found(snapshot.keys_at(snapshot.positions(rows)), lambda i: int(rows[i]))
+        fresh = encoding.found(snapshot.keys_at(snapshot.positions(rows)), rows)
         asked = fresh[:ASKED] if self._asked is None else self._asked
         with torch.no_grad(), check.precise():
             now = score(asked, fresh).topk(min(k, len(places))).indices
@@ -269,13 +267,12 @@ class View(Reindexed):
         positions = np.flatnonzero(snapshot.live)
         rows = snapshot.rows(positions)
 
-        def blocks() -> Iterator[Tensor]:
-            for low in range(0, len(rows), self.batch_size):
-                say("encoding", low, len(rows))
-                mine = slice(low, low + self.batch_size)
-                yield encoding.found(snapshot.keys_at(positions[mine]), lambda i, low=low: int(rows[low + i]))  # type: ignore[misc]
+        def block(low: int) -> Tensor:
+            say("encoding", low, len(rows))
+            mine = slice(low, low + self.batch_size)
+            return encoding.found(snapshot.keys_at(positions[mine]), rows[mine])
 
-        return stale.replace(rows, blocks(), step)
+        return stale.replace(rows, map(block, range(0, len(rows), self.batch_size)), step)
 
     def _current(self, encoding: Encoding, stale: bool = False) -> Version:
         """The version in use, made if there is none; StaleRead where it is too old, unless stale ones will do."""
@@ -295,14 +292,11 @@ class View(Reindexed):
     def _encoding(self) -> Encoding:
         return Encoding(self.encoder, self.dim, self.batch_size, self.db.resolve, self._running)
 
-    def _queries(self, queries: Any, width: int) -> Tensor:
-        return check.queries(queries, width, None, "the encoded keys of this view are compared with queries")
-
     # -- the module ----------------------------------------------------------------------------------------------------
 
     __call__: Callable[..., Pooled]
 
-    def forward(self, queries: Any, **words: Any) -> Pooled:
+    def forward(self, queries: Numbers, **words: Any) -> Pooled:
         """As `attend`."""
         return self.attend(queries, **words)
 

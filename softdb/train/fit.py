@@ -19,9 +19,10 @@ from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput, TrainingWarning
 from softdb.nn.losses import retrieval_loss
+from softdb.nn.targets import listed
 from softdb.train import checkpoint as checkpoints
 from softdb.train.held_out import Ranking, Split, ranked, split
-from softdb.train.pairs import listed, require_known
+from softdb.train.pairs import require_known
 from softdb.train.projection import BROKEN, QueryProjection
 
 __all__ = ["Epoch", "Fitted", "fit"]
@@ -182,7 +183,7 @@ def fit(
     with torch.inference_mode(False), check.precise():
         asked = _asked(db, queries)
         right = listed(positives, len(asked))
-        require_known(db, right, [f"query {i}" for i in range(len(right))])
+        require_known(db, right)
         parts = split(asked, right, holdout, settings.patience is not None, settings.seed)
         identity = checkpoints.identity(db, asked, right, parts, asdict(settings))
         run = _Training(db, asked, right, parts, settings)

@@ -14,7 +14,8 @@ from softdb import check
 from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput
-from softdb.train.pairs import listed, require_known
+from softdb.nn.targets import listed
+from softdb.train.pairs import require_known
 
 __all__ = ["Ranking", "Split", "ranked", "ranking", "split"]
 
@@ -46,7 +47,7 @@ def ranking(
         came = check.shown(queries) if not hasattr(queries, "shape") else f"of shape {tuple(queries.shape)}"
         raise BadInput(f"queries are {came}; expected one or more, (m, d)")
     right = listed(positives, len(queries))
-    require_known(db, right, [f"query {i}" for i in range(len(right))])
+    require_known(db, right)
     return ranked(db, torch.as_tensor(queries), right, projection)
 
 

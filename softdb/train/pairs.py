@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.formats import Fields, Line, is_vector, read_rows
 
-__all__ = ["Pairs", "listed", "read_pairs", "require_known"]
+__all__ = ["Pairs", "read_pairs", "require_known"]
 
 NAMED = 3  # unknown ids that a message names
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
@@ -61,40 +60,19 @@ class Pairs:
         require_known(db, self.positives, [f"{self.name} line {line}" for line in self.lines])
 
 
-def require_known(db: SoftDB, positives: list[list[Id]], places: list[str]) -> None:
-    """BadInput naming the first ids that are not in the database, and where they stand."""
-    flat = [one for mine in positives for one in mine]
-    rows = db.locate(flat)[1]
-    owners = np.repeat(np.arange(len(positives)), [len(mine) for mine in positives])
-    missing = np.flatnonzero(rows < 0)
+def require_known(db: SoftDB, positives: list[list[Id]], places: list[str] | None = None) -> None:
+    """BadInput naming the first ids that are not in the database, and where they stand; None: the number of the query.
+
+    An unknown id may be several in one text: a hint says how to write these.
+    """
+    flat = [(name, i) for i, mine in enumerate(positives) for name in mine]
+    missing = np.flatnonzero(db.locate([name for name, _ in flat])[1] < 0)
     if len(missing):
-        named = ", ".join(f"{check.shown(flat[i])} ({places[owners[i]]})" for i in missing[:NAMED])
+        first = [flat[i] for i in missing[:NAMED]]
+        named = ", ".join(f"{check.shown(name)} ({f'query {i}' if places is None else places[i]})" for name, i in first)
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        hint = _hint(flat[missing[0]])
+        hint = "; several ids are a JSON list" if "," in str(first[0][0]) else ""
         raise BadInput(f"these ids are not in the database: {named}{more}; insert them, or leave those pairs out{hint}")
-
-
-def _hint(name: Id) -> str:
-    """What else an unknown id may be: several of them in one text."""
-    return "; several ids are a JSON list" if isinstance(name, str) and "," in name else ""
-
-
-def listed(positives: Any, count: int) -> list[list[Id]]:
-    """One id, or a list of ids, for each query, as lists. Raises BadInput naming the first query that has none."""
-    if isinstance(positives, np.ndarray | Tensor):
-        positives = positives.tolist()
-    if isinstance(positives, str | bytes) or not isinstance(positives, Sequence):
-        raise BadInput(f"positives are {check.shown(positives)}; expected an id, or a list of ids, for each query")
-    if len(positives) != count:
-        raise BadInput(f"{len(positives)} positives for {count} queries; give an id, or a list of ids, for each")
-    found = []
-    for i, mine in enumerate(positives):
-        given = int(mine) if isinstance(mine, np.integer) else mine
-        ids = list(dict.fromkeys(check.identifiers(given, unique=False)))
-        if not ids:
-            raise BadInput(f"query {i} has no positive; give at least one id, or leave the query out")
-        found.append(ids)
-    return found
 
 
 def read_pairs(

@@ -97,7 +97,7 @@ def test_outputs_and_gradients_are_those_of_dense_torch(metric: Any, k: int) -> 
     torch.testing.assert_close(pooled.output.double(), output, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pooled.lse.double(), lse, atol=1e-5, rtol=1e-5)
     up, down = torch.randn(7, V), torch.randn(7)
-    ((pooled.output * up).sum() + (pooled.lse * down).sum()).backward()
+    ((pooled.output * up).sum() + (pooled.lse * down).sum()).backward()  # type: ignore[no-untyped-call]
     torch.autograd.backward((output * up).sum() + (lse * down).sum())
     for one, other in zip(mine, leaves, strict=True):
         assert one is not None
@@ -139,7 +139,7 @@ def test_gradcheck(words: dict[str, Any]) -> None:
 def test_gradients_are_sparse_and_of_the_records_found() -> None:
     memory = Memory(filled(), k=4)
     pooled = memory(torch.randn(2, D))
-    pooled.output.sum().backward()
+    pooled.output.sum().backward()  # type: ignore[no-untyped-call]
     assert pooled.hits is not None
     for parameter in (memory.keys, memory.values):
         assert parameter is not None
@@ -155,7 +155,7 @@ def test_overfetched_candidates_get_no_gradient() -> None:
     memory = Memory(db, k=3, overfetch=20)
     pooled = memory(torch.randn(5, 16))
     assert pooled.finder == "ivf"
-    pooled.output.sum().backward()
+    pooled.output.sum().backward()  # type: ignore[no-untyped-call]
     assert memory.keys is not None
     assert memory.keys.grad is not None
     assert memory.keys.grad._values().shape[0] == 5 * 3
@@ -190,7 +190,7 @@ def test_the_memory_of_a_step_does_not_grow_with_the_records() -> None:
         queries = torch.randn(4, 16)
 
         def step(memory: Memory = memory, optimizer: Any = optimizer, queries: Tensor = queries) -> None:
-            memory(queries).output.sum().backward()
+            memory(queries).output.sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 
@@ -222,7 +222,7 @@ def test_it_learns_with_every_sparse_optimiser(make: Any) -> None:
     for _ in range(60):
         loss = (memory(queries).output - target).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
@@ -255,7 +255,7 @@ def test_labels_stay_and_keys_train() -> None:
     assert memory.values is None
     pooled = memory(torch.randn(3, D))
     torch.testing.assert_close(pooled.output.sum(1), torch.ones(3))
-    pooled.output[:, 0].sum().backward()
+    pooled.output[:, 0].sum().backward()  # type: ignore[no-untyped-call]
     assert memory.keys is not None
     assert memory.keys.grad is not None
     keys, labels = stored(db)
@@ -316,7 +316,7 @@ def test_an_empty_database(words: dict[str, Any]) -> None:
     assert pooled.exact.all()
     assert (pooled.output == 0).all()
     assert (pooled.lse == -torch.inf).all()
-    (pooled.output.sum() + pooled.lse.nan_to_num(neginf=0).sum()).backward()
+    (pooled.output.sum() + pooled.lse.nan_to_num(neginf=0).sum()).backward()  # type: ignore[no-untyped-call]
     assert queries.grad is not None
     assert (queries.grad == 0).all()
     assert memory.commit() == 0
@@ -391,12 +391,12 @@ def test_a_stale_index_misses_what_moved_far_until_a_refresh() -> None:
     assert last is not None
     loser = int((memory.keys @ far[0]).argmin())  # type: ignore[operator]
     moved(memory, torch.tensor([loser]), far)
-    assert memory(far).hits.rows.tolist() == last.rows.tolist()
+    assert memory(far).hits.rows.tolist() == last.rows.tolist()  # type: ignore[union-attr]
     assert memory.measure(k=1) < 1
     memory.reindex()
     pooled = memory(far)
     assert pooled.finder == "stale index"
-    assert pooled.hits.rows.tolist() == [[loser]]
+    assert pooled.hits.rows.tolist() == [[loser]]  # type: ignore[union-attr]
     assert memory.measure(k=1) == 1
     torch.testing.assert_close(pooled.lse, far.square().sum(1))
 
@@ -478,7 +478,7 @@ def trained(memory: Memory, queries: Tensor, steps: int = 3) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(list(memory.parameters()), lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
-        memory(queries).output.square().sum().backward()
+        memory(queries).output.square().sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     optimizer.zero_grad()
 
@@ -527,7 +527,7 @@ def test_training_goes_on_after_a_commit_with_the_same_parameters() -> None:
     assert mine.hits.rows.shape == (4, 5)
     again = memory(queries).hits
     assert again is not None
-    assert [set(one) for one in again.ids] == [set(one) for one in memory(queries).hits.ids]
+    assert [set(one) for one in again.ids] == [set(one) for one in memory(queries).hits.ids]  # type: ignore[union-attr]
     torch.testing.assert_close(db.attend(queries, k=5).output, memory(queries).output, atol=1e-5, rtol=1e-5)
     with pytest.raises(StaleRead, match="gone or replaced since the search"):
         _ = mine.hits.ids  # of before the commit
@@ -537,7 +537,7 @@ def test_a_step_that_stands_out_at_a_commit_is_written_with_the_next() -> None:
     memory = Memory(filled(), k=4)
     optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
     queries = torch.randn(2, D)
-    memory(queries).output.sum().backward()
+    memory(queries).output.sum().backward()  # type: ignore[no-untyped-call]
     assert memory.commit() == 0  # nothing differs yet
     optimizer.step()
     count = memory.commit()
@@ -1021,7 +1021,7 @@ def test_however_often_a_state_is_loaded_a_gradient_is_noted_once() -> None:
         patch.setattr(Memory, "_mark", noting)
         memory.load_state_dict(memory.state_dict())
         memory.load_state_dict(memory.state_dict())
-        memory(torch.randn(2, D)).output.sum().backward()
+        memory(torch.randn(2, D)).output.sum().backward()  # type: ignore[no-untyped-call]
     assert len(noted) == 2
 
 
@@ -1070,7 +1070,7 @@ def test_a_frozen_parameter_stays_as_it_is() -> None:
     twin = copy.deepcopy(memory)
     for one in (memory, twin):
         optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
-        one(torch.randn(2, D)).output.sum().backward()
+        one(torch.randn(2, D)).output.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert one.keys is not None
         assert torch.equal(one.keys, before)

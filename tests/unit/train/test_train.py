@@ -343,7 +343,7 @@ def test_a_ranking_takes_an_id_each_and_names_what_is_wrong() -> None:
         ranking(db, queries[:2], ["r0", "gone"])
     with pytest.raises(BadInput, match=r"queries are of shape \(0, 8\); expected one or more, \(m, d\)"):
         ranking(db, queries[:0], [])
-    with pytest.raises(BadInput, match="1 positives for 2 queries"):
+    with pytest.raises(BadInput, match="positives are 1 for 2 queries"):
         ranking(db, queries[:2], ["r0"])
 
 
@@ -558,11 +558,13 @@ def test_settings_that_make_no_sense(words: dict[str, Any], message: str, tmp_pa
 
 def test_pairs_that_make_no_sense() -> None:
     db, queries, positives = world()
-    with pytest.raises(BadInput, match="239 positives for 240 queries"):
+    with pytest.raises(BadInput, match="positives are 239 for 240 queries"):
         fit(db, queries, positives[1:])
     with pytest.raises(BadInput, match="query 2 has no positive"):
         fit(db, queries, [*positives[:2], [], *positives[3:]])
-    with pytest.raises(BadInput, match="positives are 'r0'; expected an id, or a list of ids, for each query"):
+    with pytest.raises(
+        BadInput, match="positives are 1 for 240 queries; give one id, or one list of ids, for each query"
+    ):
         fit(db, queries, "r0")
     with pytest.raises(BadInput, match="0 queries in 0 groups"):
         fit(db, torch.zeros(0, D), [])
@@ -586,7 +588,7 @@ def test_ids_of_arrays_and_a_checkpoint_that_is_no_path() -> None:
         same(one, fit(db, keys_of(), np.arange(N), epochs=1))
         same(one, fit(db, keys_of(), torch.arange(N), epochs=1))
         same(one, fit(db, keys_of(), list(np.arange(N)), epochs=1))
-        with pytest.raises(BadInput, match="positives are 5; expected an id, or a list of ids"):
+        with pytest.raises(BadInput, match=f"positives are 1 for {N} queries"):
             fit(db, keys_of(), np.array(5))
         wrong: Any = 5
         with pytest.raises(BadInput, match="checkpoint is 5; expected the path of a file"):
