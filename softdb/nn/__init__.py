@@ -5,11 +5,11 @@ from softdb.nn.hard import HardSamples, MovingBaseline, hard_attention, leave_on
 from softdb.nn.losses import info_nce, label_loss, pooled_loss, retrieval_loss
 from softdb.nn.memory import Memory
 from softdb.nn.mil import MILPooling
-from softdb.nn.policies import EverySteps, InBackground, Never, OnRecall
 from softdb.nn.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 from softdb.nn.product_keys import ProductKeys
 from softdb.nn.recurrent import RecurrentAttention
 from softdb.nn.regression import KernelClassifier, KernelRegressor
+from softdb.nn.reindexed import EverySteps, InBackground, Never, OnRecall
 from softdb.nn.telemetry import GradientReport, Telemetry, gradient_report
 from softdb.nn.view import View
 

@@ -90,21 +90,18 @@ class Attention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *widths, batch_first, device, dtype
         )
-        self._handle = SharedHandle(db)
+        self._handle = None if db is None else SharedHandle(db)
 
     @property
     def db(self) -> SoftDB | None:
         """The database."""
-        return self._handle.db
+        return None if self._handle is None else self._handle.db
 
     def extra_repr(self) -> str:
         """The database and the widths."""
         return f"{self.db!r}, embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
-    def fold(
-        self,
-        query: Tensor,  # (L, N, E), or (N, L, E) if batch_first, or (L, E)
-    ) -> Fold:
+    def fold(self, query: Tensor) -> Fold:  # query (L, N, E), or (N, L, E) if batch_first, or (L, E)
         """The queries as the database is asked them: (N·L·num_heads, kdim), head by head, of the dot product.
 
         `db.attend(attention.fold(query).queries, score=Dot())` is what `forward` asks; ask it for `explain()` or hits.
@@ -133,12 +130,12 @@ class Attention(torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:  # as query; weights or None
         """Attend, and return the output and the weights, None unless asked for.
 
-        The arguments stand in torch's order. Masks have torch's polarity: True = may NOT attend (`db.attend` has the
-        opposite one); or they are floats, added to the scores: with a database only 0 and -inf. A head in which nothing
-        may attend is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
+        Arguments in torch's order. Masks have torch's polarity: True = may NOT attend (`db.attend` has the opposite
+        one); or they are floats, added to the scores: with a database only 0 and -inf. A head in which nothing may
+        attend is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
 
-        With a database, every batch entry attends to the same n = len(db) records, in row order. Without one,
-        memory is that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
+        With a database, every batch entry attends to the same n = len(db) records, in row order. Without one, memory is
+        that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
 
         Args:
             query: what asks.
@@ -236,10 +233,7 @@ class Attention(torch.nn.MultiheadAttention):
             output = output + share.unsqueeze(1) * state.output
         return output
 
-    def _fold(
-        self,
-        q: Tensor,  # (q, h, head_dim)
-    ) -> Fold:
+    def _fold(self, q: Tensor) -> Fold:  # q (q, h, head_dim)
         weight, bias = self._projections()[1]
         by_head = weight.to(q.dtype).reshape(*q.shape[1:], self.kdim)
         folded = torch.einsum("qhe,hed->qhd", q, by_head).flatten(0, 1)
@@ -247,12 +241,8 @@ class Attention(torch.nn.MultiheadAttention):
             return Fold(Metric.DOT, folded, 1.0, folded.new_zeros(len(folded)))
         return Fold(Metric.DOT, folded, 1.0, (q * bias.to(q.dtype).view(q.shape[1:])).sum(-1).flatten())
 
-    def _projected(
-        self,
-        output: Tensor,  # (q·h, vdim), Σ w v
-        mass: Tensor,  # (q·h,), Σ w
-    ) -> Tensor:  # (q·h, head_dim)
-        """W_v Σ w v + (Σ w) b_v of each head."""
+    def _projected(self, output: Tensor, mass: Tensor) -> Tensor:  # (q·h, vdim), (q·h,) -> (q·h, head_dim)
+        """W_v Σ w v + (Σ w) b_v of each head, of the output Σ w v and the mass Σ w."""
         weight, bias = self._projections()[2]
         shape = (self.num_heads, self.head_dim)
         by_head = weight.to(output.dtype).reshape(*shape, self.vdim)
@@ -261,11 +251,7 @@ class Attention(torch.nn.MultiheadAttention):
             heads = heads + mass.view(-1, self.num_heads, 1) * bias.to(output.dtype).view(shape)
         return heads.flatten(0, 1)
 
-    def _learnt(
-        self,
-        q: Tensor,  # (q, h, head_dim)
-        temperature: float,
-    ) -> list[State]:  # of (q·h, head_dim)
+    def _learnt(self, q: Tensor, temperature: float) -> list[State]:  # (q, h, head_dim) -> (q·h, head_dim) each
         """The one more key and value of bias_k and bias_v, and those of zeros."""
         states = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -325,9 +311,8 @@ class Attention(torch.nn.MultiheadAttention):
             heads = weights @ v
         return heads.transpose(1, 2).flatten(2), weights if need_weights else None
 
-    def _inputs(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (N, L, E), (N, S, kdim), (N, S, vdim)
+    def _inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """With the batch first: (N, L, E), (N, S, kdim) and (N, S, vdim)."""
         given = ((query, self.embed_dim, "query"), (key, self.kdim, "key"), (value, self.vdim, "value"))
         q, k, v = (self._batch(*one) for one in given)
         if not query.ndim == key.ndim == value.ndim or len(q) != len(k) or k.shape[:2] != v.shape[:2]:
@@ -348,15 +333,10 @@ class Attention(torch.nn.MultiheadAttention):
         weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
-        biases: Sequence[Tensor | None] = (None, None, None)
-        if self.in_proj_bias is not None:
-            biases = self.in_proj_bias.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return list(zip(weights, biases, strict=True))
 
-    def _heads(
-        self,
-        query: Tensor,  # (N, L, E)
-    ) -> Tensor:  # (N·L, heads, head_dim), over √head_dim, at least float32
+    def _heads(self, query: Tensor) -> Tensor:  # (N, L, E) -> (N·L, heads, head_dim), over √head_dim, at least float32
         q: Tensor = F.linear(query.flatten(0, 1), *self._projections()[0])
         q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**-0.5
         return q.view(-1, self.num_heads, self.head_dim)
@@ -365,19 +345,13 @@ class Attention(torch.nn.MultiheadAttention):
         return batch_of(tensor, width, name, self.batch_first, self.out_proj.weight.dtype)
 
 
-def _one_more(
-    column: Tensor,  # (N, heads, S, head_dim)
-    one: Tensor,  # (1, 1, E)
-) -> Tensor:  # (N, heads, S + 1, head_dim)
+def _one_more(column: Tensor, one: Tensor) -> Tensor:  # (N, heads, S, ·), (1, 1, E) -> (N, heads, S + 1, ·)
     batch, heads, _, width = column.shape
     return torch.cat([column, one.to(column.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
 
 
-def _columns(
-    weights: Tensor,  # (q, k) of the candidates, among themselves
-    states: Sequence[State],  # of the candidates, then the learnt ones
-) -> Tensor:  # (q, k + states - 1)
-    """Weights of the candidates and the learnt parts among all."""
+def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (q, k + states - 1)
+    """Weights among all of the candidates, from those among themselves, and of the learnt parts, which come after."""
     lses = torch.stack([state.lse for state in states], dim=1)
     shares, _ = softmax(lses, 1.0, lses > -torch.inf)
     return torch.cat([weights * shares[:, :1], shares[:, 1:]], dim=1)

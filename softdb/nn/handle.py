@@ -14,7 +14,7 @@ __all__ = ["SharedHandle"]
 class SharedHandle:
     """The handle, which copies of the module share: a deep copy of it would be another database."""
 
-    db: SoftDB | None
+    db: SoftDB
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedHandle:
         return self

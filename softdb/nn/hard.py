@@ -19,6 +19,7 @@ from softdb.nn.eager import eager
 from softdb.nn.targets import handle, live
 from softdb.pool import pool
 from softdb.scores import Score, ScoreFunction
+from softdb.typing import Vectors
 from softdb.weights import softmax
 
 __all__ = ["HardSamples", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
@@ -35,7 +36,7 @@ class HardSamples(NamedTuple):
 @eager
 def hard_attention(
     db: SoftDB,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     n: int = 1,
     *,
     temperature: float = 1.0,
@@ -45,14 +46,13 @@ def hard_attention(
 ) -> HardSamples:
     """n records for each query, drawn from softmax(score / temperature) over all: the "hard" attention of a database.
 
-    Xu et al. 2015, section 4.1. Nothing flows back through the values, which are stored; `log_prob` carries the
-    gradient, as `reinforce` uses it. Draws are exact, whatever index there is. Cost: one pass over the
-    records, two with a gradient.
+    Xu et al. 2015, section 4.1. The values, which are stored, get no gradient; `log_prob` carries it, for `reinforce`.
+    Draws are exact, whatever index there is. Cost: one pass over the records, two with a gradient.
 
     Args:
         db: the database.
         queries: (q, d) with their graph.
-        n: how many draws a query; with 2 or more, `leave_one_out` gives a baseline for nothing.
+        n: draws a query; with 2 or more, `leave_one_out` gives a baseline.
         temperature: divides the scores.
         score: as in `attend`.
         where: a filter on the payload.
@@ -72,8 +72,7 @@ def hard_attention(
     """
     count = check.integer(n, "n")
     request, source = handle(db).request(queries, temperature, score, where=where)
-    generator = torch.default_generator if generator is None else generator
-    samples = sampled(request, source, count, generator)
+    samples = sampled(request, source, count, torch.default_generator if generator is None else generator)
     snapshot = source.columns
     positions = snapshot.positions(samples.hits.rows.cpu().numpy())
     values = samples.log_prob.new_zeros(*positions.shape, source.width)
@@ -94,17 +93,15 @@ def reinforce(
 
     Williams 1992, section 4. Unbiased for every baseline b that does not depend on the draw it is subtracted from; a
     good one lowers the variance. Neither reward nor baseline gets a gradient. Draws of nothing (log p = -inf) count as
-    0. The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit, and for a
-    baseline (q,), which would broadcast along the draws where q = n.
+    0. The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit, such as a
+    baseline (q,).
     """
     for tensor, name in ((reward, "reward"), (log_prob, "log_prob")):
         if not isinstance(tensor, Tensor):
             raise BadInput(f"{name} is {shown(tensor)}; expected a tensor (q, n)")
     if reward.shape != log_prob.shape:
-        raise BadInput(
-            f"reward has shape {tuple(reward.shape)} and log_prob {tuple(log_prob.shape)}; give one reward for each "
-            "draw"
-        )
+        shapes = f"reward has shape {tuple(reward.shape)} and log_prob {tuple(log_prob.shape)}"
+        raise BadInput(f"{shapes}; give one reward for each draw")
     less = torch.as_tensor(0.0 if baseline is None else baseline).detach().to(log_prob)
     if less.ndim and tuple(less.shape) not in (tuple(reward.shape), (*reward.shape[:-1], 1)):
         raise BadInput(
@@ -116,9 +113,7 @@ def reinforce(
     return -(advantage * log_prob.masked_fill(nothing, 0)).mean()
 
 
-def leave_one_out(
-    reward: Tensor,  # (q, n), n at least 2
-) -> Tensor:  # (q, n)
+def leave_one_out(reward: Tensor) -> Tensor:  # (q, n) -> (q, n), n at least 2
     """The baseline of each draw: the mean reward of the query's other draws (Kool et al. 2019).
 
     It does not depend on the draw itself, so `reinforce` stays unbiased. Raises BadInput for fewer than 2 draws.
@@ -133,9 +128,9 @@ def leave_one_out(
 class MovingBaseline(torch.nn.Module):
     """The moving mean of the rewards of earlier steps, as a baseline for `reinforce`.
 
-    b_t = Σ_{i<t} μ^(t-1-i) mean(r_i) (1 - μ) / (1 - μ^(t-1)), 0 at first: the mean is taken in after it has been used,
-    so that the baseline does not depend on the draws that it is subtracted from. The divisor corrects the start (Kingma
-    and Ba 2015, section 3). In evaluation nothing is taken in. Both numbers are in the state_dict.
+    b_t = Σ_{i<t} μ^(t-1-i) mean(r_i) (1 - μ) / (1 - μ^(t-1)), 0 at first: of earlier rewards alone, so that it does not
+    depend on the draws that it is subtracted from. The divisor corrects the start (Kingma and Ba 2015, section 3). In
+    evaluation nothing is taken in. Mean and number of steps are in the state_dict.
 
     Args:
         momentum: μ, how much of the past is kept, at least 0 and below 1.
@@ -159,10 +154,7 @@ class MovingBaseline(torch.nn.Module):
     __call__: Callable[..., Tensor]
 
     @torch.no_grad()
-    def forward(
-        self,
-        reward: Tensor,  # (q, n)
-    ) -> Tensor:  # ()
+    def forward(self, reward: Tensor) -> Tensor:  # (q, n) -> ()
         """The baseline before this reward, which is then taken in. Raises BadInput for a reward that is not finite."""
         if not isinstance(reward, Tensor) or not reward.is_floating_point():
             came = f"of dtype {reward.dtype}" if isinstance(reward, Tensor) else shown(reward)
@@ -180,7 +172,7 @@ class MovingBaseline(torch.nn.Module):
 @eager
 def straight_through(
     db: SoftDB,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     *,
     temperature: float = 1.0,
     relaxation: float = 1.0,
@@ -194,11 +186,11 @@ def straight_through(
         z_i = s(q, k_i) / T + g_i,  g_i ~ Gumbel(0, 1);  forward v_argmax z,  backward Σ_i softmax(z / τ)_i v_i
 
     Jang et al. 2017, section 2.2. argmax z is a draw from softmax(s / T), over every record, or with `k=` over the k
-    nearest alone: then the others are never drawn. The gradient is biased, less so for small τ, where its variance
-    grows. Labels give one-hot vectors. Nothing to draw from gives zeros.
+    nearest alone. The gradient is biased, less so for small τ, where its variance grows. Labels give one-hot vectors.
+    Nothing to draw from gives zeros.
 
-    With `k=`: cost of the search, then q k (d + v). Without: q n (d + v), and memory q n, as each record has its own
-    noise; for more records than that, `k=` or `hard_attention`.
+    Cost with `k=`: the search, then q k (d + v). Without: q n (d + v), and memory q n, as each record has its own
+    noise; for more records, `k=` or `hard_attention`.
 
     Args:
         db: the database.

@@ -32,6 +32,7 @@ from softdb.nn.targets import (
 )
 from softdb.nn.view import View
 from softdb.scores import Kernel, Score, ScoreFunction
+from softdb.typing import Vectors
 from softdb.weights import Weighting, softmax
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Asking(TypedDict, total=False):
 @eager
 def retrieval_loss(
     db: Records,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
     temperature: float | None = None,
@@ -137,7 +138,7 @@ def retrieval_loss(
 @eager
 def info_nce(
     db: Records,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
     negatives: int = 16,
@@ -201,7 +202,7 @@ def info_nce(
 @eager
 def label_loss(
     db: Records,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     labels: Any,  # (q,) whole numbers
     *,
     logits: Tensor | None = None,  # (q, num_classes)
@@ -255,7 +256,7 @@ def label_loss(
 @eager
 def pooled_loss(
     db: Records,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     targets: Tensor,  # (q, v)
     *,
     reduction: Reduction = "mean",
@@ -286,7 +287,7 @@ def pooled_loss(
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _answer(db: Records, queries: Any, asking: Asking) -> Tensor:  # (q, v)
+def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
     """What a soft query of whichever records answers."""
     given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, SoftDB):
@@ -307,11 +308,8 @@ def _likelihood(
     return _surprise(*(softmax(scores, ask.request.temperature, side)[1] for side in sides))
 
 
-def _surprise(
-    found: Tensor,  # (q,) lse of the positives
-    whole: Tensor,  # (q,) lse of all
-) -> Tensor:  # (q,)
-    """-log of the positives' share, infinite where they have none: also where nothing has any."""
+def _surprise(found: Tensor, whole: Tensor) -> Tensor:  # (q,), (q,) -> (q,)
+    """-log of the positives' share, by their lse and that of all; infinite where they have none, or nothing has any."""
     lost = found == -torch.inf
     return (whole.masked_fill(lost, 0) - found.masked_fill(lost, 0)).masked_fill(lost, torch.inf)
 

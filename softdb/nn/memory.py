@@ -22,12 +22,11 @@ from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.origin import TOLD, Followed, Origin, in_order
 from softdb.nn.parameters import Parameters
-from softdb.nn.policies import Policy, policy_of
-from softdb.nn.reindexed import Reindexed, Work
+from softdb.nn.reindexed import Policy, Reindexed, Work, policy_of
 from softdb.nn.stale_index import FEWEST, StaleIndex
 from softdb.reports import MemoryReport, ReindexReport
 from softdb.scores import score_of
-from softdb.typing import Numbers
+from softdb.typing import Numbers, Vectors
 
 __all__ = ["Memory"]
 
@@ -136,10 +135,7 @@ class Memory(Reindexed):
 
     __call__: Callable[..., Pooled]
 
-    def forward(
-        self,
-        queries: Numbers,  # (q, d), a tensor with its graph
-    ) -> Pooled:
+    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
         """The soft query over the k nearest records, by keys and values as they are.
 
         `exact` is True where there are no more than k records; else `missed_mass` is unknown, NaN. `hits` are the
@@ -157,7 +153,7 @@ class Memory(Reindexed):
         """The records, by keys and values as they are now. Raises Closed."""
         return Parameters(self._at_newest(), self.keys, self.values, self._stale.now, self.overfetch)
 
-    def request(self, queries: Numbers, temperature: float | None = None) -> tuple[Request, Parameters]:
+    def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
         """What is asked, checked, on the CPU, and the parameters that it is asked of; temperature None: its own."""
         asked, source = check.queries(queries, self.db.schema.dim), self.source()
         heat = self.temperature if temperature is None else check.positive(temperature, "temperature")

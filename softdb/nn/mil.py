@@ -70,12 +70,8 @@ class MILPooling(torch.nn.Module):
         found = attention(asked, self._scores(bags), bags, score=Dot(), valid_len=valid_len, details=True)
         return found.output.squeeze(1), found.weights.squeeze(1)
 
-    def _scores(
-        self,
-        bags: Tensor,  # (b, n, dim)
-    ) -> Tensor:  # (b, n, 1)
+    def _scores(self, bags: Tensor) -> Tensor:  # (b, n, dim) -> (b, n, 1)
         units = self.content(bags).tanh()
         if self.gate is not None:
             units = units * self.gate(bags).sigmoid()
-        scores: Tensor = self.score(units)
-        return scores
+        return self.score(units)  # type: ignore[no-any-return]

@@ -130,19 +130,13 @@ class Origin:
         found = self.db.finder.find(self.snapshot, queries, k, self._allowed, certain=certain, pairwise=False)
         return self._parameters[found.positions], found.finder
 
-    def keys(
-        self,
-        which: Rows,  # (…) parameters
-    ) -> Tensor:  # (…, d) in the column's dtype
+    def keys(self, which: Rows) -> Tensor:  # (…) parameters -> (…, d) in the column's dtype
         """Stored keys, copied; zeros of a record that is gone from the files."""
         if not self.snapshot.size:
             return torch.zeros(*which.shape, self.db.schema.dim)
         return self.snapshot.keys_at(self.positions[which])
 
-    def values(
-        self,
-        which: Rows,  # (…) parameters
-    ) -> Tensor:  # (…, v) in the column's dtype, or int64 labels (…)
+    def values(self, which: Rows) -> Tensor:  # (…) parameters -> (…, v) in the column's dtype, or int64 labels (…)
         """Stored values, copied, as `keys`."""
         if not self.snapshot.size:
             schema = self.db.schema

@@ -23,8 +23,7 @@ class SinusoidalPositions(torch.nn.Module):
         y_p = x_p + P_p,  P_(p, 2i) = sin(p / 10000^(2i / d)),  P_(p, 2i + 1) = cos(p / 10000^(2i / d))
 
     For an even width P_(p + k) is a rotation of P_p that depends on k alone; an odd width ends with a sine that has no
-    cosine. Made in float64 at each call, for any length, and in the dtype of x added. Cost n d a call, whatever the
-    batch.
+    cosine. Made in float64 at each call and added in the dtype of x. Cost n d a call, whatever the batch.
 
     Args:
         dim: d.
@@ -46,16 +45,11 @@ class SinusoidalPositions(torch.nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def forward(
-        self,
-        x: Tensor,  # (…, n, d)
-        offset: int = 0,
-    ) -> Tensor:  # (…, n, d)
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (…, n, d) -> (…, n, d)
         """x and its positions, offset, offset + 1, …"""
         angles = _angles(x, _span(x, self.dim, offset, self.max_len), self.dim)
         waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, : self.dim]
-        summed: Tensor = self.dropout(x + waves.to(x.dtype))
-        return summed
+        return self.dropout(x + waves.to(x.dtype))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """The width, and the longest sequence."""
@@ -85,11 +79,7 @@ class LearnedPositions(torch.nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def forward(
-        self,
-        x: Tensor,  # (…, n, d)
-        offset: int = 0,
-    ) -> Tensor:  # (…, n, d)
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (…, n, d) -> (…, n, d)
         """x and its positions, offset, offset + 1, …"""
         span = _span(x, self.dim, offset, self.max_len)
         return x + self.weight[span.start : span.stop].to(x)
@@ -104,8 +94,8 @@ class RotaryPositions(torch.nn.Module):
 
         (y_2i, y_2i+1) = rotation by p θ_i of (x_2i, x_2i+1),  θ_i = 10000^(-2i / d),  i = 0 … d / 2 - 1
 
-    For queries and keys before their scores: the dot product of a query at p and a key at p' depends on p - p' alone.
-    Values are left as they are. Lengths are kept. Nothing is trained; any length. Cost b n d.
+    For queries and keys, not values: the dot product of a query at p and a key at p' depends on p - p' alone. Norms are
+    kept. Nothing is trained; sequences of any length. Cost b n d.
 
     Raises BadInput for an odd width, and for x of another width.
 
@@ -122,11 +112,7 @@ class RotaryPositions(torch.nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def forward(
-        self,
-        x: Tensor,  # (…, n, d)
-        offset: int = 0,
-    ) -> Tensor:  # (…, n, d)
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (…, n, d) -> (…, n, d)
         """x turned by its positions, offset, offset + 1, …"""
         angles = _angles(x, _span(x, self.dim, offset, None), self.dim)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -135,15 +121,10 @@ class RotaryPositions(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """The width."""
-        return f"{self.dim}"
+        return str(self.dim)
 
 
-def _span(
-    x: Tensor,  # (…, n, d)
-    dim: int,
-    offset: int,
-    max_len: int | None,
-) -> range:  # n positions
+def _span(x: Tensor, dim: int, offset: int, max_len: int | None) -> range:  # (…, n, d) -> n positions
     """The positions of a sequence, checked."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise BadInput(f"x is {shown(x)}; expected a floating tensor (…, n, {dim})")
@@ -159,11 +140,7 @@ def _span(
     return range(first, stop)
 
 
-def _angles(
-    x: Tensor,  # where they are needed
-    span: range,  # n positions
-    dim: int,
-) -> Tensor:  # (n, ⌈d / 2⌉) float64
+def _angles(x: Tensor, span: range, dim: int) -> Tensor:  # (n, ⌈d / 2⌉) float64, on the device of x
     """p / 10000^(2i / d)."""
     even = torch.arange(0, dim, 2, dtype=torch.float64, device=x.device)
     places = torch.arange(span.start, span.stop, dtype=torch.float64, device=x.device)

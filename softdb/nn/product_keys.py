@@ -23,11 +23,11 @@ class ProductKeys(torch.nn.Module):
         s_ij = q'·c'_i + q''·c''_j,  I = the k best of the m² pairs,  output = Σ_heads Σ_I softmax_I(s) v_ij
 
     The k best pairs are among those of the k best of each half, and of them only where (i + 1)(j + 1) ≤ k, i and j
-    counted from the best: so they are found exactly, without a search index. Values are shared by the heads. Their
-    gradient is sparse, of the rows that were found: a dense (m², v) one is never made. The codebooks' gradient is dense
-    and small. Cost of q queries and h heads: q h (m d + k v + k log k), d the width of a head's query; memory m² v.
+    counted from the best: so they are found exactly, without an index. Values are shared by the heads; their gradient
+    is sparse, of the rows that were found, and that of the codebooks dense and small. Cost of q queries and h heads:
+    q h (m d + k v + k log k), d the width of a head's query; memory m² v.
 
-    Nothing of this is in a database: to train the keys and values of records that have ids, see `Memory`.
+    Nothing of this is in a database: to train keys and values of records, see `Memory`.
 
         values = SparseAdam([memory.values], lr=1e-3)
         others = Adam([p for name, p in memory.named_parameters() if name != "values"], lr=1e-3)
@@ -39,8 +39,8 @@ class ProductKeys(torch.nn.Module):
         num_heads: how many queries an input asks.
         k: slots pooled for each head.
         key_dim: d, width of a head's query and of a key; even.
-        query_norm: whether queries pass a batch norm, so that more of the slots are used (section 3.1 there; it wants
-            two inputs or more while training).
+        query_norm: whether queries pass a batch norm, so that more slots are used (section 3.1 there); training then
+            takes two inputs or more.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -90,34 +90,20 @@ class ProductKeys(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """The slots and the widths."""
-        return (
-            f"{self.num_keys**2} slots, dim={self.dim}, value_dim={self.value_dim}, num_heads={self.num_heads}, "
-            f"k={self.k}, key_dim={self.key_dim}"
-        )
+        names = ("dim", "value_dim", "num_heads", "k", "key_dim")
+        return ", ".join([f"{self.num_keys**2} slots", *(f"{name}={getattr(self, name)}" for name in names)])
 
     __call__: Callable[..., Tensor]
 
-    def forward(
-        self,
-        inputs: Tensor,  # (…, dim)
-    ) -> Tensor:  # (…, value_dim)
+    def forward(self, inputs: Tensor) -> Tensor:  # (…, dim) -> (…, value_dim)
         """What the memory holds for each input, summed over heads. Raises BadInput for inputs that do not fit."""
         slots, scores = self.find(inputs)
-        weights = scores.softmax(-1)
         flat = (-1, self.num_heads * self.k)
-        output = F.embedding_bag(
-            slots.reshape(flat),
-            self.values,
-            mode="sum",
-            per_sample_weights=weights.reshape(flat).to(self.values.dtype),
-            sparse=True,
-        )
+        weights = scores.softmax(-1).reshape(flat).to(self.values.dtype)
+        output = F.embedding_bag(slots.reshape(flat), self.values, mode="sum", per_sample_weights=weights, sparse=True)
         return output.view(*inputs.shape[:-1], self.value_dim)
 
-    def find(
-        self,
-        inputs: Tensor,  # (…, dim)
-    ) -> tuple[Tensor, Tensor]:  # (…, heads, k), (…, heads, k)
+    def find(self, inputs: Tensor) -> tuple[Tensor, Tensor]:  # (…, dim) -> (…, heads, k), (…, heads, k)
         """The k best slots of each head, best first, and their scores with the gradient; slot i m + j is pair (i, j).
 
         Among all m² of them, exactly, but for ties, of which any may come.
@@ -132,17 +118,17 @@ class ProductKeys(torch.nn.Module):
         shape = (*inputs.shape[:-1], self.num_heads, self.k)
         return slots.view(shape), best.view(shape)
 
-    def _queries(
-        self,
-        inputs: Tensor,  # (…, dim)
-    ) -> Tensor:  # (q, heads, 2, d / 2)
+    def _queries(self, inputs: Tensor) -> Tensor:  # (…, dim) -> (q, heads, 2, d / 2)
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim < 1:
             raise BadInput(f"inputs are {shown(inputs)}; expected a floating tensor (…, {self.dim})")
         if inputs.shape[-1] != self.dim:
             raise BadInput(
                 f"inputs have shape {tuple(inputs.shape)} but this memory takes (…, {self.dim}); encode them alike"
             )
-        self._require_dtype(inputs)
+        mine, double = self.query.weight.dtype, torch.float64 in (inputs.dtype, self.query.weight.dtype)
+        cast = torch.is_autocast_enabled(inputs.device.type) and not double  # which leaves float64 as it is
+        if inputs.dtype is not mine and not cast:
+            raise BadInput(f"inputs are {inputs.dtype} but this memory is {mine}; convert one with .to()")
         flat = inputs.reshape(-1, self.dim)
         queries: Tensor = self.query(flat)
         if self.norm is not None:
@@ -155,12 +141,6 @@ class ProductKeys(torch.nn.Module):
         if not bool(queries.detach().isfinite().all()):
             raise BadInput("queries hold NaN or infinity; repair the inputs, or begin training anew with smaller steps")
         return queries.view(len(flat), self.num_heads, 2, self.key_dim // 2)
-
-    def _require_dtype(self, inputs: Tensor) -> None:
-        mine, double = self.query.weight.dtype, torch.float64 in (inputs.dtype, self.query.weight.dtype)
-        cast = torch.is_autocast_enabled(inputs.device.type) and not double  # which leaves float64 as it is
-        if inputs.dtype is not mine and not cast:
-            raise BadInput(f"inputs are {inputs.dtype} but this memory is {mine}; convert one with .to()")
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,8 +23,8 @@ class RecurrentAttention(torch.nn.Module):
         "general"   sᵀ W h                    (Luong et al. 2015, section 3.1)
         "additive"  wᵀ tanh(W_q s + W_k h)    (Bahdanau et al. 2015, appendix A.1.2)
 
-    All steps of a decoder at once where its states do not depend on the contexts (Luong), or one step at a time
-    (Bahdanau). Each call of "additive" computes W_k h again. Cost b q n hidden for "additive", else b q n state_dim.
+    All steps of a decoder at once where its states do not depend on the contexts, or one step at a time. Each call of
+    "additive" computes W_k h again. Cost b q n hidden for "additive", else b q n state_dim.
 
     Args:
         query_dim: width of the decoder's states.
@@ -84,9 +84,7 @@ class RecurrentAttention(torch.nn.Module):
         single = query.ndim == 2
         asked = query.unsqueeze(1) if single else query
         found = attention(asked, states, states, score=self.score, valid_len=valid_len, details=True)
-        if single:
-            return found.output.squeeze(1), found.weights.squeeze(1)
-        return found.output, found.weights
+        return (found.output.squeeze(1), found.weights.squeeze(1)) if single else (found.output, found.weights)
 
 
 def _shaped(

@@ -17,6 +17,7 @@ from softdb.nn.handle import SharedHandle
 from softdb.nn.targets import handle
 from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
 from softdb.scores.distance import Bandwidth
+from softdb.typing import Vectors
 
 __all__ = ["KernelClassifier", "KernelRegressor"]
 
@@ -69,7 +70,6 @@ class _NadarayaWatson(torch.nn.Module):
     @property
     def db(self) -> SoftDB:
         """The database."""
-        assert self._handle.db is not None  # checked
         return self._handle.db
 
     def extra_repr(self) -> str:
@@ -80,7 +80,7 @@ class _NadarayaWatson(torch.nn.Module):
 
     def forward(
         self,
-        queries: Any,  # (q, d) or texts, as `SoftDB.attend` takes them
+        queries: Vectors,  # (q, d) or texts, as `SoftDB.attend` takes them
         *,
         k: int | None = None,
         where: dict[str, Any] | None = None,

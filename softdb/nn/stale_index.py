@@ -54,11 +54,7 @@ class Version:
         """The row after the highest; a record from there on is younger than this version."""
         return int(self.rows.max(initial=-1)) + 1
 
-    def alive(
-        self,
-        snapshot: Snapshot,
-        allowed: Live | None = None,  # (size,) over positions
-    ) -> Live:  # (n,)
+    def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
         """Which of the records are still there, and allowed; the last are remembered: an index knows them again."""
         named = snapshot.live if allowed is None else allowed
 
@@ -83,10 +79,7 @@ class Version:
         places = nearest(self.vectors, queries, k, self.metric, keep) if found is None else found.positions
         return np.where(places < 0, -1, self.rows[places])
 
-    def vectors_at(
-        self,
-        places: Rows,  # (m,) counted in `rows`
-    ) -> Tensor:  # (m, d)
+    def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)
         """Some of the vectors, copied."""
         assert self.vectors is not None  # else there are no places
         return self.vectors.keys_at(places)

@@ -21,6 +21,7 @@ from softdb.nn.memory import Memory
 from softdb.nn.parameters import Parameters
 from softdb.nn.view import View
 from softdb.scores import Score, ScoreFunction
+from softdb.typing import Vectors
 
 __all__ = [
     "Positives",
@@ -47,10 +48,7 @@ class Positives(NamedTuple):
     source: Source
     positions: Rows  # (q, m) each query's own, no two the same, -1 = none
 
-    def scored(
-        self,
-        positions: Rows,  # (q, k), -1 = none
-    ) -> tuple[Rows, Tensor]:  # (q, k), (q, k)
+    def scored(self, positions: Rows) -> tuple[Rows, Tensor]:  # (q, k), -1 = none -> (q, k), (q, k)
         """Some records in the order of the source, and their scores, -inf for none."""
         source, missing = self.source, positions < 0
         if isinstance(source, Parameters):  # knows no missing ones: a positive stands for them
@@ -58,10 +56,7 @@ class Positives(NamedTuple):
             return positions, found.scores.masked_fill(~live(positions, found.scores), -torch.inf)
         return source.scored(self.request, positions)[:2]
 
-    def wins(
-        self,
-        positions: Rows,  # (q, k), -1 = none
-    ) -> NDArray[np.bool_]:  # (q, k)
+    def wins(self, positions: Rows) -> NDArray[np.bool_]:  # (q, k), -1 = none -> (q, k)
         """Which of some records each query shall find."""
         found: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
         return found
@@ -69,7 +64,7 @@ class Positives(NamedTuple):
 
 def asked(
     db: Records,
-    queries: Any,
+    queries: Vectors,
     positives: Any,
     temperature: float | None,
     score: Score | ScoreFunction | None,
@@ -183,20 +178,17 @@ def without(found: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q, k)
 
 def class_labels(value: Any, classes: int) -> Tensor:  # (q,)
     """Labels (q,), 0 to classes - 1. Raises BadInput for others."""
+    expected = f"expected (q,) whole numbers, 0 to {classes - 1}"
     try:
         labels = value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise BadInput(f"labels are {shown(value)}; expected (q,) whole numbers, 0 to {classes - 1}") from None
+        raise BadInput(f"labels are {shown(value)}; {expected}") from None
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or labels.ndim != 1:
-        raise BadInput(
-            f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; expected (q,) whole numbers, 0 to "
-            f"{classes - 1}"
-        )
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        outside = ((labels < 0) | (labels >= classes)).nonzero()[0, 0]
-        raise BadInput(
-            f"label {int(labels[outside])} of query {int(outside)} is out of range; expected 0 to {classes - 1}"
-        )
+        raise BadInput(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {expected}")
+    outside = ((labels < 0) | (labels >= classes)).nonzero()
+    if len(outside):
+        i = int(outside[0, 0])
+        raise BadInput(f"label {int(labels[i])} of query {i} is out of range; expected 0 to {classes - 1}")
     return labels.long()
 
 

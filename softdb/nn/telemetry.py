@@ -16,6 +16,7 @@ from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.targets import handle, require_shape
 from softdb.scores import Score, ScoreFunction
+from softdb.typing import Vectors
 
 __all__ = ["GradientReport", "Telemetry", "gradient_report"]
 
@@ -37,7 +38,7 @@ class GradientReport(NamedTuple):
 @eager
 def gradient_report(
     db: SoftDB,
-    queries: Any,  # (q, d)
+    queries: Vectors,  # (q, d)
     *,
     temperature: float = 1.0,
     score: Score | ScoreFunction | None = None,
@@ -52,17 +53,15 @@ def gradient_report(
     """Compare a soft query that training would use, and its gradient, with the exact one over every record.
 
     With u the upstream gradient of the output o: g = ∂(u·o)/∂q, exact, and ĝ the same of the answer with `k=` or to
-    `rtol=`. A truncated gradient is that of another function: its error does not average out over steps, as the noise
-    of an estimate does. Cost: the query itself, three passes over the records and a search. Nothing is accumulated in
-    anyone's `.grad`, and torch's own random numbers stay as they are.
+    `rtol=`. The error of a truncated gradient does not average out over steps, as the noise of an estimate does. Cost:
+    the query itself, three passes over the records and a search. No `.grad` and no random numbers of torch change.
 
     Args:
         db: the database.
         queries: (q, d) as training asks them; their graph is not used.
         temperature, score, k, rtol, atol, max_draws, where: as `attend` is asked in training.
         generator: of the estimate's draws; give one of its own, or training's draws change. None: the same every time.
-        upstream: the gradient of the loss in the output, as training has it; None: random directions, the same ones
-            every time.
+        upstream: the gradient of the loss in the output, as training has it; None: the same random directions always.
 
     Raises BadInput as `attend`, and for an upstream of another shape than the output.
 
@@ -80,12 +79,10 @@ def gradient_report(
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         upstream = upstream / torch.linalg.vector_norm(upstream, dim=1, keepdim=True)
     require_shape(upstream, "upstream", shape)
-    words: dict[str, Any] = {"temperature": temperature, "score": score, "where": where}
-    exact, true = _differentiated(db, asked, upstream, words)
-    words |= {
-        "k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws, "generator": generator
-    }  # fmt: skip
-    used, found = _differentiated(db, asked, upstream, words)
+    same: dict[str, Any] = {"temperature": temperature, "score": score, "where": where}
+    how = {"k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws, "generator": generator}
+    exact, true = _differentiated(db, asked, upstream, same)
+    used, found = _differentiated(db, asked, upstream, same | how)
     with torch.no_grad():
         mass = torch.ones_like(exact.lse)
         if used.hits is not None:
@@ -109,8 +106,8 @@ class Telemetry:
             ...
         telemetry.history[-1]["cosine"]
 
-    Training goes on bit by bit as without it: it draws its own random numbers. A step that is not measured costs a
-    comparison; one that is costs what `gradient_report` does of `sample` queries.
+    It draws its own random numbers: training goes on to the bit as without it. A measured step costs what
+    `gradient_report` does of `sample` queries, another one nothing.
 
     Args:
         every: measures the first of so many steps.
@@ -162,8 +159,7 @@ def _differentiated(
     """The answer, and the gradient of u·o to the queries."""
     leaf = queries.clone().requires_grad_()
     pooled = db.attend(leaf, **words)
-    grad: Tensor = torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]
-    return pooled, grad
+    return pooled, torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]
 
 
 def _error(found: Tensor, true: Tensor) -> Tensor:  # (q, *), (q, *) -> (q,)

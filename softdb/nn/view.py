@@ -20,15 +20,13 @@ from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
-from softdb.nn.encoded import Encoded, unindexed
-from softdb.nn.encoding import Encode, Encoding, probed
+from softdb.nn.encoded import Encode, Encoded, Encoding, probed, unindexed
 from softdb.nn.handle import SharedHandle
-from softdb.nn.policies import InBackground, Policy, policy_of
-from softdb.nn.reindexed import Reindexed, Work
+from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work, policy_of
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
 from softdb.reports import ReindexReport, ViewReport
 from softdb.scores import Score, ScoreFunction, query_width, score_of
-from softdb.typing import Numbers
+from softdb.typing import Numbers, Vectors
 
 __all__ = ["View"]
 
@@ -120,7 +118,6 @@ class View(Reindexed):
     @property
     def db(self) -> SoftDB:
         """The database."""
-        assert self._handle.db is not None  # checked
         return self._handle.db
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -180,7 +177,7 @@ class View(Reindexed):
 
     def request(
         self,
-        queries: Numbers,  # (q, d')
+        queries: Vectors,  # (q, d')
         temperature: float = 1.0,
         score: Score | ScoreFunction | None = None,
         *,

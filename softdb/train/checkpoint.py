@@ -22,13 +22,7 @@ __all__ = ["identity", "may_write", "read", "require_writable", "write"]
 
 FORMAT = "softdb checkpoint 1"
 SAMPLE = 1024  # stored keys that tell one database from another
-COUNTERS = (
-    "unindexed",
-    "live_recall",
-    "live_checked",
-    "building",
-    "device",
-)  # of an index: they change while it stays the same
+COUNTERS = ("unindexed", "live_recall", "live_checked", "building", "device")  # of an index that stays the same
 UNNAMED = {"pairs": ("others", "these"), "keys": ("others", "these"), "index": ("another", "this one")}
 
 

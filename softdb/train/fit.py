@@ -24,6 +24,7 @@ from softdb.train import checkpoint as checkpoints
 from softdb.train.held_out import Ranking, Split, ranked, split
 from softdb.train.pairs import require_known
 from softdb.train.projection import BROKEN, QueryProjection
+from softdb.typing import Vectors
 
 __all__ = ["Epoch", "Fitted", "fit"]
 
@@ -65,7 +66,7 @@ class Fitted(NamedTuple):
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Settings:
     """How to train, checked."""
 
@@ -75,42 +76,32 @@ class _Settings:
     bias: bool
     batch_size: int
     lr: float
-    holdout: float | None  # None: the caller says which
+    holdout: Any  # a share; None: the caller says which
     patience: int | None
     criterion: str
     seed: int
 
-    @classmethod
-    def of(cls, **words: Any) -> _Settings:
-        k, rtol, patience = words["k"], words["rtol"], words["patience"]
-        check.tolerance(rtol, 0.0, 0.95, None, k)
-        lr, criterion = check.positive(words["lr"], "lr"), words["criterion"]
-        if lr > MAX_LR:
-            raise BadInput(f"lr is {lr:g}; expected at most {MAX_LR:g}, such as 0.001")
-        if criterion not in list(MEASURES):
-            raise BadInput(f"criterion is {check.shown(criterion)}; expected one of {', '.join(MEASURES)}")
-        holdout = (
-            None if isinstance(words["holdout"], np.ndarray | Tensor) else check.share(words["holdout"], "holdout")
-        )
-        if holdout in (0, 1):
-            raise BadInput(f"holdout is {holdout:g}; expected a share between 0 and 1, such as 0.2")
-        return cls(
-            check.positive(words["temperature"], "temperature"),
-            None if k is None else check.integer(k, "k"),
-            None if rtol is None else float(rtol),
-            words["bias"],
-            check.integer(words["batch_size"], "batch_size"),
-            lr,
-            holdout,
-            None if patience is None else check.integer(patience, "patience"),
-            criterion,
-            check.integer(words["seed"], "seed", 0, 2**63 - 1),
-        )
+    def __post_init__(self) -> None:
+        check.tolerance(self.rtol, 0.0, 0.95, None, self.k)
+        self.temperature, self.lr = check.positive(self.temperature, "temperature"), check.positive(self.lr, "lr")
+        if self.lr > MAX_LR:
+            raise BadInput(f"lr is {self.lr:g}; expected at most {MAX_LR:g}, such as 0.001")
+        if self.criterion not in list(MEASURES):
+            raise BadInput(f"criterion is {check.shown(self.criterion)}; expected one of {', '.join(MEASURES)}")
+        named = isinstance(self.holdout, np.ndarray | Tensor)
+        self.holdout = None if named else check.share(self.holdout, "holdout")
+        if self.holdout in (0, 1):
+            raise BadInput(f"holdout is {self.holdout:g}; expected a share between 0 and 1, such as 0.2")
+        self.k = None if self.k is None else check.integer(self.k, "k")
+        self.rtol = None if self.rtol is None else float(self.rtol)
+        self.batch_size = check.integer(self.batch_size, "batch_size")
+        self.patience = None if self.patience is None else check.integer(self.patience, "patience")
+        self.seed = check.integer(self.seed, "seed", 0, 2**63 - 1)
 
 
 def fit(
     db: SoftDB,
-    queries: Any,  # (m, d) numbers, or m texts
+    queries: Vectors,  # (m, d) numbers, or m texts
     positives: Any,  # m ids, or m lists of ids
     *,
     temperature: float = 0.05,
@@ -171,10 +162,7 @@ def fit(
     make no sense, a checkpoint of another run or one that cannot be written; and where the loss or the projection
     becomes NaN.
     """
-    settings = _Settings.of(
-        temperature=temperature, k=k, rtol=rtol, bias=bias, batch_size=batch_size, lr=lr, holdout=holdout,
-        patience=patience, criterion=criterion, seed=seed,
-    )  # fmt: skip
+    settings = _Settings(temperature, k, rtol, bias, batch_size, lr, holdout, patience, criterion, seed)
     epochs = check.integer(epochs, "epochs")
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
         raise BadInput(f"checkpoint is {check.shown(checkpoint)}; expected the path of a file")
@@ -203,7 +191,7 @@ def fit(
     return found
 
 
-def _asked(db: SoftDB, queries: Any) -> Tensor:  # (m, d) float32
+def _asked(db: SoftDB, queries: Vectors) -> Tensor:  # (m, d) float32
     """The queries as they are trained with."""
     found = db.as_queries(queries).detach().float()
     if found.is_inference():
@@ -250,7 +238,11 @@ class _Training:
 
     def ranked(self, part: Tensor, projection: QueryProjection | None) -> Ranking:
         """How soon some of the queries find a right record."""
-        return ranked(self.db, self.queries[part], [self.positives[i] for i in part.tolist()], projection)
+        return ranked(self.db, self.queries[part], self.right(part), projection)
+
+    def right(self, part: Tensor) -> list[list[Id]]:
+        """The positives of some of the queries."""
+        return [self.positives[i] for i in part.tolist()]
 
     def epoch(self, epochs: int, progress: Progress | None) -> None:
         """One round over the training queries; the projection is noted if it is the best so far."""
@@ -279,15 +271,10 @@ class _Training:
     @torch.enable_grad()
     def step(self, part: Tensor) -> float:
         """One step of Adam on some of the queries; their mean loss before it."""
-        settings = self.settings
+        how, queries, right = self.settings, self.projection(self.queries[part]), self.right(part)
+        draws = None if how.rtol is None else self.draws
         loss = retrieval_loss(
-            self.db,
-            self.projection(self.queries[part]),
-            [self.positives[i] for i in part.tolist()],
-            temperature=settings.temperature,
-            k=settings.k,
-            rtol=settings.rtol,
-            generator=None if settings.rtol is None else self.draws,
+            self.db, queries, right, temperature=how.temperature, k=how.k, rtol=how.rtol, generator=draws
         )
         self.adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -71,10 +71,7 @@ def ranked(
     return Ranking(float((ranks <= 1).mean()), float((ranks <= 10).mean()), float((1 / ranks).mean()), len(ranks))
 
 
-def _first(
-    rows: np.ndarray,  # (q, k)
-    right: np.ndarray,  # (q, p), -2 = none
-) -> np.ndarray:  # (q,)
+def _first(rows: np.ndarray, right: np.ndarray) -> np.ndarray:  # (q, k), (q, p) with -2 = none -> (q,)
     """At which rank the first right row of each query stands, from 1 on; infinity where none does."""
     if not rows.shape[1]:
         return np.full(len(rows), np.inf)
@@ -157,10 +154,7 @@ def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -
     )
 
 
-def _groups(
-    queries: Tensor,  # (m, d)
-    positives: list[list[Id]],  # m
-) -> list[list[int]]:
+def _groups(queries: Tensor, positives: list[list[Id]]) -> list[list[int]]:  # (m, d), m lists
     """The connected components of queries that share a positive or are equal."""
     leader = list(range(len(positives)))
 

@@ -122,9 +122,7 @@ def read_pairs(
 
 
 def _ids(line: Line, name: str, typed: bool) -> list[Id]:
-    value = _field(line, name)
-    if not typed:
-        value = _listed_cell(value)
+    value = _field(line, name, typed)
     ids = list(dict.fromkeys(check.identifiers(value, unique=False))) if isinstance(value, list | str | int) else []
     if not ids:
         raise BadInput(f"field {name!r} is {check.shown(value)}; expected an id, or a list of at least one")
@@ -133,13 +131,8 @@ def _ids(line: Line, name: str, typed: bool) -> list[Id]:
 
 def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
     """A query, a text or a list of numbers, of the kind and width of the first one."""
-    value = _field(line, name)
-    if not typed:
-        value = _listed_cell(value)
-    if isinstance(value, list):
-        if not is_vector(value):
-            raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
-    elif not isinstance(value, str) or not value.strip():
+    value = _field(line, name, typed)
+    if not (is_vector(value) if isinstance(value, list) else isinstance(value, str) and value.strip()):
         raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
     if first is not None and isinstance(value, str) != isinstance(first, str):
         raise BadInput("texts and lists of numbers are mixed; give queries of one kind")
@@ -148,19 +141,16 @@ def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
     return value
 
 
-def _field(line: Line, name: str) -> Any:
+def _field(line: Line, name: str, typed: bool) -> Any:
+    """A field; a cell of CSV that begins as a JSON list is one, else the text it is."""
     if name in line.empty:
         raise BadInput(f"field {name!r}: the cell is empty; fill it, or leave the line out")
     if name not in line.row:
         raise BadInput(f"no field {name!r}; its fields are {check.shown(list(line.row))}, name the right one")
-    return line.row[name]
-
-
-def _listed_cell(cell: str) -> Any:
-    """A cell of CSV: a JSON list where it begins as one, else the text it is."""
-    if not cell.strip().startswith("["):
-        return cell
+    value = line.row[name]
+    if typed or not value.strip().startswith("["):
+        return value
     try:
-        return json.loads(cell)
+        return json.loads(value)
     except (ValueError, RecursionError):
-        raise BadInput(f"{check.shown(cell)} begins with [ but is not a JSON list; mend it") from None
+        raise BadInput(f"{check.shown(value)} begins with [ but is not a JSON list; mend it") from None

@@ -15,6 +15,7 @@ from softdb import check
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
+from softdb.typing import Vectors
 
 __all__ = ["QueryProjection", "load", "packed", "save", "unpacked"]
 
@@ -49,7 +50,7 @@ class QueryProjection(torch.nn.Linear):
             torch.nn.init.zeros_(self.bias)
 
     @torch.no_grad()
-    def of(self, db: SoftDB, queries: Any) -> Tensor:  # (q, d)
+    def of(self, db: SoftDB, queries: Vectors) -> Tensor:  # (q, d)
         """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width."""
         asked = db.as_queries(queries)
         if asked.shape[1] != self.in_features:

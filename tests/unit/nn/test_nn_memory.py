@@ -24,7 +24,7 @@ import softdb.nn.memory
 from softdb.errors import BadInput, Cancelled, Closed, ReadOnly, StaleRead
 from softdb.index.background import Build
 from softdb.nn import Memory
-from softdb.nn.policies import EverySteps, InBackground, OnRecall
+from softdb.nn.reindexed import EverySteps, InBackground, OnRecall
 from softdb.nn.stale_index import StaleIndex
 from softdb.reports import IndexReport, ReindexReport
 

@@ -21,7 +21,7 @@ import softdb.nn.view
 from softdb.check import Metric
 from softdb.errors import BadInput, Closed, StaleRead
 from softdb.nn import EverySteps, InBackground, Never, OnRecall, View
-from softdb.nn.policies import policy_of
+from softdb.nn.reindexed import policy_of
 from softdb.nn.stale_index import StaleIndex
 from softdb.scores import Dot, Gaussian, General, NegativeL2, ScaledDot
 
