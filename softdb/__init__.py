@@ -3,27 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from softdb.errors import (
-    BadFilter,
-    BadInput,
-    Cancelled,
-    Closed,
-    CorruptionError,
-    DatabaseLocked,
-    DuplicateId,
-    FormatTooNew,
-    MissingDependency,
-    NestedWrite,
-    NotADatabase,
-    ReadOnly,
-    RecallWarning,
-    SoftDBError,
-    StaleRead,
-    TrainingWarning,
-    UnknownField,
-    UnknownId,
-    WriteFailed,
-)
+from softdb import errors
+from softdb.errors import *  # noqa: F403 - as its __all__ says
 
 if TYPE_CHECKING:
     from softdb import nn, scores, train
@@ -37,36 +18,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BadFilter",
-    "BadInput",
     "Build",
-    "Cancelled",
-    "Closed",
-    "CorruptionError",
-    "DatabaseLocked",
-    "DuplicateId",
     "Estimate",
     "Explanation",
-    "FormatTooNew",
     "Hit",
     "Hits",
-    "MissingDependency",
-    "NestedWrite",
-    "NotADatabase",
     "Pooled",
     "QueryHits",
-    "ReadOnly",
-    "RecallWarning",
     "Record",
     "Records",
     "Samples",
     "SoftDB",
-    "SoftDBError",
-    "StaleRead",
-    "TrainingWarning",
-    "UnknownField",
-    "UnknownId",
-    "WriteFailed",
     "attention",
     "nn",
     "open",
@@ -74,22 +36,15 @@ __all__ = [
     "scores",
     "train",
 ]
+__all__ += errors.__all__
 
-_LAZY = {
-    "Build": "index",
-    "Estimate": "answers",
-    "Explanation": "answers",
-    "Hit": "answers",
-    "Hits": "answers",
-    "Pooled": "answers",
-    "QueryHits": "answers",
-    "Record": "answers",
-    "Records": "answers",
-    "Samples": "answers",
-    "SoftDB": "database",
-    "attention": "functional",
-    "open": "opening",
-    "salvage": "store.salvage",
+_LAZY = {  # where a name lies that is imported when it is first used
+    "answers": ("Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples"),
+    "database": ("SoftDB",),
+    "functional": ("attention",),
+    "index": ("Build",),
+    "opening": ("open",),
+    "store.salvage": ("salvage",),
 }
 
 
@@ -99,7 +54,8 @@ if not TYPE_CHECKING:  # a type checker knows what there is
         """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
         if name in ("nn", "scores", "train"):
             return importlib.import_module(f"softdb.{name}")
-        if name not in _LAZY:
+        place = next((module for module, names in _LAZY.items() if name in names), None)
+        if place is None:
             raise AttributeError(f"module 'softdb' has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(f"softdb.{_LAZY[name]}"), name)
+        found = globals()[name] = getattr(importlib.import_module(f"softdb.{place}"), name)
         return found

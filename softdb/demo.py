@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 import softdb
@@ -28,7 +27,7 @@ from softdb.data import DemoData, load_wordnet
 from softdb.database import SoftDB
 from softdb.encoders import NOTE, PROJECTION, note_encoder
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
-from softdb.terminal import progress
+from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
 
 __all__ = ["DemoReport", "run_demo"]
@@ -79,13 +78,11 @@ def run_demo(
     _clear(path, fresh)
     data = data or load_wordnet()
     with softdb.open(path, dim=data.keys.shape[1]) as db:
-        mark = {"records": len(data.ids), "seed": seed}
-        (path / MARK).write_text(json.dumps(mark) + "\n")
+        (path / MARK).write_text(json.dumps({"records": len(data.ids), "seed": seed}) + "\n")
         note_encoder(path, "demo")
         _fill(db, data, console)
-        index = _index(db, console)
         query = _chosen(data)
-        _ask(db, data, query, index, console)
+        _ask(db, data, query, _index(db, console), console)
         before, after = _learn(db, data, query, path, console, seed, epochs)
     _reopen(path, data, console)
     seconds = time.perf_counter() - begin
@@ -109,10 +106,9 @@ def _clear(path: Path, fresh: bool) -> None:
         raise BadInput(f"{path} holds {check.shown(strangers)} besides the demo; move that away first")
     try:
         softdb.open(path).close()
-    except DatabaseLocked:
-        raise
-    except SoftDBError:
-        pass  # damaged or half made: the more reason to make it anew
+    except SoftDBError as error:  # damaged or half made: the more reason to make it anew
+        if isinstance(error, DatabaseLocked):
+            raise
     shutil.rmtree(path.resolve())
 
 
@@ -124,8 +120,7 @@ def _fill(db: SoftDB, data: DemoData, console: Console) -> None:
             part = slice(start, start + CHUNK)
             db.insert(data.ids[part], data.keys[part], payloads=data.payloads[part])
             say("insert", min(count, start + CHUNK), count)
-    seconds = time.perf_counter() - begin
-    what = f"{count:,} dictionary definitions, {data.keys.shape[1]} numbers each"
+    seconds, what = time.perf_counter() - begin, f"{count:,} dictionary definitions, {data.keys.shape[1]} numbers each"
     console.print(f"  {what}: {seconds:.1f} s, {count / seconds:,.0f} records/s")
 
 
@@ -154,25 +149,29 @@ def _ask(db: SoftDB, data: DemoData, query: int, index: str, console: Console) -
     _step(console, 2, "Ask", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(f"  [b]exact[/]        {record.id}: {_short(record.payload['gloss'], console.width - 33)}")
+    console.print(f"  [b]exact[/]        {record.id}: {safe(record.payload['gloss'], console.width - 33)}")
 
     (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search of a process compiles its loops
     console.print(f"  [b]approximate[/]  the nearest in {spent * 1e3:.1f} ms, {index}")
     console.print(f"               [dim](after a first search to warm up, {first * 1e3:.1f} ms)[/]")
-    table = _table("score", "word", "", "definition")
-    for name, score, payload in zip(hits.ids[0], hits.scores[0].tolist(), hits.payloads[0], strict=True):
-        word, gloss = _short(payload["word"], 20), _short(payload["gloss"], console.width - 48)
-        table.add_row(f"{score:.2f}", word, "[b green]right[/]" if name in right else "", gloss)
-    console.print(table)
+    rows = [
+        (
+            f"{hit.score:.2f}",
+            safe(hit.payload["word"], 20),
+            "[b green]right[/]" if hit.id in right else "",
+            safe(hit.payload["gloss"], console.width - 48),
+        )
+        for hit in hits[0]
+    ]
+    print_table(("score", "word", "", "definition"), rows, console=console, indent=4)
 
     console.print("  [b]soft[/]         all of them, the nearer the more; temperature sets how much")
-    table = _table("temperature", "weight of the nearest", "averages about")
-    nearest = hits.scores[0, 0]
+    sweep, nearest = [], hits.scores[0, 0]
     for temperature in TEMPERATURES:
         lse, half = (db.attend(key, temperature=one).lse[0] for one in (temperature, temperature / 2))
         share, effective = torch.exp(nearest / temperature - lse), torch.exp(2 * lse - half)
-        table.add_row(f"{temperature:g}", f"{float(share):.1%}", f"{float(effective):,.0f} of {len(db):,} definitions")
-    console.print(table)
+        sweep.append((f"{temperature:g}", f"{float(share):.1%}", f"{float(effective):,.0f} of {len(db):,} definitions"))
+    print_table(("temperature", "weight of the nearest", "averages about"), sweep, console=console, indent=4)
 
 
 def _timed(db: SoftDB, key: Tensor) -> tuple[Hits, float]:
@@ -198,14 +197,15 @@ def _learn(
     save(path / PROJECTION, fitted.projection, {"temperature": TEMPERATURE, "epochs": epochs, "seed": seed})
     learnt, unseen = len(data.held_out) - before.queries, before.queries
     console.print(f"  {seconds:.0f} s, {epochs} rounds over {learnt:,} words; then {unseen:,} words it never saw:")
-    table = _table("the right definition comes", "before", "after")
-    table.add_row("first (recall@1)", f"{before.recall_1:.1%}", f"[b]{after.recall_1:.1%}[/]")
-    table.add_row("among ten (recall@10)", f"{before.recall_10:.1%}", f"[b]{after.recall_10:.1%}[/]")
-    table.add_row("mean of 1 / place (MRR@100)", f"{before.mrr_100:.3f}", f"[b]{after.mrr_100:.3f}[/]")
     key = torch.from_numpy(data.query_keys[query : query + 1])
     places = [_place(db, asked, right[query]) for asked in (key, fitted.projection.of(db, key))]
-    table.add_row(f'in place, for "{data.query_texts[query]}"', *places)
-    console.print(table)
+    rows = [
+        ("first (recall@1)", f"{before.recall_1:.1%}", f"[b]{after.recall_1:.1%}[/]"),
+        ("among ten (recall@10)", f"{before.recall_10:.1%}", f"[b]{after.recall_10:.1%}[/]"),
+        ("mean of 1 / place (MRR@100)", f"{before.mrr_100:.3f}", f"[b]{after.mrr_100:.3f}[/]"),
+        (f'in place, for "{data.query_texts[query]}"', *places),
+    ]
+    print_table(("the right definition comes", "before", "after"), rows, console=console, indent=4)
     return before[:2], after[:2]
 
 
@@ -236,16 +236,3 @@ def _go_on(path: Path, seconds: float, console: Console) -> None:
 
 def _step(console: Console, number: int, title: str, more: str) -> None:
     console.print(f"\n[b cyan]{number} {title}[/] [dim]- {escape(more)}[/]")
-
-
-def _table(*columns: str) -> Table:
-    """An indented table without lines."""
-    table = Table(box=None, padding=(0, 0, 0, 4), header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _short(text: str, room: int) -> str:
-    """A text cut to a width, safe to print."""
-    return escape(text if len(text) <= room else text[: max(1, room - 1)] + "…")

@@ -99,11 +99,10 @@ def demo_encoder(path: Path | None = None) -> Encoder:
     encoder = SentenceEncoder(projection=load_wordnet().projection)
     if path is None or not (path / PROJECTION).is_file():
         return encoder
-    advice = f"{path / PROJECTION} is not what the demo saved; make the demo anew with softdb demo --fresh"
     try:
         weight = load(path / PROJECTION).weight.detach().numpy()
     except BadInput:
-        raise BadInput(advice) from None
-    if len(weight) != encoder.dim:
-        raise BadInput(advice)
+        weight = None
+    if weight is None or len(weight) != encoder.dim:
+        raise BadInput(f"{path / PROJECTION} is not what the demo saved; make the demo anew with softdb demo --fresh")
     return lambda texts: encoder(texts) @ weight.T

@@ -11,7 +11,8 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -27,6 +28,7 @@ _CELL = 1 << 27  # characters of a CSV cell
 _LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
 Row = dict[str, Any]
+Parsed = tuple[float, int, Id, Any, Any, Any]  # share of the file, line, id, key, value, payload
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class Rows:
     """A batch of consecutive records of a file."""
 
     path: Path
-    share: float = 0.0  # of the file, read so far
-    lines: list[int] = field(default_factory=list)  # n, where each stands
-    ids: list[Id] = field(default_factory=list)  # n
-    keys: Any = field(default_factory=list)  # (n, d) numbers, or n texts to encode
-    values: list[Any] | None = None  # n, where the fields name one
-    payloads: list[Any] = field(default_factory=list)  # n
+    share: float  # of the file, read so far
+    lines: list[int]  # n, where each stands
+    ids: list[Id]  # n
+    keys: Any  # (n, d) numbers, or n texts to encode
+    values: list[Any] | None  # n, where the fields name one
+    payloads: list[Any]  # n
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -91,7 +93,7 @@ def read_records(
         return _bare(path, _matrix(path), size)
     kind = _kind(path, _KINDS, ".jsonl", ".ndjson", ".csv")
     vectors = None if keys is None else _matched(Path(keys), path, kind == ".csv")
-    return _batches(path, _Parser(path, fields, vectors), size, read_rows(path, fields))
+    return _batches(path, size, fields.value is not None, _records(path, fields, vectors))
 
 
 def read_rows(path: Path, fields: Fields) -> Iterator[Line]:
@@ -204,8 +206,8 @@ def _json_lines(path: Path) -> Iterator[Line]:
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line") from None
         if not isinstance(row, dict):
-            what = f'{check.shown(row)}; expected an object such as {{"id": …, "key": […]}}'
-            raise BadInput(f"{path.name} line {number}: {what}")
+            expected = 'expected an object such as {"id": …, "key": […]}'
+            raise BadInput(f"{path.name} line {number}: {check.shown(row)}; {expected}")
         yield Line(number, share, row)
 
 
@@ -223,14 +225,10 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
 
     csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
     reader = csv.reader(texts(), strict=True, delimiter=delimiter)
-    header: list[str] | None = None
     try:
-        for cells in reader:
-            if not cells:
-                continue
-            if header is None:
-                header = cells
-                continue
+        lines = filter(None, reader)
+        header = next(lines, [])
+        for cells in lines:
             if len(cells) != len(header):
                 counts = f"{len(cells)} cells, {len(header)} in the header"
                 raise BadInput(f"{path.name} line {reader.line_num}: {counts}; mend it")
@@ -253,52 +251,54 @@ def _cell(cell: str, name: str, fields: Fields) -> Any:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-class _Parser:
-    """Lines to records. Keeps the width of the first key, so that a line with another one can be named."""
+def _batches(path: Path, size: int, has_values: bool, records: Iterator[Parsed]) -> Iterator[Rows]:
+    """Batches of records. Before an error is raised, the good lines before it go out."""
+    failure: BadInput | None = None
 
-    def __init__(self, path: Path, fields: Fields, vectors: Array | None) -> None:
-        self.path, self.fields, self.vectors = path, fields, vectors
-        self.width: int | None = None
-        self.count = 0
+    def good() -> Iterator[Parsed]:
+        nonlocal failure
+        try:
+            yield from records
+        except BadInput as error:
+            failure = error
 
-    def add(self, rows: Rows, line: Line) -> None:
-        """One line's id, key, value and payload. Raises BadInput naming the line."""
-        row, fields = dict(line.row), self.fields
+    rest = good()
+    while batch := list(islice(rest, size)):
+        shares, lines, ids, keys, values, payloads = map(list, zip(*batch, strict=True))
+        yield Rows(path, shares[-1], lines, ids, keys, values if has_values else None, payloads)
+    if failure is not None:
+        raise failure
+
+
+def _records(path: Path, fields: Fields, vectors: Array | None) -> Iterator[Parsed]:
+    """What the lines of a file hold. Raises BadInput naming the line."""
+    key: Any = None
+    for i, (number, share, row, _) in enumerate(read_rows(path, fields)):
         try:
             name = check.identifiers([_taken(row, fields.id, "id")])[0]
-            key = self.key(row)
+            key = _key(row, fields, key) if vectors is None else vectors[i]
             value = None if fields.value is None else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None
             check.json_text(payload, "the payload")
         except BadInput as error:
-            raise BadInput(f"{self.path.name} line {line.number}: {error}") from None
-        rows.lines.append(line.number)
-        rows.ids.append(name)
-        rows.keys.append(key)
-        rows.payloads.append(payload)
-        rows.share = line.share
-        if rows.values is not None:
-            rows.values.append(value)
-        self.count += 1
+            raise BadInput(f"{path.name} line {number}: {error}") from None
+        yield share, number, name, key, value, payload
 
-    def key(self, row: Row) -> Any:
-        """A line's key: a vector (d,), or a text to encode."""
-        if self.vectors is not None:
-            return self.vectors[self.count]
-        if self.fields.text is not None:
-            text = row.get(self.fields.text)
-            if not isinstance(text, str):
-                named = f"field {self.fields.text!r} is {check.shown(text)}"
-                raise BadInput(f"{named}, not a text; its fields are {check.shown(list(row))}")
-            return text
-        name = self.fields.key
-        vector = _taken(row, name, "key")
-        if not is_vector(vector):
-            raise BadInput(f"field {name!r} is {check.shown(vector)}; expected a list of numbers")
-        self.width = self.width or len(vector)
-        if len(vector) != self.width:
-            raise BadInput(f"field {name!r} has {len(vector)} numbers, {self.width} in the lines before; mend it")
-        return vector
+
+def _key(row: Row, fields: Fields, before: Any) -> Any:
+    """A line's key: a text to encode, or a vector as wide as the one before it."""
+    if fields.text is not None:
+        text = row.get(fields.text)
+        if not isinstance(text, str):
+            named = f"field {fields.text!r} is {check.shown(text)}"
+            raise BadInput(f"{named}, not a text; its fields are {check.shown(list(row))}")
+        return text
+    vector = _taken(row, fields.key, "key")
+    if not is_vector(vector):
+        raise BadInput(f"field {fields.key!r} is {check.shown(vector)}; expected a list of numbers")
+    if before is not None and len(vector) != len(before):
+        raise BadInput(f"field {fields.key!r} has {len(vector)} numbers, {len(before)} in the lines before; mend it")
+    return vector
 
 
 def _taken(row: Row, name: str, what: str) -> Any:
@@ -307,37 +307,11 @@ def _taken(row: Row, name: str, what: str) -> Any:
     return row.pop(name)
 
 
-def _batches(path: Path, parser: _Parser, size: int, lines: Iterator[Line]) -> Iterator[Rows]:
-    """Batches of records. Before an error is raised, the good lines before it go out."""
-
-    def fresh() -> Rows:
-        return Rows(path, values=None if parser.fields.value is None else [])
-
-    rows, failure = fresh(), None
-    while failure is None:
-        try:
-            line = next(lines, None)
-            if line is None:
-                break
-            parser.add(rows, line)
-        except BadInput as error:
-            failure = error
-        if len(rows) == size:
-            yield rows
-            rows = fresh()
-    if len(rows):
-        yield rows
-    if failure is not None:
-        raise failure
-
-
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
 def _matrix(path: Path) -> Array:
     """The (n, d) array of a `.npy` file, mapped, or of a `.npz` file: its only one, or the one called `keys`."""
-    if not path.is_file():
-        raise BadInput(f"{path} is not a file; expected a .npy or .npz array of keys")
     found = check.numbers_in(path)
     if found.ndim != 2:
         raise BadInput(f"{path.name} has shape {found.shape} and type {found.dtype}; expected (n, d) numbers")
@@ -346,8 +320,7 @@ def _matrix(path: Path) -> Array:
 
 def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
     """Keys that have a row for each line of a file."""
-    vectors = _matrix(keys)
-    texts = (text for _, _, text in _text_lines(path))
+    vectors, texts = _matrix(keys), (text for _, _, text in _text_lines(path))
     count = sum(map(bool, csv.reader(texts))) - 1 if is_csv else sum(bool(text.strip()) for text in texts)
     if len(vectors) != count:
         raise BadInput(f"{keys.name} has {len(vectors)} keys but {path.name} has {count} records; they go row by row")
@@ -357,6 +330,6 @@ def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
 def _bare(path: Path, vectors: Array, size: int) -> Iterator[Rows]:
     for start in range(0, len(vectors), size):
         part = vectors[start : start + size]
-        places = range(start, start + len(part))
-        share = (start + len(part)) / len(vectors)
-        yield Rows(path, share, list(places), list(places), part, None, [None] * len(part))
+        end = start + len(part)
+        places = range(start, end)
+        yield Rows(path, end / len(vectors), list(places), list(places), part, None, [None] * len(part))

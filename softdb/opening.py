@@ -71,13 +71,12 @@ def open(
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
         dim = getattr(encoder, "dim", None) if dim is None else dim
         where, declared = check.device(device), field_names(() if fields is None else fields)
-        new = (
-            check.schema(dim, value_dim, num_classes, dtype, metric, None) if dim is not None or path is None else None
-        )
+        shape = (dim, value_dim, num_classes, dtype, metric)
+        new = check.schema(*shape, None) if dim is not None or path is None else None
         try:
             store = Store(None if path is None else Path(path), mode, new, durability == "relaxed")
             try:
-                check.schema(dim, value_dim, num_classes, dtype, metric, store.schema)
+                check.schema(*shape, store.schema)
                 _declare(store, declared)
                 db = SoftDB(store, encoder, where)
                 if verify:

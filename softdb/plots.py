@@ -21,10 +21,11 @@ LABELLED = 40  # records, at most, that a heat map names
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
     """A figure with a row of axes, drawn without a display and without touching pyplot's state."""
-    _require()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingDependency("pictures need matplotlib; pip install 'softdb[plot]'") from None
     drawn = Figure(figsize=(width * columns, height), layout="constrained")
     FigureCanvasAgg(drawn)
     return drawn, list(drawn.subplots(1, columns, squeeze=False)[0])
@@ -121,8 +122,7 @@ def weight_bars(
 
 
 def _checked(weights: Any, temperatures: Sequence[float], labels: Sequence[str]) -> tuple[Any, Any]:
-    shares = _floats(weights)
-    heats = np.asarray(temperatures, np.float64)
+    shares, heats = _floats(weights), np.asarray(temperatures, np.float64)
     expected = (len(heats), len(labels))
     if shares.shape != expected or not shares.size:
         raise BadInput(
@@ -146,10 +146,3 @@ def _matrix(weights: Any) -> Any:
 
 def _floats(weights: Any) -> Any:
     return np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights, np.float64)
-
-
-def _require() -> None:
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise MissingDependency("pictures need matplotlib; pip install 'softdb[plot]'") from None

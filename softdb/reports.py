@@ -41,53 +41,32 @@ class Report:
 
 @dataclass(frozen=True, repr=False)
 class IndexReport(Report):
-    """The index of a database, as it was built or tuned; `stats().index` adds how it serves now.
+    """The index of a database, as it was built or tuned; `stats().index` adds how it serves now."""
 
-    Attributes:
-        kind: "ivf", "ivf-rabitq", "ivf-sq8", "hnsw", or "flat", which is exact search.
-        recall: the share of the true k nearest that queries found which took no part in tuning.
-        met: whether that is the target, at least.
-        target, k: the recall asked for, and for which k; 0 of exact search.
-        reason: of "flat", why there is no index.
-        measured_on: which queries measured the recall.
-        codes: how FAISS stores keys; lists: how many inverted lists there are.
-        nprobe, ef_search: search effort: lists probed, or records visited in a graph.
-        fetch_k: records fetched for each of the k, to be compared exactly.
-        outliers: of inner products, how many of the longest keys are compared with every query.
-        recall_by_norm: of inner products, for each class of lengths its `recall` and `of` how many it was measured.
-        records: how many there were.
-        bytes: size of the index.
-        device: where it is searched.
-        choose_seconds, build_seconds, tune_seconds: what each step took.
-        unindexed: records that it lacks; they are compared exactly.
-        live_recall, live_checked: mean recall of searches that were checked, and how many were; see `db.watch`.
-        building: what a build that goes on is doing; "" where none does.
-    """
-
-    kind: str
-    recall: float = field(default=1.0, metadata=ALWAYS)
-    met: bool = field(default=True, metadata=ALWAYS)
-    target: float = 0.0
-    k: int = 0
-    reason: str = ""
-    measured_on: str = ""
-    codes: str = ""
-    lists: int = 0
-    nprobe: int = 0
-    ef_search: int = 0
-    fetch_k: int = 0
-    outliers: int = 0
-    recall_by_norm: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kind: str  # "ivf", "ivf-rabitq", "ivf-sq8", "hnsw", or "flat", which is exact search
+    recall: float = field(default=1.0, metadata=ALWAYS)  # the true k nearest that queries found which tuned nothing
+    met: bool = field(default=True, metadata=ALWAYS)  # whether that is the target, at least
+    target: float = 0.0  # the recall asked for; 0 of exact search
+    k: int = 0  # for which k
+    reason: str = ""  # of "flat", why there is no index
+    measured_on: str = ""  # which queries measured the recall
+    codes: str = ""  # how FAISS stores keys
+    lists: int = 0  # inverted lists
+    nprobe: int = 0  # search effort: lists probed
+    ef_search: int = 0  # search effort: records visited in a graph
+    fetch_k: int = 0  # records fetched for each of the k, to be compared exactly
+    outliers: int = 0  # of inner products: the longest keys, which are compared with every query
+    recall_by_norm: dict[str, dict[str, Any]] = field(default_factory=dict)  # by length of key: `recall`, `of` how many
     records: int = 0
-    bytes: int = 0
-    device: str = "cpu"
-    choose_seconds: float = 0.0
+    bytes: int = 0  # size of the index
+    device: str = "cpu"  # where it is searched
+    choose_seconds: float = 0.0  # what each step took
     build_seconds: float = 0.0
     tune_seconds: float = 0.0
-    unindexed: int = 0
-    live_recall: float | None = None
-    live_checked: int = 0
-    building: str = ""
+    unindexed: int = 0  # records that it lacks; they are compared exactly
+    live_recall: float | None = None  # mean recall of the searches that `db.watch` checked
+    live_checked: int = 0  # how many were
+    building: str = ""  # what a build that goes on is doing; "" where none does
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> IndexReport:
@@ -101,56 +80,35 @@ _RENAMED = {"efSearch": "ef_search", "candidates": "fetch_k", "young": "unindexe
 
 @dataclass(frozen=True, repr=False)
 class Stats(Report):
-    """What a database is, holds and occupies.
+    """What a database is, holds and occupies."""
 
-    Attributes:
-        path: its directory; None in memory.
-        mode: "rw" or "r".
-        durability: "full" or "relaxed".
-        unflushed: changes that are not on disk yet.
-        records: how many there are; dead: rows of deleted and replaced ones, until `compact()`.
-        dim, value_dim, num_classes: widths of key and value, or the number of classes.
-        dtype, metric: as in `softdb.open`.
-        generation: grows with every change.
-        segments: how many files a column has.
-        fields: declared fields of the payload.
-        bytes: size on disk; 0 in memory.
-        index: None where search is exact.
-    """
-
-    path: str | None
-    mode: str
-    durability: str
-    unflushed: int
+    path: str | None  # its directory; None in memory
+    mode: str  # "rw" or "r"
+    durability: str  # "full" or "relaxed"
+    unflushed: int  # changes that are not on disk yet
     records: int
-    dead: int
-    dim: int
-    value_dim: int | None
+    dead: int  # rows of deleted and replaced records, until `compact()`
+    dim: int  # d
+    value_dim: int | None  # v
     num_classes: int | None
     dtype: str
     metric: str
-    generation: int
-    segments: int
-    fields: list[str]
-    bytes: int
-    index: IndexReport | None
+    generation: int  # grows with every change
+    segments: int  # files of a column
+    fields: list[str]  # declared fields of the payload
+    bytes: int  # size on disk; 0 in memory
+    index: IndexReport | None  # None where search is exact
 
 
 @dataclass(frozen=True, repr=False)
 class CompactReport(Report):
-    """What `compact()` has removed.
-
-    Attributes:
-        records: how many there are; removed: rows of deleted and replaced ones that are gone.
-        segments_before, segments: how many files a column had and has.
-        bytes_before, bytes: size on disk; 0 in memory.
-    """
+    """What `compact()` has removed."""
 
     records: int
-    removed: int
-    segments_before: int
+    removed: int  # rows of deleted and replaced records that are gone
+    segments_before: int  # files of a column
     segments: int
-    bytes_before: int
+    bytes_before: int  # size on disk; 0 in memory
     bytes: int
 
 
@@ -176,47 +134,29 @@ class ReindexReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ViewReport(Report):
-    """How old the encoded keys of a View are, and what they cost.
+    """How old the encoded keys of a View are, and what they cost."""
 
-    Attributes:
-        version: counts reindexings; 0: none yet.
-        records: how many are encoded; unindexed: how many are not yet.
-        age: steps since.
-        recall: as `measure` found it; None before.
-        reindexing: whether one is under way; reindexes: how many have ended.
-        seconds, total_seconds: of the last, and of all.
-    """
-
-    version: int
-    records: int
-    unindexed: int
-    age: int
-    recall: float | None
-    reindexing: bool
-    reindexes: int
-    seconds: float
-    total_seconds: float
+    version: int  # counts reindexings; 0: none yet
+    records: int  # encoded
+    unindexed: int  # not encoded yet
+    age: int  # steps since
+    recall: float | None  # as `measure` found it; None before
+    reindexing: bool  # whether one is under way
+    reindexes: int  # how many have ended
+    seconds: float  # of the last
+    total_seconds: float  # of all
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport(Report):
-    """How old the candidates of a Memory, or of other trained keys, are, and what renewing them cost.
-
-    Attributes:
-        records, steps: how many there are, and steps of training so far.
-        age: steps since candidates were renewed.
-        recall: as `measure` found it; None before.
-        reindexing: whether a renewal is under way; reindexes: how many have ended.
-        seconds, total_seconds: of the last, and of all.
-        uncommitted: records that had a gradient since the last commit; None for keys that are never committed.
-    """
+    """How old the candidates of a Memory, or of other trained keys, are, and what renewing them cost."""
 
     records: int
-    steps: int
-    age: int
-    recall: float | None
-    reindexing: bool
-    reindexes: int
-    seconds: float
-    total_seconds: float
-    uncommitted: int | None = None
+    steps: int  # of training, so far
+    age: int  # steps since candidates were renewed
+    recall: float | None  # as `measure` found it; None before
+    reindexing: bool  # whether a renewal is under way
+    reindexes: int  # how many have ended
+    seconds: float  # of the last
+    total_seconds: float  # of all
+    uncommitted: int | None = None  # records with a gradient since the last commit; None: keys never committed

@@ -1,23 +1,25 @@
-"""Text for people: tables, progress bars and numbers, on a terminal or in a pipe (extra `softdb[cli]`)."""
+"""Text for people, on a terminal or in a pipe: tables, progress bars, numbers; JSON for scripts (`softdb[cli]`)."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["CONTROLS", "counted", "listed", "number", "print_table", "progress", "safe", "size", "table", "terminal"]
+__all__ = ["counted", "dumps", "listed", "number", "print_json", "print_table", "progress", "safe", "size", "terminal"]
 
 # control characters and those that reverse the order of letters: text from a database must not reach a terminal so
-CONTROLS = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROLS} | dict.fromkeys(
-    b"\t\n\r", " "
-)
+_CONTROLS = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS}
+_SHOWN |= dict.fromkeys(b"\t\n\r", " ")
+_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS if code > 31}  # JSON has them in strings alone
 PIPED = 1 << 16  # columns where there is no terminal: lines are not wrapped
 
 
@@ -39,28 +41,46 @@ def progress(what: str, console: Console | None = None) -> Iterator[Callable[[st
         yield lambda what, done, whole: bar.update(task, description=what, completed=done, total=whole)
 
 
-def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None) -> Table:
-    """A table without lines; columns named in `numbers` are set to the right."""
-    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=title, title_justify="left")
+def print_table(
+    columns: tuple[str, ...],
+    rows: Iterable[tuple[str, ...]],
+    numbers: tuple[str, ...] = (),
+    title: str | None = None,
+    console: Console | None = None,
+    indent: int = 0,
+) -> None:
+    """Print a table without lines; columns named in `numbers` are set to the right. A pipe gets no trailing spaces."""
+    console = console or terminal()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+    table.show_header = any(columns)
     for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
-    return made
-
-
-def print_table(made: Table) -> None:
-    """Print a table; in a pipe without the spaces that fill its lines."""
-    console = terminal()
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    shown = Padding.indent(table, indent)
     if console.is_terminal:
-        console.print(made)
+        console.print(shown)
         return
     with console.capture() as text:
-        console.print(made)
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+        console.print(shown)
+    console.file.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
 
 
-def safe(text: str) -> str:
-    """Text from a database or a file with its control characters and markup escaped."""
-    return escape(text.translate(_SHOWN))
+def dumps(value: object) -> str:
+    """JSON in one line, its control characters escaped."""
+    return json.dumps(value, ensure_ascii=False).translate(_IN_JSON)
+
+
+def print_json(value: object) -> None:
+    """Print JSON in one line."""
+    sys.stdout.write(dumps(value) + "\n")
+    sys.stdout.flush()  # where the reader has closed the pipe it is told here
+
+
+def safe(text: str, room: int | None = None) -> str:
+    """Text from a database or a file, cut to a width, with its control characters and markup escaped."""
+    cut = text if room is None or len(text) <= room else text[: max(1, room - 1)] + "…"
+    return escape(cut.translate(_SHOWN))
 
 
 def listed(facts: dict[str, object]) -> str:

@@ -20,10 +20,7 @@ from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
 from softdb.scores import unit
 
-__all__ = [
-    "HashedNGrams",
-    "SentenceEncoder",
-]
+__all__ = ["HashedNGrams", "SentenceEncoder"]
 
 Vectors = NDArray[np.float32]
 
@@ -150,12 +147,9 @@ class SentenceEncoder:
                 "its first width must be the model's"
             )
         vectors = self._loaded.encode(
-            plain,
-            batch_size=self.batch_size,
-            show_progress_bar=False,
-            convert_to_numpy=True,
+            plain, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True,
             normalize_embeddings=False,
-        )
+        )  # fmt: skip
         vectors = np.asarray(vectors, np.float32)
         if self.normalise:
             vectors = unit(vectors)
@@ -164,10 +158,9 @@ class SentenceEncoder:
         return unit(vectors) if self.normalise else vectors
 
     def _model_dim(self) -> int:
-        loaded = self._loaded
         # renamed in sentence-transformers 5; the old name still works there but warns
-        ask = getattr(loaded, "get_embedding_dimension", None) or loaded.get_sentence_embedding_dimension
-        return int(ask())
+        renamed = getattr(self._loaded, "get_embedding_dimension", None)
+        return int((renamed or self._loaded.get_sentence_embedding_dimension)())
 
     @cached_property
     def _loaded(self) -> Any:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from softdb.cli.arguments import MetricName
 from softdb.errors import BadInput
-from softdb.terminal import counted, print_table, progress, table, terminal
+from softdb.terminal import counted, print_table, progress, terminal
 
 __all__ = ["bench"]
 
@@ -98,19 +98,21 @@ def _show(result: dict[str, Any]) -> None:
     rows = leading(result["rows"])
     columns = "recall", "queries/s", "one query", "build", "with tuning", "index"
     for goal, threads in goals(rows):
-        made = table("engine", *columns, numbers=columns, title=f"{goal}, {counted(threads, 'thread')}")
-        for row in rows:
-            if (row["goal"], row["threads"]) == (goal, threads):
-                made.add_row(
-                    row["label"],
-                    f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
-                    f"{row['batch_queries_s']['median']:,.0f}",
-                    f"{row['single_ms']['median']:.3f} ms",
-                    f"{row['build_s']['without_tuning']:.1f} s",
-                    f"{row['build_s']['with_tuning']:.1f} s",
-                    f"{row['index_bytes'] / MIB:,.1f} MiB",
-                )
-        print_table(made)
+        shown = [
+            (
+                row["label"],
+                f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
+                f"{row['batch_queries_s']['median']:,.0f}",
+                f"{row['single_ms']['median']:.3f} ms",
+                f"{row['build_s']['without_tuning']:.1f} s",
+                f"{row['build_s']['with_tuning']:.1f} s",
+                f"{row['index_bytes'] / MIB:,.1f} MiB",
+            )
+            for row in rows
+            if (row["goal"], row["threads"]) == (goal, threads)
+        ]
+        title = f"{goal}, {counted(threads, 'thread')}"
+        print_table(("engine", *columns), shown, numbers=columns, title=title)
     for facts in result["compared"]:
         for line in in_words(facts):
             terminal().print(escape(f"{facts['goal']}, {counted(facts['threads'], 'thread')}: {line}"))

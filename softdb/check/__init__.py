@@ -1,11 +1,11 @@
 """Validation: arguments become canonical here, or a BadInput that says what came, what was expected, what to do."""
 
-from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, queries, values
-from softdb.check.asking import Asked, Tolerance, asked, excluded, generator, share, tolerance
+from softdb.check.arrays import Array, Encoder, device, encoded, finite, mask, matrix, precise, queries, values
+from softdb.check.asking import Asked, Tolerance, asked, excluded, generator, least_score, tolerance
 from softdb.check.ids import Id, identifiers, padded
 from softdb.check.npy import numbers_in
 from softdb.check.payload import MAX_DEPTH, json_text, payloads
-from softdb.check.plain import clamped, filled, integer, one_of, positive, precise, shown
+from softdb.check.plain import filled, integer, one_of, positive, share, shown
 from softdb.check.schemas import MAX_DIM, Metric, Schema, schema
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Schema",
     "Tolerance",
     "asked",
-    "clamped",
     "device",
     "encoded",
     "excluded",
@@ -29,6 +28,7 @@ __all__ = [
     "identifiers",
     "integer",
     "json_text",
+    "least_score",
     "mask",
     "matrix",
     "numbers_in",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Array", "Encoder", "device", "encoded", "finite", "mask", "matrix", "queries", "values"]
+__all__ = ["Array", "Encoder", "device", "encoded", "finite", "mask", "matrix", "precise", "queries", "values"]
 
 Array: TypeAlias = NDArray[Any]
 Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
@@ -41,6 +42,17 @@ def device(value: object) -> torch.device | None:
         last = torch.cuda.device_count() - 1
         raise BadInput(f"device is {found} but the last that torch sees is 'cuda:{last}'; choose one up to that")
     return found
+
+
+def precise() -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off: answers are as precise as their queries, whatever a model around them is cast to."""
+    import torch
+
+    stack = contextlib.ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def encoded(value: object, name: str, encoder: Encoder | None) -> object:

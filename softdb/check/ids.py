@@ -8,10 +8,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check.plain import dense, encodable, is_tensor, shown
+from softdb.check.plain import dense, is_tensor, shown
 from softdb.errors import BadInput, DuplicateId
 
-__all__ = ["Id", "identifiers", "padded"]
+__all__ = ["Id", "encodable", "identifiers", "padded"]
 
 Id: TypeAlias = int | str
 
@@ -61,3 +61,14 @@ def _identifier(value: object) -> Id:
     if not -(2**63) <= int(value) < 2**63:
         raise BadInput(f"id {shown(int(value))} needs more than 64 bits; store it as str")
     return int(value)
+
+
+def encodable(text: str, what: str) -> None:
+    """BadInput where a text holds a lone surrogate."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.end]
+        raise BadInput(
+            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source rightly"
+        ) from None

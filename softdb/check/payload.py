@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from softdb.check.plain import encodable, filled, shown
+from softdb.check.ids import encodable
+from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
 __all__ = ["MAX_DEPTH", "json_text", "payloads"]

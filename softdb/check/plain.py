@@ -1,4 +1,4 @@
-"""Checks of single values: integers, positive numbers, choices, lengths, Unicode text; how messages quote a value."""
+"""Checks of single values: numbers, choices, lengths, tensors; how messages quote a value."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sized
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from collections.abc import Callable, Iterable, Sized
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["clamped", "dense", "encodable", "filled", "integer", "is_tensor", "one_of", "positive", "precise", "shown"]
+__all__ = ["dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown"]
 
 Batched = TypeVar("Batched", bound=Sized)
 
@@ -47,11 +47,6 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
     return number
 
 
-def clamped(value: object, name: str, most: int) -> int:
-    """A whole number of at least 1, cut down to `most`: asking for more than there is asks for all."""
-    return min(integer(value, name), max(most, 1))
-
-
 def one_of(value: object, name: str, choices: Iterable[str]) -> str:
     """One of some words."""
     known = list(choices)
@@ -75,19 +70,32 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
+def number(
+    value: object,
+    name: str,
+    expected: str,  # as a message says it
+    fits: Callable[[float], bool],
+    gradient: str = "it only selects records; pass a plain number",  # why there is none
+) -> float:
+    """A finite number that fits."""
+    if is_tensor(value) and value.requires_grad:
+        raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        found = float(value)  # type: ignore[arg-type]
+        if not isinstance(value, bool | str) and math.isfinite(found) and fits(found):
+            return found
+    raise BadInput(f"{name} is {shown(value)}; expected {expected}")
+
+
 def positive(value: object, name: str) -> float:
     """A finite number above zero."""
-    if is_tensor(value) and value.requires_grad:
-        raise BadInput(
-            f"{name} is a tensor that wants a gradient, but {name} is a plain number; divide the queries by it"
-        )
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise BadInput(f"{name} is {shown(value)}; expected a number above 0") from None
-    if isinstance(value, bool | str) or not (number > 0 and math.isfinite(number)):
-        raise BadInput(f"{name} is {shown(value)}; expected a finite number above 0")
-    return number
+    advice = f"{name} is a plain number; divide the queries by it"
+    return number(value, name, "a finite number above 0", lambda found: found > 0, advice)
+
+
+def share(value: object, name: str) -> float:
+    """A number from 0 to 1."""
+    return number(value, name, "a number from 0 to 1", lambda found: 0 <= found <= 1)
 
 
 def filled(batch: Batched, name: str, count: int) -> Batched:
@@ -95,27 +103,3 @@ def filled(batch: Batched, name: str, count: int) -> Batched:
     if len(batch) != count:
         raise BadInput(f"{len(batch)} {name} for {count} ids; give one for each id")
     return batch
-
-
-def encodable(text: str, what: str) -> None:
-    """BadInput where a text holds a lone surrogate."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        bad = text[error.start : error.end]
-        raise BadInput(
-            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source rightly"
-        ) from None
-
-
-def precise() -> contextlib.AbstractContextManager[Any]:
-    """Switch autocast off: answers are as precise as their queries, whatever a model around them is cast to."""
-    import torch
-
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for kind in kinds:
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

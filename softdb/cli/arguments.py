@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from softdb.errors import BadInput
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsJson",
-    "DType",
+    "DTypeOption",
     "Database",
     "EncoderName",
     "Kind",
     "MetricName",
-    "ProjectionFile",
+    "MetricOption",
+    "Projection",
     "Query",
     "QueryFile",
     "Where",
@@ -34,45 +35,24 @@ __all__ = [
     "projected",
 ]
 
-Database = Annotated[Path, typer.Argument(metavar="PATH", help="The database's directory.")]
-Query = Annotated[str, typer.Argument(help="A text, a JSON list of numbers, or @FILE.npy.")]
-Where = Annotated[str | None, typer.Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
-EncoderName = Annotated[str | None, typer.Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
-QueryFile = Annotated[
-    Path | None, typer.Option(metavar="FILE.npy", help="Queries like those to come, to measure with.")
-]
-ProjectionFile = Annotated[
-    Path | None, typer.Option("--projection", metavar="FILE.pt", help="Project the query first (softdb train).")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Database = Annotated[Path, Argument(metavar="PATH", help="The database's directory.")]
+Query = Annotated[str, Argument(help="A text, a JSON list of numbers, or @FILE.npy.")]
+Where = Annotated[str | None, Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
+EncoderName = Annotated[str | None, Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
+QueryFile = Annotated[Path | None, Option(metavar="FILE.npy", help="Queries like those to come, to measure with.")]
+Projection = Annotated[Path | None, Option(metavar="FILE.pt", help="Project the query first (softdb train).")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON, for scripts.")]
+
+MetricName = Enum("MetricName", {"dot": "dot", "cosine": "cosine", "l2": "l2"})
+DType = Enum("DType", {"float32": "float32", "float16": "float16"})
+Kind = Enum(
+    "Kind",
+    {"auto": "auto", "ivf": "ivf", "ivf_rabitq": "ivf-rabitq", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
+)
+MetricOption = Annotated[MetricName | None, Option(help="How queries and keys are compared.")]
+DTypeOption = Annotated[DType | None, Option(help="How numbers are stored.")]
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
-
-
-class MetricName(str, Enum):
-    """How a query and a key are compared."""
-
-    dot = "dot"
-    cosine = "cosine"
-    l2 = "l2"
-
-
-class DType(str, Enum):
-    """How numbers are stored."""
-
-    float32 = "float32"
-    float16 = "float16"
-
-
-class Kind(str, Enum):
-    """The kinds of index."""
-
-    auto = "auto"
-    ivf = "ivf"
-    ivf_rabitq = "ivf-rabitq"
-    ivf_sq8 = "ivf-sq8"
-    hnsw = "hnsw"
-    flat = "flat"
 
 
 def named(**words: Any) -> dict[str, Any]:
@@ -109,10 +89,12 @@ def projected(db: SoftDB, query: str, file: Path | None) -> Any:
     return load(file).of(db, asked)
 
 
-def array_of(path: Path) -> Any:
-    """The array in a .npy file."""
+def array_of(path: Path | None) -> Any:
+    """The array in a .npy file; None where none is given."""
     from softdb import check
 
+    if path is None:
+        return None
     if path.suffix == ".npz":
         raise BadInput(f"{path} holds several arrays; give a .npy file with one")
     return check.numbers_in(path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from softdb.cli.show import fail
 from softdb.errors import SoftDBError
+from softdb.terminal import safe, terminal
 
 __all__ = ["app", "run"]
 
@@ -49,12 +50,14 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except SoftDBError as error:
-            fail(str(error))
         except BrokenPipeError:
             raise  # the reader has closed the pipe, which is no error
-        except OSError as error:
-            fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except (SoftDBError, OSError) as error:
+            message = str(error)
+            if isinstance(error, OSError) and error.filename:
+                message = f"{error.filename}: {error.strerror}"
+            terminal(stderr=True).print(f"[red]error:[/] {safe(' '.join(message.split()))}")
+            sys.exit(1)
 
 
 app = typer.Typer(

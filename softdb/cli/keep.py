@@ -8,13 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.markup import escape
+from typer import Argument, Option
 
-from softdb.cli.arguments import AsJson, Database, DType, Kind, MetricName, QueryFile, array_of, named, opened
-from softdb.cli.show import print_json
+from softdb.cli.arguments import AsJson, Database, DTypeOption, Kind, MetricOption, QueryFile, array_of, named, opened
 from softdb.errors import BadInput, CorruptionError, SoftDBError
-from softdb.terminal import counted, listed, number, print_table, progress, safe, size, table, terminal
+from softdb.terminal import counted, listed, number, print_json, print_table, progress, safe, size, terminal
 
 __all__ = ["compact", "fields", "index", "info", "snapshot", "tune", "verify"]
 
@@ -42,24 +41,20 @@ def info(path: Database, as_json: AsJson = False) -> None:
     del facts["index"]
     noted = {"kind": "none"} if report.index is None else report.index.told()
     facts |= {f"index {name}": value for name, value in noted.items()}
-    made = table("", "")
-    made.show_header = False
-    for name, value in facts.items():
-        if value is not None:
-            made.add_row(f"[dim]{name.replace('_', ' ')}[/]", safe(number(value)))
-    print_table(made)
+    known = {name.replace("_", " "): safe(number(value)) for name, value in facts.items() if value is not None}
+    print_table(("", ""), [(f"[dim]{name}[/]", value) for name, value in known.items()])
 
 
 def verify(
     path: Database,
     repair: Annotated[
-        Path | None, typer.Option(metavar="DEST", help="Save every intact record in a directory that is new or empty.")
+        Path | None, Option(metavar="DEST", help="Save every intact record in a directory that is new or empty.")
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="With --repair: a setting that is lost, as are those below.")] = None,
-    value_dim: Annotated[int | None, typer.Option(help="The width of a value.")] = None,
-    num_classes: Annotated[int | None, typer.Option(help="Values are labels below this.")] = None,
-    dtype: Annotated[DType | None, typer.Option(help="How numbers are stored.")] = None,
-    metric: Annotated[MetricName | None, typer.Option(help="How queries and keys are compared.")] = None,
+    dim: Annotated[int | None, Option(help="With --repair: a setting that is lost, as are those below.")] = None,
+    value_dim: Annotated[int | None, Option(help="The width of a value.")] = None,
+    num_classes: Annotated[int | None, Option(help="Values are labels below this.")] = None,
+    dtype: DTypeOption = None,
+    metric: MetricOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Read everything back and compare it with its checksums; with --repair DEST, save what is intact."""
@@ -104,10 +99,11 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
     lost = report["lost"]
     if not lost:
         return
-    made = table("row", "id", "why lost")
-    for loss in lost[:LOST]:
-        made.add_row(str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), safe(loss["why"]))
-    print_table(made)
+    rows = [
+        (str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), safe(loss["why"]))
+        for loss in lost[:LOST]
+    ]
+    print_table(("row", "id", "why lost"), rows)
     if report["lost_records"] > LOST:
         console.print(f"… and {report['lost_records'] - LOST:,} more; --json lists {len(lost):,}")
 
@@ -125,7 +121,7 @@ def compact(path: Database, as_json: AsJson = False) -> None:
 
 def snapshot(
     path: Database,
-    destination: Annotated[Path, typer.Argument(metavar="DEST", help="A directory that is new or empty.")],
+    destination: Annotated[Path, Argument(metavar="DEST", help="A directory that is new or empty.")],
     as_json: AsJson = False,
 ) -> None:
     """Copy a database, consistent even while another process writes to it."""
@@ -141,10 +137,10 @@ def snapshot(
 def fields(
     path: Database,
     add: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Index this field of the payload; may be repeated.")
+        list[str] | None, Option(metavar="NAME", help="Index this field of the payload; may be repeated.")
     ] = None,
     drop: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Drop the index of this field; may be repeated.")
+        list[str] | None, Option(metavar="NAME", help="Drop the index of this field; may be repeated.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -168,19 +164,17 @@ def fields(
 
 def index(
     path: Database,
-    kind: Annotated[Kind, typer.Option(help="Which; auto measures and chooses.")] = Kind.auto,
-    recall: Annotated[float, typer.Option(help="The share of the true nearest k to find.")] = 0.95,
-    k: Annotated[int, typer.Option("-k", min=1, help="For how many nearest.")] = 10,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What it may occupy: bytes, or such as 200MB.")
-    ] = None,
+    kind: Annotated[Kind, Option(help="Which; auto measures and chooses.")] = Kind.auto,
+    recall: Annotated[float, Option(help="The share of the true nearest k to find.")] = 0.95,
+    k: Annotated[int, Option("-k", min=1, help="For how many nearest.")] = 10,
+    memory: Annotated[str | None, Option(metavar="SIZE", help="What it may occupy: bytes, or such as 200MB.")] = None,
     queries: QueryFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Build the index that makes searches fast (needs FAISS). Interrupted, it leaves the old one in use."""
     import softdb
 
-    asked = None if queries is None else array_of(queries)
+    asked = array_of(queries)
     budget = int(memory) if memory is not None and memory.isdecimal() else memory
     with softdb.open(path) as db, progress("index") as say:
         report = db.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget, progress=say)
@@ -189,15 +183,15 @@ def index(
 
 def tune(
     path: Database,
-    recall: Annotated[float | None, typer.Option(help="The share of the true nearest to find; as before.")] = None,
-    k: Annotated[int | None, typer.Option("-k", min=1, help="For how many nearest; as before.")] = None,
+    recall: Annotated[float | None, Option(help="The share of the true nearest to find; as before.")] = None,
+    k: Annotated[int | None, Option("-k", min=1, help="For how many nearest; as before.")] = None,
     queries: QueryFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the index's recall anew and change its search effort, not what it holds."""
     import softdb
 
-    asked = None if queries is None else array_of(queries)
+    asked = array_of(queries)
     with softdb.open(path) as db:
         report = db.tune(recall, k=k, queries=asked)
     _print(report.asdict(), as_json, listed(report.told()))

@@ -6,10 +6,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
+from typer import Argument, Option
 
-from softdb.cli.arguments import Database, DType, EncoderName, MetricName, Where, filter_of, named, opened
+from softdb.cli.arguments import Database, DTypeOption, EncoderName, MetricOption, Where, filter_of, named, opened
 from softdb.errors import BadInput
 from softdb.terminal import counted, progress, terminal
 
@@ -20,8 +20,8 @@ __all__ = ["demo", "export", "import_"]
 
 
 def demo(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The new database's directory.")] = Path("softdb-demo"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Replace a demo database that is there already.")] = False,
+    path: Annotated[Path, Argument(metavar="[PATH]", help="The new database's directory.")] = Path("softdb-demo"),
+    fresh: Annotated[bool, Option("--fresh", help="Replace a demo database that is there already.")] = False,
 ) -> None:
     """Store, ask, learn and reopen: the whole job on 20,000 dictionary definitions, in a minute."""
     from softdb.demo import run_demo
@@ -31,21 +31,19 @@ def demo(
 
 def import_(
     path: Database,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=".jsonl, .csv (also .gz), .npy or .npz.")],
-    keys: Annotated[Path | None, typer.Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
-    id_field: Annotated[str, typer.Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
-    key_field: Annotated[str, typer.Option("--key", metavar="FIELD", help="The field with the key: numbers.")] = "key",
-    text: Annotated[str | None, typer.Option(metavar="FIELD", help="A field with a text, encoded as the key.")] = None,
-    value: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="The field with the value: numbers or label.")
-    ] = None,
-    num_classes: Annotated[int | None, typer.Option(help="A new database's values are labels below this.")] = None,
+    files: Annotated[list[Path], Argument(metavar="FILE...", help=".jsonl, .csv (also .gz), .npy or .npz.")],
+    keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
+    id_field: Annotated[str, Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
+    key_field: Annotated[str, Option("--key", metavar="FIELD", help="The field with the key: numbers.")] = "key",
+    text: Annotated[str | None, Option(metavar="FIELD", help="A field with a text, encoded as the key.")] = None,
+    value: Annotated[str | None, Option(metavar="FIELD", help="The field with the value: numbers or label.")] = None,
+    num_classes: Annotated[int | None, Option(help="A new database's values are labels below this.")] = None,
     encoder: EncoderName = None,
-    dim: Annotated[int | None, typer.Option(help="The width of a new database's keys.")] = None,
-    metric: Annotated[MetricName | None, typer.Option(help="How queries and keys are compared.")] = None,
-    dtype: Annotated[DType | None, typer.Option(help="How numbers are stored.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Records a commit.")] = 10_000,
-    upsert: Annotated[bool, typer.Option("--upsert", help="Replace records whose ids are stored already.")] = False,
+    dim: Annotated[int | None, Option(help="The width of a new database's keys.")] = None,
+    metric: MetricOption = None,
+    dtype: DTypeOption = None,
+    batch_size: Annotated[int, Option(min=1, help="Records a commit.")] = 10_000,
+    upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
 ) -> None:
     """Import records. The database is made if it is not there; all other fields become the payload."""
     import softdb
@@ -100,7 +98,7 @@ def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
 
 def export(
     path: Database,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write.")],
     where: Where = None,
 ) -> None:
     """Write records as JSON lines, which `import` reads back."""

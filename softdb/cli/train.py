@@ -4,48 +4,42 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
-import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened
-from softdb.cli.show import print_json
 from softdb.errors import BadInput, TrainingWarning
-from softdb.terminal import counted, print_table, progress, table, terminal
-
-if TYPE_CHECKING:
-    from softdb.train import Fitted
+from softdb.terminal import counted, print_json, progress, terminal
 
 __all__ = ["train"]
 
 
 def train(
     path: Database,
-    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl, .csv or .tsv file (also .gz).")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.pt", help="Where the projection goes.")],
+    pairs: Annotated[Path, Argument(metavar="PAIRS", help="A .jsonl, .csv or .tsv file (also .gz).")],
+    out: Annotated[Path, Option("--out", metavar="FILE.pt", help="Where the projection goes.")],
     queries: Annotated[
-        Path | None, typer.Option(metavar="FILE.npy", help="The queries, in the order of PAIRS, which has none then.")
+        Path | None, Option(metavar="FILE.npy", help="The queries, in the order of PAIRS, which has none then.")
     ] = None,
-    query: Annotated[str, typer.Option(metavar="FIELD", help="The field with the query: text or numbers.")] = "query",
+    query: Annotated[str, Option(metavar="FIELD", help="The field with the query: text or numbers.")] = "query",
     positives: Annotated[
-        str, typer.Option(metavar="FIELD", help="The field with the right records: an id or a list of ids.")
+        str, Option(metavar="FIELD", help="The field with the right records: an id or a list of ids.")
     ] = "positives",
-    temperature: Annotated[float, typer.Option(help="Of the softmax over all records.")] = 0.05,
-    k: Annotated[int | None, typer.Option("-k", min=1, help="Compare with the k nearest only.")] = None,
-    rtol: Annotated[float | None, typer.Option(help="Estimate the sum over all records to this tolerance.")] = None,
-    bias: Annotated[bool, typer.Option("--bias", help="Train a shift of the queries, too.")] = False,
-    epochs: Annotated[int, typer.Option(min=1, help="Rounds over the training queries, at most.")] = 10,
-    batch_size: Annotated[int, typer.Option(min=1, help="Queries a step.")] = 256,
-    lr: Annotated[float, typer.Option("--lr", help="Adam's learning rate.")] = 1e-3,
-    holdout: Annotated[float, typer.Option(help="The share of the queries that is held out.")] = 0.2,
-    patience: Annotated[int, typer.Option(min=0, help="Stop after so many epochs without gain; 0: never.")] = 2,
-    criterion: Annotated[
-        str, typer.Option(help="What chooses the best epoch: recall_1, recall_10 or mrr_100.")
-    ] = "mrr_100",
-    seed: Annotated[int, typer.Option(min=0, help="Of the split and the order.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Written after each epoch.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    temperature: Annotated[float, Option(help="Of the softmax over all records.")] = 0.05,
+    k: Annotated[int | None, Option("-k", min=1, help="Compare with the k nearest only.")] = None,
+    rtol: Annotated[float | None, Option(help="Estimate the sum over all records to this tolerance.")] = None,
+    bias: Annotated[bool, Option("--bias", help="Train a shift of the queries, too.")] = False,
+    epochs: Annotated[int, Option(min=1, help="Rounds over the training queries, at most.")] = 10,
+    batch_size: Annotated[int, Option(min=1, help="Queries a step.")] = 256,
+    lr: Annotated[float, Option("--lr", help="Adam's learning rate.")] = 1e-3,
+    holdout: Annotated[float, Option(help="The share of the queries that is held out.")] = 0.2,
+    patience: Annotated[int, Option(min=0, help="Stop after so many epochs without gain; 0: never.")] = 2,
+    criterion: Annotated[str, Option(help="What chooses the best epoch: recall_1, recall_10 or mrr_100.")] = "mrr_100",
+    seed: Annotated[int, Option(min=0, help="Of the split and the order.")] = 0,
+    checkpoint: Annotated[Path | None, Option(metavar="FILE", help="Written after each epoch.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Go on from the checkpoint.")] = False,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -59,30 +53,16 @@ def train(
         raise BadInput("--resume goes on from a checkpoint, but none is named; give its file with --checkpoint")
     _require_apart(path, [one for one in (pairs, queries) if one is not None], checkpoint, out)
     require_writable(out)
-    read = read_pairs(pairs, query=query, positives=positives, queries=None if queries is None else array_of(queries))
+    read = read_pairs(pairs, query=query, positives=positives, queries=array_of(queries))
     with opened(path, "text" if read.is_text else None, encoder) as db:
         read.resolve(db)
         with progress("train") as say, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the table says it
             fitted = fit(
-                db,
-                read.queries,
-                read.positives,
-                temperature=temperature,
-                k=k,
-                rtol=rtol,
-                bias=bias,
-                epochs=epochs,
-                batch_size=batch_size,
-                lr=lr,
-                holdout=holdout,
-                patience=patience or None,
-                criterion=cast(Any, criterion),
-                seed=seed,
-                checkpoint=checkpoint,
-                resume=resume,
-                progress=say,
-            )
+                db, read.queries, read.positives, temperature=temperature, k=k, rtol=rtol, bias=bias, epochs=epochs,
+                batch_size=batch_size, lr=lr, holdout=holdout, patience=patience or None,
+                criterion=cast(Any, criterion), seed=seed, checkpoint=checkpoint, resume=resume, progress=say,
+            )  # fmt: skip
         facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
     before, after = fitted.before._asdict(), fitted.after._asdict()
     measured = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
@@ -90,7 +70,14 @@ def train(
     if as_json:
         print_json({**measured, "history": [epoch._asdict() for epoch in fitted.history], "projection": str(out)})
         return
-    _show(fitted, len(read.lines), out)
+    console = terminal()
+    trained = f"{counted(len(read.lines), 'pair')}, {counted(len(fitted.history), 'epoch')}"
+    console.print(f"{trained}, the projection is of epoch {fitted.best}\n{fitted}")
+    if fitted.fell:
+        console.print(f"{' and '.join(fitted.fell)} fell: choose the epoch by it with --criterion, or lower --lr")
+    if not fitted.best:
+        console.print("no epoch was better than the queries as they are: this projection changes nothing")
+    console.print(f"written to {escape(str(out))}; ask with it: softdb search … --projection {escape(str(out))}")
 
 
 def _require_apart(database: Path, read: list[Path], checkpoint: Path | None, out: Path) -> None:
@@ -105,22 +92,3 @@ def _require_apart(database: Path, read: list[Path], checkpoint: Path | None, ou
         if database.resolve() in mine.parents:
             raise BadInput(f"{name} {file} is inside the database {database}; give a file elsewhere")
         taken.add(mine)
-
-
-def _show(fitted: Fitted, pairs: int, out: Path) -> None:
-    """What the held-out queries find, before and after."""
-    console, (before, after) = terminal(), (fitted.before, fitted.after)
-    console.print(
-        f"{counted(pairs, 'pair')}, {counted(len(fitted.history), 'epoch')}, the projection is of epoch {fitted.best}; "
-        f"{before.queries:,} held-out queries:"
-    )
-    made = table("", "before", "after", numbers=("before", "after"))
-    made.add_row("recall@1", f"{before.recall_1:.1%}", f"{after.recall_1:.1%}")
-    made.add_row("recall@10", f"{before.recall_10:.1%}", f"{after.recall_10:.1%}")
-    made.add_row("MRR@100", f"{before.mrr_100:.3f}", f"{after.mrr_100:.3f}")
-    print_table(made)
-    if fitted.fell:
-        console.print(f"{' and '.join(fitted.fell)} fell: choose the epoch by it with --criterion, or lower --lr")
-    if not fitted.best:
-        console.print("no epoch was better than the queries as they are: this projection changes nothing")
-    console.print(f"written to {escape(str(out))}; ask with it: softdb search … --projection {escape(str(out))}")

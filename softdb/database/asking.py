@@ -71,7 +71,7 @@ class AskingVerbs(Handle):
         metric = self._store.schema.metric
         tensor = self.as_queries(queries)
         ask = check.asked(k, radius, diversity, fetch_k, metric)
-        left_out = [] if exclude_ids is None else check.excluded(exclude_ids, len(tensor))
+        left_out = check.excluded(exclude_ids, len(tensor))
         snapshot, allowed, excluded = self._view_without(where, left_out) if left_out else (*self.view(where), None)
         find = functools.partial(self._finder.find, snapshot, exact=exact)
         return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
@@ -158,9 +158,7 @@ class AskingVerbs(Handle):
         What normalises a softmax; `log_density` is the same for a kernel. Z itself is estimated without bias, and so is
         its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
         """
-        tolerance = check.tolerance(rtol, 0.0, confidence, max_draws, None)
-        if tolerance is None:
-            raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+        tolerance = _tolerance(rtol, 0.0, confidence, max_draws)
         return log_partition(
             *self.request(queries, temperature, score, where=where, tolerance=tolerance, generator=generator)
         )
@@ -186,14 +184,11 @@ class AskingVerbs(Handle):
         """
         if not isinstance(kernel, Kernel):
             raise BadInput(f"kernel is {check.shown(kernel)}; expected one of softdb.scores, such as Gaussian(0.3)")
-        tolerance = check.tolerance(rtol, 0.0, confidence, max_draws, None)
-        if tolerance is None:
-            raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+        tolerance = _tolerance(rtol, 0.0, confidence, max_draws)
         request, source = self.request(queries, score=kernel, where=where, tolerance=tolerance, generator=generator)
         found = log_partition(request, source)
-        shift = request.taking_part(source).clamp(min=1).to(found.value).log() + kernel.log_volume(
-            request.queries.shape[1]
-        )
+        volume = kernel.log_volume(request.queries.shape[1])
+        shift = request.taking_part(source).clamp(min=1).to(found.value).log() + volume
         return dataclasses.replace(found, value=found.value - shift.to(found.value))
 
     @verb
@@ -221,13 +216,10 @@ class AskingVerbs(Handle):
             confidence, max_draws, generator: as in `attend`; at most so many records are drawn.
             where: a filter on the payload.
         """
-        metric = self._store.schema.metric
-        ask, tensor = check.asked(None, radius, None, None, metric), self.as_queries(queries).detach()
-        tolerance = check.tolerance(rtol, atol, confidence, max_draws, None)
-        if tolerance is None or ask.least is None:
-            raise BadInput("radius or rtol is None; expected numbers, such as radius=0.8 and rtol=0.05")
+        least = check.least_score(radius, self._store.schema.metric)
+        tensor, tolerance = self.as_queries(queries).detach(), _tolerance(rtol, atol, confidence, max_draws)
         request, source = self.request(tensor, where=where, tolerance=tolerance, generator=generator)
-        return counted(request, source, ask.least)
+        return counted(request, source, least)
 
     @verb
     def sample(
@@ -290,8 +282,16 @@ class AskingVerbs(Handle):
     def _view_without(
         self, where: dict[str, Any] | None, left_out: list[list[Id]]
     ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
-        """As `_view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
+        """As `view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
         with self._store.lock, self._store.read_transaction():
             snapshot, allowed = self.view(where)
             rows = self._store.locate([one for names in left_out for one in names])[1]
         return snapshot, allowed, snapshot.positions(check.padded(rows, [len(names) for names in left_out]))
+
+
+def _tolerance(rtol: object, atol: object, confidence: object, max_draws: object) -> check.Tolerance:
+    """The tolerance of a verb that always estimates."""
+    found = check.tolerance(rtol, atol, confidence, max_draws, None)
+    if found is None:
+        raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+    return found

@@ -25,33 +25,17 @@ class IndexVerbs(Handle):
 
     @overload
     def build_index(
-        self,
-        /,
-        kind: str = "auto",
-        *,
-        recall: float = 0.95,
-        k: int = 10,
-        queries: Vectors | None = None,
-        memory: int | str | None = None,
-        progress: Progress | None = None,
-        background: Literal[False] = False,
+        self, /, kind: str = "auto", *, recall: float = 0.95, k: int = 10, queries: Vectors | None = None,
+        memory: int | str | None = None, progress: Progress | None = None, background: Literal[False] = False,
         device: Device | None = None,
-    ) -> IndexReport: ...
+    ) -> IndexReport: ...  # fmt: skip
 
     @overload
     def build_index(
-        self,
-        /,
-        kind: str = "auto",
-        *,
-        recall: float = 0.95,
-        k: int = 10,
-        queries: Vectors | None = None,
-        memory: int | str | None = None,
-        progress: Progress | None = None,
-        background: Literal[True],
+        self, /, kind: str = "auto", *, recall: float = 0.95, k: int = 10, queries: Vectors | None = None,
+        memory: int | str | None = None, progress: Progress | None = None, background: Literal[True],
         device: Device | None = None,
-    ) -> Build[IndexReport]: ...
+    ) -> Build[IndexReport]: ...  # fmt: skip
 
     @verb
     def build_index(

@@ -59,7 +59,7 @@ class RecordVerbs(Handle):
         names, schema = self._identifiers(ids), self._store.schema
         self._store.update(
             names,
-            None if keys is None else check.filled(self._keys(keys), "keys", len(names)),
+            None if keys is None else self._keys(keys, len(names)),
             None if values is None else check.values(values, schema, len(names)),
             None if payloads is None else check.payloads(payloads, len(names)),
         )
@@ -105,7 +105,7 @@ class RecordVerbs(Handle):
 
         The scan is of the generation it began with, less the records that were deleted before it reached them.
         """
-        return self._scan(check.clamped(batch_size, "batch_size", 2**31), *self.view(where))
+        return self._scan(check.integer(batch_size, "batch_size"), *self.view(where))
 
     def _scan(self, size: int, snapshot: Snapshot, allowed: NDArray[np.bool_] | None) -> Iterator[Records]:
         positions = np.flatnonzero(snapshot.live if allowed is None else allowed & snapshot.live)
@@ -114,8 +114,8 @@ class RecordVerbs(Handle):
             rows = snapshot.rows(mine)
             found = self._store.read(rows)
             kept = np.fromiter((row in found for row in rows.tolist()), np.bool_, len(rows))
-            names, texts = zip(*(found[row] for row in rows[kept].tolist()), strict=True) if kept.any() else ((), ())
-            if names:
+            if kept.any():
+                names, texts = zip(*(found[row] for row in rows[kept].tolist()), strict=True)
                 yield self._records(snapshot, mine[kept], list(names), list(texts))
 
     # -- fields of the payload -------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class RecordVerbs(Handle):
         names = self._identifiers(ids)
         return Batch(
             names,
-            check.filled(self._keys(keys), "keys", len(names)),
+            self._keys(keys, len(names)),
             check.values(values, self._store.schema, len(names)),
             check.payloads(payloads, len(names)),
         )
@@ -153,16 +153,16 @@ class RecordVerbs(Handle):
             raise BadInput("ids are an empty batch; give at least one")
         return names
 
-    def _keys(self, keys: Vectors) -> Array:
+    def _keys(self, keys: Vectors, count: int) -> Array:
         schema = self._store.schema
-        return check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
+        array = check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
+        return check.filled(array, "keys", count)
 
     def _records(
         self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]
     ) -> Records:
         if not names:
-            empty = torch.zeros(0, self._store.schema.dim)
-            return Records([], empty, None, [])
+            return Records([], torch.zeros(0, self._store.schema.dim), None, [])
         values = snapshot.values_at(positions) if self._store.schema.has_values else None
         return Records(names, snapshot.keys_at(positions), values, texts)
 

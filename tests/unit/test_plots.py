@@ -110,6 +110,6 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(softdb.MissingDependency, match=r"pip install 'softdb\[plot\]'"):
         plots.figure()

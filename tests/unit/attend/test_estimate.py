@@ -418,7 +418,11 @@ def test_counts_end_within_their_tolerance_or_exactly(
     assert (none.value == 0).all()
     assert none.met.all()
     assert (db.count_within(queries, 0.4, where={"part": 9}).value == 0).all()
-    for more, match in (({"radius": "far"}, "radius is 'far'"), ({"rtol": None}, "radius or rtol is None")):
+    for more, match in (
+        ({"radius": "far"}, "radius is 'far'"),
+        ({"rtol": None}, "rtol is None"),
+        ({"radius": None}, "radius is None; expected "),
+    ):
         asked: dict[str, Any] = {"queries": queries, "radius": 0.4, **more}
         with pytest.raises(softdb.BadInput, match=match):
             db.count_within(**asked)

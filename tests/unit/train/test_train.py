@@ -851,9 +851,8 @@ def test_the_command_trains_and_the_others_ask_with_it(stored: tuple[Path, Path]
     torch.testing.assert_close(projection.weight, done.projection.weight)
     table = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.startswith(("recall", "MRR"))}
     assert table == {
-        "recall@1": [f"{one.recall_1:.1%}" for one in (done.before, done.after)],
-        "recall@10": [f"{one.recall_10:.1%}" for one in (done.before, done.after)],
-        "MRR@100": [f"{one.mrr_100:.3f}" for one in (done.before, done.after)],
+        label: [f"{getattr(one, name):.3f}" for one in (done.before, done.after)] + ["fell"] * (name in done.fell)
+        for name, label in (("recall_1", "recall@1"), ("recall_10", "recall@10"), ("mrr_100", "MRR@100"))
     }
     assert projection.metadata["pairs"] == M
     assert projection.metadata["after"] == done.after._asdict()
