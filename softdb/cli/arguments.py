@@ -43,11 +43,12 @@ QueryFile = Annotated[Path | None, Option(metavar="FILE.npy", help="Queries like
 Projection = Annotated[Path | None, Option(metavar="FILE.pt", help="Project the query first (softdb train).")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON, for scripts.")]
 
-MetricName = Enum("MetricName", {"dot": "dot", "cosine": "cosine", "l2": "l2"})
-DType = Enum("DType", {"float32": "float32", "float16": "float16"})
+MetricName = Enum("MetricName", {"dot": "dot", "cosine": "cosine", "l2": "l2"}, type=str)
+DType = Enum("DType", {"float32": "float32", "float16": "float16"}, type=str)
 Kind = Enum(
     "Kind",
     {"auto": "auto", "ivf": "ivf", "ivf_rabitq": "ivf-rabitq", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
+    type=str,  # for older releases of typer
 )
 MetricOption = Annotated[MetricName | None, Option(help="How queries and keys are compared.")]
 DTypeOption = Annotated[DType | None, Option(help="How numbers are stored.")]
