@@ -8,17 +8,14 @@ import numpy as np
 import torch
 
 from softdb.answers import Estimate, Pooled
-from softdb.attend.exact import exact, log_normaliser
+from softdb.attend.exact import exact
 from softdb.attend.request import Positions, Request
 from softdb.attend.result import ErrorBars, answered
 from softdb.attend.rounds import Estimated, Estimator
 from softdb.attend.scoring import Scored
 from softdb.attend.source import Stored
 from softdb.check import shown
-from softdb.compiled.threads import available
 from softdb.errors import BadInput
-from softdb.index.contract import prepared
-from softdb.index.tail import FEWEST
 from softdb.weights import Softmax
 
 __all__ = ["estimated", "log_partition"]
@@ -30,37 +27,47 @@ def estimated(request: Request, source: Stored) -> Pooled:
     Each round draws records for the queries whose error bar does not fit yet, scores them exactly, keeps some by their
     weights and pools these with the inverse of their probabilities. Records younger than the index are pooled whole.
     Queries for which a pass over every record costs less are answered so, and all of them where nothing can be drawn:
-    no index, one of another metric, a mask. Raises BadInput for weightings and scores that have no estimator.
+    no index, one of another metric, a mask. Raises BadInput for weightings and scores that have no estimator, unless
+    the log-normaliser alone is wanted.
     """
-    _require_estimator(request)
-    estimator, tolerance = _estimator(request, source), request.tolerance
-    if estimator is None or tolerance is None:
+    if request.pools:
+        _require_estimator(request)
+    estimator = Estimator.of(request, source)
+    if estimator is None:
         return exact(request, source)
-    parts, rest = estimator.rounds(tolerance)
-    if len(rest) == len(request.queries):
+    answers: list[tuple[Positions, Estimated]] = []
+    rest, tasks, doubt = [np.arange(0)], [estimator.first], 1 - estimator.tolerance.confidence
+    while tasks:
+        task = tasks.pop()
+        if estimator.too_dear(task):
+            rest.append(task.which)
+            continue
+        parts = estimator.parts(task)
+        if len(parts) > 1:
+            tasks += parts
+            continue
+        drawn = estimator.tail.draw(
+            source.columns, estimator.asked[task.which], estimator.factor,
+            estimator.near(task), estimator.draws(task), 2 * request.seed, doubt,
+        )  # fmt: skip
+        chosen = estimator.chosen(task, drawn)
+        found, *judged = estimator.judged(task, chosen, *estimator.pooled(task, chosen))
+        done, further = estimator.after(task, found, *judged)
+        tasks += further
+        if bool(done.any()):
+            answers.append((task.which[done.cpu().numpy()], found.of(done)))
+    if not answers:
         return exact(request, source)
-    if len(rest):
-        parts.append((rest, _exactly(request.at(rest), source)))
-    return _joined(estimator, parts, rest)
+    left = np.sort(np.concatenate(rest))
+    if len(left):
+        answers.append((left, _exactly(request.at(left), source)))
+    return _joined(estimator, answers, left)
 
 
 def log_partition(request: Request, source: Stored) -> Estimate:
     """log Z alone, Z = Σ exp(s / T) over all records, as `estimated` estimates it; nothing is pooled."""
-    request = replace(request, pools=False)
-    estimator, tolerance = _estimator(request, source), request.tolerance
-    found, rest = [], np.arange(len(request.queries))
-    if estimator is not None and tolerance is not None:
-        parts, rest = estimator.rounds(tolerance)
-        found = [(which, part.lse, part.bar, part.met) for which, part in parts]
-    if len(rest) or not found:
-        lse = log_normaliser(request.at(rest), source)
-        found.append((rest, lse, torch.zeros_like(lse.detach()), torch.ones_like(lse, dtype=torch.bool)))
-    order = np.concatenate([which for which, *_ in found])
-    back = torch.from_numpy(np.argsort(order)).to(request.queries.device)
-    lse, bar, met = (torch.cat(column)[back] for column in list(zip(*found, strict=True))[1:])
-    certain = torch.zeros_like(met)
-    certain[torch.from_numpy(rest).to(certain.device)] = True
-    return Estimate(lse, bar, met, certain)
+    found = estimated(replace(request, pools=False), source)
+    return Estimate(found.lse, found.bar, found.met, found.exact)
 
 
 def _require_estimator(request: Request) -> None:
@@ -77,29 +84,6 @@ def _require_estimator(request: Request) -> None:
             "tolerance goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian: leave it out for the exact "
             "answer, or give k"
         )
-
-
-def _estimator(request: Request, source: Stored) -> Estimator | None:
-    """What is drawn from; None where nothing can be drawn."""
-    (tail, indexed_until), columns = source.sampler(), source.columns
-    if tail is None or request.mask is not None or not available() or not len(request.queries):
-        return None
-    folded = request.detached.folded if isinstance(request.weighting, Softmax) else None
-    if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
-        return None
-    factor, keep = float(folded.scale) / request.temperature, request.keep(source)
-    count = columns.count if request.allowed is None else int(np.count_nonzero(keep))
-    if not 1e-30 < factor < 1e30 or count < FEWEST:
-        return None
-    counts, unindexed, drawable = keep, None, count
-    if indexed_until < columns.size:
-        counts, unindexed = keep.copy(), keep.copy()
-        counts[indexed_until:], unindexed[:indexed_until] = False, False
-        drawable = int(np.count_nonzero(counts))
-    if not drawable:
-        return None
-    asked = prepared(folded.queries.detach().cpu().numpy(), tail.index.metric)
-    return Estimator(request, source, tail, factor, asked, counts, unindexed, count, drawable)
 
 
 def _joined(

@@ -114,7 +114,9 @@ class Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Some queries at a time, each with its own sums."""
         asked = np.ascontiguousarray(queries.detach().numpy())
-        sums = [forward(asked[part], what.chunk(part)) for part in _chunks(asked)]
+        sums = []
+        for part in _chunks(asked):
+            sums.append(forward(asked[part], what.chunk(part)))
         output, top, total = (torch.from_numpy(np.concatenate(column)) for column in zip(*sums, strict=True))
         ctx.what, ctx.columns = what, (keys, values)
         ctx.save_for_backward(queries, output, top, total)

@@ -1,4 +1,4 @@
-"""Rounds of an estimate: draw, pool and judge, until the error bar fits or a pass over every record costs less."""
+"""One round of an estimate: what to draw, the answer and its error bar, what it costs, and which round comes next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
 from softdb.check import Tolerance
-from softdb.index.contract import Floats
-from softdb.index.tail import Tail, TailSample, seeds_of, subsample
+from softdb.compiled.threads import available
+from softdb.index.contract import Floats, prepared
+from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.pool import State, merge
-from softdb.weights import divisor, softmax
+from softdb.weights import Softmax, divisor, softmax
 
 __all__ = ["Estimated", "Estimator", "Round"]
 
@@ -53,7 +54,7 @@ class Estimated(NamedTuple):
 
     def of(self, which: Tensor) -> Estimated:
         """The same for some of them."""
-        return Estimated(*(column[which] for column in self))
+        return self if bool(which.all()) else Estimated(*(column[which] for column in self))
 
     def padded(self, width: int) -> Estimated:
         """The same with so many candidates."""
@@ -90,6 +91,7 @@ class Estimator(NamedTuple):
 
     request: Request
     source: Stored
+    tolerance: Tolerance
     tail: Tail
     factor: float  # logits are this times the metric's score
     asked: Floats  # (q, d) the queries as the index sees them
@@ -98,61 +100,88 @@ class Estimator(NamedTuple):
     taking_part: int  # how many they are together
     drawable: int  # and how many of them can be drawn
 
-    def rounds(self, tolerance: Tolerance) -> tuple[list[tuple[Positions, Estimated]], Positions]:
-        """Estimates, each with the queries (q,) that it answers; and the queries that are left for an exact pass."""
-        parts: list[tuple[Positions, Estimated]] = []
-        rest: list[Positions] = []
-        tasks = [Round(np.arange(len(self.asked)), min(FIRST, tolerance.most or FIRST))]
-        while tasks:
-            task = tasks.pop()
-            if tolerance.most is None and self._seconds(task) > self._exact_seconds(len(task.which)):
-                rest.append(task.which)
-                continue
-            halves = self._halves(task)
-            if len(halves) > 1:
-                tasks += halves
-                continue
-            found, allowed, blind = self._estimate(task, tolerance)
-            wider = blind & ~found.met & (task.look < self._looks(tolerance))
-            stop = found.met | (~wider & (task.budget == tolerance.most))
-            if bool(stop.any()):
-                parts.append((task.which[stop.cpu().numpy()], found if bool(stop.all()) else found.of(stop)))
-            if bool(wider.any()):
-                tasks.append(task._replace(which=task.which[wider.cpu().numpy()], look=task.look + 1))
-            more = ~stop & ~wider
-            if bool(more.any()):
-                needed = MARGIN * task.budget * float((found.bar / allowed)[more].square().median())
-                budget = max(GROWTH * task.budget, int(min(needed, self.source.columns.size)))
-                budget = min(budget, tolerance.most or budget)
-                tasks.append(Round(task.which[more.cpu().numpy()], budget, task.look))
-        return parts, np.sort(np.concatenate(rest)) if rest else np.arange(0)
+    @classmethod
+    def of(cls, request: Request, source: Stored) -> Estimator | None:
+        """None where nothing can be drawn."""
+        (tail, indexed_until), columns, tolerance = source.sampler(), source.columns, request.tolerance
+        if tail is None or tolerance is None or request.mask is not None or not len(request.queries):
+            return None
+        folded = request.detached.folded if available() and isinstance(request.weighting, Softmax) else None
+        if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
+            return None
+        factor, keep = float(folded.scale) / request.temperature, request.keep(source)
+        count = columns.count if request.allowed is None else int(np.count_nonzero(keep))
+        if not 1e-30 < factor < 1e30 or count < FEWEST:
+            return None
+        counts, unindexed, drawable = keep, None, count
+        if indexed_until < columns.size:
+            counts, unindexed = keep.copy(), keep.copy()
+            counts[indexed_until:], unindexed[:indexed_until] = False, False
+            drawable = int(np.count_nonzero(counts))
+        if not drawable:
+            return None
+        asked = prepared(folded.queries.detach().cpu().numpy(), tail.index.metric)
+        return cls(request, source, tolerance, tail, factor, asked, counts, unindexed, count, drawable)
 
-    def _looks(self, tolerance: Tolerance) -> int:
+    @property
+    def first(self) -> Round:
+        """The round that all queries begin with."""
+        return Round(np.arange(len(self.asked)), min(FIRST, self.tolerance.most or FIRST))
+
+    def after(self, task: Round, found: Estimated, allowed: Tensor, blind: Tensor) -> tuple[Tensor, list[Round]]:
+        """Which queries (q,) a round has answered, and the rounds for the others."""
+        most, further = self.tolerance.most, []
+        wider = blind & ~found.met & (task.look < self._looks)
+        done = found.met | (~wider & (task.budget == most))
+        more = ~done & ~wider
+        if bool(wider.any()):
+            further.append(task._replace(which=task.which[wider.cpu().numpy()], look=task.look + 1))
+        if bool(more.any()):
+            needed = MARGIN * task.budget * float((found.bar / allowed)[more].square().median())
+            budget = max(GROWTH * task.budget, int(min(needed, self.source.columns.size)))
+            further.append(Round(task.which[more.cpu().numpy()], min(budget, most or budget), task.look))
+        return done, further
+
+    @property
+    def _looks(self) -> int:
         """How often it may be looked wider: not at all where the cost is bounded and a gradient is wanted.
 
         A step of training asks for a direction at a bounded cost, not for a narrow bar.
         """
-        trains = tolerance.most is not None and self.request.queries.requires_grad and torch.is_grad_enabled()
-        few = tolerance.most is not None and tolerance.most < LEAST  # which no look makes more
-        return 0 if trains or few else LOOKS
+        most = self.tolerance.most
+        few = most is not None and most < LEAST  # which no look makes more
+        return 0 if few or (most is not None and self.request.wants_gradient) else LOOKS
 
-    def _near(self, task: Round) -> int:
+    def near(self, task: Round) -> int:
         """How many records are scored because they are near: more where few of those found take part."""
-        return int(min(NEAR * task.budget * WIDER**task.look / self._share(), self.tail.size))
+        return int(min(NEAR * task.budget * WIDER**task.look / self._share, self.tail.size))
 
+    def draws(self, task: Round) -> int:
+        """And how many of the others are drawn."""
+        return int(SCORED * task.budget * 2**task.look / self._share)
+
+    @property
     def _share(self) -> float:
         """Of the records that the index holds, about how many take part."""
         return min(1.0, max(self.drawable / max(1, self.tail.size), 0.05))
 
-    def _halves(self, task: Round) -> list[Round]:
+    @property
+    def _width(self) -> int:
+        return self.source.width if self.request.pools else 0
+
+    def parts(self, task: Round) -> list[Round]:
         """The task in parts that fit into memory."""
-        parts = -(-len(task.which) * self._near(task) // AT_ONCE)
+        parts = -(-len(task.which) * self.near(task) // AT_ONCE)
         return [task._replace(which=one) for one in np.array_split(task.which, min(parts, len(task.which)) or 1)]
+
+    def too_dear(self, task: Round) -> bool:
+        """Whether a pass over every record costs less, where the number of draws is not given."""
+        return self.tolerance.most is None and self._seconds(task) > self._exact_seconds(len(task.which))
 
     def _seconds(self, task: Round) -> float:
         """What an estimate costs: the first look, and whatever more a wider one scores."""
         q, dim = len(task.which), int(self.asked.shape[1])
-        near, usual = self._near(task), NEAR * task.budget
+        near, usual = self.near(task), NEAR * task.budget
         found = CALLED + q * task.budget * (SPENT + GATHERED * (dim + self._width))
         return found + q * (max(0, near - usual) + len(self.tail.reach.apart)) * (READ * dim + SPENT / 50)
 
@@ -161,33 +190,64 @@ class Estimator(NamedTuple):
         numbers = float(self.taking_part * (self.asked.shape[1] + self._width))
         return numbers * (READ + PASSED * queries)
 
-    def _estimate(self, task: Round, tolerance: Tolerance) -> tuple[Estimated, Tensor, Tensor]:
-        """The answer of one round, the bar (q,) that is allowed, and (q,) whether too much of it is for the unseen."""
-        request, chosen = self.request.at(task.which), self._chosen(task, 1 - tolerance.confidence)
-        positions, temperature = chosen.positions, request.temperature
-        scores = torch.from_numpy(chosen.scores)
-        if metric_in_place(request.score, request.queries, self.source.columns) is None:
-            scores = score_rows(request.score, request.queries, self.source.columns, positions)
-        precise = not scores.requires_grad and scores.device.type == "cpu" and self.unindexed is None
+    def chosen(self, task: Round, drawn: TailSample) -> Subsample:
+        """Which records to pool."""
+        out = (drawn.positions < 0) | ~self.counts[drawn.positions]
+        drawn.positions[out], drawn.scores[out] = -1, -np.inf
+        logits = self.factor * drawn.scores + drawn.log_weights
+        seeds = seeds_of(self.asked[task.which], 2 * self.request.seed + 1)
+        places, logs, largest = subsample(drawn, logits, task.budget, seeds)
+        total, unseen, hidden = _beyond(drawn, logits)
+        thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
+        few = ((places >= 0).sum(1) < LEAST) & (thinned > 0)
+        unseen[few], hidden[few] = np.inf, np.inf
+        if not places.shape[1]:
+            places, logs = np.full((len(logits), 1), -1, np.int64), np.zeros((len(logits), 1), np.float32)
+        none, places = places < 0, np.maximum(places, 0)
+        positions = np.take_along_axis(drawn.positions, places, 1)
+        scores = np.take_along_axis(drawn.scores, places, 1)
+        positions[none], scores[none] = -1, -np.inf
+        return Subsample(positions, logs, scores, unseen, hidden, thinned)
+
+    def pooled(self, task: Round, chosen: Subsample) -> tuple[Tensor, Numbers, State]:  # (q, k), (q, k), …
+        """Scores of what was chosen, logits with the log-weights, and the answer: the softmax over them."""
+        request, columns, positions = self.request.at(task.which), self.source.columns, chosen.positions
+        scores, temperature = torch.from_numpy(chosen.scores), request.temperature
+        if metric_in_place(request.score, request.queries, columns) is None:
+            scores = score_rows(request.score, request.queries, columns, positions)
         # a copy for the error, which has no gradient
         exact_logits = scores.detach().cpu().double() / divisor(temperature, torch.float64)
         logits: Numbers = exact_logits.numpy() + chosen.log_weights.astype(np.float64)
-        state = self._pooled(request, scores, chosen, logits)
+        if not scores.requires_grad and scores.device.type == "cpu":
+            return scores, logits, State(*pooled_at(logits, columns, positions, self._width))
+        live, temperature = torch.from_numpy(positions >= 0).to(scores.device), divisor(temperature, scores.dtype)
+        log_weights = torch.from_numpy(chosen.log_weights).to(scores)
+        weights, lse = softmax(scores + log_weights * temperature, temperature, live)
+        if not self._width:
+            return scores, logits, State(lse.new_zeros(len(lse), 0), lse)
+        return scores, logits, State(pool_rows(weights, columns, positions, self.source.num_classes), lse)
+
+    def judged(
+        self, task: Round, chosen: Subsample, scores: Tensor, logits: Numbers, state: State
+    ) -> tuple[Estimated, Tensor, Tensor]:
+        """The answer with its error, the bar (q,) that is allowed, and (q,) whether too much is for the unseen."""
+        request, precise = self.request, not scores.requires_grad and scores.device.type == "cpu"
         output, lse = (one.detach().cpu().double().numpy() for one in (state.output, state.lse))
-        spread, weights = spread_at(logits, chosen.log_weights, self.source.columns, positions, output, lse)
+        spread, weights = spread_at(logits, chosen.log_weights, self.source.columns, chosen.positions, output, lse)
         spread = self._known(spread, chosen)
         if self.unindexed is not None:
-            rest = self._exactly(request)
+            rest = stream(replace(request.at(task.which), allowed=self.unindexed), self.source)
             state = State(*merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])[:2])
             exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
-            before, spread = spread.lse, joined([spread, exact])
+            before, spread, precise = spread.lse, joined([spread, exact]), False
             weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
-        found = bars(spread, tolerance.confidence)
-        bar, allowed = self._error(state, spread, found, tolerance, precise)
+        found = bars(spread, self.tolerance.confidence)
+        bar, allowed = self._error(state, spread, found, precise)
         # where more may be pooled, that makes what was not drawn less, too
-        most, reach = BLINDER if tolerance.most is None else BLIND, spread.reach if self.request.pools else 1.0
+        most, reach = BLINDER if self.tolerance.most is None else BLIND, spread.reach if request.pools else 1.0
         blind = torch.from_numpy((found.blind * reach > most * bar.numpy()) | np.isinf(found.blind))
-        dtype, device = request.queries.dtype if request.queries.is_floating_point() else torch.float32, scores.device
+        device = scores.device
+        dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
 
         def told(column: Tensor) -> Tensor:
             return column.to(device, dtype)
@@ -195,43 +255,9 @@ class Estimator(NamedTuple):
         answer = Estimated(
             told(state.output), told(state.lse), told(torch.from_numpy(found.stderr)),
             told(torch.from_numpy(found.lse_stderr)), told(bar), (bar <= allowed).to(device),
-            torch.from_numpy(positions).to(device), told(scores.detach()), told(weights),
+            torch.from_numpy(chosen.positions).to(device), told(scores.detach()), told(weights),
         )  # fmt: skip
         return answer, told(allowed), blind.to(device)
-
-    def _pooled(self, request: Request, scores: Tensor, chosen: Subsample, logits: Numbers) -> State:
-        """The softmax over what was chosen."""
-        width = self._width
-        if not scores.requires_grad and scores.device.type == "cpu":
-            return State(*pooled_at(logits, self.source.columns, chosen.positions, width))
-        live = torch.from_numpy(chosen.positions >= 0).to(scores.device)
-        temperature = divisor(request.temperature, scores.dtype)
-        log_weights = torch.from_numpy(chosen.log_weights).to(scores)
-        weights, lse = softmax(scores + log_weights * temperature, temperature, live)
-        if not width:
-            return State(lse.new_zeros(len(lse), 0), lse)
-        return State(pool_rows(weights, self.source.columns, chosen.positions, self.source.num_classes), lse)
-
-    def _chosen(self, task: Round, doubt: float) -> Subsample:
-        """Which records to pool."""
-        asked, near = self.asked[task.which], self._near(task)
-        draws = int(SCORED * task.budget * 2**task.look / self._share())
-        drawn = self.tail.draw(self.source.columns, asked, self.factor, near, draws, 2 * self.request.seed, doubt)
-        out = (drawn.positions < 0) | ~self.counts[drawn.positions]
-        drawn.positions[out], drawn.scores[out] = -1, -np.inf
-        logits = self.factor * drawn.scores + drawn.log_weights
-        places, logs, largest = subsample(drawn, logits, task.budget, seeds_of(asked, 2 * self.request.seed + 1))
-        total, unseen, hidden = _beyond(drawn, logits)
-        thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
-        few = ((places >= 0).sum(1) < LEAST) & (thinned > 0)
-        unseen[few], hidden[few] = np.inf, np.inf
-        if not places.shape[1]:
-            places, logs = np.full((len(asked), 1), -1, np.int64), np.zeros((len(asked), 1), np.float32)
-        none, places = places < 0, np.maximum(places, 0)
-        positions = np.take_along_axis(drawn.positions, places, 1)
-        scores = np.take_along_axis(drawn.scores, places, 1)
-        positions[none], scores[none] = -1, -np.inf
-        return Subsample(positions, logs, scores, unseen, hidden, thinned)
 
     def _known(self, spread: ErrorEstimate, chosen: Subsample) -> ErrorEstimate:
         """The spread of what was drawn, with what is known of the values and weights that were not."""
@@ -244,19 +270,12 @@ class Estimator(NamedTuple):
             far = reach.value_radius + np.linalg.norm(output - reach.centre, axis=1)
         return spread._replace(unseen=chosen.unseen, hidden=chosen.hidden, thinned=chosen.thinned, reach=far)
 
-    def _exactly(self, request: Request) -> tuple[Tensor, Tensor]:
-        """The answer over the records that the index does not hold."""
-        return stream(replace(request, allowed=self.unindexed), self.source)
-
-    @property
-    def _width(self) -> int:
-        return self.source.width if self.request.pools else 0
-
     def _error(
-        self, state: State, spread: ErrorEstimate, found: Bars, tolerance: Tolerance, precise: bool
+        self, state: State, spread: ErrorEstimate, found: Bars, precise: bool
     ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
         """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
-        eps, size = float(np.finfo(np.float32).eps), np.abs(np.nan_to_num(spread.lse, neginf=0.0))
+        tolerance, eps = self.tolerance, float(np.finfo(np.float32).eps)
+        size = np.abs(np.nan_to_num(spread.lse, neginf=0.0))
         if not self.request.pools:  # log Z is rounded to float32
             wide = torch.from_numpy(found.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700)))
             return wide, torch.full_like(wide, tolerance.rtol)

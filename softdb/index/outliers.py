@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from softdb.check import Metric
-from softdb.compiled.threads import available, by_lines
+from softdb.compiled.threads import available, by_lines, workers
 from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.rerank import ordered
 from softdb.store import Snapshot
@@ -97,8 +97,8 @@ class Outliers:
         def given(part: slice) -> tuple[Any, ...]:
             return asked[part].reshape(-1), positions, keys, lengths, found[part], scores[part]
 
-        if q == 1:  # which feels microseconds
-            take_in(*given(slice(1)))
+        if workers(q * m * width) == 1:  # which feels microseconds
+            take_in(*given(slice(q)))
         else:
             by_lines(take_in, given, q, q * m * width)
         return bool((before != found).any())

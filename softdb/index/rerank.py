@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.compiled.threads import available, by_lines
+from softdb.compiled.threads import available, by_lines, workers
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.scores import score_of
 from softdb.store import Snapshot
@@ -51,8 +51,8 @@ def ordered(
         if found.size:
             asked = prepared(queries, metric) if asked is None else asked
             given, products = _given(snapshot, asked, positions, metric, found, scores)
-            if len(queries) == 1:  # which feels microseconds
-                loops.rerank(*given(slice(1)))
+            if workers(products) == 1:  # which feels microseconds
+                loops.rerank(*given(slice(len(queries))))
             else:
                 by_lines(loops.rerank, given, len(queries), products)
     if kept == k:

@@ -1,0 +1,86 @@
+"""How many frames of softdb stand between a soft query and FAISS, or a compiled loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import softdb
+
+pytest.importorskip("faiss")
+dispatcher = pytest.importorskip("numba.core.dispatcher")
+
+FRAMES = 7  # the verb, what guards it, and whatever stands between it and the work
+
+
+def depth(frame: FrameType | None) -> int:
+    """Frames of softdb on a stack."""
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return sum("/softdb/" in name and "/tests/" not in name for name in names)
+
+
+@pytest.fixture(scope="module")
+def db() -> Iterator[softdb.SoftDB]:
+    rng = np.random.default_rng(0)
+    keys = (2 * rng.standard_normal((100, 16)))[rng.integers(0, 100, 30_000)] + rng.standard_normal((30_000, 16))
+    with softdb.open(None, dim=16) as opened:
+        opened.insert(range(len(keys)), keys)
+        opened.build_index("ivf")
+        opened.watch(share=0)
+        yield opened
+
+
+def deepest(run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Frames of softdb on the stack when FAISS, and when each compiled loop, is called."""
+    for _ in range(2):
+        run()  # what is compiled or made when first needed is none of it
+    depths: dict[str, int] = {}
+    call = dispatcher.Dispatcher.__call__
+
+    def note(name: str, frame: FrameType) -> None:
+        depths[name] = max(depths.get(name, 0), depth(frame))
+
+    def loop(self: Any, *args: Any) -> Any:
+        note(self.__name__, sys._getframe(1))
+        return call(self, *args)
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "/faiss/" in frame.f_code.co_filename:
+            note("faiss", frame)
+
+    monkeypatch.setattr(dispatcher.Dispatcher, "__call__", loop, raising=False)
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return depths
+
+
+WAYS: dict[str, dict[str, Any]] = {"exact": {}, "k": {"k": 10}, "rtol": {"rtol": 0.5, "max_draws": 400}}
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("queries", [8, 16])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_soft_query_goes_no_deeper(
+    db: softdb.SoftDB, way: str, queries: int, gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = torch.ones(queries, 16, requires_grad=gradient)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = deepest(lambda: db.attend(asked, temperature=4.0, **WAYS[way]), monkeypatch)
+    finally:
+        torch.set_num_threads(threads)
+    assert found
+    assert max(found.values()) <= FRAMES, found
