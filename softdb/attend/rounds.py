@@ -237,7 +237,7 @@ class Estimator(NamedTuple):
         spread = self._known(spread, chosen)
         if self.unindexed is not None:
             rest = stream(replace(request.at(task.which), allowed=self.unindexed), self.source)
-            state = State(*merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])[:2])
+            state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
             exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
             before, spread, precise = spread.lse, joined([spread, exact]), False
             weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]

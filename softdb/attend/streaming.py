@@ -79,7 +79,7 @@ def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
         # recomputing keeps the activations of one block; random numbers of dropout come out alike
         part = checkpoint(_part, request, source, block, queries, use_reentrant=False)
         parts = [*parts, part] if part.lse.requires_grad else [merge([*parts, part])]
-    return merge(parts)[:2]
+    return merge(parts)
 
 
 def _part(request: Request, source: Source, stored: Block, queries: Tensor) -> State:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -85,47 +86,37 @@ class DistanceScore(torch.nn.Module):
         # the exponential of a rounded logarithm is not the bandwidth: take it before narrowing
         return self.log_bandwidth.double().exp().to(queries.device).to(dtype)
 
-    def negative_squares(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def negative_squares(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """-u². Cost q n d.
 
         Each query's own keys are compared by differences, shared keys by ‖q‖² + ‖k‖² - 2 q·k in float64: in float32
         that form loses near duplicates, and so does centring it as soon as the records are spread wide (a column in
         metres, two far groups).
         """
-        keys = comparable(queries, keys)
-        if keys.ndim > queries.ndim:
-            return -_differences(queries, keys, self._scale(queries, queries.dtype)).square().sum(-1)
-        scale = self._scale(queries, torch.float64)
-        widened = _widened(queries, scale)
-        parts = [_expanded(widened, _widened(part, scale)).to(queries.dtype) for part in _parts(keys)]
-        return torch.cat(parts, dim=-1)
+        return self._compared(queries, keys, lambda apart: -apart.square().sum(-1), _expanded)
 
-    def distances(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def distances(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """u, by differences, with a gradient of 0 at 0. Cost q n d, a few times that of `negative_squares` where d is
         large: the root of an expanded square that is rounded at 1e-16 is wrong at 1e-8. With shared keys it has no
         second derivative; each query's own keys (…, q, k, d) have one.
         """
+        shared = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
+        return self._compared(queries, keys, functools.partial(torch.linalg.vector_norm, dim=-1), shared)
+
+    def _compared(
+        self,
+        queries: Tensor,  # (…, q, d)
+        keys: Tensor,  # (…, n, d) or (…, q, k, d)
+        own: Callable[[Tensor], Tensor],  # of the differences from each query's own keys, over the bandwidth
+        shared: Callable[[Tensor, Tensor], Tensor],  # of queries and keys in float64, over the bandwidth
+    ) -> Tensor:  # (…, q, n) or (…, q, k)
         keys = comparable(queries, keys)
         if keys.ndim > queries.ndim:
-            own: Tensor = torch.linalg.vector_norm(
-                _differences(queries, keys, self._scale(queries, queries.dtype)), dim=-1
-            )
-            return own
-        scale = self._scale(queries, torch.float64)
-        widened = _widened(queries, scale)
-        parts = [
-            torch.cdist(widened, _widened(part, scale), compute_mode="donot_use_mm_for_euclid_dist").to(queries.dtype)
-            for part in _parts(keys)
-        ]
-        return torch.cat(parts, dim=-1)
+            return own(_over(queries.unsqueeze(-2) - keys, self._scale(queries, queries.dtype)))
+        scale, batch = self._scale(queries, torch.float64), keys.shape[:-2].numel()
+        widened = _over(queries.double(), scale)
+        parts = torch.split(keys, max(1, WIDENED // 64, WIDENED // max(1, batch)), dim=-2)
+        return torch.cat([shared(widened, _over(part.double(), scale)).to(queries.dtype) for part in parts], dim=-1)
 
 
 class NegativeL2(DistanceScore):
@@ -183,33 +174,11 @@ def _checked(bandwidth: Bandwidth) -> Tensor:
     return h
 
 
-def _differences(
-    queries: Tensor,  # (…, q, d)
-    keys: Tensor,  # (…, q, k, d)
-    scale: Tensor | None,  # () or (d,)
-) -> Tensor:  # (…, q, k, d)
-    differences = queries.unsqueeze(-2) - keys
-    return differences if scale is None else differences / scale
+def _over(vectors: Tensor, scale: Tensor | None) -> Tensor:  # (…, d)
+    """Vectors in units of the bandwidth, () or (d,)."""
+    return vectors if scale is None else vectors / scale
 
 
-def _widened(
-    vectors: Tensor,  # (…, n, d)
-    scale: Tensor | None,  # () or (d,) in float64
-) -> Tensor:  # (…, n, d) in float64
-    return vectors.double() if scale is None else vectors.double() / scale
-
-
-def _parts(
-    keys: Tensor,  # (…, n, d)
-) -> tuple[Tensor, ...]:  # (…, m, d) each
-    batch = keys.shape[:-2].numel()
-    parts: tuple[Tensor, ...] = torch.split(keys, max(1, WIDENED // 64, WIDENED // max(1, batch)), dim=-2)
-    return parts
-
-
-def _expanded(
-    queries: Tensor,  # (…, q, d)
-    keys: Tensor,  # (…, n, d)
-) -> Tensor:  # (…, q, n)
+def _expanded(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) -> (…, q, n)
     lengths = queries.square().sum(-1, keepdim=True) + keys.square().sum(-1).unsqueeze(-2)
     return (2 * dot(queries, keys) - lengths).clamp(max=0)

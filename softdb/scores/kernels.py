@@ -47,11 +47,7 @@ class Kernel(DistanceScore, ABC):
         """K(u)."""
         return self.value(self._measured(queries, keys))
 
-    def log(
-        self,
-        queries: Tensor,  # (…, q, d)
-        keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    ) -> Tensor:  # (…, q, n) or (…, q, k)
+    def log(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """log K(u): -inf outside a compact kernel, with a gradient of 0 there."""
         return self.log_value(self._measured(queries, keys))
 
@@ -66,19 +62,13 @@ class Kernel(DistanceScore, ABC):
             raise BadInput(f"log_volume: d is {d} but this kernel has {len(h)} bandwidths, one for each coordinate")
         return h.double().expand(d).sum() + self._log_unit_volume(d)
 
-    @abstractmethod
-    def value(
-        self,
-        measured: Tensor,  # (…): u where rooted, else -u²
-    ) -> Tensor:  # (…)
-        """K of a distance."""
+    def value(self, measured: Tensor) -> Tensor:  # (…)
+        """K of a distance: of u where rooted, else of -u²."""
+        return self.log_value(measured).exp()
 
     @abstractmethod
-    def log_value(
-        self,
-        measured: Tensor,  # (…): u where rooted, else -u²
-    ) -> Tensor:  # (…)
-        """log K of a distance."""
+    def log_value(self, measured: Tensor) -> Tensor:  # (…)
+        """log K, likewise."""
 
     @staticmethod
     @abstractmethod
@@ -98,10 +88,6 @@ class Gaussian(Kernel):
 
     compact, rooted = False, False
 
-    def value(self, measured: Tensor) -> Tensor:
-        """exp(-u² / 2)."""
-        return (measured / 2).exp()
-
     def log_value(self, measured: Tensor) -> Tensor:
         """-u² / 2."""
         return measured / 2
@@ -115,10 +101,6 @@ class Laplacian(Kernel):
     """K = exp(-u), with a gradient of 0 at u = 0, where it has a corner. scikit-learn's "exponential"."""
 
     compact, rooted = False, True
-
-    def value(self, measured: Tensor) -> Tensor:
-        """exp(-u)."""
-        return (-measured).exp()
 
     def log_value(self, measured: Tensor) -> Tensor:
         """-u."""
@@ -137,10 +119,6 @@ class Boxcar(Kernel):
     """
 
     compact, rooted = True, False
-
-    def value(self, measured: Tensor) -> Tensor:
-        """1 where u ≤ 1."""
-        return self.log_value(measured).exp()
 
     def log_value(self, measured: Tensor) -> Tensor:
         """0 where u ≤ 1, else -inf."""
@@ -200,10 +178,6 @@ class Constant(Kernel):
     def __init__(self) -> None:
         DistanceScore.__init__(self)
 
-    def value(self, measured: Tensor) -> Tensor:
-        """1."""
-        return self.log_value(measured) + 1
-
     def log_value(self, measured: Tensor) -> Tensor:
         """0."""
         return _erased(measured)
@@ -226,10 +200,8 @@ def _erased(tensor: Tensor) -> Tensor:
     return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)
 
 
-def _log_one_plus(
-    minus: Tensor,  # (…), at most 0
-) -> Tensor:  # (…)
-    """log(1 + x), -inf with a gradient of 0 where 1 + x is not above 0."""
+def _log_one_plus(minus: Tensor) -> Tensor:  # (…)
+    """log(1 + x) of x at most 0; -inf with a gradient of 0 where 1 + x is not above 0."""
     outside = 1 + minus <= 0
     return minus.masked_fill(outside, 0).log1p().masked_fill(outside, -torch.inf)
 

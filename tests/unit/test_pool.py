@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import reference
 import torch
+from drawn import Drawn, exact, merged, sampled
 from torch import Tensor
 
 from softdb.errors import BadInput
-from softdb.pool import State, merge, missed_mass, pool, sampled, tail_lse
+from softdb.pool import State, merge, missed_mass, pool, tail_lse
 from softdb.weights import softmax
 
 
@@ -67,7 +68,7 @@ def _state(scores: Tensor, values: Tensor) -> State:
     return State(weights @ values, lse)
 
 
-def _close(found: State | tuple[Tensor, Tensor], expected: State | tuple[Tensor, Tensor]) -> None:
+def _close(found: State | Drawn | tuple[Tensor, Tensor], expected: State | Drawn | tuple[Tensor, Tensor]) -> None:
     for one, other in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other)
 
@@ -76,18 +77,18 @@ def test_merged_parts_are_the_whole_in_any_order_and_grouping() -> None:
     scores, values = 30 * torch.randn(3, 12, dtype=torch.float64), torch.randn(12, 4, dtype=torch.float64)
     a, b, c = (_state(scores[:, part], values[part]) for part in (slice(0, 2), slice(2, 7), slice(7, 12)))
     whole = _state(scores, values)
-    for merged in (merge([a, b, c]), merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([c, a, b])):
-        _close(merged, whole)
+    for found in (merge([a, b, c]), merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([c, a, b])):
+        _close(found, whole)
     _close(merge([a]), a)
 
 
 def test_empty_parts_add_nothing_and_leave_gradients_finite() -> None:
     output, lse = torch.randn(2, 3, requires_grad=True), torch.tensor([0.5, -math.inf], requires_grad=True)
     nothing = (torch.zeros(2, 3, requires_grad=True), torch.full((2,), -math.inf, requires_grad=True))
-    merged = merge([nothing, (output, lse)])
-    _close((merged[0][:1], merged[1]), (output[:1], lse))
-    assert merged[0][1].tolist() == [0, 0, 0]
-    found = torch.autograd.grad(merged[0].sum() + merged[1].sum(), (output, lse, *nothing))
+    whole = merge([nothing, (output, lse)])
+    _close((whole[0][:1], whole[1]), (output[:1], lse))
+    assert whole[0][1].tolist() == [0, 0, 0]
+    found = torch.autograd.grad(whole[0].sum() + whole[1].sum(), (output, lse, *nothing))
     assert all(torch.isfinite(grad).all() for grad in found)
     assert found[1].tolist() == [1, 0]
     assert found[3].tolist() == [0, 0]
@@ -99,7 +100,7 @@ def test_merging_has_the_right_gradients() -> None:
     assert torch.autograd.gradcheck(lambda o1, l1, o2, l2: merge([(o1, l1), (o2, 2 * l2)])[:2], leaves)
 
 
-# -- sampled parts -----------------------------------------------------------------------------------------------------
+# -- drawn parts -------------------------------------------------------------------------------------------------------
 
 
 def _candidates(k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,15 +110,13 @@ def _candidates(k: int) -> tuple[Tensor, Tensor, Tensor]:
     return 5 * torch.randn(3, k, dtype=double), log_weights, torch.randn(3, k, 4, dtype=double)
 
 
-def _part(scores: Tensor, log_weights: Tensor, values: Tensor, part: slice, live: Tensor | None = None) -> State:
+def _part(scores: Tensor, log_weights: Tensor, values: Tensor, part: slice, live: Tensor | None = None) -> Drawn:
     alive = torch.ones_like(scores, dtype=torch.bool) if live is None else live
     return sampled(scores[:, part], 0.5, alive[:, part], log_weights[:, part], values[:, part])
 
 
-def _same(found: State, expected: State) -> None:
+def _same(found: Drawn, expected: Drawn) -> None:
     _close(found, expected)
-    assert found.moments is not None
-    assert expected.moments is not None
     for one, other in zip(found.moments, expected.moments, strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(found.stderr, expected.stderr)
@@ -149,29 +148,27 @@ def test_any_split_in_any_order_gives_the_same_state(seed: int) -> None:
     cuts = [0, *sorted(random.choice(np.arange(1, 40), 5, replace=False)), 40]
     parts = [_part(*candidates, slice(low, high), live) for low, high in itertools.pairwise(cuts)]
     random.shuffle(parts)
-    _same(merge(parts), whole)
+    _same(merged(parts), whole)
     while len(parts) > 1:  # any tree of merges
         i, j = sorted(random.choice(len(parts), 2, replace=False))
-        parts.append(merge([parts.pop(j), parts.pop(i)]))
+        parts.append(merged([parts.pop(j), parts.pop(i)]))
     _same(parts[0], whole)
 
 
 def test_exact_parts_add_no_error() -> None:
     scores, log_weights, values = _candidates(8)
     whole = _part(scores, log_weights.masked_fill(torch.arange(8) < 4, 0), values, slice(None))
-    exact = _state(scores[:1, :4], values[0, :4])
-    assert exact.stderr.tolist() == exact.lse_stderr.tolist() == [0]
-    sure = _part(scores, 0 * log_weights, values, slice(0, 4))
-    drawn = _part(scores[:1], log_weights[:1], values[:1], slice(4, 8))
-    merged = merge([State(sure.output[:1], sure.lse[:1]), drawn])
-    assert merged.stderr.item() == pytest.approx(whole.stderr[0].item())
+    sure = exact(*_state(scores[:1, :4], values[0, :4]))
+    assert sure.stderr.tolist() == sure.lse_stderr.tolist() == [0]
+    both = merged([sure, _part(scores[:1], log_weights[:1], values[:1], slice(4, 8))])
+    assert both.stderr.item() == pytest.approx(whole.stderr[0].item())
 
 
 def test_merged_errors_have_the_right_gradients() -> None:
     scores, log_weights, values = _candidates(6)
 
     def error(scores: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        state = merge(
+        state = merged(
             [_part(scores, log_weights, values, slice(0, 2)), _part(scores, log_weights, values, slice(2, 6))]
         )
         return state.output, state.lse, state.stderr, state.lse_stderr

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import worlds
+from drawn import sampled
 from scipy import stats
 from sklearn.neighbors import KernelDensity
 
 import softdb
 from softdb.attend.error import bars, f_quantile, pooled_at, spread_at
 from softdb.index.tail import Tail
-from softdb.pool import sampled
 from softdb.scores import Gaussian, Laplacian, NegativeL2
 
 Array = np.ndarray[Any, Any]
@@ -170,7 +170,7 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "labels"])
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
-    """The loops over stored values say what `softdb.pool.sampled` says of copies, nothing found and dead lines too."""
+    """The loops over stored values say what torch says of copies, nothing found and dead lines too."""
     random = np.random.default_rng(0)
     keys = worlds.awkward(random, 60, 5)
     values: Any = random.integers(0, 4, 60) if dtype == "labels" else random.standard_normal((60, 7))
