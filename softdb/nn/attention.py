@@ -33,12 +33,11 @@ class Attention(torch.nn.MultiheadAttention):
 
     and the output is W_o [head_1 … head_h] + b_o (Vaswani et al. 2017, section 3.2.2). The projections fold: s_i is
     (W_kᵀ q / √d)·k_i and a term that all records share, and the head is W_v Σ_i w_i v_i + b_v. So the database is asked
-    once, for all heads, with its keys as they are stored: no record is ever projected, and an index of it stays right
-    however long the projections are trained. Outputs and gradients are those of torch.nn.MultiheadAttention with the
-    records as keys and values. Cost: q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches a query.
+    once, for all heads, with its keys as stored: no record is projected, and an index stays right however long the
+    projections are trained. Outputs and gradients are those of torch.nn.MultiheadAttention with the records as keys and
+    values. Cost: q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches a query.
 
-    The records get no gradient and do not change. The handle is neither a submodule nor in the state_dict, and copies
-    of the module share it.
+    The records get no gradient. The handle is not in the state_dict, and copies of the module share it.
 
     Args:
         db: the database; None: keys and values come with each call, as with torch's module.
@@ -52,8 +51,7 @@ class Attention(torch.nn.MultiheadAttention):
         vdim: width of values. With a database, its `value_dim`, or `num_classes` (labels count as one-hot vectors), or
             `dim` where the key serves; which is also the default.
         batch_first: whether batches are (N, L, E) rather than (L, N, E).
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Raises BadInput for widths that do not fit the database or each other.
 
@@ -139,11 +137,10 @@ class Attention(torch.nn.MultiheadAttention):
 
         Args:
             query: what asks.
-            key: only without a database.
-            value: only without a database.
+            key, value: only without a database.
             key_padding_mask: which records nobody may attend to.
-            need_weights: with a database it needs `k=`, and gives (N, L, num_heads, candidates), or (L, num_heads,
-                candidates): each head's own nearest records, best first, then the learnt key and the zero key, if any.
+            need_weights: with a database it needs `k=`, and gives ([N,] L, num_heads, candidates): each head's own
+                nearest records, best first, then the learnt key and the zero key, if any.
             attn_mask: which records each query may not attend to, for all heads or by head.
             average_attn_weights: the mean over heads (N, L, S) rather than (N, num_heads, L, S); None is True. With a
                 database each head has candidates of its own, and there is no mean.

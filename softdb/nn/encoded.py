@@ -96,13 +96,13 @@ class Encoding:
         Raises BadInput for what cannot be a key.
         """
         if not len(keys):
-            return _precise(_as_input(self.encoder, torch.zeros(0, self.dim)))
+            return torch.zeros(0, self.dim)
         with self.lock, contextlib.ExitStack() as stack:
             for kind, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             encoded = self.encoder(_as_input(self.encoder, keys))
         _shaped(encoded, len(keys), self.dim)
-        encoded = _precise(encoded)
+        encoded = encoded.to(torch.promote_types(encoded.dtype, torch.float32))
         plain = encoded.detach()
         # a sum is finite only where every number is, or where it is too large: then each is looked at
         if not math.isfinite(float(plain.sum())) and not bool(plain.isfinite().all()):
@@ -129,11 +129,6 @@ def _as_input(encoder: Encode, keys: Tensor) -> Tensor:
     parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
     like = next((one for one in parameters if one.is_floating_point()), None)
     return keys.float() if like is None else keys.to(like.device).to(like.dtype)
-
-
-def _precise(encoded: Tensor) -> Tensor:
-    """At least float32, as queries are."""
-    return encoded.to(torch.promote_types(encoded.dtype, torch.float32))
 
 
 def _shaped(encoded: object, count: int, dim: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -44,8 +45,8 @@ def masks_of(
     blocked = [one.blocked.to(query.device) for one in masks if one.blocked is not None]
     added = [one.added.to(query) for one in masks if one.added is not None]
     return Masks(
-        None if not blocked else blocked[0] if len(blocked) == 1 else blocked[0] | blocked[1],
-        None if not added else added[0] if len(added) == 1 else added[0] + added[1],
+        functools.reduce(torch.logical_or, blocked) if blocked else None,
+        functools.reduce(torch.add, added) if added else None,
     )
 
 
@@ -121,6 +122,5 @@ def batch_of(
         )
     if tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise BadInput(f"{name} is of {tensor.dtype} but the parameters of {dtype}; convert one of them")
-    if tensor.ndim == 2:
-        return tensor.unsqueeze(0)
+    tensor = tensor if tensor.ndim == 3 else tensor.unsqueeze(0 if batch_first else 1)
     return tensor if batch_first else tensor.transpose(0, 1)

@@ -81,13 +81,13 @@ def retrieval_loss(
 
         loss = log Σ_i exp(s(q, k_i) / T) - log Σ_{i positive} exp(s(q, k_i) / T)
 
-    The marginal likelihood over what answers the query (Karpukhin et al. 2020, equation 2, with every record as a
-    negative and any number of positives). Differentiable in the queries, and in the score's parameters.
+    Karpukhin et al. 2020, equation 2, with every record as a negative and any number of positives. Differentiable in
+    the queries, and in the score's parameters.
 
     Neither k nor rtol: over every record; cost q n d. With `rtol=` the first term is `db.log_partition`: its bar is
-    within rtol of the sum, its gradient has a bias of the same order, and an estimate may put the loss a little below
-    0. With `k=` the first sum is over the k nearest and the positives, each record once: a lower bound of the loss
-    over all; cost of the search, then q (k + m) d for m positives. Besides, one look into the catalogue for all ids.
+    within rtol of the sum, its gradient has a bias of the same order, and the loss may be a little below 0. With `k=`
+    the first sum is over the k nearest and the positives, each record once: a lower bound of the loss over all; cost of
+    the search, then q (k + m) d for m positives. Besides, one look into the catalogue for all ids.
 
     A kernel as score has its plain normalisation, as in `attend`. A query whose positives all have a kernel value of 0
     costs infinity, with zero gradients.
@@ -161,9 +161,7 @@ def info_nce(
     positive it is. Without any negative the loss is 0. Cost of a search for the negatives, then q (q + negatives) d.
 
     Args:
-        db: the database, a `View` or a `Memory`.
-        queries: (q, d) with their graph.
-        positives: ids; each query needs at least one.
+        db, queries, positives: as of `retrieval_loss`.
         negatives: how many hard negatives a query; 0: only those of the batch.
         in_batch: whether the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: pass over so many of the nearest, which may be positives that nobody has labelled.
@@ -193,10 +191,11 @@ def info_nce(
     batch = np.unique(positions[positions >= 0])  # (u,)
     every = np.broadcast_to(batch, (len(positions), len(batch)))
     hard = np.where(np.isin(hard, batch), -1, hard)
+    both = np.concatenate([every, hard], 1)
     if source.columns is None:
-        return reduce(_likelihood(ask, *ask.scored(np.concatenate([every, hard], 1))))
+        return reduce(_likelihood(ask, *ask.scored(both)))
     scores = torch.cat([shared_scores(request, source, batch), ask.scored(hard)[1]], 1)
-    return reduce(_likelihood(ask, np.concatenate([every, hard], 1), scores))
+    return reduce(_likelihood(ask, both, scores))
 
 
 @eager
@@ -215,9 +214,8 @@ def label_loss(
         p_db(y) = Σ_{i: y_i = y} w_i,  loss = -log( λ p_db(y) + (1 - λ) softmax(logits)_y )
 
     Khandelwal et al. 2020, equations 2 and 3; without logits it is -log p_db(y). Differentiable in the queries and the
-    logits. A label that has no weight at all, which truncation (`k=`) or underflow leave behind, costs 100 as in
-    torch.nn.BCELoss, with zero gradients: with `k=` give logits, or let the loss see every record. Cost of the
-    `attend`; the logarithms are added as logarithms.
+    logits. A label without any weight, which truncation (`k=`) or underflow leave behind, costs 100 as in
+    torch.nn.BCELoss, with zero gradients: with `k=` give logits, or let the loss see every record. Cost of `attend`.
 
     Args:
         db: a database with labels (num_classes), a `View` or a `Memory` of one.

@@ -22,7 +22,7 @@ from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.origin import TOLD, Followed, Origin, in_order
 from softdb.nn.parameters import Parameters
-from softdb.nn.reindexed import Policy, Reindexed, Work, policy_of
+from softdb.nn.reindexed import Policy, Reindexed, Work
 from softdb.nn.stale_index import FEWEST, StaleIndex
 from softdb.reports import MemoryReport, ReindexReport
 from softdb.scores import score_of
@@ -108,7 +108,7 @@ class Memory(Reindexed):
         self.k, self.overfetch = check.integer(k, "k"), check.integer(overfetch, "overfetch")
         self._followed = Followed.of(origin)
         dtype = "float16" if db.schema.dtype == np.float16 else "float32"
-        self._begin(policy_of(reindex), StaleIndex(db.schema.metric, dtype=dtype))
+        self._begin(reindex, StaleIndex(db.schema.metric, dtype=dtype))
         trained, every = self._trained(keys, values), np.arange(len(self))
         for name, train, stored in zip(("keys", "values"), trained, (origin.keys, origin.values), strict=True):
             self.register_parameter(name, torch.nn.Parameter(stored(every).float()) if train else None)
@@ -138,9 +138,9 @@ class Memory(Reindexed):
     def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
         """The soft query over the k nearest records, by keys and values as they are.
 
-        `exact` is True where there are no more than k records; else `missed_mass` is unknown, NaN. `hits` are the
-        records, whose ids and payloads are the database's; `finder` says where candidates came from: "flat" (every key
-        was compared), "stale index" (the last reindexing), or the name of the database's index.
+        `exact` is True where there are no more than k records; else `missed_mass` is unknown, NaN. `finder` says where
+        candidates came from: "flat" (every key was compared), "stale index" (the last reindexing), or the name of the
+        database's index.
 
         Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A key that
         training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
@@ -325,7 +325,16 @@ class Memory(Reindexed):
         if self.keys is None or len(self) < FEWEST:
             return None
         keys = self.keys.detach().clone() if background else self.keys.detach()
-        return functools.partial(_copied, self._stale, keys, self.steps)
+        return functools.partial(self._copied, self._stale, keys, self.steps)
+
+    def _copied(self, stale: StaleIndex, keys: Tensor, step: int, say: Progress) -> ReindexReport:
+        """The keys as they were at a step, indexed."""
+
+        def block(low: int) -> Tensor:
+            say("copying", low, len(keys))
+            return keys[low : low + BLOCK]
+
+        return self._counted(stale.replace(np.arange(len(keys)), map(block, range(0, len(keys), BLOCK)), step))
 
     def _forget(self) -> None:
         """Release the copy of the keys, and one that is being made."""
@@ -384,13 +393,3 @@ def _on(pooled: Pooled, device: torch.device) -> Pooled:
     hits = dataclasses.replace(pooled.hits, rows=pooled.hits.rows.to(device), scores=pooled.hits.scores.to(device))
     columns: dict[str, Any] = {name: one.to(device) for name, one in vars(pooled).items() if isinstance(one, Tensor)}
     return dataclasses.replace(pooled, hits=hits, **columns)
-
-
-def _copied(stale: StaleIndex, keys: Tensor, step: int, say: Progress) -> ReindexReport:
-    """The keys as they were at a step, indexed."""
-
-    def block(low: int) -> Tensor:
-        say("copying", low, len(keys))
-        return keys[low : low + BLOCK]
-
-    return stale.replace(np.arange(len(keys)), map(block, range(0, len(keys), BLOCK)), step)

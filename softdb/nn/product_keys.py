@@ -41,8 +41,7 @@ class ProductKeys(torch.nn.Module):
         key_dim: d, width of a head's query and of a key; even.
         query_norm: whether queries pass a batch norm, so that more slots are used (section 3.1 there); training then
             takes two inputs or more.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Raises BadInput for widths that cannot be, or k above m².
 

@@ -48,11 +48,10 @@ class _NadarayaWatson(torch.nn.Module):
         schema = handle(db).schema
         if (schema.num_classes if self.labels else schema.value_dim) is None:
             raise BadInput(
-                "the database has no labels as values, so there are no classes to tell; open one with num_classes=, "
-                "or use KernelRegressor for vectors"
+                "the database has no labels as values; open one with num_classes=, or use KernelRegressor for vectors"
                 if self.labels
-                else "the database has no vectors as values, so there is nothing to tell; open one with value_dim=, or "
-                "use KernelClassifier for labels"
+                else "the database has no vectors as values; open one with value_dim=, or use KernelClassifier for "
+                "labels"
             )
         made = _kernel(kernel)
         if learnable and made is Boxcar:
@@ -80,32 +79,24 @@ class _NadarayaWatson(torch.nn.Module):
 
     def forward(
         self,
-        queries: Vectors,  # (q, d) or texts, as `SoftDB.attend` takes them
+        queries: Vectors,  # (q, d)
         *,
         k: int | None = None,
         where: dict[str, Any] | None = None,
         mask: Any = None,  # (q, n) or (n,) bool in row order, True = takes part
     ) -> Tensor:  # (q, v)
-        """The weighted means, zeros where no record takes part or lies in the kernel's reach.
+        """The weighted means, of the k nearest or of all records; zeros where none takes part or is in reach.
 
-        Args:
-            queries: where to tell the value.
-            k: of the k nearest records only; None: of all.
-            where: a filter on the payload.
-            mask: which records each query may see.
-
-        Differentiable in the queries and the bandwidth. Raises what `SoftDB.attend` raises.
+        Arguments, and what is raised, as of `SoftDB.attend`. Differentiable in the queries and the bandwidth.
         """
         return self.db.attend(queries, score=self.kernel, k=k, where=where, mask=mask).output
 
-    def leave_one_out(
-        self,
-        places: Tensor | None = None,  # (b,) int64, the records' places in row order; None: all
-    ) -> tuple[Tensor, Tensor]:  # (b, v), (b, v)
+    def leave_one_out(self, places: Tensor | None = None) -> tuple[Tensor, Tensor]:  # (b,) -> (b, v), (b, v)
         """What is told for stored records from all others, and what is true of them; a duplicate is another record.
 
-        Differentiable in the bandwidth: their distance is what to train it by. Cost b n (d + v), and a mask of b n
-        bits; the database must not change meanwhile. Raises BadInput for places that it does not have.
+        `places` are the records' int64 places in row order; None: all. Differentiable in the bandwidth: their distance
+        is what to train it by. Cost b n (d + v), and a mask of b n bits; the database must not change meanwhile. Raises
+        BadInput for places that it does not have.
         """
         snapshot, _ = self.db.view()  # `scan` would read every payload too
         chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
@@ -127,9 +118,8 @@ class _NadarayaWatson(torch.nn.Module):
         """Train the bandwidth by the leave-one-out error, mean ‖told - true‖², with Adam; the error of each step.
 
         The objective of `softdb.scores.leave_one_out`, which searches one bandwidth and needs all distances; this
-        trains one for each coordinate too, on `batch_size` records a step, drawn by `seed` (on all, where there are no
-        more). It finds a minimum near where it starts. A compact kernel must start wide enough to reach some other
-        record from most of them: where it reaches none, zeros are told and nothing pulls.
+        trains one for each coordinate too, on `batch_size` records a step, drawn by `seed`. It finds a minimum near
+        where it starts: a compact kernel must start wide enough to reach some other record from most of them.
 
         Cost steps · batch_size n (d + v). Raises BadInput for settings that make no sense, fewer than two records, and
         a bandwidth that is not learnt; Closed for a closed database.
@@ -171,9 +161,8 @@ class KernelRegressor(_NadarayaWatson):
 
         ŷ(x) = Σ_i K(‖(x - k_i) / h‖) v_i / Σ_j K(‖(x - k_j) / h‖)     (Nadaraya 1964, Watson 1964; D2L, section 11.2)
 
-    The keys are what is known of a record and the values what to tell. h is one number or one for each coordinate; it
-    is the only parameter, `kernel.log_bandwidth`. The records are not changed; whatever is inserted counts at once.
-    Cost q n (d + v), in one pass.
+    The keys are what is known of a record and the values what to tell. h, one number or one for each coordinate, is the
+    only parameter, `kernel.log_bandwidth`. Whatever is inserted counts at once. Cost q n (d + v), in one pass.
 
     Args:
         db: the database, with `value_dim`.

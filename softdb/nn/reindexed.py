@@ -40,8 +40,8 @@ class Reindexed(torch.nn.Module, ABC):
     _asked: Tensor | None  # the last queries, which `measure` asks
     _recall: float | None  # as last measured
 
-    def _begin(self, policy: Policy, stale: StaleIndex) -> None:
-        self.policy, self._stale = policy, stale
+    def _begin(self, reindex: object, stale: StaleIndex) -> None:
+        self.policy, self._stale = policy_of(reindex), stale
         self.steps = self._since = self._reindexes = 0
         self._seconds = 0.0
         self._build = self._asked = self._recall = None
@@ -88,7 +88,7 @@ class Reindexed(torch.nn.Module, ABC):
         if work is None:
             return None
         self._finished()
-        build: Build[ReindexReport] = Build(self._counted(work))
+        build: Build[ReindexReport] = Build(work)
         if not background:
             build.run()
             return None
@@ -102,20 +102,16 @@ class Reindexed(torch.nn.Module, ABC):
 
     @abstractmethod
     def _work(self, background: bool) -> Work | None:
-        """What makes the next version of the stale index; None where there is nothing to do."""
+        """What makes the next version of the stale index, and counts it; None where there is nothing to do."""
 
     @abstractmethod
     def _lags(self) -> bool:
         """Whether candidates come from vectors as they were."""
 
-    def _counted(self, work: Work) -> Work:
-        def counted(say: Progress) -> ReindexReport:
-            report = work(say)
-            self._reindexes += 1
-            self._seconds += report.seconds
-            return report
-
-        return counted
+    def _counted(self, report: ReindexReport) -> ReindexReport:
+        self._reindexes += 1
+        self._seconds += report.seconds
+        return report
 
     def _finished(self) -> None:
         """Release a build that has ended. Raises what it failed with."""

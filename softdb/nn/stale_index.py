@@ -92,9 +92,9 @@ class StaleIndex:
     """The vectors of records as of some version, in memory and indexed; they say which rows may be near.
 
     While an encoder or the keys themselves are trained, candidates come from here and true scores from the vectors as
-    they are: an index that lags behind costs recall, never a wrong score. `replace` makes a new version beside the old
-    one, which answers until the swap of one reference. Safe to use from several threads. Memory: n d numbers, and twice
-    that while the next version is made. A deep copy shares the version, not what comes after; a pickle has none.
+    they are. `replace` makes a new version beside the old one, which answers until the swap of one reference. Safe to
+    use from several threads. Memory: n d numbers, twice that while the next version is made. A deep copy shares the
+    version, not what comes after; a pickle has none.
 
         index = StaleIndex("l2")
         index.replace(rows, (encoder(block) for block in blocks))
@@ -103,8 +103,7 @@ class StaleIndex:
     Args:
         metric: "dot", "cosine" or "l2".
         recall: the share of the true nearest that the index of a version shall find in it.
-        kind: of index, as `db.build_index` takes it, from 10,000 vectors on; "auto" is chosen once, by measuring how
-            fast searches are; "ivf-sq8" is built faster.
+        kind: of index, as `db.build_index` takes it, from 10,000 vectors on; "auto" is measured and chosen once.
         dtype: how vectors are kept, "float32" or "float16".
     """
 

@@ -22,7 +22,7 @@ from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.encoded import Encode, Encoded, Encoding, probed, unindexed
 from softdb.nn.handle import SharedHandle
-from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work, policy_of
+from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
 from softdb.reports import ReindexReport, ViewReport
 from softdb.scores import Score, ScoreFunction, query_width, score_of
@@ -103,7 +103,7 @@ class View(Reindexed):
         self.max_age = None if max_age is None else check.integer(max_age, "max_age", 0)
         self.batch_size = check.integer(batch_size, "batch_size")
         self.metric = Metric.parse(db.metric if metric is None else metric)
-        self._begin(policy_of(reindex), StaleIndex(self.metric, recall, index))
+        self._begin(reindex, StaleIndex(self.metric, recall, index))
         self.dim = probed(encoder, db.dim)
         if isinstance(self.policy, InBackground):
             _copyable(encoder)
@@ -134,21 +134,21 @@ class View(Reindexed):
         """The soft query, over the k best of the candidates, or, without k, exactly over every record.
 
         Without k every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and n encodings,
-        memory for the activations of one block and, where a gradient is wanted, q v numbers a block. `missed_mass` is
-        NaN, unknown, with k. A kernel's weights are its plain normalisation, as with `SoftDB.attend`.
+        memory for the activations of one block and, with a gradient, q v numbers a block. With k `missed_mass` is NaN,
+        unknown. A kernel's weights are its plain normalisation, as with `SoftDB.attend`.
 
         Args:
             queries: numbers as wide as f(k), or a tensor with its graph.
             temperature: divides the scores.
             k: how many; the `finder` of the answer is "stale index".
-            score: a `softdb.scores` object or a callable, of which an nn.Module's parameters get gradients too; None:
-                that of the metric. One that ranks otherwise than the metric is compared with every record, "scan".
+            score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: that of
+                the metric; one that ranks otherwise is compared with every record, "scan".
             where: a filter on the payload.
 
         Raises:
             BadInput: arguments, or what the encoder returned, cannot be used; the message names the record.
             StaleRead: the stale index is older than `max_age`; or, by `explain()` of an answer over every record, the
-                parameters were changed since it was given.
+                parameters were changed since.
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
@@ -269,14 +269,14 @@ class View(Reindexed):
             mine = slice(low, low + self.batch_size)
             return encoding.found(snapshot.keys_at(positions[mine]), rows[mine])
 
-        return stale.replace(rows, map(block, range(0, len(rows), self.batch_size)), step)
+        return self._counted(stale.replace(rows, map(block, range(0, len(rows), self.batch_size)), step))
 
     def _current(self, encoding: Encoding, stale: bool = False) -> Version:
         """The version in use, made if there is none; StaleRead where it is too old, unless stale ones will do."""
         if self._stale.now is NOTHING:
             with self._first:
                 if self._stale.now is NOTHING:
-                    self._counted(functools.partial(self._make, self._stale, encoding, self.steps))(lambda *_: None)
+                    self._make(self._stale, encoding, self.steps, lambda *_: None)
         version = self._stale.now
         age = self.steps - version.step
         if not stale and self.max_age is not None and age > self.max_age:

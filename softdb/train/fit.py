@@ -123,9 +123,9 @@ def fit(
 
         loss = mean over queries of  log Σ_all exp(s(q', k_i) / T) - log Σ_right exp(s(q', k_i) / T)
 
-    which is minus the log of the weight that a soft query gives to the right records (Karpukhin et al. 2020, equation
-    2, with every record of the database as a negative), by Adam. The database is only read. The same call gives the
-    same projection, bit for bit, on the same machine with as many threads.
+    minus the log of the weight that a soft query gives to the right records (Karpukhin et al. 2020, equation 2, with
+    every record as a negative), by Adam. The database is only read. The same call gives the same projection, bit for
+    bit, on the same machine with as many threads.
 
     Args:
         db: the database, which may be read-only.
@@ -139,28 +139,25 @@ def fit(
         epochs: rounds over the training queries, at most.
         batch_size: queries a step.
         lr: Adam's learning rate.
-        holdout: the share of the queries that is held out, or (m,) bool, True = held out. Of a share,
-            queries that share a positive, or are equal, stay on one side; either way no right record of a held-out
-            query was trained on.
+        holdout: the share of the queries that is held out, or (m,) bool, True = held out. No right record of a held-out
+            query is trained on: of a share, queries that share a positive, or are equal, stay on one side.
         patience: stop after so many epochs that brought no better `criterion`, and keep the best; half of the held-out
             queries choose it, and only the other half is reported. None: train all epochs and keep the last.
         criterion: the measure that chooses the best epoch, "recall_1", "recall_10" or "mrr_100".
         seed: of the split, the order of the queries and the draws of `rtol`.
         checkpoint: a file that is written after each epoch, whole or not at all.
-        resume: go on from the checkpoint, to the same bits as without the break; epochs may be more than they were.
-            Settings, pairs, database and, with k or rtol, its index must be what they were; of the stored keys up to
-            1,024 are compared.
+        resume: go on from the checkpoint, to the same bits as without the break; epochs may be more. Settings, pairs,
+            database and, with k or rtol, its index must be as they were; up to 1,024 stored keys are compared.
         progress: called with what is being done, how many steps are done, and the whole.
 
     Recall@1, recall@10 and MRR@100 of the held-out queries are reported before and after; a TrainingWarning names those
     that fell.
 
-    Cost a step: what one soft query of a batch costs, forth and back: batch_size n d exactly. Each epoch searches the
-    queries that choose it exactly.
+    Cost a step: a soft query of the batch, forth and back: batch_size n d exactly. Each epoch searches the queries that
+    choose it exactly.
 
-    Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that
-    make no sense, a checkpoint of another run or one that cannot be written; and where the loss or the projection
-    becomes NaN.
+    Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that make
+    no sense, a checkpoint of another run or one that cannot be written; and where loss or projection become NaN.
     """
     settings = _Settings(temperature, k, rtol, bias, batch_size, lr, holdout, patience, criterion, seed)
     epochs = check.integer(epochs, "epochs")
