@@ -25,7 +25,7 @@ from softdb.store import Snapshot
 from softdb.store.snapshot import Block, Segment
 from softdb.weights import Argmax
 
-__all__ = ["Columns", "Source", "Stored"]
+__all__ = ["AsStored", "Columns", "OfGeneration", "Source", "Stored"]
 
 
 class Source(Protocol):
@@ -103,30 +103,21 @@ class AsStored:
 
 
 @dataclass(frozen=True)
-class Stored(AsStored):
-    """The records of a database as of one generation."""
+class OfGeneration:
+    """A source over the stored columns of one generation."""
 
-    columns: Snapshot
+    snapshot: Snapshot
     schema: Schema
-    finder: Finder
-    resolve: Resolve
-
-    trained = (None, None)
 
     @property
     def live(self) -> Live:
         """Which positions hold a record."""
-        return self.columns.live
+        return self.snapshot.live
 
     @property
     def count(self) -> int:
         """How many do."""
-        return self.columns.count
-
-    @property
-    def width(self) -> int:
-        """v."""
-        return self.schema.pooled_dim
+        return self.snapshot.count
 
     @property
     def num_classes(self) -> int | None:
@@ -135,7 +126,31 @@ class Stored(AsStored):
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
         """As `Snapshot.blocks`."""
-        return self.columns.blocks(size, allowed, start)
+        return self.snapshot.blocks(size, allowed, start)
+
+    def rows(self, positions: Positions) -> Positions:
+        """As `Snapshot.rows`."""
+        return self.snapshot.rows(positions)
+
+
+@dataclass(frozen=True)
+class Stored(OfGeneration, AsStored):
+    """The records of a database as of one generation."""
+
+    finder: Finder
+    resolve: Resolve
+
+    trained = (None, None)
+
+    @property
+    def columns(self) -> Snapshot:
+        """Those of the generation."""
+        return self.snapshot
+
+    @property
+    def width(self) -> int:
+        """v."""
+        return self.schema.pooled_dim
 
     def frozen(self) -> Stored:
         """Itself: a generation never changes."""
@@ -170,10 +185,6 @@ class Stored(AsStored):
         if not self.columns.size:
             return pool(weights, weights.new_zeros(*found.positions.shape, self.width))
         return pool_rows(weights, self.columns, found.positions, self.num_classes)
-
-    def rows(self, positions: Positions) -> Positions:
-        """As `Snapshot.rows`."""
-        return self.columns.rows(positions)
 
     def sampler(self) -> tuple[Tail | None, int]:
         """What draws records through the index, None where nothing does; and the first position beyond it."""

@@ -18,7 +18,8 @@ from softdb.answers import Resolve
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scanning import scan
 from softdb.attend.scoring import Candidates, Scored, own_scores
-from softdb.check import Metric, Schema, shown
+from softdb.attend.source import OfGeneration
+from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead
 from softdb.lazy import cached_property
 from softdb.nn.stale_index import Version
@@ -156,11 +157,9 @@ def unindexed(snapshot: Snapshot, version: Version, allowed: Live | None = None)
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Encoded(OfGeneration):
     """The records of a database by their encoded keys f(k), whose graph leads to the encoder."""
 
-    snapshot: Snapshot
-    schema: Schema  # of the database
     encoding: Encoding
     metric: Metric  # of the stale index
     version: Version | None  # None: every record is compared
@@ -172,33 +171,14 @@ class Encoded:
     columns, trained = None, (None, None)
 
     @property
-    def live(self) -> Live:
-        """Which positions hold a record."""
-        return self.snapshot.live
-
-    @property
-    def count(self) -> int:
-        """How many do."""
-        return self.snapshot.count
-
-    @property
     def width(self) -> int:
         """v."""
         return self.schema.pooled_dim if self.schema.has_values else self.encoding.dim
 
     @property
-    def num_classes(self) -> int | None:
-        """The database's."""
-        return self.schema.num_classes
-
-    @property
     def block_size(self) -> int:
         """Records encoded at once."""
         return self.encoding.size
-
-    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """Blocks of stored keys."""
-        return self.snapshot.blocks(size, allowed, start)
 
     def encoded(self, block: Block) -> Block:
         """The block with encoded keys."""
@@ -268,10 +248,6 @@ class Encoded:
         if not self.snapshot.size:
             return pool(weights, weights.new_zeros(*found.positions.shape, self.width))
         return pool(weights, self.snapshot.values_at(found.positions), self.num_classes)
-
-    def rows(self, positions: Positions) -> Positions:
-        """As `Snapshot.rows`."""
-        return self.snapshot.rows(positions)
 
     def _table(self, positions: Positions, like: Tensor) -> tuple[Tensor, Positions]:  # (u, d'), as positions
         """Encoded keys of the distinct records, zeros for none; and where each position's are."""
