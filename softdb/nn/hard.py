@@ -193,14 +193,10 @@ def straight_through(
     noise; for more records, `k=` or `hard_attention`.
 
     Args:
-        db: the database.
-        queries: (q, d) with their graph.
+        db, queries, score, where, generator: as of `hard_attention`.
         temperature: T, of the distribution that is drawn from.
         relaxation: τ, of the softmax behind the gradient.
         k: draw among the k nearest.
-        score: as in `attend`.
-        where: a filter on the payload.
-        generator: of the noise; None: torch's own random numbers.
 
     Raises BadInput as `db.attend`.
     """

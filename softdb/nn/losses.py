@@ -161,16 +161,13 @@ def info_nce(
     positive it is. Without any negative the loss is 0. Cost of a search for the negatives, then q (q + negatives) d.
 
     Args:
-        db, queries, positives: as of `retrieval_loss`.
+        db, queries, positives, score, where, reduction: as of `retrieval_loss`; negatives match the filter, too.
         negatives: how many hard negatives a query; 0: only those of the batch.
         in_batch: whether the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: pass over so many of the nearest, which may be positives that nobody has labelled.
         among: draw the negatives at random among so many of the nearest, rather than take the very nearest.
         temperature: divides the scores; None: 0.07, 1 for a kernel, whose bandwidth does its work, or the Memory's own.
-        score: as in `attend`; None: the database's metric.
-        where: a filter on the payload, for positives and negatives.
         generator: of that draw; None: torch's own random numbers.
-        reduction: "mean" over the queries, "sum" or "none".
 
     Raises UnknownId and BadInput as `retrieval_loss`; BadInput where no negatives are asked for, or among < negatives.
     """
@@ -218,12 +215,10 @@ def label_loss(
     torch.nn.BCELoss, with zero gradients: with `k=` give logits, or let the loss see every record. Cost of `attend`.
 
     Args:
-        db: a database with labels (num_classes), a `View` or a `Memory` of one.
-        queries: (q, d) with their graph.
+        db, queries, reduction: as of `retrieval_loss`; the database has labels (num_classes).
         labels: what each query should be answered.
         logits: of another model, to which the database adds.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
-        reduction: "mean" over the queries, "sum" or "none".
         asking: what else `db.attend` takes; a View takes temperature, score, k and where, a Memory nothing.
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
@@ -267,10 +262,8 @@ def pooled_loss(
     (`rtol=`) adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of the `attend`.
 
     Args:
-        db: the database, a `View` or a `Memory`.
-        queries: (q, d) with their graph.
+        db, queries, reduction: as of `retrieval_loss`.
         targets: what each query should be answered; v as `attend` answers.
-        reduction: "mean", "sum" or "none".
         asking: what else `db.attend` takes; a View takes temperature, score, k and where, a Memory nothing.
 
     Raises BadInput for targets of another shape, which would broadcast.
@@ -286,7 +279,6 @@ def pooled_loss(
 
 
 def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
-    """What a soft query of whichever records answers."""
     given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, SoftDB):
         return db.attend(queries, **given).output

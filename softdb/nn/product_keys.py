@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,12 +71,11 @@ class ProductKeys(torch.nn.Module):
         if self.key_dim % 2:
             raise BadInput(f"key_dim is {self.key_dim}; expected an even width: a key is a pair of halves")
         self.k = integer(k, "k", 1, self.num_keys**2)
-        made = {"device": device, "dtype": dtype}
-        self.query = torch.nn.Linear(self.dim, self.num_heads * self.key_dim, **made)  # type: ignore[arg-type]
-        self.norm = torch.nn.BatchNorm1d(self.num_heads * self.key_dim, **made) if query_norm else None  # type: ignore[arg-type]
-        halves = torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **made)  # type: ignore[arg-type]
-        self.keys = torch.nn.Parameter(halves)
-        self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **made))  # type: ignore[arg-type]
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.query = torch.nn.Linear(self.dim, self.num_heads * self.key_dim, **made)
+        self.norm = torch.nn.BatchNorm1d(self.num_heads * self.key_dim, **made) if query_norm else None
+        self.keys = torch.nn.Parameter(torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **made))
+        self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

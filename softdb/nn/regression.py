@@ -209,7 +209,6 @@ class KernelClassifier(_NadarayaWatson):
 
 
 def _kernel(kernel: object) -> type[Kernel]:
-    """A kernel's class, parsed."""
     if isinstance(kernel, type) and kernel in KERNELS.values():
         return kernel
     if not isinstance(kernel, str) or kernel not in KERNELS:
@@ -218,7 +217,6 @@ def _kernel(kernel: object) -> type[Kernel]:
 
 
 def _places(places: Tensor, count: int) -> Tensor:
-    """Places in row order, checked."""
     if not isinstance(places, Tensor) or places.ndim != 1 or places.dtype not in (torch.int32, torch.int64):
         raise BadInput(f"places are {shown(places)}; expected a tensor of whole numbers (b,) from 0 to {count - 1}")
     found = places.cpu().long()

@@ -178,7 +178,8 @@ def fit(
             run.epoch(epochs, progress)
             if file is not None:
                 checkpoints.write(file, identity, run.state())
-        projection = run.chosen()
+        projection = run.projection
+        projection.load_state_dict(run.best_weights)
         before, after = (run.ranked(parts.test, one) for one in (None, projection))
         found = Fitted(projection, before, after, run.history, run.best)
     if found.fell:
@@ -189,7 +190,6 @@ def fit(
 
 
 def _asked(db: SoftDB, queries: Vectors) -> Tensor:  # (m, d) float32
-    """The queries as they are trained with."""
     found = db.as_queries(queries).detach().float()
     if found.is_inference():
         found = found.clone()  # autograd may not save the other
@@ -222,23 +222,18 @@ class _Training:
 
     @property
     def stalled(self) -> bool:
-        """Whether patience is at its end."""
         return self.settings.patience is not None and len(self.history) - self.best >= self.settings.patience
 
     def measured(self, ranking: Ranking) -> float:
-        """The measure that chooses the epoch."""
         return float(getattr(ranking, self.settings.criterion))
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the projection's parameters."""
         return {name: one.detach().clone() for name, one in self.projection.state_dict().items()}
 
     def ranked(self, part: Tensor, projection: QueryProjection | None) -> Ranking:
-        """How soon some of the queries find a right record."""
         return ranked(self.db, self.queries[part], self.right(part), projection)
 
     def right(self, part: Tensor) -> list[list[Id]]:
-        """The positives of some of the queries."""
         return [self.positives[i] for i in part.tolist()]
 
     def epoch(self, epochs: int, progress: Progress | None) -> None:
@@ -278,13 +273,7 @@ class _Training:
         self.adam.step()
         return float(loss.detach())
 
-    def chosen(self) -> QueryProjection:
-        """The projection of the best epoch."""
-        self.projection.load_state_dict(self.best_weights)
-        return self.projection
-
     def state(self) -> dict[str, Any]:
-        """All that the run needs to go on."""
         return {
             "projection": self.weights(),
             "adam": self.adam.state_dict(),
