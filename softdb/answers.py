@@ -19,18 +19,7 @@ from softdb.check import Id, integer, precise, shown
 from softdb.errors import CorruptionError, StaleRead
 from softdb.lazy import cached_property
 
-__all__ = [
-    "Estimate",
-    "Explanation",
-    "Hit",
-    "Hits",
-    "Pooled",
-    "QueryHits",
-    "Record",
-    "Records",
-    "Samples",
-    "parsed",
-]
+__all__ = ["Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples", "parsed"]
 
 SHOWN = 3  # queries, hits or records that a repr shows
 

@@ -86,7 +86,10 @@ def run_demo(
         before, after = _learn(db, data, query, path, console, seed, epochs)
     _reopen(path, data, console)
     seconds = time.perf_counter() - begin
-    _go_on(path, seconds, console)
+    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Yours to ask (typed text needs softdb\\[text]):\n")
+    place = escape(shlex.quote(str(path)))
+    for line in (f"info {place}", f'search {place} "{TYPED}"', f'attend {place} "{TYPED}" --temperature {TEMPERATURE}'):
+        console.print(f"  softdb {line}", soft_wrap=True)
     return DemoReport(len(data.ids), before, after, seconds)
 
 
@@ -225,13 +228,6 @@ def _reopen(path: Path, data: DemoData, console: Console) -> None:
     if count != len(data.ids) or not same or records.payloads != [data.payloads[i] for i in sample]:
         raise CorruptionError(f"{path} does not hold what went in; please report this with the output of softdb verify")
     console.print(f"  {count:,} records, nothing lost; {len(sample)} of them compared with what went in")
-
-
-def _go_on(path: Path, seconds: float, console: Console) -> None:
-    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Yours to ask (typed text needs softdb\\[text]):\n")
-    place = escape(shlex.quote(str(path)))
-    for line in (f"info {place}", f'search {place} "{TYPED}"', f'attend {place} "{TYPED}" --temperature {TEMPERATURE}'):
-        console.print(f"  softdb {line}", soft_wrap=True)
 
 
 def _step(console: Console, number: int, title: str, more: str) -> None:

@@ -116,11 +116,7 @@ def _kind(path: Path, expected: str, *kinds: str) -> str:
 
 
 def import_records(
-    db: SoftDB,
-    batches: Iterator[Rows],
-    *,
-    upsert: bool = False,
-    progress: Callable[[Rows], None] | None = None,
+    db: SoftDB, batches: Iterator[Rows], *, upsert: bool = False, progress: Callable[[Rows], None] | None = None
 ) -> int:
     """Insert (or upsert) what `read_records` yields, a commit a batch, and return how many records.
 

@@ -19,8 +19,7 @@ __all__ = ["MAX_DEPTH", "json_text", "payloads"]
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below where any JSON parser in the line gives up
 
 _LEAVES = (str, int, bool, type(None))
-_MARKS = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":"), "check_circular": False}
-_encode = json.JSONEncoder(**_MARKS).encode  # type: ignore[arg-type]
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False).encode
 if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
     # `encode` makes one of these for every value, which takes longer than a small value itself
     _chunks = _made(

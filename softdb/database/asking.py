@@ -42,9 +42,9 @@ class AskingVerbs(Handle):
         diversity: float | None = None,
         fetch_k: int | None = None,
     ) -> Hits:
-        """The k nearest records of each query, best first; with m records to choose from, min(k, m) of them.
+        """The k nearest records of each query, best first, as an answer min(k, len(db)) wide.
 
-        The answer is min(k, len(db)) wide; where a filter leaves fewer records, a line ends in row -1, score -inf.
+        Where fewer records take part, a line ends in row -1, score -inf.
 
         Args:
             queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
@@ -54,13 +54,11 @@ class AskingVerbs(Handle):
             exact: pass the index by.
             radius: in place of k, every record that is near enough, always exact: for "l2" a largest distance,
                 ‖q - k‖ ≤ radius, though scores are -‖q - k‖²; for "dot" and "cosine" a least score, s ≥ radius. The
-                answer is as wide as the query with the most hits; the others end in row -1, score -inf.
-            exclude_ids: ids that shall not be found, one list for all queries or one for each of them (a query that is
-                itself stored leaves itself out); k others are. Unknown ids are fine.
+                answer is as wide as the query with the most hits.
+            exclude_ids: ids to leave out, one list for all queries or one for each of them; unknown ids are fine.
             diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
-                nearest `fetch_k` by maximal marginal relevance, and come in the order of choosing. See
-                `softdb.index.diverse`. Scores stay those of the query.
-            fetch_k: for diversity; 4 k where not given.
+                nearest `fetch_k` (4 k where not given) by maximal marginal relevance, and come in the order of
+                choosing, with the scores of the query. See `softdb.index.diverse`.
 
         Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
 
@@ -209,12 +207,10 @@ class AskingVerbs(Handle):
         A count has no gradient. Exact where that costs less, such as for few records or few that are near.
 
         Args:
-            queries: as in `search`.
-            radius: as in `search`: the largest distance for "l2" (not its score, which is -distance²), else the least
-                score.
+            radius: the largest distance for "l2" (not its score, which is -distance²), else the least score.
             rtol, atol: the error shall be at most atol + rtol max(count, 1).
             confidence, max_draws, generator: as in `attend`; at most so many records are drawn.
-            where: a filter on the payload.
+            queries, where: as in `search`.
         """
         least = check.least_score(radius, self._store.schema.metric)
         tensor, tolerance = self.as_queries(queries).detach(), _tolerance(rtol, atol, confidence, max_draws)
