@@ -161,9 +161,13 @@ class RecordVerbs(Handle):
     def _records(
         self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]
     ) -> Records:
-        if not names:
-            return Records([], torch.zeros(0, self._store.schema.dim), None, [])
-        values = snapshot.values_at(positions) if self._store.schema.has_values else None
+        schema = self._store.schema
+        if not names:  # the snapshot may have no columns to gather from
+            keys = torch.from_numpy(np.zeros((0, schema.dim), schema.dtype))
+            labels = torch.zeros(0, dtype=torch.int64)
+            none = labels if schema.value_dim is None else keys.new_zeros(0, schema.value_dim)
+            return Records([], keys, none if schema.has_values else None, [])
+        values = snapshot.values_at(positions) if schema.has_values else None
         return Records(names, snapshot.keys_at(positions), values, texts)
 
     def rewrite(

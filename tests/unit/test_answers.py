@@ -44,6 +44,22 @@ def test_a_query_without_hits_is_empty(db: softdb.SoftDB) -> None:
     assert not list(db.search([[1, 0]], where={"x": 2})[0])
 
 
+@pytest.mark.parametrize("shape", [{}, {"value_dim": 4}, {"num_classes": 3}], ids=str)
+@pytest.mark.parametrize("stored", [0, 1])
+def test_no_records_have_the_shapes_and_types_of_some(shape: dict[str, int], stored: int) -> None:
+    with softdb.open(None, dim=2, dtype="float16", **shape) as db:  # type: ignore[arg-type]
+        values: Any = {"value_dim": torch.zeros(1, 4), "num_classes": [2]}.get(next(iter(shape), ""))
+        none = db.get([])
+        db.insert(["a"], [[1, 0]], values)
+        one = db.get(["a"])
+        none = db.get([]) if stored else none
+    assert (none.ids, none.payloads, none.keys.shape, none.keys.dtype) == ([], [], (0, 2), one.keys.dtype)
+    if one.values is None or none.values is None:
+        assert one.values is none.values is None
+    else:
+        assert (none.values.shape, none.values.dtype) == ((0, *one.values.shape[1:]), one.values.dtype)
+
+
 def test_counting_hits_reads_nothing(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     hits = db.search([[1, 0]], k=5)
     monkeypatch.setattr(type(db._store), "read", lambda *_: pytest.fail("read"))
