@@ -3,7 +3,6 @@
 from softdb.check.arrays import *  # noqa: F403 - keys, values, queries, masks; encoders, devices
 from softdb.check.asking import *  # noqa: F403 - k and radius, tolerances, excluded ids, generators
 from softdb.check.ids import *  # noqa: F403 - ids
-from softdb.check.npy import *  # noqa: F403 - files of numbers
 from softdb.check.payload import *  # noqa: F403 - payloads
 from softdb.check.plain import *  # noqa: F403 - numbers, choices, lengths; how messages quote a value
 from softdb.check.schemas import *  # noqa: F403 - metric and columns of a database

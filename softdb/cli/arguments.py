@@ -92,13 +92,13 @@ def projected(db: SoftDB, query: str, file: Path | None) -> Any:
 
 def array_of(path: Path | None) -> Any:
     """The array in a .npy file; None where none is given."""
-    from softdb import check
+    from softdb.formats import numbers_in
 
     if path is None:
         return None
     if path.suffix == ".npz":
         raise BadInput(f"{path} holds several arrays; give a .npy file with one")
-    return check.numbers_in(path)
+    return numbers_in(path)
 
 
 def ids_of(texts: list[str] | None) -> list[str | int] | None:

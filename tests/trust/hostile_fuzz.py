@@ -102,8 +102,7 @@ def arrays(seed: int, count: int, folder: str) -> list[str]:
     """`.npy` and `.npz` files, as keys and as the array of an argument."""
     from hostile_files import FLOATS, npy, npz
 
-    from softdb import check
-    from softdb.formats import read_records
+    from softdb.formats import numbers_in, read_records
 
     def one(draw: Draw) -> None:
         array = mutated(draw, npy(FLOATS, bytes(24), draw.choice([1, 1, 2, 3])))
@@ -113,7 +112,7 @@ def arrays(seed: int, count: int, folder: str) -> list[str]:
         for rows in read_records(file):
             assert rows.keys.ndim == 2
             assert rows.keys.dtype.kind in "fiu"
-        assert check.numbers_in(file).nbytes <= 1 << 20, "more numbers than there are bytes"
+        assert numbers_in(file).nbytes <= 1 << 20, "more numbers than there are bytes"
 
     return _tried(seed, count, one)
 

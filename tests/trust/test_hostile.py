@@ -15,7 +15,7 @@ from hostile_files import FLOATS, PUTS, Put, arrays, contents, npy, npz
 
 import softdb
 from softdb import check
-from softdb.formats import read_records
+from softdb.formats import numbers_in, read_records
 from softdb.index import cache
 from softdb.store import files
 
@@ -100,14 +100,14 @@ def test_an_array_file_is_numbers_or_is_refused(
     assert ended.how == "BadInput", ended
     assert file.name in str(ended.told)
     with pytest.raises(softdb.BadInput, match=rf"{file.name} cannot be read as an array of numbers"):
-        check.numbers_in(file)  # not only what comes after it refuses
+        numbers_in(file)  # not only what comes after it refuses
     assert not mark.exists()
 
 
 def test_an_archive_holds_as_many_bytes_as_its_array_says(tmp_path: Path) -> None:
     (tmp_path / "k.npz").write_bytes(npz(keys=npy(FLOATS, bytes(25))))
     with pytest.raises(softdb.BadInput, match=r"keys has \d+ bytes, \d+ expected"):
-        check.numbers_in(tmp_path / "k.npz")
+        numbers_in(tmp_path / "k.npz")
 
 
 @pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<f2", "|i1", ">i8", "<u2"])
@@ -120,7 +120,7 @@ def test_every_way_to_write_numbers_is_read(tmp_path: Path, kind: str, version: 
         (tmp_path / "k.npy").write_bytes(npy(text.replace('"', "'"), array.tobytes(order), version))
         (tmp_path / "k.npz").write_bytes(npz(keys=npy(text.replace('"', "'"), array.tobytes(order), version)))
         for name in ("k.npy", "k.npz"):
-            np.testing.assert_array_equal(check.numbers_in(tmp_path / name), array)
+            np.testing.assert_array_equal(numbers_in(tmp_path / name), array)
             (rows,) = read_records(tmp_path / name)
             np.testing.assert_array_equal(rows.keys, array)
 

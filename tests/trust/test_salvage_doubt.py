@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.check import numbers_in
+from softdb.formats import numbers_in
 from softdb.store import files
 from softdb.store.salvage.log import Log
 from softdb.store.salvage.pages import Pages
