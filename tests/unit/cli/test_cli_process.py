@@ -1,0 +1,92 @@
+"""The command line as a process: what it imports, completes, and writes into a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typed import ROOT, answer, run
+
+import softdb
+
+pytest_plugins = ["command_world"]
+
+
+def test_info_is_read_without_torch_and_tells_what_stats_tells(vectors: Path) -> None:
+    run("index", vectors, "--kind", "ivf")
+    with softdb.open(vectors) as db:
+        db.insert(["a", "b"], np.ones((2, 16)))
+    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program += "sys.exit(int('torch' in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", program, "info", str(vectors), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    with softdb.open(vectors, mode="r") as db:
+        stats = db.stats().asdict()
+    assert stats["index"]["unindexed"] == 2
+    assert json.loads(done.stdout) == {**stats, "encoder": None}
+    for file in (vectors / "index").iterdir():
+        file.unlink()
+    assert answer("info", vectors)["index"] is None
+
+
+def test_names_are_completed() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "_SOFTDB_COMPLETE": "complete_bash"}
+    program = "import sys; sys.argv = ['softdb']; from softdb.cli import main; main()"
+    for words, expected in (("softdb sn", ["snapshot"]), ("softdb index --kin", ["--kind"])):
+        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert done.stdout.split() == expected
+    assert "--install-completion" in run("--help").stdout
+
+
+def test_without_typer_one_line_says_which_extra_is_missing() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for missing in ("typer", "rich"):
+        program = f"import sys; sys.modules[{missing!r}] = None; from softdb.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert line == "error: the command line needs typer and rich; pip install 'softdb[cli]', or 'softdb[cpu]'"
+
+
+def test_a_command_is_imported_when_it_is_called(book: Path) -> None:
+    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program += "print([name for name in sys.modules if name.startswith('softdb.bench')])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", program, "verify", str(book)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "softdb", "--help"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
+    assert "softdb.cli.commands" in modules
+    assert not {"torch", "numpy"} & modules
+
+
+def child(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "softdb", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "60"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.slow
+def test_the_real_command_in_a_pipe(book: Path, tmp_path: Path) -> None:
+    found = child("search", book, "Schulz", "-k", 1)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert len(found.stdout.splitlines()) == 2
+    assert "\x1b" not in found.stdout  # neither colours nor bars where there is no terminal
+    failed = child("search", tmp_path / "nothing", "Schulz")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.count("\n") == 1
+    assert failed.stderr.startswith("error: open: ")
+    assert child("search").returncode == 2

@@ -1,0 +1,157 @@
+"""What the command line refuses: errors are one line, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typed import answer, fails, lines, run
+
+import softdb
+
+pytest_plugins = ["command_world"]
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "index", "tune", "compact", "fields"])
+def test_what_is_no_database_is_named(tmp_path: Path, command: str) -> None:
+    assert "nothing holds no database" in fails(command, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    (tmp_path / "file").touch()
+    assert "file is a file" in fails(command, tmp_path / "file")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "theirs").touch()
+    assert "other is another program's directory" in fails(command, tmp_path / "other")
+
+
+def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> None:
+    assert "queries are 3 wide but this database's keys are 2 wide" in fails("search", plane, "[1, 2, 3]")
+    assert "QUERY starts with [ but is not JSON" in fails("search", plane, "[1, 2")
+    assert "queries mix text and numbers" in fails("search", book, '["a", 1]', "--encoder", "ngrams")
+    assert "no.npy cannot be read as an array of numbers" in fails("search", plane, f"@{tmp_path / 'no.npy'}")
+    assert "does not say what made its keys; add --encoder" in fails("search", plane, "east")
+    assert "made by the encoder 'ngrams', not 'demo'" in fails("search", book, "Schulz", "--encoder", "demo")
+    assert "temperature is 0.0; expected a finite number above 0" in fails(
+        "attend", plane, "[1, 0]", "--temperature", 0
+    )
+
+
+def test_an_encoder_that_is_not_installed(plane: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    error = fails("search", plane, "east", "--encoder", "ngram")
+    assert "the encoder 'ngram' needs sentence-transformers; pip install 'softdb[text]'" in error
+
+
+def test_searches_that_contradict_themselves(plane: Path) -> None:
+    asked = ("search", plane, "[1, 0]")
+    assert "radius and k are both given" in fails(*asked, "--radius", 1, "-k", 2)
+    assert "radius and diversity are both given" in fails(*asked, "--radius", 1, "--diversity", 0.5)
+    assert "radius is nan; expected the least score" in fails(*asked, "--radius", "nan")
+    assert "diversity is 2.0; expected a number from 0 to 1" in fails(*asked, "--diversity", 2)
+    assert "fetch_k is 9 without diversity" in fails(*asked, "--fetch-k", 9)
+    assert "fetch_k is 1 but k is 10" in fails(*asked, "--diversity", 0.5, "--fetch-k", 1)
+
+
+def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> None:
+    ivf = ("index", vectors, "--kind", "ivf")
+    assert "no.npy cannot be read as an array of numbers" in fails(*ivf, "--queries", tmp_path / "no.npy")
+    np.savez(tmp_path / "two.npz", np.zeros(2), np.zeros(3))
+    assert "two.npz holds several arrays" in fails(*ivf, "--queries", tmp_path / "two.npz")
+    np.save(tmp_path / "wide.npy", np.zeros((3, 17)))
+    assert "queries are 17 wide but this database's keys are 16 wide" in fails(*ivf, "--queries", tmp_path / "wide.npy")
+    assert "memory is 'much'; expected a number of bytes" in fails(*ivf, "--memory", "much")
+    assert "memory is 9 bytes, which no index of kind 'ivf' meets" in fails(*ivf, "--memory", 9)
+    assert "recall is 2.0; expected a share" in fails(*ivf, "--recall", 2)
+    assert "4 records are too few to train an index on" in fails("index", plane, "--kind", "ivf")
+    assert "there is no index to tune, search is exact" in fails("tune", vectors)
+    run(*ivf)
+    assert "recall is 0.0; expected a share above 0" in fails("tune", vectors, "--recall", 0)
+
+
+def test_copies_and_fields_that_cannot_be(book: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "theirs").touch()
+    assert "is a directory with something in it" in fails("snapshot", book, tmp_path / "full")
+    assert "lies in the database itself" in fails("snapshot", book, book / "copy")
+    assert "nothing holds no database" in fails("snapshot", tmp_path / "nothing", tmp_path / "copy")
+    assert "field 'year' has no index; indexed fields: none" in fails("fields", book, "--drop", "year")
+    assert "field 'nope' has no index" in fails("fields", book, "--add", "year", "--drop", "nope")
+    assert answer("fields", book) == []  # nothing was added either
+    with softdb.open(book):
+        for command in (("compact", book), ("fields", book, "--add", "year"), ("tune", book), ("index", book)):
+            assert "is being written by process" in fails(*command)
+
+
+def test_filters_that_cannot_serve(book: Path) -> None:
+    assert "unknown operator '$gtt'" in fails("search", book, "x", "--where", '{"year": {"$gtt": 1}}')
+    assert "--where is not JSON" in fails("attend", book, "x", "--where", "{year: 1}")
+    assert "where is [1]; expected a dict" in fails("export", book, book.parent / "x.jsonl", "--where", "[1]")
+
+
+def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
+    path = tmp_path / "db"
+    assert "no.jsonl is not a file" in fails("import", path, tmp_path / "no.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    assert "empty.jsonl holds no records" in fails("import", path, tmp_path / "empty.jsonl")
+    (tmp_path / "bad.jsonl").write_text("{")
+    assert "bad.jsonl line 1: not JSON" in fails("import", path, tmp_path / "bad.jsonl")
+    file = tmp_path / "book.jsonl"
+    assert "no field 'key' for the key" in fails("import", path, file)
+    assert "--keys goes with one file, 2 are given" in fails("import", path, file, file, "--keys", file)
+    labels = lines(tmp_path / "l.jsonl", [{"id": 1, "key": [1], "y": 1}])
+    assert "say how many classes there are with --num-classes" in fails("import", path, labels, "--value", "y")
+    assert not path.exists()  # nothing that could not be read has made a database
+    assert "id 1 is stored already" in fails("import", book, file, "--text", "name")
+    assert "metric=l2 was asked for" in fails("import", book, file, "--text", "name", "--metric", "l2")
+    assert answer("info", book)["records"] == 3
+
+
+def test_a_bad_line_keeps_what_stood_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    good = [json.dumps({"id": i, "key": [i]}) for i in range(5)]
+    path.write_text("\n".join([*good, "{oops", "{}"]))
+    error = fails("import", tmp_path / "db", path, "--batch-size", 2)
+    assert "r.jsonl line 6: not JSON" in error
+    assert error.endswith("the 5 records before are in the database")
+    assert answer("info", tmp_path / "db")["records"] == 5
+
+
+def test_a_second_writer_is_refused(book: Path) -> None:
+    with softdb.open(book):
+        assert "is being written by process" in fails("import", book, book.parent / "book.jsonl", "--text", "name")
+        assert answer("info", book)["records"] == 3  # reading goes on
+
+
+def test_the_demo_leaves_other_directories_alone(book: Path) -> None:
+    assert "is not a demo database, so it is left alone" in fails("demo", book)
+    assert "is not a demo database, so it is left alone" in fails("demo", book, "--fresh")
+    assert answer("info", book)["records"] == 3
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, book: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "file" in fails("export", book, tmp_path / "file" / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("search",),
+        ("search", "x", "y", "-k", "0"),
+        ("search", "x", "y", "-k", "many"),
+        ("import", "x"),
+        ("import", "x", "y", "--metric", "manhattan"),
+        ("index", "x", "--kind", "magic"),
+        ("index", "x", "-k", "0"),
+        ("tune", "x", "-k", "0"),
+        ("snapshot", "x"),
+        ("search", "x", "y", "--radius", "far"),
+        ("attend", "x", "y", "--temperature", "warm"),
+        ("info", "x", "--nonsense"),
+    ],
+)
+def test_wrong_usage_is_two(arguments: tuple[str, ...]) -> None:
+    assert "Traceback" not in run(*arguments, code=2).output
