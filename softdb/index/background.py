@@ -19,7 +19,7 @@ __all__ = ["Build", "Step"]
 Report = TypeVar("Report")
 Say = Callable[[str, int, int], None]
 
-LOOK = 1.0  # seconds after which whoever waits looks for himself
+LOOK = 1.0  # seconds between two looks of a thread that waits
 
 _log = logging.getLogger("softdb")
 
@@ -42,8 +42,8 @@ class Build(Generic[Report]):
         build.progress        # Step(what="adding", done=50000, whole=117659)
         build.result()        # waits, and returns the report of build_index()
 
-    The old index, or exact search, answers until the new one is complete. A build that is not waited for ends with
-    `db.close()` or with the program: it is cancelled. A build that fails while nobody waits is told in the log, too.
+    The old index, or exact search, answers until the new one is complete. `db.close()` and the end of the program
+    cancel a build. One that fails in the background is told in the log, too.
     """
 
     def __init__(self, work: Callable[[Say], Report], progress: Say | None = None) -> None:
@@ -67,7 +67,7 @@ class Build(Generic[Report]):
 
     @property
     def left_behind(self) -> bool:
-        """Whether nobody will begin it: an interrupt came, and its thread does something else now."""
+        """Whether nothing will begin it: an interrupt came, and its thread does something else now."""
         return self._maker is not None and (self._maker is threading.current_thread() or not self._maker.is_alive())
 
     @property
@@ -118,9 +118,7 @@ class Build(Generic[Report]):
     def stop(self, reason: str) -> None:
         """Cancel, and wait until nothing of it goes on."""
         self._stop = self._stop or reason
-        if self._runs_here():
-            return  # its own progress callback asks; it stops when that returns
-        if self.left_behind:
+        if self._runs_here() or self.left_behind:  # where its own progress callback asks, it stops when that returns
             return
         self._wait(None)
         if self._thread is not None:
@@ -150,7 +148,7 @@ class Build(Generic[Report]):
             self._report = self._work(self._say)
         except BaseException as error:
             self._error = error  # of whatever kind: whoever waits for the result gets it
-        finally:
+        finally:  # no calls here before it has ended: an interrupt may come with one
             self._work = self._told = self._runner = None  # and what they keep alive
             self._ended = True
             self._finished.set()

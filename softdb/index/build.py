@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor
 
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
+from softdb.index import flat
 from softdb.index.choose import KINDS, TRIED, Option, Progress, budget, choose, options
-from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module, prepared
+from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module, prepared, sampled
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, engines, gpu_faiss, place
-from softdb.index.gpu_search import find, nearest
+from softdb.index.gpu_search import find
 from softdb.index.ivf import POINTS_A_LIST, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
 from softdb.index.search import FLOOR, indexed_until
@@ -36,11 +39,12 @@ ALIKE = 1.001  # lengths whose ratio is at most this are not told apart: roundin
 AIMS = 4  # times that the aim is raised where the other half's recall is lower than that of the half tuned on
 
 
-class Target:
+class Target(NamedTuple):
     """The recall to reach, for which k, measured on what."""
 
-    def __init__(self, recall: float, k: int, queries: Tensor | None) -> None:
-        self.recall, self.k, self.queries = recall, k, queries
+    recall: float
+    k: int
+    queries: Tensor | None  # None: stored keys
 
 
 def checked(
@@ -55,7 +59,7 @@ def checked(
         raise BadInput(f"kind is {shown(kind)}{why}; choose one of {', '.join(map(repr, known))}{way}")
     if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
         raise BadInput(f"recall is {shown(recall)}; expected a share above 0 and at most 1, such as 0.95")
-    return str(kind), float(recall), budget(memory)
+    return kind, float(recall), budget(memory)
 
 
 def build(
@@ -132,7 +136,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     setting, measured = _aimed(trial, target.recall, say)
     index.effort, index.fetch_k = setting.effort, setting.fetch_k
     index.report = {
-        **{name: value for name, value in index.report.items() if name in ("codes", "lists", "device")},
+        **{name: index.report[name] for name in ("codes", "lists", "device") if name in index.report},
         "kind": index.kind,
         "recall": round(measured, 4),
         "target": target.recall,
@@ -151,10 +155,8 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
 def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, float]:
     """A setting, and the recall of the half that it was not tuned on: the aim is raised while that is too low."""
 
-    def told(done: int, whole: int) -> None:
-        say("measuring", done, whole)
-
     def aimed_at(goal: float) -> Setting:
+        told = functools.partial(say, "measuring")
         return steadied(trial, trial.index.effort_most, fastest(trial, trial.index, goal, told))
 
     goal, kept = recall, None
@@ -189,14 +191,14 @@ def _by_norm(trial: _FullTrial, setting: Setting, lengths: Floats) -> dict[str, 
 class _FullTrial:
     """Questions to a whole database: one half to tune on, the other held aside.
 
-    Where outliers of norm are compared with every query, tuning is on what is left for the index to find: so it finds
-    the nearest of the others, too, when a filter or a deletion leaves the outliers out.
+    Outliers of norm are left out of what is tuned on, so that the index also finds the nearest of the other records
+    when a filter or a deletion leaves the outliers out.
     """
 
     def __init__(self, snapshot: Snapshot, index: Index, asked: Tensor, own: Rows | None, k: int) -> None:
         self.snapshot, self.index, self.asked, self.own = snapshot, index, asked, own
         self.wanted = k + (own is not None)
-        self.truth = nearest(board_of(index), snapshot, asked, self.wanted, index.metric)
+        self.truth: Rows = (board_of(index) or flat).nearest(snapshot, asked, self.wanted, index.metric)
         self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query
         self.left: tuple[Selected, Rows] | None = None  # the rows without outliers, and the truth (q / 2, k) among them
 
@@ -206,12 +208,10 @@ class _FullTrial:
         if longest is None or not len(longest):
             return
         allowed = snapshot.live.copy()
-        allowed[indexed_until(snapshot, self.index) :] = False  # younger ones are not the index's either
+        allowed[indexed_until(snapshot, self.index) :] = False
         allowed[snapshot.positions(longest)] = False
-        rows = np.zeros(self.index.covered, np.bool_)
-        rows[snapshot.rows(np.flatnonzero(allowed))] = True
-        truth = nearest(None, snapshot, self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
-        self.left = Selected(rows), truth
+        truth = flat.nearest(snapshot, self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
+        self.left = Selected(snapshot.rows(np.flatnonzero(allowed)), self.index.covered), truth
         self.known.clear()
 
     def recall(self, effort: int, fetch_k: int, held_out: bool = False) -> float:
@@ -244,7 +244,7 @@ class _FullTrial:
         c = max(FLOOR, fetch_k * self.wanted)
         return self.snapshot.positions(self.index.find(vectors, c, selected, effort))
 
-    def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k), (q, k), (q, k)
+    def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k) each
         """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
         half = self._half(held_out=True)
         found, truth = self._search(self.asked[half], setting.effort, setting.fetch_k), self.truth[half]
@@ -256,14 +256,9 @@ class _FullTrial:
         if every is None or not len(every):
             return False
         asked = np.ascontiguousarray(self.asked[self._half(held_out=False)].float().numpy())
-
-        def search(queries: Floats) -> Rows:
-            return self._search(torch.from_numpy(queries), setting.effort, setting.fetch_k)
-
         index.longest = every[:0]
-        index.longest = affordable(self.snapshot, every, asked, search)
+        index.longest = affordable(self.snapshot, every, asked, self._searching(setting.effort, setting.fetch_k))
         if len(index.longest) == len(every):
-            index.longest = every
             return False
         index.room = len(index.longest)
         self.leave_out()
@@ -271,22 +266,21 @@ class _FullTrial:
 
     def seconds(self, effort: int, fetch_k: int) -> float:
         """What a whole search costs."""
+        return seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.asked.float().numpy()))
 
-        def search(queries: Floats) -> Rows:
-            return self._search(torch.from_numpy(queries), effort, fetch_k)
-
-        return seconds_of(search, np.ascontiguousarray(self.asked.float().numpy()))
+    def _searching(self, effort: int, fetch_k: int) -> Callable[[Floats], Rows]:
+        return lambda queries: self._search(torch.from_numpy(queries), effort, fetch_k)
 
     def _search(self, queries: Tensor, effort: int, fetch_k: int) -> Rows:
         self.index.effort, self.index.fetch_k = effort, fetch_k
-        return find(self.snapshot, self.index, queries, self.wanted, self.index.metric, None)
+        return find(self.snapshot, self.index, queries, self.wanted, self.index.metric, None).positions
 
 
 def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Target, say: Progress) -> list[Option]:
     """The options in the order in which a trial prefers them."""
     if len(fit) == 1:
         return fit
-    keys = prepared(snapshot.keys_at(_sample(snapshot, TRIED)).numpy(), metric)
+    keys = prepared(snapshot.keys_at(sampled(snapshot.live, TRIED, 0)).numpy(), metric)
     queries = None
     if target.queries is not None and len(target.queries):
         queries = prepared(_questions(snapshot, target.queries)[0][::2].float().numpy(), metric)
@@ -296,7 +290,7 @@ def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Targe
 
 def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -> Index:
     say("training", 0, 1)
-    sample = _sample(snapshot, max(TRAINED, POINTS_A_LIST * lists_for(snapshot.count)))
+    sample = sampled(snapshot.live, max(TRAINED, POINTS_A_LIST * lists_for(snapshot.count)), 0)
     keys = prepared(snapshot.keys_at(sample).numpy(), metric)
     index = option.engine.train(metric, keys, snapshot.count, option.codes)
     say("training", 1, 1)
@@ -306,12 +300,6 @@ def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -
         done += len(block.positions)
         say("adding", done, snapshot.count)
     return index
-
-
-def _sample(snapshot: Snapshot, most: int) -> Rows:  # (m,)
-    """Positions of so many live records, by chance, ascending."""
-    live = np.flatnonzero(snapshot.live)
-    return np.sort(np.random.default_rng(0).choice(live, min(len(live), most), replace=False, shuffle=False))
 
 
 def _questions(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows | None]:

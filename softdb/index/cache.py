@@ -1,9 +1,8 @@
-"""Index files: a cache, never the truth. FAISS' reader is not hardened: it sees only what this user has signed.
+"""Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
 
-An index file is the engine's bytes; its entry in the catalogue holds what else is to be known, their number and SHA-256
-among it, and an HMAC-SHA256 over all that under a key that lies outside every database. A database from elsewhere has
-another signature: its index is left aside, and its file, which may be of any size, is not even read. Nothing is ever
-unpickled.
+An index file is FAISS' bytes. Its entry in the catalogue holds the rest: their number and SHA-256, the tuning, and an
+HMAC-SHA256 over the entry under a key that lies outside every database. The index of a database from elsewhere carries
+another signature: it is left aside, and its file is not even read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from softdb.store import files
 __all__ = ["load", "save"]
 
 _log = logging.getLogger("softdb")
-_NAME = re.compile(r"(ivf|ivf-sq8|ivf-rabitq|hnsw)-[0-9a-f]{16}\.faiss")
+_NAME = re.compile(rf"({'|'.join(KINDS)})-[0-9a-f]{{16}}\.faiss")
 _KEPT = {  # what an entry calls the attributes of an index that stand beside its bytes
     "covered": "covered", "effort": "effort", "candidates": "fetch_k", "tuned_for": "tuned_for", "report": "report",
 }  # fmt: skip
@@ -36,7 +35,7 @@ _KEY_BYTES = 32
 
 
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
-    """Write an index file, whole or not at all, and return its entry for the catalogue."""
+    """Write an index file, whole or not at all; return its entry for the catalogue."""
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
@@ -125,8 +124,7 @@ def _key() -> bytes:
 
 
 def _key_path() -> Path:
-    named = os.environ.get("SOFTDB_KEY_FILE")
-    if named:
+    if named := os.environ.get("SOFTDB_KEY_FILE"):
         return Path(named)
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "softdb" / "index.key"

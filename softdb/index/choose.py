@@ -10,10 +10,10 @@ import numpy as np
 
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
-from softdb.index.contract import Floats, Index, faiss_module
+from softdb.index.contract import Floats, Index, faiss_module, measure_of
 from softdb.index.hnsw import HNSW
 from softdb.index.ivf import IVF, IVFSQ8, POINTS_A_LIST, IVFRaBitQ, lists_for
-from softdb.index.tune import Setting, fastest, recall_of, seconds_of
+from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
 
 __all__ = ["KINDS", "TRIED", "Option", "Progress", "budget", "choose", "options"]
 
@@ -60,10 +60,9 @@ def options(
 ) -> list[Option]:
     """What may be built within the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
-    wanted = engines.values() if kind == "auto" else [engines[kind]]
     every = [
         Option(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
-        for engine in wanted
+        for engine in (engines.values() if kind == "auto" else [engines[kind]])
         for codes in engine.codes(dim)
     ]
     fit = [option for option in every if memory is None or option.size <= memory]
@@ -116,19 +115,19 @@ class _Sampled:
     index: Index
 
     def __init__(self, metric: Metric, keys: Floats, queries: Floats | None, k: int, share: float) -> None:
-        faiss, random = faiss_module(), np.random.default_rng(2)
+        random = np.random.default_rng(2)
         own = None if queries is not None else random.choice(len(keys), min(ASKED, len(keys)), replace=False)
         self.queries = np.ascontiguousarray(keys[own] if queries is None else queries[:ASKED])
         self.own, self.k, self.nearest = own, k, max(1, round(k * share))
         trained = min(len(keys), max(POINTS_A_LIST * lists_for(len(keys)), 1 << 14))
         self.training = keys[np.sort(random.choice(len(keys), trained, replace=False))]
-        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
-        self.truth = faiss.knn(self.queries, keys, self.nearest + (own is not None), metric=measure)[1]
+        wanted = self.nearest + (own is not None)
+        self.truth = faiss_module().knn(self.queries, keys, wanted, metric=measure_of(metric))[1]
 
     def recall(self, effort: int, fetch_k: int) -> float:
         """Recall among the best codes, as many as exact scores would be worked out for."""
         found = self.index.find(self.queries, fetch_k * self.nearest + (self.own is not None), None, effort)
-        return recall_of(found, self.truth, self.own)
+        return float(recalls_of(found, self.truth, self.own).mean())
 
     def seconds(self, effort: int, fetch_k: int) -> float:
         """With as many candidates as a search of the whole would have."""

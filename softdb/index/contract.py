@@ -13,7 +13,19 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.errors import MissingDependency
 
-__all__ = ["Floats", "Found", "Index", "Live", "Recent", "Rows", "Selected", "faiss_module", "prepared"]
+__all__ = [
+    "Floats",
+    "Found",
+    "Index",
+    "Live",
+    "Recent",
+    "Rows",
+    "Selected",
+    "faiss_module",
+    "measure_of",
+    "prepared",
+    "sampled",
+]
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -31,10 +43,7 @@ class Found(NamedTuple):
 
 
 class Recent(Generic[T]):
-    """What was computed from the last few objects, such as masks; an object is recognised by identity while it lives.
-
-    Safe to use from several threads.
-    """
+    """What was computed from the last few objects, such as masks, known by identity. Safe to use from any thread."""
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
@@ -46,11 +55,10 @@ class Recent(Generic[T]):
         for references, result in known:
             if all(reference() is mine for reference, mine in zip(references, objects, strict=True)):
                 return result
-        result = compute()
         alive = [entry for entry in known if all(reference() is not None for reference in entry[0])]
-        references = tuple(weakref.ref(mine) for mine in objects)
-        self._known = [*alive, (references, result)][-self._most :]
-        return result
+        entry = tuple(weakref.ref(mine) for mine in objects), compute()
+        self._known = [*alive, entry][-self._most :]
+        return entry[1]
 
 
 def faiss_module() -> Any:
@@ -63,6 +71,11 @@ def faiss_module() -> Any:
             "Exact search needs neither"
         ) from None
     return faiss
+
+
+def measure_of(metric: Metric) -> Any:
+    """What FAISS calls the metric of `prepared` vectors."""
+    return faiss_module().METRIC_L2 if metric is Metric.L2 else faiss_module().METRIC_INNER_PRODUCT
 
 
 def prepared(
@@ -79,10 +92,18 @@ def prepared(
     return found
 
 
+def sampled(live: Live, most: int, seed: int) -> Rows:  # (m,)
+    """Positions of so many live records, by chance, ascending."""
+    every = np.flatnonzero(live)
+    return np.sort(np.random.default_rng(seed).choice(every, min(len(every), most), replace=False, shuffle=False))
+
+
 class Selected:
     """Rows that an index may return, in FAISS' own form. Safe to use from several threads."""
 
-    def __init__(self, allowed: Live) -> None:
+    def __init__(self, rows: Rows, covered: int) -> None:
+        allowed = np.zeros(covered, np.bool_)
+        allowed[rows] = True
         self._bits = np.packbits(allowed, bitorder="little")  # FAISS keeps a pointer only
         self.selector = faiss_module().IDSelectorBitmap(len(self._bits), faiss_module().swig_ptr(self._bits))
 
@@ -90,15 +111,16 @@ class Selected:
 class Index(ABC):
     """Codes of the keys of the rows below `covered`, and how hard to look.
 
-    A new engine writes `train`, `codes`, `record_bytes`, `parameters` and its attributes; the rest is FAISS, which
-    every engine wraps. Safe to search from several threads; to add, take a `copy`.
+    A new engine writes `train`, `codes`, `record_bytes`, `parameters` and its attributes; FAISS does the rest. Safe to
+    search from several threads; to add, take a `copy`.
     """
 
     kind: ClassVar[str]
     effort_name: ClassVar[str]  # what FAISS calls the effort
     effort_most: int  # beyond this more effort changes nothing
     on_gpu: ClassVar[bool] = False
-    coverage: Any = None  # how the last snapshot sees it, kept by `softdb.index.search`
+    coverage: Any = None  # what the last snapshot has of it, kept by `softdb.index.search`
+    outliers: Any = None  # the copy of the longest keys, kept by `softdb.index.outliers`
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         self.metric = metric
@@ -144,38 +166,24 @@ class Index(ABC):
         self,
         queries: Floats,  # (q, d) prepared
         c: int,
-        allowed: Selected | Live | None = None,  # (covered,) over rows; None: all
+        allowed: Selected | None = None,  # None: all
         effort: int | None = None,
     ) -> Rows:  # (q, c), -1 = none
         """The c rows of each query whose codes are nearest, in no promised order."""
-        return self.find_scored(queries, c, allowed, effort)[0]
-
-    def find_scored(
-        self,
-        queries: Floats,  # (q, d) prepared
-        c: int,
-        allowed: Selected | Live | None = None,  # (covered,) over rows; None: all
-        effort: int | None = None,
-    ) -> tuple[Rows, Floats]:  # (q, c), -1 = none; (q, c), -inf for none
-        """As `find`, and about what they score, as their codes have it."""
-        chosen = Selected(allowed) if isinstance(allowed, np.ndarray) else allowed
         # made anew for each call: to search, an id map writes to the parameters
-        parameters = self.parameters(min(effort or self.effort, self.effort_most), chosen and chosen.selector)
+        parameters = self.parameters(min(effort or self.effort, self.effort_most), allowed and allowed.selector)
         pointer, q, queries = faiss_module().swig_ptr, len(queries), np.ascontiguousarray(queries)
         rows, scores = np.empty((q, c), np.int64), np.empty((q, c), np.float32)
         self.inner.search_c(q, pointer(queries), c, pointer(scores), pointer(rows), parameters)
-        if self.metric is Metric.L2:
-            np.negative(scores, out=scores)
-        scores[rows < 0] = -np.inf
-        return rows, scores
+        return rows
 
     def copy(self) -> Index:
         """An index that can grow while this one is searched."""
         return self.restored(faiss_module().clone_index(self.inner))
 
-    def restored(self, inner: Any) -> Index:
-        """This index around another FAISS index of its kind."""
-        twin = type(self)(self.metric, inner)
+    def restored(self, inner: Any, engine: type[Index] | None = None) -> Index:
+        """This index around another FAISS index, of its engine or of the same on another device."""
+        twin = (engine or type(self))(self.metric, inner)
         for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest"):
             setattr(twin, name, getattr(self, name))
         twin.report = dict(self.report)

@@ -1,11 +1,12 @@
-"""Finding on a GPU with torch alone: the exact finder there, and the exact order of candidates.
+"""Finding on a GPU with torch alone: exact search, and the exact order of candidates.
 
-Queries, keys and candidates stay on the device; what comes back are the positions found. The exact finder is that of
-`flat`, step by step: blocked products keep a few more than k candidates, float64 puts them in order, and where the
-bound on rounding lets another record in, the query is asked again, on the CPU, where `flat` decides.
+Queries, keys and candidates stay on the device; what comes back are the positions found. Exact search is that of
+`flat`, but a query whose answer rounding leaves open is asked again on the CPU.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from softdb.check import Metric
 from softdb.index import flat
 from softdb.index.contract import Live, Rows
-from softdb.index.products import Best, BlockKeys, Probe
-from softdb.index.rerank import best
+from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
+from softdb.index.rerank import ordered
 from softdb.index.resident import DeviceView, Kept, KeyColumn, Seen
 from softdb.store import Snapshot
 
@@ -79,14 +80,13 @@ class Board:
         k = min(k, count)
         if not k:
             return found
-        dtype = torch.promote_types(queries.dtype, torch.float64 if _coarse() else torch.float32)
+        dtype = torch.promote_types(queries.dtype, torch.float64 if reduced() else torch.float32)
         asked = queries.detach().to(self.device, dtype)
-        near, unsure = _exact(view, asked, k, metric, kept, start, count)
+        near, _, unsure = _DeviceScan(view, kept, start, count, metric).nearest(asked, k)
         found[:, :k] = near.cpu().numpy()
-        again = np.flatnonzero(unsure.cpu().numpy())
+        again = unsure.nonzero()[:, 0]
         if len(again):
-            few = asked[torch.from_numpy(again).to(self.device)].cpu()
-            found[again, :k] = flat.nearest(snapshot, few, k, metric, allowed, start)
+            found[again.cpu().numpy(), :k] = flat.nearest(snapshot, asked[again].cpu(), k, metric, allowed, start)
         return found
 
     def ordered(
@@ -100,7 +100,7 @@ class Board:
         """Positions of the k best candidates by exact score, ties by row, then -1. Cost q c d."""
         if view.seen.keys is None:  # only the candidates' numbers travel; the mapped keys are read in place
             own = np.ascontiguousarray(queries.cpu().numpy())
-            return best(view.snapshot, own, positions.cpu().numpy(), k, metric)
+            return ordered(view.snapshot, own, positions.cpu().numpy(), k, metric)[0]
         positions = positions.masked_fill(positions < 0, view.snapshot.size).sort(dim=1).values  # none: last
         there = positions < view.snapshot.size
         scores = _scores(view, queries, positions.masked_fill(~there, 0), metric).masked_fill_(~there, -torch.inf)
@@ -109,112 +109,37 @@ class Board:
         return np.asarray(torch.nn.functional.pad(found, (0, k - found.shape[1]), value=-1).cpu().numpy())
 
 
-def _coarse() -> bool:
-    """Whether a float32 product may have fewer digits than float32."""
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was set by torch's newer words, which this question does not understand
-        return True
+class _DeviceScan(flat.Scan):
+    """The records of one exact search, on a GPU."""
+
+    def __init__(self, view: DeviceView, kept: Kept, start: int, count: int, metric: Metric) -> None:
+        super().__init__(view.snapshot, kept.mask, start, count, metric)
+        self.view, self.kept = view, kept
+        self.queries, self.gathered = QUERIES, GATHERED
+
+    @staticmethod
+    def merge(best: Best | None, scores: Tensor, positions: Tensor, kept: int) -> Best:
+        """As `products.merge`: a GPU sorts whole blocks."""
+        here = top(None, scores, positions.expand(scores.shape), kept)
+        return here if best is None else top(best, *here, kept)
+
+    def blocks(self, queries: int) -> Iterator[KeyBlock]:
+        """The records, as many at a time as their scores leave room for."""
+        return self.view.parts(self.kept, self.start, max(4096, min(SCORED // queries, CONVERTED // self.dim, 1 << 20)))
+
+    def keys_at(self, positions: Tensor) -> Tensor:
+        """Keys, copied."""
+        return self.view.keys_at(positions)
+
+    def scores(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Exact scores (q, c)."""
+        return _scores(self.view, queries, positions, self.metric)
 
 
-def _exact(
-    view: DeviceView,
-    queries: Tensor,  # (q, d) float32 or float64, on the device
-    k: int,  # at most count
-    metric: Metric,
-    kept: Kept,
-    start: int,
-    count: int,
-) -> tuple[Tensor, Tensor]:  # (q, k) positions, (q,) bool: rounding or a tie may have kept a better one out
-    more = min(k + 8 + k // 8, count)
-    probes = [Probe(metric, part) for part in torch.split(queries, QUERIES)]
-    found, unsure = [], []
-    for probe, top, asked in zip(
-        probes, _candidates(view, probes, kept, start, more), torch.split(queries, QUERIES), strict=True
-    ):
-        positions = top.positions.sort(dim=1).values
-        exact = _scores(view, asked.double(), positions, metric)
-        exact, order = exact.sort(dim=1, descending=True, stable=True)
-        found.append(positions.gather(1, order[:, :k]))
-        doubt = ~kept.there[positions].all(1)  # a dead one is no worse than a product that overflows
-        if more < count:
-            worst, floor = exact[:, k - 1], probe.full(top.scores.amin(1))
-            # negated, so that a NaN counts as unsure, as does an overflow, of which nothing is known
-            doubt |= ~(worst > floor + probe.slack(worst, _longest(view, positions, metric))) | floor.isinf()
-        unsure.append(doubt)
-    return torch.cat(found), torch.cat(unsure)
-
-
-def _candidates(view: DeviceView, probes: list[Probe], kept: Kept, start: int, more: int) -> list[Best]:
-    """The best of each chunk of the queries by approximate score."""
-    asked = len(probes[0].queries)
-    dtype, dim = probes[0].queries.dtype, probes[0].queries.shape[1]
-    block = max(4096, min(SCORED // asked, CONVERTED // dim, 1 << 20))
-    best: list[Best | None] = [None] * len(probes)
-    out, prepared = torch.empty(0, dtype=dtype, device=view.device), None
-    for part in view.parts(kept, start, block):
-        prepared = BlockKeys(probes[0].metric, part.keys.to(dtype), prepared)
-        m = len(part.positions)
-        if out.numel() < asked * m:
-            out = out.new_empty(asked * m)
-        for i, probe in enumerate(probes):
-            scores = probe.approximate(prepared, out[: len(probe.queries) * m].view(-1, m))
-            if part.dead is not None:
-                scores.masked_fill_(part.dead, -torch.inf)
-            best[i] = _top(best[i], scores, part.positions, more)
-    return [one for one in best if one is not None]
-
-
-def _top(
-    best: Best | None,
-    scores: Tensor,  # (q, m)
-    positions: Tensor,  # (m,)
-    kept: int,
-) -> Best:
-    """The best so far and a block's best, together."""
-    top = scores.topk(min(kept, scores.shape[1]), sorted=False)
-    here = Best(top.values, positions[top.indices])
-    if best is None:
-        return here
-    scores, both = torch.cat([best.scores, here.scores], 1), torch.cat([best.positions, here.positions], 1)
-    top = scores.topk(min(kept, scores.shape[1]), sorted=False)
-    return Best(top.values, both.gather(1, top.indices))
-
-
-def _scores(
-    view: DeviceView,
-    queries: Tensor,  # (q, d), in the dtype to compute in
-    positions: Tensor,  # (q, c) none of them -1
-    metric: Metric,
-) -> Tensor:  # (q, c)
-    """Scores pair by pair, without matrix products: the same for equal keys, and never in TF32."""
+def _scores(view: DeviceView, queries: Tensor, positions: Tensor, metric: Metric) -> Tensor:
+    """Exact scores of positions (q, c), none of them -1, in the dtype of the queries (q, d)."""
     if not positions.shape[1]:
         return queries.new_empty(positions.shape)
-    chunk, found = max(1, GATHERED // (positions.shape[1] * queries.shape[1])), []
-    for asked, own in zip(torch.split(queries, chunk), torch.split(positions, chunk), strict=True):
-        keys, asked = view.keys_at(own).to(queries.dtype), asked.unsqueeze(1)
-        if metric is Metric.L2:
-            found.append((keys - asked).square_().sum(2).neg_())
-            continue
-        products = (keys * asked).sum(2)
-        if metric is Metric.COSINE:
-            lengths = torch.linalg.vector_norm(keys, dim=2) * torch.linalg.vector_norm(asked, dim=2)
-            products = products / lengths.masked_fill(lengths == 0, torch.inf)
-        found.append(products)
-    return torch.cat(found)
-
-
-def _longest(
-    view: DeviceView,
-    positions: Tensor,  # (q, c)
-    metric: Metric,
-) -> Tensor:  # (q,) float64
-    """Length of the longest candidate; the others' scores are rounded alike."""
-    if metric is not Metric.DOT:
-        return torch.zeros(len(positions), dtype=torch.float64, device=view.device)
-    chunk = max(1, GATHERED // max(1, positions.shape[1] * view.snapshot.segments[0].keys.shape[1]))
-    lengths: list[Tensor] = [
-        torch.linalg.vector_norm(view.keys_at(own), dim=2, dtype=torch.float64).amax(1)
-        for own in torch.split(positions, chunk)
-    ]
-    return torch.cat(lengths)
+    chunk = max(1, GATHERED // (positions.shape[1] * queries.shape[1]))
+    parts = zip(torch.split(queries, chunk), torch.split(positions, chunk), strict=True)
+    return torch.cat([pair_scores(q.unsqueeze(1), view.keys_at(at).to(q.dtype), metric) for q, at in parts])

@@ -1,4 +1,4 @@
-"""The finder of one database: its index, loaded when first needed, kept in step with the store, saved as a cache."""
+"""The finder of one database: its index is loaded when first needed, kept up to date, and saved as a cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.errors import BadInput
-from softdb.index import cache
+from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Progress, Target, build, checked, possible, tuned
 from softdb.index.contract import Found, Index, Live, Rows, Selected, faiss_module
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, hosted, place, placed
-from softdb.index.gpu_search import find_there, nearest
+from softdb.index.gpu_search import find_there
 from softdb.index.ivf import IVF
 from softdb.index.search import find, indexed_until
 from softdb.index.tail import FEWEST, Tail
@@ -30,8 +30,8 @@ from softdb.store import Snapshot, Store, fork
 
 __all__ = ["Finder"]
 
-ABSORB_ROWS = 10_000  # young rows from which on the index takes them in: fewer are searched exactly in a millisecond
-ABSORB_SHARE = 0.1  # and what share of the index they must be: taking in copies its codes
+ABSORB_ROWS = 10_000  # unindexed rows that are added to the index: fewer are compared exactly in a millisecond
+ABSORB_SHARE = 0.1  # and what share of the index they must be: to add copies its codes
 
 
 class Finder:
@@ -63,7 +63,7 @@ class Finder:
         return self._build is not None and not self._build.done
 
     def after_fork(self) -> None:
-        """In a forked child: no thread builds, and none will let go of the lock."""
+        """In a forked child: no thread builds, and none will release the lock."""
         self._lock = threading.Lock()
         self.watch.after_fork()
         if self._build is not None:
@@ -78,26 +78,26 @@ class Finder:
         exact: bool = False,
         certain: int | None = None,
         pairwise: bool = True,
-        metric: Metric | None = None,  # None: the database's, by which the index finds
+        metric: Metric | None = None,  # None: the database's; the index serves no other
     ) -> Found:  # (q, k)
-        """The k nearest by a metric; `certain` and `pairwise` as in `softdb.index.search.find`.
+        """The k nearest; `certain` and `pairwise` as in `softdb.index.search.find`.
 
         Of another metric than the database's, and for few records, the finder is "flat", which is exact. A few of the
         searches by the index are checked against exact ones (`watch`).
         """
-        own = self._store.schema.metric
-        metric = own if metric is None else metric
+        own, board = self._store.schema.metric, self._board
+        metric = metric or own
         index = None if exact or metric is not own else self._current(snapshot)
         found, start = None, time.perf_counter()
         if index is not None:
             search = find_there if index.on_gpu else find
-            found = search(snapshot, index, queries, k, allowed, certain, pairwise and self._board is None)
+            found = search(snapshot, index, queries, k, allowed, certain, pairwise and board is None)
         if index is None or found is None:
-            return Found(nearest(self._board, snapshot, queries, k, metric, allowed), None, "flat")
+            return Found((board or flat).nearest(snapshot, queries, k, metric, allowed), None, "flat")
         if certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
 
             def exactly(which: int) -> Rows:
-                alone: Rows = nearest(self._board, snapshot, queries[which : which + 1], k, metric, allowed)[0]
+                alone: Rows = (board or flat).nearest(snapshot, queries[which : which + 1], k, metric, allowed)[0]
                 return alone
 
             seconds = time.perf_counter() - start
@@ -193,7 +193,7 @@ class Finder:
             self._unsaved = False
 
     def compact(self) -> None:
-        """Take the codes of rows that are gone out of the index; a graph keeps them, they are never found."""
+        """Remove the codes of rows that are gone from the index; a graph keeps them, they are never found."""
         snapshot = self._store.snapshot
         self._current(snapshot)
         with self._lock:
@@ -203,9 +203,7 @@ class Finder:
             rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self.index)]))
             if len(rows) == self.index.inner.ntotal:
                 return
-            held = np.zeros(self.index.covered, np.bool_)
-            held[rows] = True
-            selected, twin = Selected(held), hosted(self.index)  # the other is being searched
+            selected, twin = Selected(rows, self.index.covered), hosted(self.index)  # the other is being searched
             with contextlib.suppress(RuntimeError):  # an engine that cannot, such as a graph
                 twin.inner.remove_ids(faiss_module().IDSelectorNot(selected.selector))
                 twin = placed(twin, board_of(self.index))
@@ -229,10 +227,10 @@ class Finder:
         return IndexReport.of({**index.report, **serving, **self.watch.report(index), "building": building})
 
     def _current(self, snapshot: Snapshot) -> Index | None:
-        """The index that serves a snapshot, loaded and with young rows taken in when there are many."""
+        """The index that serves a snapshot, loaded, and with unindexed rows added when there are many."""
         index = self._serving(snapshot)
         if self._looked and (index is None or not self._behind(snapshot, index) or self._lock.locked()):
-            return index  # another thread takes rows in, or saves; until then they are compared exactly
+            return index  # another thread adds rows, or saves; until then they are compared exactly
         with self._lock:  # not `acquire`, after which an interrupt would leave it held for ever
             if not self._looked:
                 self._load()
@@ -254,8 +252,8 @@ class Finder:
         self._in_use, self._looked, self._unsaved = (index, since), True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
-        young = snapshot.size - indexed_until(snapshot, index)
-        return young > ABSORB_ROWS and young > ABSORB_SHARE * index.covered
+        unindexed = snapshot.size - indexed_until(snapshot, index)
+        return unindexed > max(ABSORB_ROWS, ABSORB_SHARE * index.covered)
 
     def _load(self) -> None:
         entry, folder = self._store.index_entry(), self._folder()

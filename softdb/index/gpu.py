@@ -1,14 +1,13 @@
 """Indexes on a GPU: FAISS' inverted lists there, searched with tensors of that GPU, on torch's own stream.
 
-A CPU's fast-scan shuffles 4-bit codes within its registers, which no GPU does: FAISS takes 8-bit codes there alone. So
-`ivf` has a byte for each 2 to 16 numbers (a GPU search reads codes as fast as its memory gives them, fewer bytes are
-faster), and `ivf-sq8` a byte a number, nearly exact. Vectors in half precision would be a second copy of the keys, and
-graphs and RaBitQ have no form on a GPU. What FAISS cannot do there is done here: no more than 2048 results or lists a
-query (beyond, every record is compared), no filter and no removal (more is fetched, what does not count is passed
-over, and where too little is left every match is compared).
+FAISS scans 4-bit codes on a CPU only. On a GPU `ivf` has a byte for each 2 to 16 numbers (memory is what counts there,
+fewer bytes are faster), and `ivf-sq8` a byte a number, nearly exact; graphs and RaBitQ have no form there. FAISS' other
+limits on a GPU are met in `gpu_search`: at most 2048 results or lists a query (beyond, every record is compared), no
+filter and no removal (more is fetched and what does not count is passed over; where too little is left, every match
+is compared).
 
-`faiss.contrib.torch_utils` is not imported: it replaces the methods of every index in the process, and its `search`
-takes no parameters. FAISS is given addresses instead.
+`faiss.contrib.torch_utils` is not used: it replaces the methods of every index in the process, and its `search` takes
+no parameters. FAISS is given addresses instead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +25,9 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.errors import MissingDependency
-from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module
+from softdb.index.contract import Floats, Index, Rows, Selected, faiss_module
 from softdb.index.device import Board
-from softdb.index.ivf import ID, IVF, IVFSQ8, POINTS_A_LIST, ROUNDS, lists_for
+from softdb.index.ivf import ID, IVF, IVFSQ8
 
 __all__ = ["MOST", "OnGPU", "board_of", "engines", "gpu_faiss", "hosted", "place", "placed", "session"]
 
@@ -57,17 +56,16 @@ def gpu_faiss(device: torch.device | None = None) -> Any:
     return faiss
 
 
-class _Resources:
+class _Resources(NamedTuple):
     """FAISS' streams and scratch memory, one for all indexes of a process: FAISS lets one thread use them at a time."""
 
-    def __init__(self) -> None:
-        self.inner = gpu_faiss().StandardGpuResources()
-        self.lock = threading.RLock()
+    inner: Any
+    lock: threading.RLock
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _resources() -> _Resources:
-    return _Resources()
+    return _Resources(gpu_faiss().StandardGpuResources(), threading.RLock())
 
 
 def current_stream(device: torch.device) -> int:
@@ -102,14 +100,25 @@ class OnGPU(IVF):
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """Centroids and codes, there."""
-        faiss, (m, dim) = gpu_faiss(), sample.shape
-        lists = max(1, min(lists_for(count), m // 39))
-        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
-        inner = _uploaded(cls.board, faiss.index_factory(dim, f"IVF{lists},{codes}", measure))
-        inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
+        inner = cls.untrained(metric, sample, count, codes)
         with session(cls.board):
             inner.train(sample)
         return cls(metric, inner)
+
+    @classmethod
+    def uploaded(cls, inner: Any) -> Any:
+        """A copy on the board."""
+        faiss = gpu_faiss()
+        options = faiss.GpuClonerOptions()
+        options.use_cuvs = False  # another library, with other limits and codes, in some builds
+        options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # of the tables alone
+        with session(cls.board) as resources:
+            return faiss.index_cpu_to_gpu(resources, cls.board.device.index or 0, inner, options)
+
+    def downloaded(self) -> Any:
+        """A copy of the FAISS index on the CPU."""
+        with session(self.board):
+            return gpu_faiss().index_gpu_to_cpu(self.inner)
 
     def add(self, rows: Rows, keys: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> None:
         """Take records (n, d) in."""
@@ -134,7 +143,7 @@ class OnGPU(IVF):
             )
         return rows
 
-    def find(self, queries: Floats, c: int, allowed: Selected | Live | None = None, effort: int | None = None) -> Rows:
+    def find(self, queries: Floats, c: int, allowed: Selected | None = None, effort: int | None = None) -> Rows:
         """As `near`, for arrays of the host; no more than MOST are found, -1 follows."""
         if allowed is not None:
             raise ValueError("an index on a GPU takes no filter: softdb.index.gpu_search does without")
@@ -147,11 +156,11 @@ class OnGPU(IVF):
 
     def copy(self) -> Index:
         """An index that can grow while this one is searched; it passes through the host's memory."""
-        return self.restored(_uploaded(self.board, _downloaded(self)))
+        return self.restored(self.uploaded(self.downloaded()))
 
     def dump(self) -> Any:
         """The codes as bytes of a CPU index, which any machine reads."""
-        return faiss_module().serialize_index(_downloaded(self))
+        return faiss_module().serialize_index(self.downloaded())
 
 
 class _DeviceIVF(OnGPU):
@@ -193,14 +202,13 @@ def placed(index: Index, board: Board | None) -> Index:
     index = hosted(index) if isinstance(index, OnGPU) else index
     if board is None or not _movable(index, board):
         return index
-    return _like(index, engines(board)[index.kind](index.metric, _uploaded(board, index.inner)))
+    engine = engines(board)[index.kind]
+    return index.restored(engine.uploaded(index.inner), engine)
 
 
 def hosted(index: Index) -> Index:
     """A copy of an index on the CPU, where rows can be removed."""
-    if isinstance(index, OnGPU):
-        return _like(index, index.host(index.metric, _downloaded(index)))
-    return index.copy()
+    return index.restored(index.downloaded(), index.host) if isinstance(index, OnGPU) else index.copy()
 
 
 def board_of(index: Index | None) -> Board | None:
@@ -210,17 +218,7 @@ def board_of(index: Index | None) -> Board | None:
 
 def place(index: Index | None) -> str:
     """Where an index lies, as it is reported."""
-    board = board_of(index)
-    return "cpu" if board is None else str(board.device)
-
-
-def _like(index: Index, twin: Index) -> Index:
-    """The twin, as far and as hard to search as the index."""
-    for name, value in vars(index).items():
-        if name not in ("inner", "effort_most", "coverage"):
-            setattr(twin, name, value)
-    twin.report = dict(index.report)
-    return twin
+    return str(index.board.device) if isinstance(index, OnGPU) else "cpu"
 
 
 def _movable(index: Index, board: Board) -> bool:
@@ -230,25 +228,8 @@ def _movable(index: Index, board: Board) -> bool:
     except MissingDependency as error:
         _log.warning("the index stays on the CPU: %s", error)
         return False
-    if isinstance(inner, faiss.IndexIVFScalarQuantizer):
-        return True
-    if isinstance(inner, faiss.IndexIVFPQ) and inner.by_residual and inner.pq.nbits == 8 and inner.pq.M in PARTS:
+    product = isinstance(inner, faiss.IndexIVFPQ) and inner.by_residual and inner.pq.nbits == 8 and inner.pq.M in PARTS
+    if product or isinstance(inner, faiss.IndexIVFScalarQuantizer):
         return True
     _log.warning("the index stays on the CPU: its codes have no form on a GPU; build_index() makes one that has")
     return False
-
-
-def _uploaded(board: Board, inner: Any) -> Any:
-    """A CPU index, copied to the board."""
-    faiss = gpu_faiss()
-    options = faiss.GpuClonerOptions()
-    options.use_cuvs = False  # another library, with other limits and codes, in some builds
-    options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # of the tables alone
-    with session(board) as resources:
-        return faiss.index_cpu_to_gpu(resources, board.device.index or 0, inner, options)
-
-
-def _downloaded(index: OnGPU) -> Any:
-    """The same as a CPU index."""
-    with session(index.board):
-        return gpu_faiss().index_gpu_to_cpu(index.inner)

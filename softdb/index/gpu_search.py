@@ -1,4 +1,4 @@
-"""Finding on whichever device an index lies: on a GPU around what FAISS cannot do there, else by `search`, `flat`."""
+"""Finding wherever an index lies: on the CPU by `search` and `flat`, on a GPU around what FAISS cannot do there."""
 
 from __future__ import annotations
 
@@ -9,31 +9,16 @@ from torch import Tensor
 from softdb.check import Metric
 from softdb.index import flat, search
 from softdb.index.contract import Found, Index, Live, Rows
-from softdb.index.device import Board
 from softdb.index.gpu import MOST, QUERIES, OnGPU, board_of
 from softdb.index.resident import DeviceView
 from softdb.index.search import indexed_until
 from softdb.store import Snapshot
 
-__all__ = ["find", "find_there", "nearest"]
+__all__ = ["find", "find_there"]
 
 FEW = 1 << 16  # records that a GPU compares sooner than it asks an index
 FLOOR = 64  # candidates that are looked at again at least
 SURE = 3.0  # deviations by which more is fetched than a filter lets through on average
-
-
-def nearest(
-    board: Board | None,
-    snapshot: Snapshot,
-    queries: Tensor,  # (q, d)
-    k: int,
-    metric: Metric,
-    allowed: Live | None = None,  # (size,) over positions; None: every live record
-) -> Rows:  # (q, k)
-    """The exact finder, there or on the CPU."""
-    if board is None:
-        return flat.nearest(snapshot, queries, k, metric, allowed)
-    return board.nearest(snapshot, queries, k, metric, allowed)
 
 
 def find(
@@ -43,15 +28,13 @@ def find(
     k: int,
     metric: Metric,
     allowed: Live | None,  # (size,) over positions; None: every live record
-    certain: int | None = None,
-) -> Rows:  # (q, k)
-    """Positions of the k nearest that are allowed and live, -1 only beyond their number: by the index or exactly."""
+) -> Found:  # (q, k), -1 only beyond the number of records that count
+    """The k nearest that are allowed and live: by the index, or exactly where that costs less."""
     found = None
     if index is not None:
-        found = (find_there if index.on_gpu else search.find)(snapshot, index, queries, k, allowed, certain)
-    if found is None:
-        return nearest(board_of(index), snapshot, queries, k, metric, allowed)
-    return found.positions
+        found = (find_there if index.on_gpu else search.find)(snapshot, index, queries, k, allowed)
+    exact = (board_of(index) or flat).nearest
+    return found or Found(exact(snapshot, queries, k, metric, allowed), None, "flat")
 
 
 def find_there(
@@ -63,14 +46,21 @@ def find_there(
     certain: int | None = None,
     pairwise: bool = False,
 ) -> Found | None:  # (q, k)
-    """As `search.find`, by an index on a GPU.
+    """As `search.find`, by an index on a GPU; None where to compare every record costs less, or is the only way.
 
-    All k are as certain as the index finds them, and only the positions found travel to the host, where the keys fit;
-    else those of the candidates, too.
+    All k are as certain as the index finds them. Only the positions found travel to the host, where the keys fit on the
+    GPU; else those of the candidates, too.
     """
     assert isinstance(index, OnGPU)
-    plan = _plan(snapshot, index, k, allowed)
-    if plan is None:
+    if k > index.covered // 8:
+        return None
+    view, until = index.board.view(snapshot), indexed_until(snapshot, index)
+    kept = view.kept(allowed)
+    inside = kept.number if until == snapshot.size else int(np.count_nonzero(kept.mask[:until]))
+    if inside <= max(FEW, 4 * k):
+        return None
+    plan = _DeviceSearch(view, index, k, allowed, until, inside)
+    if plan.fetched > MOST:
         return None
     found = np.empty((len(queries), k), np.int64)
     for low in range(0, len(queries), QUERIES):
@@ -112,16 +102,3 @@ class _DeviceSearch:
             few = queries[torch.from_numpy(np.flatnonzero(thin)).to(queries.device)]
             found[thin] = board.nearest(view.snapshot, few, k, index.metric, allowed)
         return found
-
-
-def _plan(snapshot: Snapshot, index: OnGPU, k: int, allowed: Live | None) -> _DeviceSearch | None:
-    """None where to compare every record is the lesser work, or the only way."""
-    if k > index.covered // 8:
-        return None
-    view, until = index.board.view(snapshot), indexed_until(snapshot, index)
-    kept = view.kept(allowed)
-    inside = kept.number if until == snapshot.size else int(np.count_nonzero(kept.mask[:until]))
-    if inside <= max(FEW, 4 * k):
-        return None
-    plan = _DeviceSearch(view, index, k, allowed, until, inside)
-    return plan if plan.fetched <= MOST else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, faiss_module
+from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
 __all__ = ["HNSW"]
 
@@ -18,10 +18,7 @@ class HNSW(Index):
 
     kind: ClassVar[str] = "hnsw"
     effort_name: ClassVar[str] = "efSearch"
-
-    def __init__(self, metric: Metric, inner: Any) -> None:
-        super().__init__(metric, inner)
-        self.effort_most = 4096
+    effort_most = 4096
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
@@ -37,8 +34,7 @@ class HNSW(Index):
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """The ranges of the scalar quantiser."""
         faiss = faiss_module()
-        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
-        graph = faiss.IndexHNSWSQ(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, LINKS, measure)
+        graph = faiss.IndexHNSWSQ(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, LINKS, measure_of(metric))
         graph.hnsw.efConstruction = CONSTRUCTION
         graph.train(sample)
         inner = faiss.IndexIDMap(graph)
@@ -48,6 +44,4 @@ class HNSW(Index):
 
     def parameters(self, effort: int, selector: Any) -> Any:
         """How many records the search keeps in view."""
-        if selector is None:
-            return faiss_module().SearchParametersHNSW(efSearch=effort)
-        return faiss_module().SearchParametersHNSW(efSearch=effort, sel=selector)
+        return faiss_module().SearchParametersHNSW(efSearch=effort, **({} if selector is None else {"sel": selector}))

@@ -2,7 +2,7 @@
 
 Jégou et al. 2011, "Product quantization for nearest neighbor search"; André et al. 2015, "Cache locality is not
 enough: high-performance nearest neighbor search with product quantization fast scan"; Gao and Long 2024, "RaBitQ",
-arXiv 2405.12497. Lists with 4-bit codes and exact scores afterwards beat every graph at equal recall, on sentence
+arXiv 2405.12497. Lists with 4-bit codes and exact scores afterwards beat every graph at equal recall: on sentence
 embeddings with a code for 4 numbers, on keys in dense clusters with a code for each.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, faiss_module
+from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
 __all__ = ["IVF", "IVFSQ8", "IVFRaBitQ", "lists_for"]
 
@@ -22,6 +22,7 @@ POINTS_A_LIST = 64  # that a list's centroid is trained on
 ROUNDS = 10  # of k-means: more changes recall by less than 0.001
 EXPLAINED = 0.5  # share of the keys' variance, from which on codes of what the centroids leave are the better ones
 ID = 8  # bytes
+FACTORS = 8  # bytes of a RaBitQ code, beside its bits
 
 
 def lists_for(count: int) -> int:
@@ -40,6 +41,7 @@ class IVF(Index):
 
     kind: ClassVar[str] = "ivf"
     effort_name: ClassVar[str] = "nprobe"
+    chooses_residual: ClassVar[bool] = True  # whether to code keys or what the centroids leave; else FAISS' default
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         super().__init__(metric, inner)
@@ -58,33 +60,37 @@ class IVF(Index):
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """Centroids by k-means, then the codes."""
-        faiss, (m, dim) = faiss_module(), sample.shape
-        lists = max(1, min(lists_for(count), m // 39))
-        measure = faiss.METRIC_L2 if metric is Metric.L2 else faiss.METRIC_INNER_PRODUCT
-        inner = faiss.index_factory(dim, f"IVF{lists},{codes}", measure)
-        inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
-        inner.train_q1(m, faiss.swig_ptr(sample), False, measure)
-        cls._choose_residual(inner, sample, metric)
+        inner = cls.untrained(metric, sample, count, codes)
+        inner.train_q1(len(sample), faiss_module().swig_ptr(sample), False, measure_of(metric))
+        if cls.chooses_residual:
+            # for L2 every probed list would need tables of its own: five times slower than finer codes
+            inner.by_residual = metric is not Metric.L2 and _explained(inner.quantizer, sample) > EXPLAINED
         inner.train(sample)
         return cls(metric, inner)
 
     @classmethod
-    def _choose_residual(cls, inner: Any, sample: Floats, metric: Metric) -> None:
-        """Whether what the centroids leave is coded, or the key itself."""
-        # for L2 every probed list would need tables of its own: five times slower than finer codes
-        inner.by_residual = metric is not Metric.L2 and _explained(inner.quantizer, sample) > EXPLAINED
+    def untrained(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Any:
+        """The FAISS index that `train` trains."""
+        lists = max(1, min(lists_for(count), len(sample) // 39))
+        inner = cls.uploaded(faiss_module().index_factory(sample.shape[1], f"IVF{lists},{codes}", measure_of(metric)))
+        inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
+        return inner
+
+    @classmethod
+    def uploaded(cls, inner: Any) -> Any:
+        """A FAISS index of the CPU, where this engine's lie."""
+        return inner
 
     def parameters(self, effort: int, selector: Any) -> Any:
         """How many lists are probed."""
-        if selector is None:
-            return _probing(effort)
-        return faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
+        return _probing(effort) if selector is None else faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
 
 
 class IVFSQ8(IVF):
     """Inverted lists of 8-bit scalar codes: d bytes and an id a record. Exact almost, and slow to scan."""
 
     kind: ClassVar[str] = "ivf-sq8"
+    chooses_residual: ClassVar[bool] = False
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
@@ -96,16 +102,12 @@ class IVFSQ8(IVF):
         """A byte a number."""
         return dim + ID
 
-    @classmethod
-    def _choose_residual(cls, inner: Any, sample: Floats, metric: Metric) -> None:
-        """What the centroids leave, always: FAISS' own choice."""
-
 
 class IVFRaBitQ(IVF):
     """Inverted lists of a bit a number, rotated by their signs alone: the best recall for d / 8 bytes a record."""
 
     kind: ClassVar[str] = "ivf-rabitq"
-    FACTORS: ClassVar[int] = 8  # bytes a record, beside its bits
+    chooses_residual: ClassVar[bool] = False  # the codes are made for what the centroids leave
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
@@ -115,11 +117,7 @@ class IVFRaBitQ(IVF):
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
         """A bit a number and what corrects it."""
-        return -(-dim // 8) + cls.FACTORS + ID
-
-    @classmethod
-    def _choose_residual(cls, inner: Any, sample: Floats, metric: Metric) -> None:
-        """What the centroids leave, always: the codes are made for it."""
+        return -(-dim // 8) + FACTORS + ID
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,11 +126,8 @@ def _probing(effort: int) -> Any:
     return faiss_module().SearchParametersIVF(nprobe=effort)
 
 
-def _explained(
-    quantizer: Any,
-    sample: Floats,  # (m, d)
-) -> float:
-    """Share of the keys' variance that their centroids explain."""
+def _explained(quantizer: Any, sample: Floats) -> float:
+    """Share of the variance of keys (m, d) that their centroids explain."""
     some = sample[:: max(1, len(sample) // 4096)]
     centroids = quantizer.reconstruct_n(0, quantizer.ntotal)[quantizer.search(some, 1)[1][:, 0]]
     whole = float(np.square(some - some.mean(0)).sum())

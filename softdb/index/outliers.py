@@ -1,15 +1,14 @@
 """Outliers of norm: the longest keys, which every search for the largest inner product compares exactly.
 
-A key's length is a factor of its inner products, so the longest keys are most often among the nearest; and it is a
-factor of the error of its code, so they are what codes find least surely. They are few: their rows are kept with the
-index, a copy of their keys is made when it is first searched, and every query is compared with all of them that its
-filter lets through. Where lengths hardly vary there are none, nor for the cosine and L2, where length has no such part.
+A key's length is a factor of its inner products, so the longest keys are most often among the nearest; and of the
+error of its code, so an index finds them least surely. They are few: their rows are kept with the index, their keys are
+copied when it is first searched, and every query is compared with all of them that its filter allows. Where lengths
+hardly vary there are none; nor for the cosine and L2.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +21,7 @@ from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.rerank import ordered
 from softdb.store import Snapshot
 
-__all__ = [
-    "LEAST",
-    "SHARE",
-    "Outliers",
-    "affordable",
-    "lengths_of",
-    "longest_of",
-    "most_of",
-    "outliers_of",
-]
+__all__ = ["LEAST", "SHARE", "Outliers", "affordable", "lengths_of", "longest_of", "most_of", "outliers_of"]
 
 SHARE = 0.04  # of the time of a search that comparing them may take, alone and in a batch
 LEAST = 32  # that are compared all the same: in half a microsecond
@@ -51,7 +41,7 @@ class Outliers:
         lengths = np.sqrt(np.einsum("md,md->m", keys, keys, dtype=np.float64))
         order = np.argsort(-lengths, kind="stable")
         order = order[positions[order] >= 0]
-        self.count, unit = len(order), _unit()
+        self.count, (self.take_in, unit) = len(order), _compiled()
         padded = -(-self.count // unit) * unit
         self.rows = np.full(padded, -1, np.int64)  # the longest first, then -1
         self.rows[: self.count] = rows[order]
@@ -59,16 +49,11 @@ class Outliers:
         self.lengths[: self.count] = lengths[order]
         self.keys = np.zeros((padded, -(-keys.shape[1] // unit) * unit), np.float32)
         self.keys[: self.count, : keys.shape[1]] = keys[order]
-        self.flat, self.take_in = self.keys.reshape(-1), _loop()
 
     def positions(self, snapshot: Snapshot, allowed: Live | None) -> Rows:  # (m,)
         """Where those lie that are live and allowed, -1 for the others."""
-        found = snapshot.positions(self.rows)
-        there = found >= 0
-        there[there] = snapshot.live[found[there]]
-        if allowed is not None:
-            there[there] = allowed[found[there]]
-        return np.where(there, found, -1)
+        found = _live(snapshot, self.rows)
+        return found if allowed is None else np.where((found >= 0) & allowed[found], found, -1)
 
     def take_part(
         self,
@@ -89,7 +74,7 @@ class Outliers:
         if take_in is None:
             _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
             return bool((before != found).any())
-        keys, lengths, asked = self.flat, self.lengths, queries
+        keys, lengths, asked = self.keys.reshape(-1), self.lengths, queries
         if d < width:
             asked = np.zeros((q, width), np.float32)
             asked[:, :d] = queries
@@ -104,32 +89,17 @@ class Outliers:
         return bool((before != found).any())
 
 
-def _unit() -> int:
-    """What the numbers of keys and their width are multiples of."""
+def _compiled() -> tuple[Callable[..., None] | None, int]:
+    """The compiled comparison, None without numba; what the numbers of keys and their width are multiples of."""
     if not available():
-        return 1
-    from softdb.compiled.tile import LANES, ROWS
+        return None, 1
+    from softdb.compiled.longest import LANES, ROWS, take_in
 
-    return max(LANES, ROWS)
-
-
-def _loop() -> Callable[..., None] | None:
-    """The compiled comparison, where there is one."""
-    if not available():
-        return None
-    from softdb.compiled.longest import take_in
-
-    found: Callable[..., None] = take_in
-    return found
+    return take_in, max(LANES, ROWS)
 
 
-def _take_part(
-    products: Floats,  # (q, m)
-    positions: Rows,  # (m,)
-    found: Rows,  # (q, k), changed
-    scores: Floats,  # (q, k), changed
-) -> None:
-    """The same without compiled loops."""
+def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -> None:
+    """`Outliers.take_part` without compiled loops, from the products (q, m)."""
     products[:, positions < 0] = -np.inf
     better = (products >= scores[:, -1:]) & (found[:, -1:] >= 0)
     k = found.shape[1]
@@ -142,28 +112,25 @@ def _take_part(
         found[i], scores[i] = both[best], values[best]
 
 
-_MADE: weakref.WeakKeyDictionary[Index, Outliers] = weakref.WeakKeyDictionary()
-
-
 def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int) -> Outliers:
     """The outliers of an index, at most so many where they are looked for; kept from one search to the next.
 
     Looked for among the keys of the snapshot before a position, at a cost of n d, where they are not known: in a new
-    index, in one that has taken records in, and where half of them have been deleted.
+    index, in one to which records were added, and where half of them have been deleted.
     """
     longest = index.longest
-    if longest is None or 2 * _live(snapshot, longest) < len(longest):
+    if longest is None or 2 * np.count_nonzero(_live(snapshot, longest) >= 0) < len(longest):
         longest = index.longest = longest_of(snapshot, lengths_of(snapshot, until), room)
-    made = _MADE.get(index)
+    made: Outliers | None = index.outliers
     if made is None or made.named is not longest:
-        made = _MADE[index] = Outliers(snapshot, longest)
+        made = index.outliers = Outliers(snapshot, longest)
     return made
 
 
-def _live(snapshot: Snapshot, rows: Rows) -> int:
-    """How many rows are live."""
+def _live(snapshot: Snapshot, rows: Rows) -> Rows:
+    """Positions of rows, -1 for those that are dead or gone."""
     found = snapshot.positions(rows)
-    return int(np.count_nonzero(snapshot.live[found[found >= 0]]))
+    return np.where((found >= 0) & snapshot.live[found], found, -1)
 
 
 def longest_of(snapshot: Snapshot, lengths: Floats, room: int) -> Rows:

@@ -1,22 +1,24 @@
 """How far records reach beyond what the index knows of them: code errors, radii of the lists, and the records apart.
 
-An estimate may leave a record undrawn only where something bounds its weight. What bounds it is measured once, in one
-pass over the keys: the error ‖k - k̂‖ of each code, the distance ‖k - m‖ of each key from the mean of its list, the
+An estimate may leave a record undrawn only where something bounds its weight. What bounds it is measured once, in two
+passes over the keys: the error ‖k - k̂‖ of each code, the distance ‖k - m‖ of each key from the mean of its list, the
 distance ‖v - v̄‖ of each value from the mean. The few records in which one of them is extreme would make every bound
 loose: they are set apart, and scored exactly for every query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from softdb.check import Metric
 from softdb.compiled.threads import share_out, workers
-from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared
+from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared, sampled
 from softdb.store import Snapshot
 
 __all__ = ["Reach", "measured", "words_of"]
@@ -70,18 +72,18 @@ def measured(
     centroids: Floats,  # (lists, d)
 ) -> Reach:
     """Two passes over keys, one over values. Cost n (d + v); memory: three numbers a record, given back at the end."""
-    centre = _centre(snapshot)
-    found, means = _Measures(*np.full((len(_SHARES), len(rows)), np.nan)), centroids.copy()
-    codes = _codes_of(index)
+    centre, means = _centre(snapshot), centroids.copy()
+    found = _Measures(*np.full((len(_SHARES), len(rows)), np.nan))
+    records = _InLists(index, snapshot, rows, starts, centroids, words_of(index.inner))
 
     def work(lists: range) -> None:
-        for batch in _batches(lists, starts, GATHERED // max(1, centroids.shape[1])):
-            _measure(index, snapshot, rows, starts, centroids, batch, codes, centre, means, found)
+        for batch in records.batches(lists):
+            _measure(records, batch, centre, means, found)
 
     lists, numbers = len(starts) - 1, len(rows) * centroids.shape[1]
     count = max(1, min(lists, workers(numbers)))
     share_out(work, [range(lists * i // count, lists * (i + 1) // count) for i in range(count)])
-    if not np.isfinite(found.errors).any():  # no codes that can be read: the radius takes their place
+    if not len(records.words):  # the radius takes the place of the error
         found = found._replace(errors=found.radii)
     limits = [_limit(one, share) for one, share in zip(found, _SHARES, strict=True)]
     outside = np.zeros(len(rows), np.bool_)
@@ -92,77 +94,98 @@ def measured(
     is_apart = np.zeros(index.covered, np.bool_)
     is_apart[rows[outside]] = True
     order = np.argsort(rows[outside])
-    peaks = _peaks(index, snapshot, rows, starts, centroids, means, outside)
     radius = max(limits[2], 1e-300)
     return Reach(
         rows[outside][order], is_apart, np.maximum(np.nan_to_num(found.values[outside][order]) / radius, 1.0),
         float(inside.max(initial=0.0)), float(np.sqrt(np.square(inside).mean())) if len(inside) else 0.0,
-        *_levels(inside), means, radii, mean_radii, *peaks, centre, limits[2],
+        *_levels(inside), means, radii, mean_radii, *_peaks(records, means, outside), centre, limits[2],
     )  # fmt: skip
 
 
+class _ListRun(NamedTuple):
+    """The records of some lists."""
+
+    part: slice  # of all records
+    positions: Rows  # (m,), -1 = gone
+    stored: Tensor  # (m, d) keys
+    keys: Floats  # (m, d) the same, prepared
+    lists: list[tuple[int, slice]]  # those that are not empty, and which of the m records are theirs
+
+
+@dataclass(frozen=True)
+class _InLists:
+    """The records that an index holds, list by list."""
+
+    index: Index
+    snapshot: Snapshot
+    rows: Rows  # (n,)
+    starts: Rows  # (lists + 1,)
+    centroids: Floats  # (lists, d)
+    words: Floats  # as `words_of`
+
+    def batches(self, lists: range) -> Iterator[_ListRun]:
+        """Some of the lists, a few at a time, their keys copied."""
+        starts = self.starts
+        for run in _runs(lists, starts, GATHERED // max(1, self.centroids.shape[1])):
+            part = slice(starts[run.start], starts[run.stop])
+            positions = self.snapshot.positions(self.rows[part])
+            stored = self.snapshot.keys_at(positions)
+            places = [(i, slice(starts[i] - part.start, starts[i + 1] - part.start)) for i in run]
+            filled = [(i, place) for i, place in places if place.start < place.stop]
+            yield _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
+
+    def codes(self, which: int, size: int) -> tuple[NDArray[np.uint8], Floats, Floats]:
+        """How a list of so many records is coded, for the compiled loops: (blocks, bytes), the words, what is added."""
+        faiss = faiss_module()
+        lists, (_, d) = faiss.downcast_InvertedLists(self.index.inner.invlists), self.centroids.shape
+        blocks = -(-size // lists.n_per_block)
+        packed: NDArray[np.uint8] = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size)
+        base = self.centroids[which] if self.index.inner.by_residual else np.zeros(d, np.float32)
+        return packed.reshape(blocks, -1), self.words, base
+
+
 def _measure(
-    index: Index,
-    snapshot: Snapshot,
-    rows: Rows,
-    starts: Rows,
-    centroids: Floats,
-    lists: range,
-    codes: Callable[[int, int, Floats, Floats, Numbers], None] | None,
+    records: _InLists,
+    batch: _ListRun,
     centre: Numbers,
     means: Floats,  # (lists, d), written to
     out: _Measures,
 ) -> None:
-    """Some lists, whose keys and values are copied at once."""
     from softdb.compiled import codes as loops
 
-    part, nothing = slice(starts[lists.start], starts[lists.stop]), np.zeros(centroids.shape[1], np.float32)
-    positions = snapshot.positions(rows[part])
-    gone = positions < 0
-    keys = snapshot.keys_at(positions)
-    ready = prepared(keys.numpy(), index.metric)
-    for which in lists:
-        here = slice(starts[which] - part.start, starts[which + 1] - part.start)
-        there = slice(starts[which], starts[which + 1])
-        if here.stop == here.start:
-            continue
+    gone, nothing = batch.positions < 0, np.zeros(means.shape[1], np.float32)
+    errors, radii, values, lengths = (one[batch.part] for one in out)
+    for which, here in batch.lists:
+        keys = batch.keys[here]
         if not gone[here].all():
-            means[which] = ready[here][~gone[here]].mean(0, dtype=np.float64)
-        loops.distances(ready[here], means[which], out.radii[there])
-        if index.metric is Metric.DOT:
-            loops.distances(ready[here], nothing, out.lengths[there])
-        if codes is not None:
-            codes(which, here.stop - here.start, ready[here], centroids[which], out.errors[there])
+            means[which] = keys[~gone[here]].mean(0, dtype=np.float64)
+        loops.distances(keys, means[which], radii[here])
+        if records.index.metric is Metric.DOT:
+            loops.distances(keys, nothing, lengths[here])
+        if len(records.words):
+            loops.packed_errors(keys, *records.codes(which, len(keys)), errors[here])
     if len(centre):
-        own = snapshot.segments[0].values is None
-        values = keys if own else snapshot.values_at(positions)
-        loops.distances(np.ascontiguousarray(values.float().numpy()), centre, out.values[part])
+        snapshot = records.snapshot
+        own = batch.stored if snapshot.segments[0].values is None else snapshot.values_at(batch.positions)
+        loops.distances(np.ascontiguousarray(own.float().numpy()), centre, values)
     else:
-        out.values[part] = 0
-    for one in out:
-        one[part][gone] = np.nan
+        values[:] = 0
+    for one in (errors, radii, values, lengths):
+        one[gone] = np.nan
 
 
-def _peaks(
-    index: Index, snapshot: Snapshot, rows: Rows, starts: Rows, centroids: Floats, means: Floats, outside: Live
-) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
+def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
     """How far records reach in a single coordinate, or err in a single part of their codes: a second pass."""
     from softdb.compiled import codes as loops
 
-    extents, words, packed = np.zeros(centroids.shape, np.float32), words_of(index.inner), _packed(index)
-    largest, nothing = np.zeros(len(words)), np.zeros(centroids.shape[1], np.float32)
-    for lists in _batches(range(len(starts) - 1), starts, GATHERED // max(1, centroids.shape[1])):
-        part = slice(starts[lists.start], starts[lists.stop])
-        positions = snapshot.positions(rows[part])
-        ready = prepared(snapshot.keys_at(positions).numpy(), index.metric)
-        skip = outside[part] | (positions < 0)
-        for which in lists:
-            here = slice(starts[which] - part.start, starts[which + 1] - part.start)
-            loops.extents(ready[here], means[which], skip[here], extents[which])
-            if packed is not None and here.stop > here.start:
-                base = centroids[which] if index.inner.by_residual else nothing
-                codes = packed(which, here.stop - here.start)
-                loops.part_errors(ready[here], codes, words, base, skip[here], largest)
+    extents, largest = np.zeros(means.shape, np.float32), np.zeros(len(records.words))
+    for batch in records.batches(range(len(means))):
+        skip = outside[batch.part] | (batch.positions < 0)
+        for which, here in batch.lists:
+            keys = batch.keys[here]
+            loops.extents(keys, means[which], skip[here], extents[which])
+            if len(records.words):
+                loops.part_errors(keys, *records.codes(which, len(keys)), skip[here], largest)
     return extents, largest
 
 
@@ -174,38 +197,7 @@ def words_of(inner: Any) -> Floats:
     return words
 
 
-def _packed(index: Index) -> Callable[[int, int], NDArray[np.uint8]] | None:
-    """Where the codes of a list lie, (blocks, bytes); None for codes other than FAISS' packed 4-bit ones."""
-    faiss = faiss_module()
-    if not len(words_of(index.inner)):
-        return None
-    lists = faiss.downcast_InvertedLists(index.inner.invlists)
-
-    def packed(which: int, size: int) -> NDArray[np.uint8]:
-        blocks = -(-int(size) // lists.n_per_block)
-        found: NDArray[np.uint8] = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size)
-        return found.reshape(blocks, -1)
-
-    return packed
-
-
-def _codes_of(index: Index) -> Callable[[int, int, Floats, Floats, Numbers], None] | None:
-    """What works out the code errors of a list; None for codes other than FAISS' packed 4-bit ones."""
-    from softdb.compiled import codes as loops
-
-    packed, words = _packed(index), words_of(index.inner)
-    if packed is None:
-        return None
-    nothing = np.zeros(index.inner.d, np.float32)
-
-    def errors(which: int, size: int, keys: Floats, centroid: Floats, out: Numbers) -> None:
-        base = centroid if index.inner.by_residual else nothing
-        loops.packed_errors(keys, packed(which, size), words, base, out)
-
-    return errors
-
-
-def _batches(lists: range, starts: Rows, most: int) -> list[range]:
+def _runs(lists: range, starts: Rows, most: int) -> list[range]:
     """Runs of lists with about so many records each."""
     found, first = [], lists.start
     for which in lists:
@@ -217,9 +209,7 @@ def _batches(lists: range, starts: Rows, most: int) -> list[range]:
 
 def _centre(snapshot: Snapshot) -> Numbers:
     """The mean of some values, (v,); of labels (0,)."""
-    live = np.flatnonzero(snapshot.live)
-    some = np.random.default_rng(4).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False)
-    values = snapshot.values_at(np.sort(some))
+    values = snapshot.values_at(sampled(snapshot.live, SAMPLED, 4))
     return values.double().mean(0).numpy() if values.is_floating_point() else np.zeros(0)
 
 

@@ -15,21 +15,10 @@ from softdb.index.contract import Floats, Rows, prepared
 from softdb.scores import score_of
 from softdb.store import Snapshot
 
-__all__ = ["best", "ordered", "precise_scores_at", "scores_at"]
+__all__ = ["ordered", "scores_at"]
 
 CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # what the loops call a metric
 GATHERED = 1 << 22  # numbers of keys copied at once, where there are no compiled loops: 16 MB
-
-
-def best(
-    snapshot: Snapshot,
-    queries: Floats,  # (q, d)
-    positions: Rows,  # (q, c), -1 = none
-    k: int,
-    metric: Metric,
-) -> Rows:  # (q, k)
-    """Positions of the k best candidates by exact score, ties by row, then -1. No copy of the keys. Cost q c d."""
-    return ordered(snapshot, queries, positions, k, metric)[0]
 
 
 def ordered(
@@ -40,7 +29,10 @@ def ordered(
     metric: Metric,
     asked: Floats | None = None,  # the queries as `prepared` gives them, where that is known
 ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-    """As `best`, and their scores, -inf where there is none."""
+    """Positions of the k best candidates by exact score, ties by row, then -1; and their scores, -inf for none.
+
+    Keys are read where they lie. Cost q c d.
+    """
     kept = min(k, positions.shape[1])
     if not available():
         found, scores = _gathered(snapshot, queries, positions, kept, metric)
@@ -66,30 +58,18 @@ def scores_at(
     queries: Floats,  # (q, d)
     positions: Rows,  # (q, c), -1 = none
     metric: Metric,
-) -> Floats:  # (q, c)
-    """Exact scores where the candidates stand, -inf where there is none. Needs the compiled loops. Cost q c d."""
+    precise: bool = False,
+) -> NDArray[Any]:  # (q, c)
+    """Exact scores of candidates where they stand, -inf for none; in float32, or in float64 where `precise`.
+
+    Needs the compiled loops. Cost q c d.
+    """
     import softdb.compiled.rerank as loops
 
-    scores = np.empty(positions.shape, np.float32)
+    scores = np.empty(positions.shape, np.float64 if precise else np.float32)
     if scores.size:
         given, products = _given(snapshot, prepared(queries, metric), positions, metric, scores)
-        by_lines(loops.score, given, len(scores), products)
-    return scores
-
-
-def precise_scores_at(
-    snapshot: Snapshot,
-    queries: Floats,  # (q, d)
-    positions: Rows,  # (q, c), -1 = none
-    metric: Metric,
-) -> NDArray[np.float64]:  # (q, c)
-    """As `scores_at`, summed in float64."""
-    import softdb.compiled.rerank as loops
-
-    scores = np.empty(positions.shape)
-    if scores.size:
-        given, products = _given(snapshot, prepared(queries, metric), positions, metric, scores)
-        by_lines(loops.score_precisely, given, len(scores), products)
+        by_lines(loops.score_precisely if precise else loops.score, given, len(scores), products)
     return scores
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from softdb.index.contract import Live, Recent, Rows
+from softdb.index.products import KeyBlock
 from softdb.store import Snapshot
 
-__all__ = ["DeviceView", "Kept", "KeyBlock", "KeyColumn", "Seen", "room"]
+__all__ = ["DeviceView", "Kept", "KeyColumn", "Seen", "room"]
 
 SPARE = 0.2  # of the memory that is free: for scores, candidates, and whatever else runs there
 UPLOADED = 1 << 24  # numbers sent to the GPU at once
@@ -34,7 +35,7 @@ class KeyColumn:
     """The keys of one database on one device, in the dtype they are stored in, dead ones included.
 
     A newer snapshot costs the upload of its new keys; a compaction, of all of them. Safe to use from several threads
-    and streams: what is written is written before anybody sees it, and never over what somebody reads.
+    and streams: keys are written before they can be read, and never written over.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,72 +47,64 @@ class KeyColumn:
 
     def of(self, snapshot: Snapshot) -> Tensor | None:  # (size, d)
         """A snapshot's keys by position; None where they do not fit, or are from before a compaction."""
-        shape = tuple((s.number, s.first_row, len(s)) for s in snapshot.segments)
+        layout = tuple((s.number, s.first_row, len(s)) for s in snapshot.segments)
+        if not layout:
+            return None
         with self._lock:
-            if not shape:
-                return None
-            if self._keys is None or not _begins(self._layout, shape):
-                if not _begins(shape, self._layout):
+            if self._keys is None or not _begins(self._layout, layout):
+                if not _begins(layout, self._layout):
                     if snapshot.generation < self._generation:
                         return None
                     self._forget()
-                if not self._extend(snapshot):
+                try:
+                    self._keys = self._extended(snapshot)
+                except torch.cuda.OutOfMemoryError:
+                    self._forget()
                     return None
-                self._layout, self._generation = shape, snapshot.generation
-            return None if self._keys is None else self._keys[: snapshot.size]
+                self._layout, self._generation = layout, snapshot.generation
+            return self._keys[: snapshot.size]
 
     def _forget(self) -> None:
         self._keys, self._layout, self._generation = None, (), 0
 
-    def _extend(self, snapshot: Snapshot) -> bool:
-        """Upload what is not there yet; False where it does not fit."""
-        have = sum(length for _, _, length in self._layout)
-        try:
-            have = self._reserve(snapshot, have)
-        except torch.cuda.OutOfMemoryError:
-            have = -1
-        if have < 0 or self._keys is None:
-            self._forget()
-            return False
+    def _extended(self, snapshot: Snapshot) -> Tensor:
+        """The keys there with those that are not there yet. Raises OutOfMemoryError where they do not fit."""
+        keys, have = self._reserve(snapshot, sum(length for _, _, length in self._layout))
         for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
             step = max(1, UPLOADED // segment.keys.shape[1])
             for low in range(max(0, have - start), len(segment), step):
                 high = min(low + step, len(segment))
                 # from memory that is not pinned: the copy has ended when this returns, whatever the stream
-                self._keys[start + low : start + high].copy_(torch.from_numpy(segment.keys[low:high]))
-        return True
+                keys[start + low : start + high].copy_(torch.from_numpy(segment.keys[low:high]))
+        return keys
 
-    def _reserve(self, snapshot: Snapshot, have: int) -> int:
-        """Make room for a snapshot; how many keys are there already, -1 where they do not fit."""
+    def _reserve(self, snapshot: Snapshot, have: int) -> tuple[Tensor, int]:
+        """Room for a snapshot, and how many keys are there already."""
         need, first = snapshot.size, snapshot.segments[0].keys
         old, each = self._keys, first.shape[1] * first.itemsize
         if old is not None and need <= len(old):
-            return have
+            return old, have
         free = int(room(self.device) * (1 - SPARE))
         if old is not None and (need + need // 8) * each <= free:
-            self._keys = old.new_empty((need + need // 8, first.shape[1]))
-            self._keys[:have].copy_(old[:have])
+            keys = old.new_empty((need + need // 8, first.shape[1]))
+            keys[:have].copy_(old[:have])
             if self.device.type == "cuda":  # other streams read it next
                 torch.cuda.current_stream(self.device).synchronize()
-            return have
+            return keys, have
         if need * each > free + (0 if old is None else old.nbytes):
-            return -1
+            raise torch.cuda.OutOfMemoryError
         self._keys = old = None  # no room for both
         dtype = torch.from_numpy(first[:0]).dtype
-        self._keys = torch.empty((need, first.shape[1]), dtype=dtype, device=self.device)
-        return 0
+        return torch.empty((need, first.shape[1]), dtype=dtype, device=self.device), 0
 
 
 def _begins(longer: Layout, shorter: Layout) -> bool:
-    """Whether the keys of one shape are the first of those of the other: only the last segment may have grown."""
-    if len(shorter) > len(longer):
-        return False
-    same = [a == b for a, b in zip(longer, shorter, strict=False)]
-    if not shorter or all(same):
-        return True
-    last = len(shorter) - 1
-    grown = longer[last][:2] == shorter[last][:2] and longer[last][2] >= shorter[last][2]
-    return all(same[:last]) and grown
+    """Whether the keys of one layout are the first of those of the other: only the last segment may have grown."""
+    if not shorter or len(shorter) > len(longer):
+        return not shorter
+    *before, (number, first_row, length) = shorter
+    last = longer[len(before)]
+    return longer[: len(before)] == tuple(before) and last[:2] == (number, first_row) and last[2] >= length
 
 
 class Kept(NamedTuple):
@@ -120,14 +113,6 @@ class Kept(NamedTuple):
     mask: Live  # (size,) over positions
     there: Tensor  # (size,) bool on the device
     number: int  # of them
-
-
-class KeyBlock(NamedTuple):
-    """Some of the records, on the device."""
-
-    positions: Tensor  # (m,)
-    keys: Tensor  # (m, d)
-    dead: Tensor | None  # (m,) bool; None: all count
 
 
 class Seen:
@@ -203,7 +188,7 @@ class DeviceView(NamedTuple):
             sparse: Rows = np.flatnonzero(kept.mask[start:]) + start
             for low in range(0, len(sparse), block):
                 positions = torch.from_numpy(sparse[low : low + block]).to(self.device)
-                yield KeyBlock(positions, self.keys_at(positions), None)
+                yield KeyBlock(positions, self.keys_at(positions))
         elif self.seen.keys is None:
             yield from self._streamed(kept, start, block)
         else:
@@ -216,7 +201,7 @@ class DeviceView(NamedTuple):
         """Blocks from the segments through pinned memory: one is read from disk while another is on its way."""
         staging = _Staging(self.device)
         for turn, found in enumerate(self.snapshot.blocks(block, kept.mask, start)):
-            yield KeyBlock(found.positions.to(self.device), staging.upload(found.keys, turn % 2), None)
+            yield KeyBlock(found.positions.to(self.device), staging.upload(found.keys, turn % 2))
 
 
 class _Staging:

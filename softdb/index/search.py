@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ def find(
     if k > index.covered // 8 or eligible.count <= max(FEW, 4 * k):
         return None
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
-    found, scores = _search(snapshot, index, coverage, eligible, allowed, vectors, k, min(certain or k, k))
+    found, scores = _Search(snapshot, index, coverage, eligible, allowed).find(vectors, k, min(certain or k, k))
     if coverage.until < snapshot.size:
         newer = nearest(snapshot, queries, min(k, snapshot.size - coverage.until), metric, allowed, coverage.until)
         found, scores = ordered(snapshot, vectors, np.concatenate([found, newer], axis=1), k, metric)
@@ -71,18 +72,20 @@ def indexed_until(snapshot: Snapshot, index: Index) -> int:
 class _Eligible:
     """The records of a snapshot that may be found."""
 
-    def __init__(self, keep: Live, inside: int, indexed: int, selected: Selected | None) -> None:
-        count = int(np.count_nonzero(keep))
-        self.listed = np.flatnonzero(keep) if count <= LISTED else None  # their positions, where they are few
-        self.count = count
-        self.inside = inside  # of them in the index
-        self.share = max(1, inside) / max(1, indexed)  # of the rows that the index holds
-        self.selected = selected  # None: all of them
+    def __init__(self, snapshot: Snapshot, index: Index, keep: Live, until: int) -> None:
+        self.count = int(np.count_nonzero(keep))
+        self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # their positions, where they are few
+        self.inside = int(np.count_nonzero(keep[:until]))  # of them in the index
+        indexed: int = index.inner.ntotal
+        self.share = max(1, self.inside) / max(1, indexed)  # of the rows that the index holds
+        self.selected: Selected | None = None  # None: all of these
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
+        if self.count > FEW and self.inside != indexed:
+            self.selected = Selected(snapshot.rows(np.flatnonzero(keep[:until])), index.covered)
 
 
 class _Coverage:
-    """How one snapshot sees an index: what takes O(n) to work out, kept from one search to the next."""
+    """What one snapshot has of an index; it takes O(n) to work out and is kept from one search to the next."""
 
     def __init__(self, snapshot: Snapshot, index: Index) -> None:
         self.snapshot = weakref.ref(snapshot)  # an old one must not keep its segments mapped
@@ -90,25 +93,14 @@ class _Coverage:
         # whether rows are positions; an index of another database may name rows that are nowhere
         self.aligned = snapshot.contiguous and index.covered <= snapshot.size
         self.until = sum(_below(s.first_row, s.rows, len(s), index.covered) for s in snapshot.segments)
-        self._every = self._eligible(snapshot, index, None)
+        self._every = _Eligible(snapshot, index, snapshot.live, self.until)
         self._filtered: Recent[_Eligible] = Recent()
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
         """Which rows the index may return for a filter."""
         if allowed is None:
             return self._every
-        return self._filtered.of(lambda: self._eligible(snapshot, index, allowed), allowed)
-
-    def _eligible(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
-        keep = snapshot.live if allowed is None else snapshot.live & allowed
-        count, inside = int(np.count_nonzero(keep)), int(np.count_nonzero(keep[: self.until]))
-        if count <= FEW:
-            return _Eligible(keep, inside, index.inner.ntotal, None)
-        if inside == index.inner.ntotal:  # it holds nothing else
-            return _Eligible(keep, inside, inside, None)
-        rows = np.zeros(index.covered, np.bool_)
-        rows[snapshot.rows(np.flatnonzero(keep[: self.until]))] = True
-        return _Eligible(keep, inside, index.inner.ntotal, Selected(rows))
+        return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self.until), allowed)
 
 
 def _coverage(snapshot: Snapshot, index: Index) -> _Coverage:
@@ -123,128 +115,116 @@ def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
     return int(np.clip(covered - first, 0, length) if rows is None else np.searchsorted(rows, covered))
 
 
-def _search(
-    snapshot: Snapshot,
-    index: Index,
-    coverage: _Coverage,
-    eligible: _Eligible,
-    allowed: Live | None,
-    queries: Floats,  # (q, d)
-    k: int,
-    certain: int,
-) -> tuple[Rows, Floats | None]:  # (q, k), (q, k)
-    """The k best of the rows that the index holds, and their scores where none was computed in another way."""
-    effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
-    c, asked = max(FLOOR, index.fetch_k * certain, k), prepared(queries, index.metric)
-    unfound, selected = None, eligible.selected
-    if selected is not None:
-        c = min(c, max(1, eligible.inside))
-    if selected is None or eligible.share >= MOSTLY:
-        wider = effort if selected is None else int(np.ceil(effort / eligible.share))
-        rows = index.find_scored(asked, c, selected, wider)[0]
-        candidates = rows if coverage.aligned else snapshot.positions(rows)
-    else:
-        candidates, unfound = _filtered(snapshot, index, asked, c, eligible, effort, allowed)
-    found, scores = ordered(snapshot, queries, candidates, k, index.metric, asked)
-    changed = False
-    if index.metric is Metric.DOT:
-        outliers, positions = _outliers(snapshot, index, coverage, eligible, allowed)
-        changed = outliers.take_part(queries, positions, found, scores)
-    if unfound is not None and len(unfound):
-        missing = torch.from_numpy(queries[unfound])
-        found[unfound] = nearest(snapshot, missing, k, index.metric, _indexed(snapshot, coverage, allowed))
-        changed = True
-    return found, None if changed else scores
+@dataclass
+class _Search:
+    """The rows of an index that a search may return."""
 
+    snapshot: Snapshot
+    index: Index
+    coverage: _Coverage
+    eligible: _Eligible
+    allowed: Live | None  # (size,) over positions
 
-def _outliers(
-    snapshot: Snapshot, index: Index, coverage: _Coverage, eligible: _Eligible, allowed: Live | None
-) -> tuple[Outliers, Rows]:
-    """The outliers of norm and their positions, -1 for those that do not count."""
-    known = eligible.outliers
-    if known is not None and known[0].named is index.longest:
+    def find(
+        self,
+        queries: Floats,  # (q, d)
+        k: int,
+        certain: int,
+    ) -> tuple[Rows, Floats | None]:  # (q, k), (q, k)
+        """The k best of them, and their scores where none was computed in another way."""
+        snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
+        effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
+        c, asked = max(FLOOR, index.fetch_k * certain, k), prepared(queries, index.metric)
+        unfound, selected = None, eligible.selected
+        if selected is not None:
+            c = min(c, max(1, eligible.inside))
+        if selected is None or eligible.share >= MOSTLY:
+            wider = effort if selected is None else int(np.ceil(effort / eligible.share))
+            rows = index.find(asked, c, selected, wider)
+            candidates = rows if self.coverage.aligned else snapshot.positions(rows)
+        else:
+            candidates, unfound = self._filtered(asked, c, effort)
+        found, scores = ordered(snapshot, queries, candidates, k, index.metric, asked)
+        changed = False
+        if index.metric is Metric.DOT:
+            outliers, positions = self._outliers()
+            changed = outliers.take_part(queries, positions, found, scores)
+        if unfound is not None and len(unfound):
+            keep = (snapshot.live if allowed is None else allowed).copy()
+            keep[self.coverage.until :] = False
+            found[unfound] = nearest(snapshot, torch.from_numpy(queries[unfound]), k, index.metric, keep)
+            changed = True
+        return found, None if changed else scores
+
+    def _outliers(self) -> tuple[Outliers, Rows]:
+        """The outliers of norm and their positions, -1 for those that do not count."""
+        index, known = self.index, self.eligible.outliers
+        if known is not None and known[0].named is index.longest:
+            return known
+        room = index.room
+        if room is None:  # of an older softdb, or tuned on a GPU: by operations
+            scored = index.fetch_k * index.tuned_for
+            room = max(LEAST, int(SHARE * (scored + _codes(index, index.effort) / CODES)))
+        outliers = outliers_of(self.snapshot, index, self.coverage.until, room)
+        self.eligible.outliers = known = outliers, outliers.positions(self.snapshot, self.allowed)
         return known
-    room = index.room
-    if room is None:  # of an older softdb, or tuned on a GPU: by operations
-        scored = index.fetch_k * index.tuned_for
-        room = max(LEAST, int(SHARE * (scored + _codes(index, index.effort) / CODES)))
-    outliers = outliers_of(snapshot, index, coverage.until, room)
-    eligible.outliers = known = outliers, outliers.positions(snapshot, allowed)
-    return known
 
+    def _filtered(
+        self,
+        vectors: Floats,  # (q, d) prepared
+        c: int,
+        effort: int,
+    ) -> tuple[Rows, Rows]:  # (q, c) positions; the queries for which to compare all that count costs less
+        """Candidates among few eligible records: the effort is doubled where these are rare around a query."""
+        found, unfound = np.full((len(vectors), c), -1, np.int64), np.ones(len(vectors), np.bool_)
+        doublings = self._doublings(vectors, effort)
+        for times in np.unique(doublings).tolist():
+            mine = np.flatnonzero(doublings == times)
+            rows = self._selected(vectors[mine], c, effort << times)
+            if rows is not None:
+                found[mine], unfound[mine] = self.snapshot.positions(rows), False
+        return found, np.flatnonzero(unfound)
 
-def _indexed(snapshot: Snapshot, coverage: _Coverage, allowed: Live | None) -> Live | None:
-    """The records (size,) that count and are in the index."""
-    if coverage.until == snapshot.size:
-        return allowed
-    keep = np.zeros(snapshot.size, np.bool_)
-    keep[: coverage.until] = True if allowed is None else allowed[: coverage.until]
-    return keep
+    def _selected(self, vectors: Floats, c: int, effort: int) -> Rows | None:  # (q, c)
+        """Candidates among the rows that count; None where to compare all of these costs less."""
+        found, short = np.full((len(vectors), c), -1, np.int64), np.arange(len(vectors))
+        while not _exact_is_cheaper(self.index, effort, self.eligible.inside, len(vectors)):
+            found[short] = self.index.find(vectors[short], c, self.eligible.selected, effort)
+            short = short[found[short].min(axis=1) < 0]  # what counts lies elsewhere: look farther
+            if not len(short) or effort >= self.index.effort_most:
+                return found
+            effort *= 8
+        return None
 
+    def _doublings(self, vectors: Floats, effort: int) -> Rows:  # (q,)
+        """How often to double the effort for each query.
 
-def _filtered(
-    snapshot: Snapshot,
-    index: Index,
-    vectors: Floats,  # (q, d) prepared
-    c: int,
-    eligible: _Eligible,
-    effort: int,
-    allowed: Live | None,
-) -> tuple[Rows, Rows]:  # (q, c) positions; the queries for which to compare all that count is the lesser work
-    """Candidates among few eligible records: the effort is doubled where these are rare around a query."""
-    found, unfound = np.full((len(vectors), c), -1, np.int64), np.ones(len(vectors), np.bool_)
-    doublings = _doublings(snapshot, index, vectors, effort, eligible, allowed)
-    for times in np.unique(doublings).tolist():
-        mine = np.flatnonzero(doublings == times)
-        rows = _selected(index, vectors[mine], c, eligible, effort << times)
-        if rows is not None:
-            found[mine], unfound[mine] = snapshot.positions(rows), False
-    return found, np.flatnonzero(unfound)
-
-
-def _selected(index: Index, vectors: Floats, c: int, eligible: _Eligible, effort: int) -> Rows | None:  # (q, c)
-    """Candidates among the rows that count; None where to compare all of these is the lesser work."""
-    found = np.full((len(vectors), c), -1, np.int64)
-    short = np.arange(len(vectors))
-    while not _exact_is_cheaper(index, effort, eligible.inside, len(vectors)):
-        found[short] = index.find(vectors[short], c, eligible.selected, effort)
-        short = short[found[short].min(axis=1) < 0]  # what counts lies elsewhere: look farther
-        if not len(short) or effort >= index.effort_most:
-            return found
-        effort *= 8
-    return None
-
-
-def _doublings(
-    snapshot: Snapshot, index: Index, vectors: Floats, effort: int, eligible: _Eligible, allowed: Live | None
-) -> Rows:  # (q,)
-    """How often to double the effort for each query.
-
-    The rarer the records that count, the farther a query's nearest lie; the effort that finds them grows about as the
-    root of that, as measured on sentence embeddings and on clusters, but in full where they are rarer around the query
-    than elsewhere: a filter that goes with the keys has another share on each side of the world. The share around a
-    query is taken from the nearest codes of all.
-    """
-    if _exact_is_cheaper(index, effort, eligible.inside, len(vectors)):
-        return np.zeros(len(vectors), np.int64)
-    near = snapshot.positions(index.find(vectors, FLOOR, None, max(1, effort // 4)))
-    counts = snapshot.live[near] & (near >= 0)
-    if allowed is not None:
-        counts &= allowed[near]
-    share = np.maximum(counts.sum(axis=1), 0.25) / FLOOR  # none seen: fewer than one
-    rarer = np.maximum(0, np.log2(eligible.share / share))
-    plenty = (share >= ENOUGH) & (rarer <= 1)
-    return np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer)).astype(np.int64)
+        The rarer the records that count, the farther a query's nearest lie. The effort that finds them grows about as
+        the root of that, as measured on sentence embeddings and on clusters; but in full where they are rarer around
+        the query than elsewhere, as with a filter that goes with the keys. The share around a query is taken from the
+        nearest codes of all.
+        """
+        snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
+        if _exact_is_cheaper(index, effort, eligible.inside, len(vectors)):
+            return np.zeros(len(vectors), np.int64)
+        near = snapshot.positions(index.find(vectors, FLOOR, None, max(1, effort // 4)))
+        counts = snapshot.live[near] & (near >= 0)
+        if allowed is not None:
+            counts &= allowed[near]
+        share = np.maximum(counts.sum(axis=1), 0.25) / FLOOR  # none seen: fewer than one
+        rarer = np.maximum(0, np.log2(eligible.share / share))
+        plenty = (share >= ENOUGH) & (rarer <= 1)
+        return np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer)).astype(np.int64)
 
 
 def _pairwise_is_cheaper(index: Index, k: int, matches: int) -> bool:
-    """Whether to score every match one by one costs less than to look for them with twice the usual effort."""
+    """Whether scoring every match one by one costs less than a search with twice the usual effort."""
     effort = 2 * index.effort * max(1, -(-k // index.tuned_for))
     return CODES * matches <= max(CODES * FEW, _codes(index, effort))
 
 
 def _exact_is_cheaper(index: Index, effort: int, matches: int, queries: int) -> bool:
-    """Whether to compare every match costs less than to look for them with that effort."""
+    """Whether comparing every match costs less than a search with that effort."""
     return matches * (CODES + FETCHED / max(1, queries)) <= _codes(index, effort)
 
 

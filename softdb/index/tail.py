@@ -1,8 +1,8 @@
 """What an estimate is made of: records scored surely, and records drawn from the others with known probabilities.
 
 Surely, with probability 1: the records whose codes are nearest, and those set apart (`softdb.index.reach`). The others
-are drawn by the lists of an IVF index. A record of a list is drawn in proportion to how much it is thought to matter,
-the root of the mean square of its weight exp(logit),
+are drawn by the lists of an IVF index, in proportion to how much a record of the list is thought to matter, the root of
+the mean square of its weight exp(logit),
 
     exp(μ + σ²) P^½                     μ, σ mean and deviation of the logits in a list, taken as normal; where the
                                         list was searched, P = Φ((τ - μ - 2 σ²) / σ) / Φ((τ - μ) / σ), as what lies
@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,9 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.compiled.threads import by_lines
-from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared
+from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared, sampled
 from softdb.index.reach import Numbers, measured, words_of
-from softdb.index.rerank import precise_scores_at
+from softdb.index.rerank import scores_at
 from softdb.store import Snapshot
 
 __all__ = ["FEWEST", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
@@ -63,6 +64,24 @@ class TailSample(NamedTuple):
     hidden: Numbers  # (q,) log of Σ y² / p, y their weights, over what too few draws may show
     expected: Numbers  # (q,) the same over all that may be drawn, as it is thought to be
     scales: Numbers  # (w,) how far their values may reach, in units of `Reach.value_radius`
+
+
+class _Drawing(NamedTuple):
+    """What `Tail.draw` is asked."""
+
+    snapshot: Snapshot
+    queries: Floats
+    factor: float
+    near: int
+    budget: int
+    seed: int
+    doubt: float
+    least: float
+
+    @property
+    def visible(self) -> float:
+        """Deviations that some of `budget` records exceed, but for that doubt: Φ(-x) = log(1 / doubt) / budget."""
+        return statistics.NormalDist().inv_cdf(max(0.5, 1 - math.log(1 / self.doubt) / self.budget))
 
 
 class _Lists(NamedTuple):
@@ -100,17 +119,12 @@ class Tail:
         self.frame = _frame(rows, starts, self.reach.is_apart)
         self.sizes = np.diff(self.frame.starts)  # (lists,)
         self.size = len(self.frame.rows) + len(self.reach.apart)
-        live = np.flatnonzero(snapshot.live)
-        some = np.sort(np.random.default_rng(3).choice(live, min(len(live), SAMPLED), replace=False, shuffle=False))
-        keys = prepared(snapshot.keys_at(some).numpy(), index.metric)
+        keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
         self._shape(keys - self.reach.means[inner.quantizer.search(keys, 1)[1][:, 0]])
         self._words = words_of(inner)
 
-    def _shape(
-        self,
-        left: Floats,  # (m, d) keys seen from their centroids
-    ) -> None:
-        """How keys lie around their centroids: one covariance, scaled for each list."""
+    def _shape(self, left: Floats) -> None:
+        """How keys (m, d), seen from the means of their lists, lie: one covariance, scaled for each list."""
         squares = np.einsum("md,md->m", left, left, dtype=np.float64)
         whole = max(float(squares.mean()), 1e-12)
         values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
@@ -128,7 +142,7 @@ class Tail:
         near: int,
         budget: int,
         seed: int,
-        doubt: float,  # the probability with which what is said of records not drawn may be wrong
+        doubt: float,  # the probability that what is said of records not drawn is wrong
         least: float = np.nan,  # records matter only if they score so much; NaN: by their weight
     ) -> TailSample:
         """The `near` nearest by their codes, the records set apart, and about `budget` drawn from the others.
@@ -138,12 +152,12 @@ class Tail:
         """
         if 2 * near >= self.size:
             return self._everything(snapshot, queries)
+        ask = _Drawing(snapshot, queries, factor, near, budget, seed, doubt, least)
         lists = self._seen_by(queries, counts=not np.isnan(least))
-        found = self._near(snapshot, queries, lists, factor, near, budget, doubt, least)
-        rows, logs, bounds = self._sampled(queries, lists, found, factor, least, budget, seed, _visible(doubt, budget))
-        unseen, hidden, expected = bounds
+        found = self._near(ask, lists)
+        rows, logs, (unseen, hidden, expected) = self._sampled(ask, lists, found)
         positions = snapshot.positions(rows)
-        scores = precise_scores_at(snapshot, queries, positions, self.index.metric)
+        scores = scores_at(snapshot, queries, positions, self.index.metric, precise=True)
         return TailSample(
             np.concatenate([found.positions, positions], axis=1),
             np.concatenate([found.scores, scores], axis=1),
@@ -161,38 +175,28 @@ class Tail:
         scales = np.concatenate([np.ones(len(self.frame.rows)), self.reach.scales])
         there = (positions >= 0) & snapshot.live[positions]
         everyone = np.broadcast_to(positions[there], (len(queries), int(np.count_nonzero(there)))).copy()
-        scores = precise_scores_at(snapshot, queries, everyone, self.index.metric)
+        scores = scores_at(snapshot, queries, everyone, self.index.metric, precise=True)
         certain, none = np.zeros(everyone.shape, np.float32), np.full(len(queries), -np.inf)
         return TailSample(everyone, scores, certain, none, none, none, scales[there])
 
-    def _near(
-        self,
-        snapshot: Snapshot,
-        queries: Floats,
-        lists: _Lists,
-        factor: float,
-        count: int,
-        budget: int,
-        doubt: float,
-        least: float,
-    ) -> _Near:
+    def _near(self, ask: _Drawing, lists: _Lists) -> _Near:
         """Search the lists that may hold something heavy, and score what is found."""
         from softdb.compiled import beyond as loops
 
-        order, searches = self._to_search(lists, factor, budget, least)
-        rows, codes = self._search(queries, lists.nearness, order, searches, count)
+        snapshot, queries = ask.snapshot, ask.queries
+        order, searches = self._to_search(lists, ask.factor, ask.budget, ask.least)
+        rows, codes = self._search(queries, lists.nearness, order, searches, ask.near)
         searched = np.zeros(lists.means.shape, np.bool_)
         np.put_along_axis(searched, order, np.arange(order.shape[1]) < searches[:, None], 1)
         rows[(rows >= 0) & self.reach.is_apart[rows]] = -1
         apart = np.broadcast_to(snapshot.positions(self.reach.apart), (len(rows), len(self.reach.apart)))
         positions = np.concatenate([snapshot.positions(rows), apart], axis=1)
-        scores = precise_scores_at(snapshot, queries, positions, self.index.metric)
+        scores = scores_at(snapshot, queries, positions, self.index.metric, precise=True)
         reach, usual = self.reach, max(self.reach.mean_error, 1e-300)
         others, l2 = np.empty((5, len(rows))), self.index.metric is Metric.L2
         origin = self.origin if l2 else np.zeros_like(self.origin)
         known = reach.errors, reach.log_shares, usual, reach.part_errors, origin
-        codes_of = queries, codes, scores, self._words, l2, *known
-        loops.caps(*codes_of, factor, CERTAIN, _visible(doubt, budget), others)
+        loops.caps(queries, codes, scores, self._words, l2, *known, ask.factor, CERTAIN, ask.visible, others)
         return _Near(rows, positions, scores, searched, others)
 
     def _to_search(
@@ -200,9 +204,9 @@ class Tail:
     ) -> tuple[Rows, Rows]:  # (q, most), (q,)
         """Which lists to search for each query, the highest caps first, and how many of them.
 
-        As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where weights in a list are
-        about alike, draws from it do as well. And so many that those not searched, by their caps, can hold no term
-        that is larger than a hundredth of what all lists are thought to hold. For a count all that may hold one.
+        As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where the weights in a list
+        are about equal, draws from it do as well. And so many that no term of those not searched, by their caps, is
+        larger than a hundredth of what all lists are thought to hold. For a count all that may hold one.
         """
         from softdb.compiled import beyond as loops
 
@@ -235,41 +239,24 @@ class Tail:
         return rows, codes
 
     def _sampled(
-        self,
-        queries: Floats,
-        lists: _Lists,
-        found: _Near,
-        factor: float,
-        least: float,
-        budget: int,
-        seed: int,
-        visible: float,
+        self, ask: _Drawing, lists: _Lists, found: _Near
     ) -> tuple[Rows, Floats, Numbers]:  # (q, w), (q, w), (3, q)
         """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `TailSample` has it."""
         from softdb.compiled import draw as loops
 
-        q, each = len(queries), (found.rows.shape[1] + len(self.sizes)) * loops.STEPS
+        q, factor, least = len(ask.queries), ask.factor, ask.factor * ask.least
         caps, logits, hiding, left = factor * lists.caps, *np.empty((3, *lists.caps.shape))
-        seeds, counts, bounds = seeds_of(queries, seed), np.zeros(q, np.int64), np.empty((3, q))
+        seeds, bounds = seeds_of(ask.queries, ask.seed), np.empty((3, q))
         others = found.others * np.array([factor, factor, factor, 1, factor])[:, None]
         seen = (found.rows >= 0).sum(1), others, factor * lists.means, factor * lists.deviations, lists.excess
-        loops.list_proposals(*seen, self.sizes, found.searched, visible, factor * least, caps, logits, hiding, left)
+        loops.list_proposals(*seen, self.sizes, found.searched, ask.visible, least, caps, logits, hiding, left)
 
-        def draw(width: int) -> tuple[Rows, Floats, int]:
-            rows, logs = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32)
+        def given(part: slice, *out: Any) -> tuple[Any, ...]:
+            asked = found.rows[part], logits[part], caps[part], hiding[part], left[part], self.frame
+            return *asked, float(ask.budget), PLAIN, CAPPED, least, seeds[part], *out, bounds[:, part]
 
-            def given(part: slice) -> tuple[Any, ...]:
-                asked = found.rows[part], logits[part], caps[part], hiding[part], left[part], self.frame
-                out = rows[part], logs[part], counts[part], bounds[:, part]
-                return *asked, float(budget), PLAIN, CAPPED, factor * least, seeds[part], *out
-
-            by_lines(loops.draw, given, q, q * each * 4)
-            return rows, logs, int(counts.max(initial=0))
-
-        rows, logs, most = draw(_room(budget))
-        if most > rows.shape[1]:
-            rows, logs, most = draw(most)
-        return rows[:, :most], logs[:, :most], bounds
+        each = (found.rows.shape[1] + len(self.sizes)) * loops.STEPS
+        return *_with_room(loops.draw, given, q, _room(ask.budget), q * each * 4), bounds
 
     def _seen_by(self, queries: Floats, counts: bool = False) -> _Lists:
         """Means, deviations and caps of the scores in each list. Cost q d (lists + d).
@@ -333,14 +320,19 @@ def _frame(rows: Rows, starts: Rows, is_apart: NDArray[np.bool_]) -> Frame:
     return Frame(rows, chances, starts)
 
 
-def _visible(doubt: float, budget: int) -> float:
-    """Deviations that some of `budget` records exceed, but for that doubt: Φ(-x) = log(1 / doubt) / budget."""
-    return statistics.NormalDist().inv_cdf(max(0.5, 1 - math.log(1 / doubt) / budget))
-
-
 def _room(budget: int) -> int:
     """So many places do for about so many draws."""
     return int(budget + ROOM * budget**0.5 + 16)
+
+
+def _with_room(
+    loop: Callable[..., None], given: Callable[..., tuple[Any, ...]], q: int, width: int, products: int
+) -> tuple[Rows, Floats]:  # (q, w), (q, w)
+    """The numbers, -1 for none, and the logs that a loop writes for q queries; once more where there was no room."""
+    rows, logs, counts = np.full((q, width), -1, np.int64), np.zeros((q, width), np.float32), np.zeros(q, np.int64)
+    by_lines(loop, lambda part: given(part, rows[part], logs[part], counts[part]), q, products)
+    most = int(counts.max(initial=0))
+    return (rows[:, :most], logs[:, :most]) if most <= width else _with_room(loop, given, q, most, products)
 
 
 def seeds_of(
@@ -372,19 +364,11 @@ def subsample(
     """
     from softdb.compiled import draw as loops
 
-    q, counts, largest = len(logits), np.empty(len(logits), np.int64), np.empty(len(logits))
+    largest = np.empty(len(logits))
 
-    def keep(k: int) -> tuple[Rows, Floats, int]:
-        places, logs = np.full((q, k), -1, np.int64), np.zeros((q, k), np.float32)
+    def given(part: slice, *out: Any) -> tuple[Any, ...]:
+        asked = drawn.positions[part], logits[part], drawn.scales, drawn.log_weights[part], float(budget)
+        return *asked, seeds[part], *out, largest[part]
 
-        def given(part: slice) -> tuple[Any, ...]:
-            asked = drawn.positions[part], logits[part], drawn.scales, drawn.log_weights[part], float(budget)
-            return *asked, seeds[part], places[part], logs[part], counts[part], largest[part]
-
-        by_lines(loops.subsample, given, q, logits.size * loops.STEPS * 4)
-        return places, logs, int(counts.max(initial=0))
-
-    places, logs, most = keep(min(logits.shape[1], _room(budget)))
-    if most > places.shape[1]:
-        places, logs, most = keep(most)
-    return places[:, :most], logs[:, :most], largest
+    room = min(logits.shape[1], _room(budget))
+    return *_with_room(loops.subsample, given, len(logits), room, logits.size * loops.STEPS * 4), largest

@@ -12,17 +12,7 @@ from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Index, Live, Rows
 
-__all__ = [
-    "Setting",
-    "Trial",
-    "fastest",
-    "hits_of",
-    "least_effort",
-    "recall_of",
-    "recalls_of",
-    "seconds_of",
-    "steadied",
-]
+__all__ = ["Setting", "Trial", "fastest", "hits_of", "least_effort", "recalls_of", "seconds_of", "steadied"]
 
 LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
 FLAT = 0.002  # recall that two doublings of effort must bring, or no more effort will
@@ -59,9 +49,8 @@ def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], N
     best, highest = None, Setting(1, LEVELS[0], -1.0, np.inf)
     for done, fetch_k in enumerate(LEVELS):
         say(done, len(LEVELS))
-        effort, reached = least_effort(
-            functools.partial(trial.recall, fetch_k=fetch_k), 1, index.effort_most, goal, FINE
-        )
+        recall = functools.partial(trial.recall, fetch_k=fetch_k)
+        effort, reached = least_effort(recall, 1, index.effort_most, goal, FINE)
         if reached < goal:
             if reached > highest.recall + FLAT or highest.recall < 0:
                 highest = Setting(effort, fetch_k, reached, np.inf)
@@ -123,21 +112,8 @@ def _loses(trial: Trial, effort: int, most: int, fetch_k: int) -> bool:
         highest, effort = max(highest, reached), min(2 * effort, most)
 
 
-def recall_of(
-    found: Rows,  # (q, c)
-    truth: Rows,  # (q, k), -1 = none
-    own: Rows | None = None,  # (q,) positions that do not count
-) -> float:
-    """Share of the true nearest that were found."""
-    return float(recalls_of(found, truth, own).mean()) if len(found) else 0.0
-
-
-def recalls_of(
-    found: Rows,  # (q, c)
-    truth: Rows,  # (q, k), -1 = none
-    own: Rows | None = None,  # (q,) positions that do not count
-) -> NDArray[np.float64]:  # (q,)
-    """The same for each query; 0 where there is nothing to find."""
+def recalls_of(found: Rows, truth: Rows, own: Rows | None) -> NDArray[np.float64]:  # (q,)
+    """The share of each query's true nearest that were found, 0 where there are none; arguments as `hits_of`."""
     hit, counts = hits_of(found, truth, own)
     recalls: NDArray[np.float64] = hit.sum(1) / np.maximum(1, counts.sum(1))
     return recalls
@@ -146,7 +122,7 @@ def recalls_of(
 def hits_of(
     found: Rows,  # (q, c)
     truth: Rows,  # (q, k), -1 = none
-    own: Rows | None = None,  # (q,) positions that do not count
+    own: Rows | None,  # (q,) positions that do not count
 ) -> tuple[Live, Live]:  # (q, k), (q, k)
     """Which of the true nearest were found, and which of them count."""
     counts = truth >= 0
@@ -159,13 +135,12 @@ def hits_of(
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:
     """Seconds a query, the geometric mean of a batch's and of a single one's."""
-    batch, single = [], []
-    for _ in range(2):
+
+    def timed(part: Floats) -> float:
         start = time.perf_counter()
-        search(queries)
-        batch.append(time.perf_counter() - start)
-    for place in range(min(TIMED, len(queries))):
-        start = time.perf_counter()
-        search(queries[place : place + 1])
-        single.append(time.perf_counter() - start)
-    return float(np.sqrt(min(batch) / len(queries) * np.median(single)))
+        search(part)
+        return time.perf_counter() - start
+
+    batch = min(timed(queries), timed(queries))
+    single = [timed(queries[place : place + 1]) for place in range(min(TIMED, len(queries)))]
+    return float(np.sqrt(batch / len(queries) * np.median(single)))

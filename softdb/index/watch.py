@@ -1,4 +1,4 @@
-"""The watch over the recall promise: some live searches are compared with exact ones, after they were answered."""
+"""The watch over recall: a few live searches are compared with exact ones, after they were answered."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ DEVIATIONS = 3.0  # a recall as promised falls below by chance once in 700 windo
 RATE = 1e9  # numbers compared a second, until it is measured
 
 
-def upper_bound(
-    share: float,
-    count: int,
-    deviations: float = DEVIATIONS,
-) -> float:
+def upper_bound(share: float, count: int, deviations: float = DEVIATIONS) -> float:
     """The largest share that `count` observations with that mean do not speak against.
 
         (p + z²/2n + z √(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
@@ -40,9 +36,9 @@ def upper_bound(
 
 
 class Watch:
-    """What live searches by one index reach. Time is the budget: a check costs as much as many searches do.
+    """What recall live searches by one index reach.
 
-    A check takes one query of a batch. It is made when the checks so far and it fit into `share` of the time that
+    A check compares one query of a batch. It is made when the checks so far and it fit into `share` of the time that
     searches took. Safe to use from several threads: one of them checks at a time.
     """
 
@@ -65,7 +61,7 @@ class Watch:
             self._share, self._recalls = share, deque(self._recalls, maxlen=window)
 
     def after_fork(self) -> None:
-        """In a forked child: no thread will let go of the locks."""
+        """In a forked child: no thread will release the locks."""
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
     def follow(self, index: Index) -> None:
@@ -135,11 +131,9 @@ class Watch:
 
     def _keep_to(self, index: Index) -> None:
         """Begin anew where another index, or another tuning of it, serves."""
-        if index.report is not self._report or index.report != self._content:
-            self._forget(index.report)
-
-    def _forget(self, report: dict[str, Any]) -> None:
-        self._report, self._content = report, dict(report)
+        if index.report is self._report and index.report == self._content:
+            return
+        self._report, self._content = index.report, dict(index.report)
         self._recalls.clear()
         self._checked, self._warned = 0, False
         self._searched = self._spent = 0.0

@@ -16,7 +16,7 @@ from softdb.attend.scoring import Candidates, Scored
 from softdb.attend.source import AsStored
 from softdb.errors import BadInput
 from softdb.index.flat import nearest
-from softdb.index.rerank import best
+from softdb.index.rerank import ordered
 from softdb.nn.origin import Origin
 from softdb.nn.stale_index import FEWEST, Version
 from softdb.pool import pool
@@ -107,7 +107,7 @@ class Parameters(AsStored):
             found, finder = origin.find(queries, count, certain=k)
             if finder == "flat":  # so many that the index does not serve
                 return Candidates(nearest(self._columns, queries, k, origin.metric), finder)
-        return Candidates(best(self._columns, queries.float().numpy(), found, k, origin.metric), finder)
+        return Candidates(ordered(self._columns, queries.float().numpy(), found, k, origin.metric)[0], finder)
 
     @property
     def _columns(self) -> Snapshot:

@@ -15,11 +15,10 @@ from torch import Tensor
 from softdb import check
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, Closed
-from softdb.index import search
 from softdb.index.build import build
 from softdb.index.choose import KINDS
 from softdb.index.contract import Index, Recent
-from softdb.index.flat import nearest
+from softdb.index.gpu_search import find
 from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
@@ -75,8 +74,7 @@ class Version:
         """Rows of the k nearest as of this version, best first, -1 = none."""
         if self.vectors is None:
             return np.full((len(queries), k), -1)
-        found = None if self.index is None else search.find(self.vectors, self.index, queries, k, keep)
-        places = nearest(self.vectors, queries, k, self.metric, keep) if found is None else found.positions
+        places = find(self.vectors, self.index, queries, k, self.metric, keep).positions
         return np.where(places < 0, -1, self.rows[places])
 
     def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)

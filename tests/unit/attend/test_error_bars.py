@@ -17,7 +17,7 @@ import softdb
 from softdb.attend.error import ErrorEstimate, bars, joined, pooled_at, spread_at, sure
 from softdb.check import Metric
 from softdb.index.contract import prepared
-from softdb.index.tail import Tail
+from softdb.index.tail import Tail, _Drawing
 
 Array = np.ndarray[Any, Any]
 N = 12_000  # a little more than are worth an estimate
@@ -142,7 +142,7 @@ def test_records_score_no_more_than_their_caps(name: str) -> None:
     tail, snapshot = tail_of(db), db._store.snapshot
     asked = prepared(world.queries, tail.index.metric)
     lists = tail._seen_by(asked)
-    found = tail._near(snapshot, asked, lists, 1.0, 300, 400, 0.05, np.nan)
+    found = tail._near(_Drawing(snapshot, asked, 1.0, 300, 400, 0, 0.05, np.nan), lists)
     keys = prepared(world.keys, tail.index.metric).astype(np.float64)
     above = 0
     for i, query in enumerate(asked.astype(np.float64)):

@@ -20,6 +20,7 @@ from worlds import awkward, snapshot
 import softdb
 from softdb.check import Metric
 from softdb.index import cache, flat, gpu, gpu_search, resident
+from softdb.index.contract import Selected
 from softdb.index.device import Board
 from softdb.index.resident import KeyColumn
 from softdb.store.snapshot import Segment, Snapshot
@@ -323,7 +324,7 @@ def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
     assert bool((index.find(queries, 3000)[:, 2048:] == -1).all())
     assert index.effort_most <= 2048
     with pytest.raises(ValueError, match="takes no filter"):
-        index.find(queries, 10, np.ones(N, np.bool_))
+        index.find(queries, 10, Selected(np.arange(N), N))
 
 
 @pytest.mark.few(1)
@@ -353,7 +354,7 @@ def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generat
     allowed = np.zeros(N, np.bool_)
     allowed[order[: N // 2]] = True
     queries = torch.from_numpy(keys[order[N - 500 : N - 300]])
-    found = gpu_search.find(snapshot(keys), index, queries, 10, Metric.L2, allowed)
+    found = gpu_search.find(snapshot(keys), index, queries, 10, Metric.L2, allowed).positions
     assert fake.asked
     assert allowed[found].all()
     assert recall(found, flat.nearest(snapshot(keys), queries, 10, Metric.L2, allowed)) >= 0.99
@@ -388,7 +389,7 @@ def test_a_snapshot_with_gaps_and_one_older_than_the_index(fake: FakeGpu, rng: n
     rows = np.flatnonzero(rng.random(N) < 0.8)
     gaps = Snapshot.of(2, (Segment(7, 0, rows, keys[rows], None),), np.ones(len(rows), np.bool_))
     for records in (gaps, snapshot(keys[: N // 2]), snapshot(np.concatenate([keys, 3 * queries]), cuts=(N,))):
-        found = gpu_search.find(records, index, asked, 10, Metric.DOT, None)
+        found = gpu_search.find(records, index, asked, 10, Metric.DOT, None).positions
         assert recall(found, flat.nearest(records, asked, 10, Metric.DOT)) > 0.99
         assert all(len(set(line)) == 10 for line in found.tolist())
 

@@ -11,12 +11,11 @@ import torch
 from worlds import awkward, snapshot
 
 from softdb.check import Metric
-from softdb.index import search
+from softdb.index import gpu_search, search
 from softdb.index.build import build
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
-from softdb.index.gpu_search import find
-from softdb.index.rerank import best, ordered
+from softdb.index.rerank import ordered
 from softdb.index.search import indexed_until
 from softdb.scores import score_of
 from softdb.store.snapshot import Segment, Snapshot
@@ -42,6 +41,10 @@ def indexed(world: Snapshot, metric: Metric, kind: str = "ivf") -> Index:
     return index
 
 
+def find(seen: Snapshot, index: Index, queries: torch.Tensor, k: int, metric: Metric, allowed: Array | None) -> Array:
+    return gpu_search.find(seen, index, queries, k, metric, allowed).positions
+
+
 def recall(found: Array, exact: Array) -> float:
     there = exact >= 0
     return float(((found[:, None] == exact[:, :, None]).any(2) & there).sum() / there.sum())
@@ -65,7 +68,7 @@ def test_candidates_are_ordered_as_exact_search_orders_them(
     for c, k in [(1, 1), (7, 3), (30, 30), (60, 10), (4, 9)]:
         candidates = np.stack([rng.permutation(60)[:c] for _ in range(q)])
         candidates[rng.random((q, c)) < 0.2] = -1
-        found = best(world, queries, candidates, k, metric)
+        found = ordered(world, queries, candidates, k, metric)[0]
         for i in range(q):
             allowed = np.isin(np.arange(60), candidates[i])
             exact = nearest(world, torch.from_numpy(queries[i : i + 1]), k, metric, allowed)[0]
@@ -79,9 +82,9 @@ def test_candidates_are_ordered_as_exact_search_orders_them(
 
 def test_positive_and_negative_zeros_are_ties() -> None:
     world = snapshot([[0.0, 1.0], [-0.0, 1.0], [0.0, -1.0], [1.0, 0.0]])
-    found = best(world, np.array([[1.0, 0.0]], np.float32), np.array([[2, 1, 0, 3]]), 4, Metric.DOT)
+    found = ordered(world, np.array([[1.0, 0.0]], np.float32), np.array([[2, 1, 0, 3]]), 4, Metric.DOT)[0]
     assert found.tolist() == [[3, 0, 1, 2]]
-    found = best(world, np.array([[-1.0, 0.0]], np.float32), np.array([[2, 3, 1, 0]]), 4, Metric.DOT)
+    found = ordered(world, np.array([[-1.0, 0.0]], np.float32), np.array([[2, 3, 1, 0]]), 4, Metric.DOT)[0]
     assert found.tolist() == [[0, 1, 2, 3]]
 
 
@@ -178,14 +181,14 @@ def test_what_may_be_found_is_worked_out_once(rng: np.random.Generator, monkeypa
     asked = torch.from_numpy(queries[:1])
     index = indexed(snapshot(keys), Metric.DOT)
     live, allowed = np.arange(N) != 5, rng.random(N) < 0.9
-    world, made = snapshot(keys, live=live), search._Coverage._eligible
+    world, made = snapshot(keys, live=live), search._Eligible
     worked: list[Any] = []
 
     def choose(*arguments: Any) -> Any:
         worked.append(arguments)
         return made(*arguments)
 
-    monkeypatch.setattr(search._Coverage, "_eligible", choose)
+    monkeypatch.setattr(search, "_Eligible", choose)
     for _ in range(5):
         find(world, index, asked, 10, Metric.DOT, None)
         find(world, index, asked, 10, Metric.DOT, allowed)

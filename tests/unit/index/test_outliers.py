@@ -16,10 +16,9 @@ from worlds import snapshot
 
 import softdb
 from softdb.check import Metric
-from softdb.index import build, cache, finder, outliers
+from softdb.index import build, cache, finder, gpu_search, outliers
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
-from softdb.index.gpu_search import find
 from softdb.index.ivf import IVF
 from softdb.index.outliers import Outliers, lengths_of, longest_of
 from softdb.store.snapshot import Snapshot
@@ -43,6 +42,10 @@ def directions(n: int, d: int, random: np.random.Generator) -> Array:
     found = random.standard_normal((n, d))
     found /= np.linalg.norm(found, axis=1, keepdims=True)
     return found
+
+
+def find(seen: Snapshot, index: Index, queries: torch.Tensor, k: int, metric: Metric, allowed: Array | None) -> Array:
+    return gpu_search.find(seen, index, queries, k, metric, allowed).positions
 
 
 class World(NamedTuple):

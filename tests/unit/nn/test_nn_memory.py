@@ -166,13 +166,13 @@ def test_the_search_is_as_hard_as_for_k_however_many_are_looked_at(monkeypatch: 
     db.build_index("ivf", k=10)
     index = db.finder.index
     assert index is not None
-    search = type(index).find_scored
+    search = type(index).find
 
     def find(self: Any, queries: Any, c: int, allowed: Any = None, effort: int | None = None) -> Any:
         efforts.append(effort)
         return search(self, queries, c, allowed, effort)
 
-    monkeypatch.setattr(type(index), "find_scored", find)
+    monkeypatch.setattr(type(index), "find", find)
     Memory(db, k=10, overfetch=4)(torch.randn(5, 16))
     assert efforts == [index.effort]
 
