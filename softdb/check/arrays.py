@@ -80,7 +80,7 @@ def _array(value: object, name: str) -> Array:
         value = dense(value, name).detach()
         value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
     elif isinstance(value, Sequence) and any(is_tensor(one) for one in value):
-        value = [dense(one, name).detach().cpu().numpy() if is_tensor(one) else one for one in value]
+        value = [_array(one, name) if is_tensor(one) else one for one in value]
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):

@@ -200,6 +200,15 @@ def test_tensors_whose_numbers_cannot_be_read_are_refused(db: SoftDB, kind: str,
     assert len(db) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8], ids=str)
+def test_a_list_of_tensors_is_taken_as_one_tensor_is(dtype: torch.dtype) -> None:
+    rows = list(torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype))
+    with softdb.open(None, dim=3) as db:
+        db.insert(["a", "b"], rows)
+        assert db.get(["a", "b"]).keys.tolist() == [[1, 2, 3], [4, 5, 6]]
+        assert db.search(rows, k=1).scores.tolist() == [[32], [77]]
+
+
 def test_no_queries_have_empty_answers() -> None:
     with softdb.open(None, dim=3, metric="l2") as db:
         db.insert(range(4), np.eye(4, 3))
