@@ -16,16 +16,7 @@ from softdb.store import files
 if TYPE_CHECKING:
     from softdb.check import Encoder
 
-__all__ = [
-    "NOTE",
-    "PROJECTION",
-    "copy_note",
-    "demo_encoder",
-    "encoder_name",
-    "named_encoder",
-    "note_encoder",
-    "noted_encoder",
-]
+__all__ = ["NOTE", "PROJECTION", "copy_note", "encoder_name", "named_encoder", "note_encoder", "noted_encoder"]
 
 NOTE = "encoder.json"  # in a database's directory: what made its keys, so that a typed query need not say it again
 PROJECTION = "projection.pt"  # in a demo database's directory: what `train.fit` found for its queries
@@ -81,17 +72,16 @@ def encoder_name(path: Path, asked: str | None, default: str | None = None) -> s
 def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -> Encoder:
     """The encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
 
-    With `path`, the directory of a database, it is the encoder of its queries: see `demo_encoder`.
+    `demo` with the path of a demo database is the encoder of its queries, as trained.
     """
     from softdb.text import HashedNGrams, SentenceEncoder
 
     if name == "ngrams":
         return HashedNGrams() if dim is None else HashedNGrams(dim)
-    return demo_encoder(path) if name == "demo" else SentenceEncoder(name)
+    return _demo_encoder(path) if name == "demo" else SentenceEncoder(name)
 
 
-def demo_encoder(path: Path | None = None) -> Encoder:
-    """The encoder of the demo's keys; with the path of a demo database, that of its queries, as trained."""
+def _demo_encoder(path: Path | None) -> Encoder:
     from softdb.data import load_wordnet
     from softdb.text import SentenceEncoder
     from softdb.train import load

@@ -7,17 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "CompactReport",
-    "IndexReport",
-    "MemoryReport",
-    "ReindexReport",
-    "Report",
-    "SnapshotReport",
-    "Stats",
-    "ViewReport",
-]
-
+__all__ = ["CompactReport", "IndexReport", "MemoryReport", "ReindexReport", "SnapshotReport", "Stats", "ViewReport"]
 
 ALWAYS = {"always": True}  # told even where it is as by default
 

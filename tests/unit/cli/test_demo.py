@@ -21,7 +21,7 @@ from rich.console import Console
 import softdb
 from softdb.data import DemoData, load_wordnet
 from softdb.demo import DemoReport, run_demo
-from softdb.encoders import demo_encoder, named_encoder
+from softdb.encoders import named_encoder
 from softdb.text import HashedNGrams
 from softdb.train import QueryProjection, load, save
 
@@ -183,12 +183,12 @@ def test_a_typed_query_goes_through_the_trained_projection(tmp_path: Path, monke
 
     monkeypatch.setattr("softdb.text.SentenceEncoder.__call__", encoded)
     weight = np.random.default_rng(0).normal(size=(96, 96)).astype(np.float32)
-    np.testing.assert_array_equal(demo_encoder(tmp_path)(["a"]), np.eye(1, 96))
+    np.testing.assert_array_equal(named_encoder("demo", path=tmp_path)(["a"]), np.eye(1, 96))
     projection = QueryProjection(96)
     projection.weight.data = torch.from_numpy(weight)
     save(tmp_path / "projection.pt", projection)
-    np.testing.assert_allclose(demo_encoder(tmp_path)(["a", "b"]), weight.T[:2], rtol=1e-6)
-    np.testing.assert_array_equal(demo_encoder()(["a"]), np.eye(1, 96))  # keys are never projected
+    np.testing.assert_allclose(named_encoder("demo", path=tmp_path)(["a", "b"]), weight.T[:2], rtol=1e-6)
+    np.testing.assert_array_equal(named_encoder("demo")(["a"]), np.eye(1, 96))  # keys are never projected
 
 
 @pytest.mark.parametrize("damage", ["text", "shape", "nan", "pickle"])
@@ -202,7 +202,7 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
     elif damage == "pickle":
         torch.save(object, path)
     with pytest.raises(softdb.BadInput, match=r"projection.pt is not what the demo saved"):
-        demo_encoder(tmp_path)
+        named_encoder("demo", path=tmp_path)
 
 
 @pytest.mark.exhaustive
