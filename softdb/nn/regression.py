@@ -22,11 +22,7 @@ from softdb.typing import Vectors
 __all__ = ["KernelClassifier", "KernelRegressor"]
 
 KERNELS: dict[str, type[Kernel]] = {
-    "gaussian": Gaussian,
-    "laplacian": Laplacian,
-    "epanechnikov": Epanechnikov,
-    "triangular": Triangular,
-    "boxcar": Boxcar,
+    kernel.__name__.lower(): kernel for kernel in (Gaussian, Laplacian, Epanechnikov, Triangular, Boxcar)
 }
 
 

@@ -162,19 +162,12 @@ class EverySteps:
 
 @dataclass(frozen=True)
 class OnRecall:
-    """When the recall of the candidates, measured every so many steps, is below a target. See `View.measure`.
+    """When the recall of the candidates, measured every so many steps, is below a target. See `View.measure`."""
 
-    Args:
-        target: the share of the true nearest that shall be candidates.
-        every: steps between measurements.
-        sample: records that are measured on.
-        k: how many nearest of them count.
-    """
-
-    target: float = 0.9
-    every: int = 100
-    sample: int = 4096
-    k: int = 2
+    target: float = 0.9  # the share of the true nearest that shall be candidates
+    every: int = 100  # steps between measurements
+    sample: int = 4096  # records that are measured on
+    k: int = 2  # how many nearest of them count
 
     def __post_init__(self) -> None:
         check.share(self.target, "target")

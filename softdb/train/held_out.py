@@ -52,12 +52,7 @@ def ranking(
 
 
 @torch.no_grad()
-def ranked(
-    db: SoftDB,
-    queries: Tensor,  # (m, d)
-    positives: list[list[Id]],  # m
-    projection: torch.nn.Module | None,
-) -> Ranking:
+def ranked(db: SoftDB, queries: Tensor, positives: list[list[Id]], projection: torch.nn.Module | None) -> Ranking:
     """As `ranking`, of what is checked; an id that is not stored is never found."""
     places: list[np.ndarray] = []
     for start in range(0, len(queries), BATCH):
@@ -98,9 +93,9 @@ def split(
 ) -> Split:
     """Hold a share of the queries out, half of them to choose an epoch by if asked.
 
-    Queries that share a positive, or are equal, hang together, and so do those that hang together with the same one:
-    such a group goes to one side whole, so that no right answer of a held-out query was ever trained on. Groups come
-    in random order, and one that is too large for what is left of a side is passed over.
+    Queries that share a positive, or are equal, are connected, and a connected group goes to one side whole: no right
+    answer of a held-out query is ever trained on. Groups come in random order; one that is too large for what is left
+    of a side is passed over.
 
     Raises BadInput where a side stays empty, or a right record is on both sides of the caller's choice.
     """

@@ -61,10 +61,7 @@ class Pairs:
 
 
 def require_known(db: SoftDB, positives: list[list[Id]], places: list[str] | None = None) -> None:
-    """BadInput naming the first ids that are not in the database, and where they stand; None: the number of the query.
-
-    An unknown id may be several in one text: a hint says how to write these.
-    """
+    """BadInput naming the first ids that are not in the database, and their places; None: the queries' numbers."""
     flat = [(name, i) for i, mine in enumerate(positives) for name in mine]
     missing = np.flatnonzero(db.locate([name for name, _ in flat])[1] < 0)
     if len(missing):
