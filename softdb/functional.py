@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
@@ -14,8 +16,8 @@ from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.request import indifferent
 from softdb.check import positive, shown
 from softdb.errors import BadInput
-from softdb.scores import Kernel, ScaledDot, Score, ScoreFunction, query_width
-from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting, weighting
+from softdb.scores import ScaledDot, Score, ScoreFunction, query_width
+from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting
 
 __all__ = ["Attended", "attention"]
 
@@ -29,6 +31,21 @@ class Attended(NamedTuple):
     output: Tensor  # (…, m, v)
     lse: Tensor  # (…, m): log-normaliser, the smoothed largest score / temperature; -inf where nothing takes part
     weights: Tensor  # (…, m, n)
+
+
+@contextlib.contextmanager
+def _without_transforms() -> Iterator[None]:
+    """Raises BadInput for what torch.func cannot go through."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [one.key().name.lower() for one in torch._C._functorch.get_interpreter_stack() or ()]
+        if not names:
+            raise
+        way = "use torch.autograd.grad or backward(), or softmax weights over fewer scores"
+        if "vmap" in names:
+            way = "give the batch as leading dimensions of query, key and value"
+        raise BadInput(f"softdb.attention cannot run inside torch.func.{names[-1]} here; {way}") from error
 
 
 @overload
@@ -63,6 +80,7 @@ def attention(
 ) -> Attended: ...
 
 
+@_without_transforms()
 def attention(
     query: Any,  # (…, m, d_q)
     key: Any,  # (…, n, d)
@@ -114,35 +132,9 @@ def attention(
     >>> attention([[1.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]], [[1.0], [2.0]]).round(decimals=3)
     tensor([[1.0020]])
     """
-    try:
-        return _attention(query, key, value, score, temperature, weights, mask, valid_len, is_causal, details)
-    except RuntimeError as error:
-        names = [one.key().name.lower() for one in torch._C._functorch.get_interpreter_stack() or ()]
-        if not names:
-            raise
-        way = "use torch.autograd.grad or backward(), or softmax weights over fewer scores"
-        if "vmap" in names:
-            way = "give the batch as leading dimensions of query, key and value"
-        raise BadInput(f"softdb.attention cannot run inside torch.func.{names[-1]} here; {way}") from error
-
-
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    score: Score | ScoreFunction | None,
-    temperature: float,
-    weights: str | Weighting | None,
-    mask: Any,
-    valid_len: Any,
-    is_causal: bool,
-    details: bool,
-) -> Tensor | Attended:
-    """As `attention`."""
     if score is not None and not callable(score):
         raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
     score = ScaledDot() if score is None else score
-    by = weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights)
     asked, narrow = _checked(query, key, value)
     full = callable(getattr(score, "fold", None))  # a whole softdb score; what other callables compare only they know
     if full and asked[0].shape[-1] != query_width(score, asked[1].shape[-1]):
@@ -155,8 +147,8 @@ def _attention(
     live = TakingPart.of(layout, mask, valid_len, is_causal, asked[0].device)
     queries, keys, values = layout.queries(asked[0]), layout.records(asked[1]), layout.records(asked[2])
     # it knows what a weighting makes of a score, whatever the shape of the queries
-    request = Request.of(queries, score, by, positive(temperature, "temperature"))
-    call = _Call(request, keys, values, isinstance(by, Uniform) or full, live)
+    request = Request.of(queries, score, weights, positive(temperature, "temperature"))
+    call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or full, live)
     streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
     if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:
         return layout.back(_streamed(call)).to(narrow)
@@ -228,13 +220,9 @@ def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), 
 def _scores(call: _Call) -> Tensor:  # (u, q, n)
     """All scores, checked. Raises BadInput for a wrong shape or NaN."""
     shape = (*call.request.queries.shape[:2], call.keys.shape[1])
-    pairs = (
-        [(call.request.queries, call.keys)]
-        if call.together
-        else list(zip(call.request.queries, call.keys, strict=True))
-    )
+    whole = call.request.queries, call.keys
     found = []
-    for queries, keys in pairs:
+    for queries, keys in [whole] if call.together else zip(*whole, strict=True):
         scores = call.request.streamed_score(queries, keys)
         expected = shape if call.together else shape[1:]
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:

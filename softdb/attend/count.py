@@ -50,7 +50,7 @@ def counted(
     """
     tolerance = request.tolerance
     assert tolerance is not None
-    ball = _Ball(request, source, least, request.keep(source), *source.sampler())
+    ball = _Ball(request, source, tolerance, least, request.keep(source), *source.sampler())
     rest, drawn = np.arange(len(request.queries)), FIRST
     value, bar = np.zeros(len(rest)), np.full(len(rest), np.inf)
     taking_part = int(np.count_nonzero(ball.keep))
@@ -62,21 +62,17 @@ def counted(
         left = rest
         for look in range(LOOKS + 1):  # wider, where much of the bar is for what was not drawn
             value[left], bar[left], blind = ball.estimated(ball.tail, left, drawn, look)
-            left = left[blind & (bar[left] > _allowed(tolerance, value[left]))]
+            left = left[blind & (bar[left] > ball.allowed(value[left]))]
             if not len(left):
                 break
-        fits = bar[rest] <= _allowed(tolerance, value[rest])
+        fits = bar[rest] <= ball.allowed(value[rest])
         rest = rest[:0] if drawn == tolerance.most else rest[~fits]
         drawn *= GROWTH
     exact = np.zeros(len(value), np.bool_)
     if len(rest):
         value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
-    met = bar <= _allowed(tolerance, value)
+    met = bar <= ball.allowed(value)
     return Estimate(*(torch.from_numpy(column) for column in (value, bar, met, exact)))
-
-
-def _allowed(tolerance: Tolerance, counts: Numbers) -> Numbers:
-    return tolerance.atol + tolerance.rtol * np.maximum(counts, 1)
 
 
 class _Ball(NamedTuple):
@@ -84,10 +80,15 @@ class _Ball(NamedTuple):
 
     request: Request
     source: Stored
+    tolerance: Tolerance
     least: float
     keep: Live  # (size,) the records that take part
     tail: Tail | None  # None: nothing can draw
     indexed_until: int  # the first position that it does not cover
+
+    def allowed(self, counts: Numbers) -> Numbers:  # (q,) -> (q,)
+        """The largest error that meets the tolerance."""
+        return self.tolerance.atol + self.tolerance.rtol * np.maximum(counts, 1)
 
     def exactly(self, which: Positions, keep: Live) -> Numbers:  # (w,)
         """Exact counts of some of the queries, among some of the records."""
@@ -111,9 +112,7 @@ class _Ball(NamedTuple):
         The last is told from what was expected, not from what was drawn: to look again where a draw found little,
         and not where it found much, would make counts too large.
         """
-        tolerance = self.request.tolerance
-        assert tolerance is not None
-        confidence, queries = tolerance.confidence, self.request.queries.detach().cpu().numpy()
+        confidence, queries = self.tolerance.confidence, self.request.queries.detach().cpu().numpy()
         asked = prepared(queries[which], tail.index.metric)
         near, doubt = min(int(NEAR * drawn * WIDER**look), tail.size), math.log(1 / (1 - confidence))
         found = tail.draw(self.source.columns, asked, 1.0, near, drawn, self.request.seed, 1 - confidence, self.least)

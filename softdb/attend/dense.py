@@ -61,11 +61,7 @@ def dense(request: Request, source: Source) -> Pooled:
     return answered(request, source, output, lse, finder="all", found=Scored(own, scores), weights=weights)
 
 
-def shared_scores(
-    request: Request,
-    source: Source,
-    positions: Positions,  # (u,)
-) -> Tensor:  # (q, u)
+def shared_scores(request: Request, source: Source, positions: Positions) -> Tensor:  # (u,) -> (q, u)
     """Scores of the same records for every query."""
     queries, columns = request.queries, source.columns
     keys = queries.new_zeros(0, queries.shape[1])

@@ -142,11 +142,7 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     )  # fmt: skip
 
 
-def _moved(
-    part: ErrorEstimate,
-    share: Numbers,  # (q,)
-    shift: Numbers,  # (q, v)
-) -> tuple[Any, ...]:
+def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)
     """The sums of a part, seen from the answer of the whole."""
     square, v = share**2, shift.shape[1]
     far = np.einsum("qv,qv->q", shift, shift)

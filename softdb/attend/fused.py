@@ -147,10 +147,7 @@ def _chunks(queries: Array) -> list[slice]:
 # -- one pass ----------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    queries: Array,  # (q, d) float32
-    what: Pass,
-) -> _PassSums:
+def forward(queries: Array, what: Pass) -> _PassSums:  # (q, d) float32
     """One pass over every record that takes part."""
     from softdb.compiled import attention as loops
 

@@ -135,25 +135,17 @@ def _in_radius(
     allowed: Live | None,
 ) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
     """The records whose score, as it is shown, reaches the least one, best first; m is the most that a query has."""
-    found, score = (
-        _without(radius_search(snapshot, queries, least, metric, allowed), None, excluded, None)[0],
-        score_of(metric),
-    )
-    width = max(1, found.shape[1] * queries.shape[1])
-    lines, columns = max(1, GATHERED // width), max(1, GATHERED // queries.shape[1])
-    pieces = [
-        torch.cat([score_rows(score, part, snapshot, some) for some in _columns(own, columns)], 1)
-        for part, own in zip(torch.split(queries, lines), np.split(found, range(lines, len(found), lines)), strict=True)
-    ]
+    found, _ = _without(radius_search(snapshot, queries, least, metric, allowed), None, excluded, None)
+    score, pieces, columns = score_of(metric), [], max(1, GATHERED // queries.shape[1])
+    lines = max(1, columns // max(1, found.shape[1]))
+    for part, own in zip(torch.split(queries, lines), np.split(found, range(lines, len(found), lines)), strict=True):
+        some = np.split(own, range(columns, own.shape[1], columns), axis=1)
+        pieces.append(torch.cat([score_rows(score, part, snapshot, one) for one in some], 1))
     scores, rows = torch.cat(pieces), torch.from_numpy(snapshot.rows(found)).to(queries.device)
     near = (scores >= least) & (rows >= 0)
     scores, order = scores.masked_fill(~near, -torch.inf).sort(dim=1, descending=True, stable=True)
     most = int(near.sum(1).amax()) if near.numel() else 0
     return rows.masked_fill(~near, -1).gather(1, order)[:, :most], scores[:, :most]
-
-
-def _columns(found: Positions, count: int) -> list[Positions]:
-    return np.split(found, range(count, found.shape[1], count), axis=1)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -73,28 +73,19 @@ class Layout:
         end = len(self.lead)
         return tensor.expand(*self.lead, self.m, last).permute(*self.own, *self.shared, end, end + 1)
 
-    def queries(
-        self,
-        query: Tensor,  # (…, m, d_q)
-    ) -> Tensor:  # (u, q, d_q)
+    def queries(self, query: Tensor) -> Tensor:  # (…, m, d_q) -> (u, q, d_q)
         """Queries, folded."""
         moved = self.apart(query, query.shape[-1])
         return moved.reshape(self.entries, math.prod(moved.shape[len(self.own) : -1]), query.shape[-1])
 
-    def records(
-        self,
-        records: Tensor,  # (…, n, d)
-    ) -> Tensor:  # (u, n, d)
+    def records(self, records: Tensor) -> Tensor:  # (…, n, d) -> (u, n, d)
         """Keys or values, folded."""
         end = len(self.lead)
         moved = records.permute(*self.own, *self.shared, end, end + 1).flatten(len(self.own), end)
         own = (self.lead[i] for i in self.own)
         return moved.expand(*own, *moved.shape[-2:]).reshape(self.entries, *moved.shape[-2:])
 
-    def back(
-        self,
-        tensor: Tensor,  # (u, q) or (u, q, *)
-    ) -> Tensor:  # (…, m) or (…, m, *)
+    def back(self, tensor: Tensor) -> Tensor:  # (u, q) or (u, q, *) -> (…, m) or (…, m, *)
         """What was found, as the caller's leading dimensions have it."""
         order = (*self.own, *self.shared)
         apart = tensor.reshape(*self.moved, *tensor.shape[2:])

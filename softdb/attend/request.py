@@ -32,11 +32,7 @@ class LogScore(torch.nn.Module):
         super().__init__()
         self.score = score
 
-    def forward(
-        self,
-        queries: Tensor,  # (q, d)
-        keys: Tensor,  # (n, d) or (q, k, d)
-    ) -> Tensor:  # (q, n) or (q, k)
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (q, d), (n, d) or (q, k, d) -> (q, n) or (q, k)
         """log s, -inf where s is 0. Raises BadInput where it is negative."""
         if isinstance(self.score, Kernel):
             return self.score.log(queries, keys)
@@ -49,10 +45,7 @@ class LogScore(torch.nn.Module):
         nothing = scores == 0
         return scores.masked_fill(nothing, 1).log().masked_fill(nothing, -torch.inf)
 
-    def fold(
-        self,
-        queries: Tensor,  # (q, d)
-    ) -> Fold | None:
+    def fold(self, queries: Tensor) -> Fold | None:  # (q, d)
         """The order is the score's own; a gaussian's log is a squared distance."""
         folded = fold(self.score, queries)
         if folded is not None and isinstance(self.score, Gaussian):
@@ -60,10 +53,7 @@ class LogScore(torch.nn.Module):
         return None if folded is None else folded._replace(scale=None, bias=0.0)
 
 
-def indifferent(
-    queries: Tensor,  # (…, q, d_q)
-    keys: Tensor,  # (…, n, d)
-) -> Tensor:  # (…, q, n)
+def indifferent(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d_q), (…, n, d) -> (…, q, n)
     """A score that tells no key from another, with gradients of 0: what average pooling asks."""
     return queries[..., :1] * 0 + keys[..., :1].mT * 0
 
@@ -140,10 +130,7 @@ class Request:
         mask = None if self.mask is None else self.mask[chosen.to(self.mask.device)]
         return replace(self, queries=self.queries[chosen], mask=mask)
 
-    def shown_scores(
-        self,
-        scores: Tensor,  # (…)
-    ) -> Tensor:  # (…)
+    def shown_scores(self, scores: Tensor) -> Tensor:  # (…) -> (…)
         """Scores as the user's own score gives them."""
         return scores.exp() if isinstance(self.score, LogScore) else scores
 

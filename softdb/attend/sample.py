@@ -51,11 +51,7 @@ def sampled(request: Request, source: Source, count: int, generator: torch.Gener
     return Samples(Hits(rows, request.shown_scores(found.scores), source.resolve), log_prob)
 
 
-def _places(
-    weights: Tensor,  # (q, m)
-    count: int,
-    generator: torch.Generator,
-) -> Tensor:  # (q, count)
+def _places(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (q, m) -> (q, count)
     """Places by inversion of the cumulative weights, which a generator of the CPU serves on any device."""
     cumulative = weights.double().cumsum(1)
     chances = torch.rand(len(weights), count, generator=generator, dtype=torch.float64).to(weights.device)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from softdb.attend.blocks import Solved, pool_into, scores_of, tiles
 from softdb.attend.request import Request
+from softdb.weights import Sparse
 
 if TYPE_CHECKING:
     from softdb.attend.source import Source
-from softdb.weights import Sparse
 
 __all__ = ["sparse_over"]
 

@@ -84,20 +84,13 @@ def leave_one_out(
                 f"leave_one_out: values have shape {tuple(values.shape)} and keys {tuple(keys.shape)}; give one value "
                 "for each key"
             )
-    elif _all_twice(keys):
+    elif int(torch.unique(keys, dim=0, return_counts=True)[1].min()) > 1:
         raise BadInput(
             "leave_one_out: every key has a duplicate, so the likelihood of the density grows without end as the "
             "bandwidth shrinks; remove duplicates, or give values"
         )
     keys = keys - keys.mean(dim=0)  # squared distances by expansion are most precise around 0
     return _best(lambda hs: _losses(keys, values, kernel, hs), low, high)
-
-
-def _all_twice(
-    keys: Tensor,  # (n, d)
-) -> bool:
-    _, counts = torch.unique(keys, dim=0, return_counts=True)
-    return int(counts.min()) > 1
 
 
 def _table(value: Tensor, name: str, door: str) -> Tensor:
@@ -120,11 +113,7 @@ def _table(value: Tensor, name: str, door: str) -> Tensor:
     return table
 
 
-def _deviations(
-    keys: Tensor,  # (n, d)
-    per_coordinate: bool,
-    door: str,
-) -> Tensor:  # (d,) or ()
+def _deviations(keys: Tensor, per_coordinate: bool, door: str) -> Tensor:  # (n, d) -> (d,) or ()
     """Standard deviations, none of them 0."""
     found = keys.std(dim=0)  # exactly 0 where all are equal: torch adds up differences from the mean so far
     if per_coordinate and bool((found == 0).any()):
@@ -150,9 +139,7 @@ def _bounds(keys: Tensor, bounds: tuple[float, float] | None) -> tuple[float, fl
     return low, high
 
 
-def _squares(
-    keys: Tensor,  # (n, d)
-) -> Iterator[tuple[Tensor, slice]]:
+def _squares(keys: Tensor) -> Iterator[tuple[Tensor, slice]]:  # (n, d)
     """Squared distances (m, n) of some records from all, infinite from themselves; and which these are."""
     n, score = len(keys), NegativeL2()
     for low in range(0, n, rows := max(1, BLOCK // n)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from softdb.check import Metric
@@ -47,17 +46,11 @@ class Score(Protocol):
     ) -> Tensor:  # (…, q, n) or (…, q, k)
         """Scores of keys; larger is closer."""
 
-    def fold(
-        self,
-        queries: Tensor,  # (…, q, d)
-    ) -> Fold | None:
+    def fold(self, queries: Tensor) -> Fold | None:  # (…, q, d)
         """How an index must see this score; None where no index can find its nearest records."""
 
 
-def fold(
-    score: Score | ScoreFunction,
-    queries: Tensor,  # (…, q, d)
-) -> Fold | None:
+def fold(score: Score | ScoreFunction, queries: Tensor) -> Fold | None:  # (…, q, d)
     """How an index must see a score; None where no index can find its nearest records.
 
     A plain callable has no fold, unless it carries an attribute `metric`, a softdb.check.Metric: that says that it
@@ -89,27 +82,18 @@ def metric_of(score: Score | ScoreFunction) -> Metric:
     return metric
 
 
-def query_width(
-    score: Score | ScoreFunction,
-    key_dim: int,
-) -> int:
+def query_width(score: Score | ScoreFunction, key_dim: int) -> int:
     """How wide queries must be: a score's own `query_dim`, where it has one, else as wide as the keys."""
     return int(getattr(score, "query_dim", key_dim))
 
 
-def alike(
-    keys: Tensor,  # (…, n, d) or (…, q, k, d)
-    queries: Tensor,  # (…, q, d)
-) -> Tensor:  # as keys
+def alike(keys: Tensor, queries: Tensor) -> Tensor:  # (…, n, d) or (…, q, k, d), (…, q, d) -> as keys
     """Keys in the queries' dtype, on their device."""
     # two steps: the narrow column is what travels between devices
     return keys.to(queries.device).to(queries.dtype)
 
 
-def comparable(
-    queries: Tensor,  # (…, q, d)
-    keys: Tensor,  # (…, n, d) or (…, q, k, d)
-) -> Tensor:  # as keys
+def comparable(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> as keys
     """Keys as `alike` makes them. Raises BadInput where they are not as wide as the queries or do not meet them."""
     meet(queries, keys)
     if queries.shape[-1] != keys.shape[-1]:
@@ -120,35 +104,22 @@ def comparable(
     return alike(keys, queries)
 
 
-def meet(
-    queries: Tensor,  # (…, q, d_q)
-    keys: Tensor,  # (…, n, d_k) or (…, q, k, d_k)
-) -> None:
+def meet(queries: Tensor, keys: Tensor) -> None:  # (…, q, d_q), (…, n, d_k) or (…, q, k, d_k)
     """Raises BadInput where keys are neither shared by all queries nor each query's own."""
     more = keys.ndim - queries.ndim
-    if queries.ndim < 2 or more not in (0, 1) or (more and keys.shape[-3] not in (1, queries.shape[-2])):
-        fits = False
-    else:
-        fits = _broadcast(queries.shape[:-2], keys.shape[: -2 - more])
-    if not fits:
+    fits = queries.ndim > 1 and more in (0, 1) and (not more or keys.shape[-3] in (1, queries.shape[-2]))
+    leading = zip(queries.shape[:-2], keys.shape[: -2 - more], strict=True)
+    if not (fits and all(a == b or 1 in (a, b) for a, b in leading)):
         raise BadInput(
             f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; expected queries (…, q, d) with "
             "keys (…, n, d) that all of them share, or (…, q, k, d), each query's own"
         )
 
 
-def wide(
-    tensor: Tensor,  # (…, d)
-    width: int,
-    name: str,
-) -> None:
+def wide(tensor: Tensor, width: int, name: str) -> None:  # (…, d)
     """Raises BadInput where a tensor is not as wide as the score was made for."""
     if tensor.shape[-1] != width:
         raise BadInput(
             f"{name} are {tensor.shape[-1]} wide (shape {tuple(tensor.shape)}) but this score was made for {width}; "
             "encode them as it expects, or make a score of their width"
         )
-
-
-def _broadcast(one: torch.Size, other: torch.Size) -> bool:
-    return all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True))

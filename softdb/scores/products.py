@@ -110,10 +110,7 @@ class General(torch.nn.Module):
         return queries @ self.weight.to(queries)
 
 
-def dot(
-    queries: Tensor,  # (…, q, d)
-    keys: Tensor,  # (…, n, d) or (…, q, k, d)
-) -> Tensor:  # (…, q, n) or (…, q, k)
+def dot(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> (…, q, n) or (…, q, k)
     """q·k of shared or own keys, alike in dtype and device."""
     if keys.ndim > queries.ndim:
         return (keys @ queries.unsqueeze(-1)).squeeze(-1)
@@ -127,9 +124,7 @@ def length(vectors: Tensor) -> Tensor:  # (…, d) -> (…)
     return found.masked_fill(found < torch.finfo(found.dtype).tiny, torch.inf)
 
 
-def unit(
-    vectors: NDArray[Any],  # (…, d)
-) -> NDArray[np.float32]:  # (…, d)
+def unit(vectors: NDArray[Any]) -> NDArray[np.float32]:  # (…, d) -> (…, d)
     """Vectors scaled to length 1; a zero vector stays zero."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return np.asarray(vectors / np.where(lengths == 0, 1, lengths), np.float32)

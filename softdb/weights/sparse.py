@@ -101,10 +101,7 @@ class Sparse(ABC):
         weights, pulls = self.of(z, tau)
         return weights.sum(dim=-1), pulls.sum(dim=-1) / (1 - self.alpha)
 
-    def entropy(
-        self,
-        weights: Tensor,  # (…, m)
-    ) -> Tensor:  # (…)
+    def entropy(self, weights: Tensor) -> Tensor:  # (…, m) -> (…)
         """H(p) = Σ (p - p^α) / (α (α-1)), to be added up over blocks. Cost q m."""
         return (weights - weights**self.alpha).sum(dim=-1) / (self.alpha * (self.alpha - 1))
 
