@@ -4,13 +4,12 @@ Each is one function of a `Request`, what is asked, and a `Source`, where the re
 """
 
 from softdb.attend.count import counted
-from softdb.attend.dense import all_scores, shared_scores
 from softdb.attend.estimate import estimated, log_partition
-from softdb.attend.exact import exact, log_normaliser
-from softdb.attend.explain import explained
+from softdb.attend.exact import all_scores, exact, log_normaliser, shared_scores
 from softdb.attend.hits import hits
 from softdb.attend.nearest import nearest
 from softdb.attend.request import Request
+from softdb.attend.result import explained
 from softdb.attend.sample import sampled
 from softdb.attend.source import Columns, Source, Stored
 from softdb.attend.streaming import stream

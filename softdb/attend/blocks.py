@@ -1,7 +1,8 @@
 """The soft query in blocks of plain torch operations: any score, any device, any dtype.
 
-Forward is one pass with an online softmax (Milakov and Gimelshein 2018); backward recomputes each block's scores
-(Dao et al. 2022, algorithm 4) and goes through the score by autograd.
+Forward is one pass with an online softmax (Milakov and Gimelshein 2018), or for sparse weightings some passes, by
+Newton's method; backward recomputes each block's scores (Dao et al. 2022, algorithm 4) and goes through the score by
+autograd.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from torch import Tensor
 
 from softdb.attend.request import Live, Request
 from softdb.errors import BadInput
-from softdb.scores import Score, ScoreFunction
+from softdb.scores import Score, ScoreFunction, fold
 from softdb.scores.contract import alike
+from softdb.weights import Sparse
 
 if TYPE_CHECKING:
     from softdb.attend.source import Source
 
-__all__ = ["Blocks", "Once", "Solved", "Tile", "hidden_parameters", "pool_into", "scores_of", "softmax_over", "tiles"]
+__all__ = ["Blocks", "Once", "pool_into", "scored_tiles", "scores_of", "softmax_over", "sparse_over"]
 
 BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
 TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block
+STEPS = 60  # of Newton's method at most, for the threshold of a sparse weighting; it takes about 10
 
 
 class Tile(NamedTuple):
@@ -61,23 +64,36 @@ def tiles(request: Request, source: Source) -> Iterator[Tile]:
             yield Tile(chunk, block.positions, keys, values, dead)
 
 
-def scores_of(
-    score: Score | ScoreFunction,
-    queries: Tensor,  # (chunk, d)
-    tile: Tile,
-) -> Tensor:  # (chunk, m), -inf where dead
-    """The score, checked. Raises BadInput for a wrong shape or NaN."""
-    scores = score(queries, tile.keys)
-    expected = (len(queries), len(tile.keys))
+def scored_tiles(
+    request: Request, source: Source, score: Score | ScoreFunction | None = None
+) -> Iterator[tuple[Tile, Tensor]]:  # (chunk, m), -inf where dead
+    """The tiles with their scores; None: by the request's score."""
+    score = request.score if score is None else score
+    for tile in tiles(request, source):
+        scores = scores_of(score, request.queries[tile.chunk], tile.keys)
+        yield tile, scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
+
+
+def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Tensor:  # (q, m) or (q, k)
+    """The score of shared keys (m, d), or of each query's own (q, k, d). Raises BadInput for a wrong shape or NaN.
+
+    A plain callable need only know shared keys: of their own keys each query is asked alone.
+    """
+    own = keys.ndim > queries.ndim
+    if not own or isinstance(score, torch.nn.Module) or fold(score, queries[:1].detach()) is not None:
+        scores = score(queries, keys)
+    else:
+        each = [score(one.unsqueeze(0), mine) for one, mine in zip(queries, keys.to(queries.dtype), strict=True)]
+        scores = torch.cat(each) if each else queries.new_zeros(keys.shape[:2])
+    expected = (len(queries), keys.shape[-2])
     if tuple(scores.shape) != expected:
         raise BadInput(
-            f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and shared keys "
-            f"{tuple(tile.keys.shape)}; expected {expected}"
+            f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and "
+            f"{'their own' if own else 'shared'} keys {tuple(keys.shape)}; expected {expected}"
         )
-    scores = scores.to(queries.dtype)
     if bool(scores.detach().isnan().any()):
         raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
-    return scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
+    return scores.to(queries.dtype)
 
 
 class _Places:
@@ -110,11 +126,11 @@ class Solved(NamedTuple):
 
 def softmax_over(request: Request, source: Source) -> Solved:
     """One pass of the online softmax; w = u = exp((s - top) / T) / total."""
-    queries, score, temperature = request.queries, request.streamed_score, request.temperature
+    queries, temperature = request.queries, request.temperature
     q, width = len(queries), source.width if request.pools else 0
     output, top, total = queries.new_zeros(q, width), queries.new_full((q,), -torch.inf), queries.new_zeros(q)
-    for tile in tiles(request, source):
-        chunk, scores = tile.chunk, scores_of(score, queries[tile.chunk], tile)
+    for tile, scores in scored_tiles(request, source, request.streamed_score):
+        chunk = tile.chunk
         new = torch.maximum(top[chunk], scores.amax(dim=1))
         shift = new.masked_fill(new == -torch.inf, 0)
         decay = ((top[chunk] - shift) / temperature).exp_()
@@ -137,6 +153,56 @@ def softmax_over(request: Request, source: Source) -> Solved:
         return weights, weights
 
     return Solved(output, lse, output, empty, of)
+
+
+def sparse_over(request: Request, source: Source) -> Solved:
+    """Sparsemax or entmax15 over the source's records. Cost q n (d + v), and q n d for each of some 10 Newton steps."""
+    by, queries, temperature = request.weighting, request.queries, request.temperature
+    assert isinstance(by, Sparse)
+    q, wide = len(queries), torch.promote_types(queries.dtype, torch.float64)
+    top = queries.new_full((q,), -torch.inf)
+    for tile, scores in scored_tiles(request, source):
+        top[tile.chunk] = torch.maximum(top[tile.chunk], scores.amax(dim=1))
+    empty = ~(top > -torch.inf)
+    top = top.masked_fill(empty, 0)
+
+    def below(scores: Tensor, chunk: slice) -> Tensor:
+        """z less its largest; two scores of one pair may differ in their last digit."""
+        return (scores - top[chunk].unsqueeze(1)).clamp_(max=0).to(wide).div_(temperature)
+
+    tau = queries.new_full((q, 1), -1, dtype=wide)
+    for _ in range(STEPS):
+        mass, slope = tau.new_zeros(q), tau.new_zeros(q)
+        for tile, scores in scored_tiles(request, source):
+            more, steeper = by.root_step(below(scores, tile.chunk), tau[tile.chunk])
+            mass[tile.chunk] += more
+            slope[tile.chunk] += steeper
+        after = tau + ((1 - mass).clamp(max=0) / slope.masked_fill(slope == 0, -1)).unsqueeze(1)
+        if bool((after <= tau).all()):
+            break
+        tau = torch.maximum(tau, after)
+
+    def of(scores: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        weights, pulls = by.of(below(scores, chunk), tau[chunk])
+        return weights.to(queries.dtype), pulls.to(queries.dtype)
+
+    output, mean = queries.new_zeros(2, q, source.width, dtype=wide)
+    weight, pulled, lse = tau.new_zeros(3, q)
+    for tile, scores in scored_tiles(request, source):
+        chunk, values = tile.chunk, tile.values
+        z = below(scores, chunk)
+        weights, pulls = by.of(z, tau[chunk])
+        some = values.to(wide) if values.is_floating_point() else values
+        pool_into(output[chunk], weights, some)
+        pool_into(mean[chunk], pulls, some)
+        weight[chunk] += weights.sum(dim=1)
+        pulled[chunk] += pulls.sum(dim=1)
+        lse[chunk] += (weights * z.masked_fill(weights == 0, 0)).sum(dim=1) + by.entropy(weights)
+    pulled = pulled.masked_fill(empty, 1)
+    narrow = queries.dtype
+    lse = (lse + top / temperature).to(narrow).masked_fill(empty, -torch.inf)
+    output, mean = output / weight.masked_fill(empty, 1).unsqueeze(1), mean / pulled.unsqueeze(1)
+    return Solved(output.to(narrow), lse, mean.to(narrow), empty, of)
 
 
 class Blocks(torch.autograd.Function):
@@ -204,7 +270,7 @@ def pool_into(
 ) -> None:
     """output += Σ w v."""
     if values.is_floating_point():
-        output.addmm_(weights, values)
+        output.addmm_(weights, values.to(weights.dtype))
     else:
         output.index_add_(1, values, weights)
 
@@ -227,7 +293,8 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
             part, keys = queries[chunk].detach().requires_grad_(), tile.keys
             if key_grad is not None:
                 keys = keys.detach().requires_grad_()
-            scores = scores_of(request.streamed_score, part, tile._replace(keys=keys))
+            scores = scores_of(request.streamed_score, part, keys)
+            scores = scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
         weights, pulls = ctx.of(scores.detach(), chunk)
         if value_grad is not None:
             _add_at(value_grad, tile.positions, weights.mT @ output_grad[chunk])
@@ -250,12 +317,3 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
 
 def _add_at(grad: Tensor, positions: Tensor, found: Tensor) -> None:
     grad.index_add_(0, positions.to(grad.device), found.to(grad.device).to(grad.dtype))
-
-
-def hidden_parameters(request: Request, source: Source) -> bool:
-    """Whether the score depends on tensors that want gradients."""
-    first = int(np.argmax(source.live)) if source.count else 0
-    block = next(source.blocks(1, start=first), None)
-    if block is None:
-        return False
-    return bool(request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries)).requires_grad)

@@ -1,26 +1,28 @@
-"""The answer over every record that takes part: in one stream, or proven from the nearest alone."""
+"""The answer over every record that takes part: in one stream, with all weights, or proven from the nearest alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from softdb.answers import Pooled
-from softdb.attend.dense import dense
+from softdb.attend.blocks import pool_into, scored_tiles, scores_of
 from softdb.attend.nearest import nearest
-from softdb.attend.request import Request
+from softdb.attend.request import Positions, Request
 from softdb.attend.result import answered
-from softdb.attend.scoring import Candidates
+from softdb.attend.scoring import Candidates, Scored
 from softdb.attend.source import Source
 from softdb.attend.streaming import stream
 from softdb.check import shown
 from softdb.errors import BadInput
+from softdb.scores.contract import alike
 from softdb.weights import Argmax, Softmax, Sparse, Uniform
 
-__all__ = ["exact", "log_normaliser"]
+__all__ = ["AllScores", "all_scores", "exact", "log_normaliser", "shared_scores"]
 
 FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before every record is asked: 32, 256, 2048
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
@@ -35,7 +37,7 @@ def exact(request: Request, source: Source) -> Pooled:
     """
     by = request.weighting
     if request.need_weights:
-        return dense(request, source)
+        return _dense(request, source)
     if isinstance(by, Argmax):
         return nearest(request, source, source.find(request, 1, exact=True))
     if isinstance(by, Sparse):
@@ -97,3 +99,53 @@ def _weigh(
             complete |= scores.masked_fill(~live, torch.inf).amin(1) <= threshold
         proven.append(complete.cpu())
     return torch.cat(weights).numpy(), torch.cat(proven).numpy()
+
+
+class AllScores(NamedTuple):
+    """Every record that takes part, in row order."""
+
+    positions: Positions  # (n,)
+    scores: Tensor  # (q, n), -inf where masked, with gradients to the queries and the score
+    values: Tensor  # (n, v), or labels (n,)
+
+
+def all_scores(request: Request, source: Source) -> AllScores:
+    """The scores of all records. Cost q n d, memory q n and a copy of the values."""
+    queries = request.queries
+    columns: dict[int, list[Tensor]] = {}  # by the first position of the block
+    positions, values = [np.empty(0, np.int64)], []
+    with torch.autocast(queries.device.type, enabled=False):
+        for tile, scores in scored_tiles(request, source):
+            first = int(tile.positions[0])
+            if first not in columns:
+                values.append(tile.values)
+                positions.append(tile.positions.cpu().numpy())
+            columns.setdefault(first, []).append(scores)
+    if not columns:
+        return AllScores(positions[0], queries[:, :1] * queries.new_zeros(1, 0), queries.new_zeros(0, source.width))
+    every = torch.cat([torch.cat(chunks) for chunks in columns.values()], 1)
+    return AllScores(np.concatenate(positions), every, torch.cat(values))
+
+
+def _dense(request: Request, source: Source) -> Pooled:
+    """The exact answer with the weights (q, n) of all records, in row order. Cost q n (d + v)."""
+    positions, scores, values = all_scores(request, source)
+    live = torch.ones_like(scores, dtype=torch.bool)
+    if request.mask is not None:
+        columns = torch.from_numpy(np.cumsum(source.live)[positions] - 1)
+        live = request.mask.to(scores.device).index_select(1, columns.to(scores.device))
+    weights, lse, _ = request.weighting.weigh(scores, request.temperature, live)
+    output = weights.new_zeros(len(weights), source.width)
+    pool_into(output, weights, values.to(weights.device))
+    own = np.where(live.cpu().numpy(), positions, -1)
+    return answered(request, source, output, lse, finder="all", found=Scored(own, scores), weights=weights)
+
+
+def shared_scores(request: Request, source: Source, positions: Positions) -> Tensor:  # (u,) -> (q, u)
+    """Scores of the same records for every query."""
+    queries, columns = request.queries, source.columns
+    keys = queries.new_zeros(0, queries.shape[1])
+    if columns is not None and columns.size:
+        keys = alike(columns.keys_at(positions), queries)
+    with torch.autocast(queries.device.type, enabled=False):
+        return scores_of(request.score, queries, keys)

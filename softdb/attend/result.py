@@ -1,19 +1,21 @@
-"""The one place where the answer of a soft query is put together."""
+"""The one place where the answer of a soft query is put together, and explained: which records carry it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.answers import Hits, Pooled
-from softdb.attend.explain import explained
+from softdb.answers import Explanation, Hits, Pooled
+from softdb.attend.blocks import scored_tiles
 from softdb.attend.request import Request
 from softdb.attend.scoring import Scored
 from softdb.attend.source import Source
+from softdb.weights import Uniform
 
-__all__ = ["ErrorBars", "answered"]
+__all__ = ["ErrorBars", "answered", "explained"]
 
 
 class ErrorBars(NamedTuple):
@@ -62,3 +64,49 @@ def answered(
         **bars._asdict(),
     )
     return pooled
+
+
+@torch.no_grad()
+def explained(request: Request, source: Source, pooled: Pooled, count: int) -> list[Explanation]:
+    """One explanation a query, of the `count` heaviest records. Cost of a search and a pass over what was weighed."""
+    count = min(count, int(request.taking_part(source).amax()) if len(request.queries) else 0)
+    if pooled.hits is not None and pooled.weights is not None:
+        weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
+        weights, order = weights[:, :count], order[:, :count]
+        hits = Hits(pooled.hits.rows.gather(1, order), pooled.hits.scores.detach().gather(1, order), source.resolve)
+        entropy = -torch.special.xlogy(pooled.weights.detach(), pooled.weights.detach()).sum(1)
+        weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
+    else:
+        request, source = request.detached, source.frozen()
+        found = source.scored(request, source.find(request, count, exact=True).positions)
+        weights, entropy = _all_weights(request, source, pooled.lse.detach(), found)
+        rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
+        hits = Hits(rows, request.shown_scores(found.scores), source.resolve)
+    ids, payloads = hits.ids, hits.payloads
+    explanations = []
+    for i, (names, what, mine) in enumerate(zip(ids, payloads, weights.tolist(), strict=True)):
+        kept = [j for j in range(len(names)) if mine[j] > 0]
+        explanations.append(
+            Explanation(
+                [names[j] for j in kept],
+                [mine[j] for j in kept],
+                [what[j] for j in kept],
+                hits.scores[i, kept].tolist(),
+                mass=float(np.sum([mine[j] for j in kept])),
+                effective=float(entropy[i].exp()) if pooled.lse[i] > -torch.inf else 0.0,
+            )
+        )
+    return explanations
+
+
+def _all_weights(request: Request, source: Source, lse: Tensor, found: Scored) -> tuple[Tensor, Tensor]:
+    """Weights (q, k) of some records and the entropy (q,) of the weights of all."""
+    live = torch.from_numpy(found.positions >= 0).to(lse.device)
+    if isinstance(request.weighting, Uniform):
+        return live / request.taking_part(source).to(lse).clamp(min=1).unsqueeze(1), lse
+    weights = (found.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
+    mean = torch.zeros_like(lse)  # of log w
+    for tile, scores in scored_tiles(request, source):
+        logs = scores / request.temperature - lse[tile.chunk].unsqueeze(1)
+        mean[tile.chunk] += (logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).nan_to_num(0).sum(1)
+    return weights, -mean

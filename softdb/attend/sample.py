@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Hits, Samples
-from softdb.attend.blocks import scores_of, tiles
+from softdb.attend.blocks import scored_tiles
 from softdb.attend.exact import log_normaliser
 from softdb.attend.request import Request
 from softdb.attend.source import Source
@@ -30,8 +30,8 @@ def sampled(request: Request, source: Source, count: int, generator: torch.Gener
     total = queries.new_full((len(queries),), -torch.inf)
     drawn = torch.full((len(queries), count), -1, device=queries.device)
     with torch.no_grad():
-        for tile in tiles(request.detached, source):
-            logits = scores_of(request.score, queries[tile.chunk], tile) / temperature
+        for tile, scores in scored_tiles(request.detached, source):
+            logits = scores / temperature
             mine = logits.logsumexp(1)
             whole = torch.logaddexp(total[tile.chunk], mine)
             share = (mine - whole).exp().nan_to_num(0)  # where nothing takes part yet

@@ -1,24 +1,33 @@
-"""Scores and pooling of candidates, by compiled loops where the stored columns lie, else by torch from copies."""
+"""Candidates: found by comparing all, scored and pooled by compiled loops where the stored columns lie, else by torch.
+
+For the rows A_q (k, w) of a column that a query's candidates are, `dots` is x -> A_q x and `sums` its transpose, so
+each is the other's gradient, to any order.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.inplace import Rowwise, distances, dots, sums
-from softdb.attend.request import Positions
+from softdb.attend.blocks import scored_tiles, scores_of
+from softdb.attend.request import Positions, Request
 from softdb.check import Metric
-from softdb.compiled.threads import available
-from softdb.errors import BadInput
+from softdb.compiled.threads import available, by_lines
 from softdb.index.rerank import scores_at
 from softdb.pool import pool
-from softdb.scores import Dot, Score, ScoreFunction, fold, score_of
+from softdb.scores import Dot, Score, ScoreFunction, score_of
 from softdb.store import Snapshot
 
-__all__ = ["Candidates", "Scored", "metric_in_place", "own_scores", "pool_rows", "score_rows"]
+if TYPE_CHECKING:
+    from softdb.attend.source import Source
+
+__all__ = ["Candidates", "Rowwise", "Scored", "dots", "metric_in_place", "pool_rows", "scan", "score_rows", "sums"]
 
 EXACT = ("flat", "scan")  # finders whose candidates are the nearest for sure
 
@@ -66,7 +75,7 @@ def score_rows(
         first = np.argmax(snapshot.live)
         keys = snapshot.keys_at(np.where(positions < 0, first, positions))
     with torch.autocast(queries.device.type, enabled=False):
-        scores = own_scores(score, queries, keys.to(queries.device))
+        scores = scores_of(score, queries, keys.to(queries.device))
     return scores.masked_fill(~live, -torch.inf)
 
 
@@ -98,24 +107,120 @@ def pool_rows(
     return pool(weights, snapshot.values_at(positions), num_classes)
 
 
-def own_scores(
-    score: Score | ScoreFunction,
-    queries: Tensor,  # (q, d)
-    keys: Tensor,  # (q, k, d), each query's own
+@torch.no_grad()
+def scan(request: Request, source: Source, k: int) -> Positions:  # (q, k)
+    """Positions of the k best, best first, ties by row, then -1. For scores that no index finds for. Cost q n d."""
+    request, k = replace(request.detached, pools=False), min(k, source.count)
+    queries = request.queries
+    best = queries.new_full((len(queries), k), -torch.inf)
+    found = torch.full((len(queries), k), -1, device=queries.device)
+    for tile, found_here in scored_tiles(request, source):
+        chunk = tile.chunk
+        scores = torch.cat([best[chunk], found_here], dim=1)
+        places = _top(scores, k)
+        best[chunk] = scores.gather(1, places)
+        positions = torch.cat([found[chunk], tile.positions.to(found.device).expand(len(scores), -1)], dim=1)
+        found[chunk] = positions.gather(1, places)
+    return found.masked_fill(best == -torch.inf, -1).cpu().numpy()
+
+
+def _top(
+    scores: Tensor,  # (q, m), m at least k
+    k: int,
 ) -> Tensor:  # (q, k)
-    """A score of each query's own keys. A plain callable need only know shared keys: then each query is asked alone."""
-    expected = tuple(keys.shape[:2])
-    if fold(score, queries[:1].detach()) is not None or isinstance(score, torch.nn.Module):
-        scores = score(queries, keys)
-    else:
-        keys = keys.to(queries.dtype)
-        each = [score(one.unsqueeze(0), own) for one, own in zip(queries, keys, strict=True)]
-        scores = torch.cat(each) if each else queries.new_zeros(expected)
-    if tuple(scores.shape) != expected:
-        raise BadInput(
-            f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and their own keys "
-            f"{tuple(keys.shape)}; expected {expected}"
-        )
-    if bool(scores.detach().isnan().any()):
-        raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
-    return scores.to(queries.dtype)
+    """Places of the k largest, largest first, ties by place."""
+    values, places = scores.topk(k)
+    last = values[:, -1:]
+    unsure = (scores == last).sum(1) > (values == last).sum(1)  # topk takes any of the ties
+    for i in unsure.nonzero()[:, 0].tolist():
+        places[i] = scores[i].sort(descending=True, stable=True).indices[:k]
+    places = places.sort(dim=1).values
+    order = scores.gather(1, places).sort(dim=1, descending=True, stable=True).indices
+    return places.gather(1, order)
+
+
+# -- columns where they lie --------------------------------------------------------------------------------------------
+
+
+class Rowwise(NamedTuple):
+    """The candidates' records in one column, float32 or float16."""
+
+    snapshot: Snapshot
+    positions: NDArray[np.int64]  # (q, k), -1 = none
+    values: bool  # of the values rather than the keys
+
+    @property
+    def place(self) -> tuple[Any, Any, int, bool]:
+        """Where each segment begins, the segments' first positions, w, and whether the numbers are float16."""
+        first = self.snapshot.segments[0]
+        column = first.values_or_keys if self.values else first.keys
+        addresses = self.snapshot.value_addresses if self.values else self.snapshot.key_addresses
+        return addresses, self.snapshot.starts, column.shape[1], column.dtype == np.float16
+
+
+class _Dots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, column: Rowwise) -> Tensor:
+        from softdb.compiled import rerank
+
+        ctx.column, positions, place = column, column.positions, column.place
+        asked, found = np.ascontiguousarray(x.detach().numpy(), np.float32), np.empty(positions.shape, np.float32)
+
+        def given(part: slice) -> tuple[Any, ...]:
+            return asked[part].reshape(-1), positions[part], *place, rerank.DOT, found[part]
+
+        by_lines(rerank.score, given, len(found), positions.size * asked.shape[1])
+        found[positions < 0] = 0
+        return torch.from_numpy(found).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sums(gradients[0], ctx.column), None
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, column: Rowwise) -> Tensor:
+        from softdb.compiled import pooling
+
+        ctx.column, positions = column, column.positions
+        addresses, starts, width, halves = column.place
+        factors, kind = np.ascontiguousarray(weights.detach().numpy()), pooling.HALF if halves else pooling.WIDE
+        found = np.empty((len(factors), width), factors.dtype)
+
+        def given(part: slice) -> tuple[Any, ...]:
+            return factors[part], positions[part], addresses, starts, kind, found[part]
+
+        by_lines(pooling.sums, given, len(found), positions.size * width)
+        return torch.from_numpy(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return dots(gradients[0], ctx.column), None
+
+
+class _Distances(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, column: Rowwise) -> Tensor:
+        ctx.column = column
+        ctx.save_for_backward(queries)
+        found = scores_at(column.snapshot, queries.numpy(), column.positions, Metric.L2)
+        found[column.positions < 0] = 0
+        return torch.from_numpy(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (queries,) = ctx.saved_tensors
+        weights = gradients[0].masked_fill(torch.from_numpy(ctx.column.positions < 0), 0).double()
+        found = sums(weights, ctx.column) - queries.double() * weights.sum(1, keepdim=True)  # of close numbers
+        return (2 * found).to(queries.dtype), None
+
+
+dots: Callable[[Tensor, Rowwise], Tensor] = _Dots.apply
+"""x (q, w) -> (q, k): x · a in float32 for each candidate's record a, 0 for none. Cost q k w."""
+
+sums: Callable[[Tensor, Rowwise], Tensor] = _Sums.apply
+"""Weights (q, k), float32 or float64 -> (q, w): Σ w a over each query's candidates. Cost q k w."""
+
+distances: Callable[[Tensor, Rowwise], Tensor] = _Distances.apply
+"""Queries (q, d) float32 -> (q, k): -‖q - k‖² by differences, 0 for none. Of keys. Cost q k d."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Resolve
+from softdb.attend.blocks import scores_of
 from softdb.attend.request import Live, Positions, Request
-from softdb.attend.scanning import scan
-from softdb.attend.scoring import Candidates, Scored, own_scores, pool_rows, score_rows
+from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_rows
 from softdb.check import Schema
 from softdb.index import Finder
 from softdb.index.tail import Tail
@@ -255,7 +255,7 @@ class Columns(AsStored):
     def scored(self, request: Request, positions: Positions) -> Scored:
         """By the score, on copies."""
         own = torch.from_numpy(positions).to(self.keys.device)
-        scores = own_scores(request.score, request.queries, self.keys[own.clamp(min=0)])
+        scores = scores_of(request.score, request.queries, self.keys[own.clamp(min=0)])
         return Scored(positions, scores.masked_fill(own.to(scores.device) < 0, -torch.inf))
 
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:

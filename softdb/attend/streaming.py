@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from softdb.attend.blocks import Blocks, Tile, hidden_parameters, pool_into, scores_of, softmax_over
+from softdb.attend.blocks import Blocks, pool_into, scores_of, softmax_over, sparse_over
 from softdb.attend.fused import Fused, pass_of
 from softdb.attend.request import Request
-from softdb.attend.sparse import sparse_over
 from softdb.errors import BadInput
 from softdb.pool import State, merge
 from softdb.scores.contract import alike
@@ -57,13 +57,22 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
             return output, lse + lacking
     parameters = request.score.parameters() if isinstance(request.score, torch.nn.Module) else ()
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
-    if torch.is_grad_enabled() and not wanted and hidden_parameters(request, source):
+    if torch.is_grad_enabled() and not wanted and _hides_parameters(request, source):
         raise BadInput(
             "the score depends on tensors that require gradients but are not parameters of it, so they would get none; "
             "make the score an nn.Module, or detach them"
         )
     solve = sparse_over if isinstance(request.weighting, Sparse) else softmax_over
     return Blocks.apply(request.queries, *source.trained, request, source, solve, *wanted)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _hides_parameters(request: Request, source: Source) -> bool:
+    """Whether the score depends on tensors that want gradients."""
+    first = int(np.argmax(source.live)) if source.count else 0
+    block = next(source.blocks(1, start=first), None)
+    if block is None:
+        return False
+    return bool(request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries)).requires_grad)
 
 
 def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
@@ -85,11 +94,9 @@ def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
 def _part(request: Request, source: Source, stored: Block, queries: Tensor) -> State:
     """The answer over a block. The queries come by themselves, too: a checkpoint finds tensors among arguments."""
     block = source.encoded(stored)
-    keys = alike(block.keys, queries)
-    scores = scores_of(request.score, queries, Tile(slice(None), block.positions, keys, keys, None))
+    scores = scores_of(request.score, queries, alike(block.keys, queries))
     weights, lse, _ = request.weighting.weigh(scores, request.temperature, scores > -torch.inf)
     output = weights.new_zeros(len(weights), source.width if request.pools else 0)
     if request.pools:
-        values = block.values.to(weights.device)
-        pool_into(output, weights, values.to(weights.dtype) if values.is_floating_point() else values)
+        pool_into(output, weights, block.values.to(weights.device))
     return State(output, lse)

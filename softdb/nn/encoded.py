@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Resolve
+from softdb.attend.blocks import scores_of
 from softdb.attend.request import Live, Positions, Request
-from softdb.attend.scanning import scan
-from softdb.attend.scoring import Candidates, Scored, own_scores
+from softdb.attend.scoring import Candidates, Scored, scan
 from softdb.attend.source import OfGeneration
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead
@@ -224,7 +224,7 @@ class Encoded(OfGeneration):
         chunk = max(1, GATHERED // max(1, positions.shape[1] * self.encoding.dim))
         for low in range(0, len(positions), chunk):
             part = slice(low, low + chunk)
-            scores = own_scores(request.score, request.queries[part], table[torch.from_numpy(places[part])]).cpu()
+            scores = scores_of(request.score, request.queries[part], table[torch.from_numpy(places[part])]).cpu()
             scores = scores.masked_fill(torch.from_numpy(positions[part] < 0), -torch.inf)
             order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
             best[part] = np.take_along_axis(positions[part], order.numpy(), 1)
@@ -235,7 +235,7 @@ class Encoded(OfGeneration):
         table, places = self._table(positions, request.queries)
         own = table[torch.from_numpy(places)]
         none = torch.from_numpy(positions < 0).to(request.queries.device)
-        scores = own_scores(request.score, request.queries, own).masked_fill(none, -torch.inf)
+        scores = scores_of(request.score, request.queries, own).masked_fill(none, -torch.inf)
         order = scores.detach().sort(dim=1, descending=True, stable=True).indices
         there = order.to(own.device).unsqueeze(2).expand_as(own)
         positions = np.take_along_axis(positions, order.cpu().numpy(), 1)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from worlds import awkward, snapshot
 
-from softdb.attend.inplace import Rowwise, dots, sums
-from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
+from softdb.attend.scoring import Rowwise, dots, metric_in_place, pool_rows, score_rows, sums
 from softdb.check import Metric
 from softdb.scores import Cosine, Dot, score_of
 from softdb.store import Snapshot

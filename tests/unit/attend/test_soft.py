@@ -16,7 +16,7 @@ from torch import Tensor
 import softdb
 from softdb import SoftDB, scores
 from softdb.attend import Request
-from softdb.attend.scanning import scan
+from softdb.attend.scoring import scan
 from softdb.store import Snapshot
 from softdb.weights import Entmax15, Sparsemax, Weighed, weighting
 
