@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from softdb.attend import Columns, Request, nearest, stream
+from softdb.attend.blocks import scores_of
 from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.request import indifferent
 from softdb.check import positive, shown
@@ -219,24 +220,11 @@ def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), 
 
 def _scores(call: _Call) -> Tensor:  # (u, q, n)
     """All scores, checked. Raises BadInput for a wrong shape or NaN."""
-    shape = (*call.request.queries.shape[:2], call.keys.shape[1])
-    whole = call.request.queries, call.keys
-    found = []
-    for queries, keys in [whole] if call.together else zip(*whole, strict=True):
-        scores = call.request.streamed_score(queries, keys)
-        expected = shape if call.together else shape[1:]
-        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
-            came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-            raise BadInput(
-                f"the score returned {came} for queries {tuple(queries.shape)} and shared keys {tuple(keys.shape)}; "
-                f"expected a tensor {expected}"
-            )
-        if bool(scores.detach().isnan().any()):
-            raise BadInput("the score returned NaN; a score must be a number for every query and key")
-        found.append(scores.to(queries.dtype))
+    score, pair = call.request.streamed_score, (call.request.queries, call.keys)
     if call.together:
-        return found[0]
-    return torch.stack(found) if found else indifferent(call.request.queries, call.keys)
+        return scores_of(score, *pair)
+    each = [scores_of(score, queries, keys) for queries, keys in zip(*pair, strict=True)]
+    return torch.stack(each) if each else indifferent(*pair)
 
 
 def _streamed(call: _Call) -> Tensor:  # (u, q, v)

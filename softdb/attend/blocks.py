@@ -74,8 +74,8 @@ def scored_tiles(
         yield tile, scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
 
 
-def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Tensor:  # (q, m) or (q, k)
-    """The score of shared keys (m, d), or of each query's own (q, k, d). Raises BadInput for a wrong shape or NaN.
+def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, m) or (q, k)
+    """The score of shared keys (…, m, d), or of each query's own (q, k, d). Raises BadInput for a wrong shape or NaN.
 
     A plain callable need only know shared keys: of their own keys each query is asked alone.
     """
@@ -85,14 +85,15 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
     else:
         each = [score(one.unsqueeze(0), mine) for one, mine in zip(queries, keys.to(queries.dtype), strict=True)]
         scores = torch.cat(each) if each else queries.new_zeros(keys.shape[:2])
-    expected = (len(queries), keys.shape[-2])
-    if tuple(scores.shape) != expected:
+    expected = (*queries.shape[:-1], keys.shape[-2])
+    if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
+        came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
         raise BadInput(
-            f"the score returned shape {tuple(scores.shape)} for queries {tuple(queries.shape)} and "
-            f"{'their own' if own else 'shared'} keys {tuple(keys.shape)}; expected {expected}"
+            f"the score returned {came} for queries {tuple(queries.shape)} and {'their own' if own else 'shared'} keys "
+            f"{tuple(keys.shape)}; expected a tensor {expected}"
         )
     if bool(scores.detach().isnan().any()):
-        raise BadInput("the score returned NaN; a score must be a number for every query and stored key")
+        raise BadInput("the score returned NaN; a score must be a number for every query and key")
     return scores.to(queries.dtype)
 
 

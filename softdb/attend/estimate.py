@@ -10,8 +10,8 @@ import torch
 from softdb.answers import Estimate, Pooled
 from softdb.attend.exact import exact
 from softdb.attend.request import Positions, Request
-from softdb.attend.result import ErrorBars, answered
-from softdb.attend.rounds import Estimated, Estimator
+from softdb.attend.result import Estimated, answered
+from softdb.attend.rounds import Estimator
 from softdb.attend.scoring import Scored
 from softdb.attend.source import Stored
 from softdb.check import shown
@@ -107,8 +107,7 @@ def _joined(
     return answered(
         request, source, whole.output, whole.lse,
         finder=estimator.tail.index.kind, exact=certain, found=found, weights=weights,
-        missed_mass=torch.zeros_like(whole.lse.detach()),
-        error=ErrorBars(whole.bar, whole.stderr, whole.lse_stderr, whole.met),
+        missed_mass=torch.zeros_like(whole.lse.detach()), error=whole,
     )  # fmt: skip
 
 

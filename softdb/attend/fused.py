@@ -244,11 +244,8 @@ class _QueryLayout:
         """(q, x) as (groups, x, group), or as (group, pitch) where they are few; flat."""
         if self.group <= self.loops.FEW:
             return self.rows(rows, _pitch(rows.shape[1], self.loops.LANES))
-        out = np.zeros((self.padded // self.group, rows.shape[1], self.group), np.float32)
-        for g in range(len(out)):
-            part = rows[g * self.group : (g + 1) * self.group]
-            out[g, :, : len(part)] = part.T
-        return out.reshape(-1)
+        padded = self.rows(rows, rows.shape[1]).reshape(self.padded // self.group, self.group, rows.shape[1])
+        return padded.transpose(0, 2, 1).reshape(-1)
 
     def columns(self, rows: Array) -> Array:
         """(q, x) as (x, padded), flat."""

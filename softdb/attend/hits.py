@@ -53,8 +53,11 @@ def hits(
         found = find(part.detach(), fetched + more, allowed)
         positions, scores = _without(found.positions, found.scores, own, fetched)
         if ask.diversity:
-            positions, scores = _diverse(ask.diversity, k, part.detach(), snapshot, positions, metric), None
-        parts.append(_scored(part, snapshot, metric, positions[:, :k], scores, in_order=ask.diversity > 0))
+            positions = _diverse(ask.diversity, k, part.detach(), snapshot, positions, metric)
+            rows = torch.from_numpy(snapshot.rows(positions)).to(part.device)
+            parts.append((rows, score_rows(score_of(metric), part, snapshot, positions)))
+        else:
+            parts.append(_scored(part, snapshot, metric, positions[:, :k], scores))
     return _joined(parts)
 
 
@@ -92,21 +95,17 @@ def _scored(
     metric: Metric,
     found: Positions,  # (q, k)
     scores: Floats | None,  # (q, c ≥ k) where the finder computed them
-    in_order: bool,  # leave them in the order in which they come
 ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
     """Rows and exact scores, with gradient to the queries. Nothing is scored twice unless a gradient needs it."""
     score = score_of(metric)
-    if not in_order and metric_in_place(score, queries, snapshot) is not None:
+    if metric_in_place(score, queries, snapshot) is not None:
         if scores is None:
             found, scores = ordered(snapshot, queries.detach().numpy(), found, found.shape[1], metric)
         scores = scores[:, : found.shape[1]]
         if not np.isnan(scores).any():  # too large for float32: torch says so
             return torch.from_numpy(snapshot.rows(found)), torch.from_numpy(scores)
-    exact, rows = score_rows(score, queries, snapshot, found), torch.from_numpy(snapshot.rows(found)).to(queries.device)
-    if in_order:
-        return rows, exact
-    exact, order = exact.sort(dim=1, descending=True, stable=True)
-    return rows.gather(1, order), exact
+    exact, order = score_rows(score, queries, snapshot, found).sort(dim=1, descending=True, stable=True)
+    return torch.from_numpy(snapshot.rows(found)).to(queries.device).gather(1, order), exact
 
 
 def _diverse(

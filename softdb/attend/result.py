@@ -15,16 +15,35 @@ from softdb.attend.scoring import Scored
 from softdb.attend.source import Source
 from softdb.weights import Uniform
 
-__all__ = ["ErrorBars", "answered", "explained"]
+__all__ = ["Estimated", "answered", "explained", "hits_of"]
 
 
-class ErrorBars(NamedTuple):
-    """How far an estimated answer may be from the exact one."""
+class Estimated(NamedTuple):
+    """An estimated answer to some of the queries, and how far it may be from the exact one."""
 
-    bar: Tensor  # (q,)
+    output: Tensor  # (q, v)
+    lse: Tensor  # (q,)
     stderr: Tensor  # (q,)
     lse_stderr: Tensor  # (q,)
+    bar: Tensor  # (q,)
     met: Tensor  # (q,) bool
+    positions: Tensor  # (q, k) int64, -1 = none
+    scores: Tensor  # (q, k)
+    weights: Tensor  # (q, k)
+
+    def of(self, which: Tensor) -> Estimated:
+        """The same for some of them."""
+        return self if bool(which.all()) else Estimated(*(column[which] for column in self))
+
+    def padded(self, width: int) -> Estimated:
+        """The same with so many candidates."""
+        more = (0, width - self.positions.shape[1])
+        pad = torch.nn.functional.pad
+        return self._replace(
+            positions=pad(self.positions, more, value=-1),
+            scores=pad(self.scores, more, value=-torch.inf),
+            weights=pad(self.weights, more),
+        )
 
 
 def answered(
@@ -38,32 +57,32 @@ def answered(
     found: Scored | None = None,  # the records that were weighed; None: all that take part
     weights: Tensor | None = None,  # (q, k) of them
     missed_mass: Tensor | None = None,  # (q,); None: unknown where not exact
-    error: ErrorBars | None = None,  # None: none where exact, else unknown
+    error: Estimated | None = None,  # whose bars these are; None: none where exact, else unknown
 ) -> Pooled:
     """An answer, with what is known of its error, its records, and how to explain it."""
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
     unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
-    bars = error or ErrorBars(unknown.clone(), unknown.clone(), unknown.clone(), exact.clone())
+    bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
+    if error is not None:
+        bars = error.bar, error.stderr, error.lse_stderr, error.met
     n_pooled, hits = request.taking_part(source), None
     if found is not None:
-        rows = torch.from_numpy(source.rows(found.positions)).to(lse.device)
-        hits = Hits(rows, request.shown_scores(found.scores).to(lse.device), source.resolve)
+        hits = hits_of(request, source, found, lse.device)
         weighed = torch.from_numpy(found.positions >= 0).sum(1).to(lse.device)
         n_pooled = weighed if error is None else torch.where(exact, n_pooled, weighed)
+    missed_mass = unknown if missed_mass is None else missed_mass
     pooled = Pooled(
-        output,
-        lse,
-        exact=exact,
-        missed_mass=unknown if missed_mass is None else missed_mass,
-        n_pooled=n_pooled,
-        hits=hits,
-        weights=weights,
-        finder=finder,
-        explanation=lambda count: explained(request, source, pooled, count),
-        **bars._asdict(),
-    )
+        output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
+        lambda count: explained(request, source, pooled, count), *bars,
+    )  # fmt: skip
     return pooled
+
+
+def hits_of(request: Request, source: Source, found: Scored, device: torch.device) -> Hits:
+    """Candidates as the user sees them."""
+    rows = torch.from_numpy(source.rows(found.positions)).to(device)
+    return Hits(rows, request.shown_scores(found.scores).to(device), source.resolve)
 
 
 @torch.no_grad()
@@ -80,8 +99,7 @@ def explained(request: Request, source: Source, pooled: Pooled, count: int) -> l
         request, source = request.detached, source.frozen()
         found = source.scored(request, source.find(request, count, exact=True).positions)
         weights, entropy = _all_weights(request, source, pooled.lse.detach(), found)
-        rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
-        hits = Hits(rows, request.shown_scores(found.scores), source.resolve)
+        hits = hits_of(request, source, found, found.scores.device)
     ids, payloads = hits.ids, hits.payloads
     explanations = []
     for i, (names, what, mine) in enumerate(zip(ids, payloads, weights.tolist(), strict=True)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from softdb.attend.error import Bars, ErrorEstimate, bars, joined, pooled_at, spread_at, sure
 from softdb.attend.request import Live, Positions, Request
+from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
@@ -22,7 +23,7 @@ from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.pool import State, merge
 from softdb.weights import Softmax, divisor, softmax
 
-__all__ = ["Estimated", "Estimator", "Round"]
+__all__ = ["Estimator", "Round"]
 
 Numbers = NDArray[np.float64]
 
@@ -37,34 +38,6 @@ CALLED, SPENT, GATHERED = 1e-3, 1e-6, 2e-9  # seconds an estimate takes, for eac
 LEAST = 25  # records that must be pooled, or their spread tells nothing of the others'
 AT_ONCE = 1 << 22  # records scored at once, of all queries
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
-
-
-class Estimated(NamedTuple):
-    """An estimated answer to some of the queries."""
-
-    output: Tensor  # (q, v)
-    lse: Tensor  # (q,)
-    stderr: Tensor  # (q,)
-    lse_stderr: Tensor  # (q,)
-    bar: Tensor  # (q,)
-    met: Tensor  # (q,) bool
-    positions: Tensor  # (q, k) int64, -1 = none
-    scores: Tensor  # (q, k)
-    weights: Tensor  # (q, k)
-
-    def of(self, which: Tensor) -> Estimated:
-        """The same for some of them."""
-        return self if bool(which.all()) else Estimated(*(column[which] for column in self))
-
-    def padded(self, width: int) -> Estimated:
-        """The same with so many candidates."""
-        more = (0, width - self.positions.shape[1])
-        pad = torch.nn.functional.pad
-        return self._replace(
-            positions=pad(self.positions, more, value=-1),
-            scores=pad(self.scores, more, value=-torch.inf),
-            weights=pad(self.weights, more),
-        )
 
 
 class Subsample(NamedTuple):
@@ -175,15 +148,15 @@ class Estimator(NamedTuple):
         return [task._replace(which=one) for one in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
     def too_dear(self, task: Round) -> bool:
-        """Whether a pass over every record costs less, where the number of draws is not given."""
-        return self.tolerance.most is None and self._seconds(task) > self._exact_seconds(len(task.which))
+        """Whether a pass over every record costs less, where the number of draws is not given.
 
-    def _seconds(self, task: Round) -> float:
-        """What an estimate costs: the first look, and whatever more a wider one scores."""
+        A round costs its first look, and whatever more a wider one scores.
+        """
         q, dim = len(task.which), int(self.asked.shape[1])
-        near, usual = self.near(task), NEAR * task.budget
-        found = CALLED + q * task.budget * (SPENT + GATHERED * (dim + self._width))
-        return found + q * (max(0, near - usual) + len(self.tail.reach.apart)) * (READ * dim + SPENT / 50)
+        more = max(0, self.near(task) - NEAR * task.budget) + len(self.tail.reach.apart)
+        seconds = CALLED + q * task.budget * (SPENT + GATHERED * (dim + self._width))
+        seconds += q * more * (READ * dim + SPENT / 50)
+        return self.tolerance.most is None and seconds > self._exact_seconds(q)
 
     def _exact_seconds(self, queries: int) -> float:
         """What a pass over every record costs."""

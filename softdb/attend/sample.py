@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softdb.answers import Hits, Samples
+from softdb.answers import Samples
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.exact import log_normaliser
 from softdb.attend.request import Request
+from softdb.attend.result import hits_of
 from softdb.attend.source import Source
 from softdb.check import shown
 from softdb.errors import BadInput
@@ -46,9 +47,8 @@ def sampled(request: Request, source: Source, count: int, generator: torch.Gener
             total[tile.chunk] = whole
     found = source.scored(request, drawn.cpu().numpy())
     lse = log_normaliser(request, source) if request.wants_gradient else total
-    rows = torch.from_numpy(source.rows(found.positions)).to(queries.device)
-    log_prob = (found.scores / temperature - lse.unsqueeze(1)).masked_fill(rows < 0, -torch.inf)
-    return Samples(Hits(rows, request.shown_scores(found.scores), source.resolve), log_prob)
+    hits = hits_of(request, source, found, queries.device)
+    return Samples(hits, (found.scores / temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf))
 
 
 def _places(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (q, m) -> (q, count)

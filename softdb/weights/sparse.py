@@ -65,6 +65,7 @@ class Sparse(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = True
     alpha: ClassVar[float]
+    _package: ClassVar[Any]  # z (…, k) float64, k at least 1 -> the package's weights (…, k)
 
     @abstractmethod
     def of(
@@ -74,13 +75,6 @@ class Sparse(ABC):
     ) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """The weights p that a threshold gives, and their pulls u = p^(2-α), 0 where p is. Cost q m."""
 
-    @abstractmethod
-    def _package(
-        self,
-        z: Tensor,  # (…, k) float64, k at least 1
-    ) -> Tensor:  # (…, k)
-        """The package's weights."""
-
     def _solve(
         self,
         z: Tensor,  # (…, k) float64, the largest 0
@@ -88,7 +82,7 @@ class Sparse(ABC):
         """τ: the package's, and a Newton step, which leaves it at or below the root."""
         if not z.shape[-1]:
             return z.new_full((*z.shape[:-1], 1), -1)
-        tau = -(self._package(z).amax(dim=-1, keepdim=True) ** (self.alpha - 1))
+        tau: Tensor = -(self._package(z, dim=-1).amax(dim=-1, keepdim=True) ** (self.alpha - 1))
         mass, slope = self.root_step(z, tau)
         return tau + ((1 - mass) / slope).unsqueeze(-1)
 
@@ -131,15 +125,12 @@ class Sparsemax(Sparse):
 
     name: ClassVar[str] = "sparsemax"
     alpha: ClassVar[float] = 2.0
+    _package: ClassVar[Any] = staticmethod(sparsemax)
 
     def of(self, z_below: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """p = [z - τ]₊, u = 1 where p > 0."""
         weights = (z_below - tau).clamp(min=0)
         return weights, (weights > 0).to(weights.dtype)
-
-    def _package(self, z: Tensor) -> Tensor:
-        weights: Tensor = sparsemax(z, dim=-1)
-        return weights
 
 
 @dataclass(frozen=True)
@@ -148,15 +139,12 @@ class Entmax15(Sparse):
 
     name: ClassVar[str] = "entmax15"
     alpha: ClassVar[float] = 1.5
+    _package: ClassVar[Any] = staticmethod(entmax15)
 
     def of(self, z_below: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """p = [z/2 - τ]₊², u = √p."""
         pulls = (z_below / 2 - tau).clamp(min=0)
         return pulls.square(), pulls
-
-    def _package(self, z: Tensor) -> Tensor:
-        weights: Tensor = entmax15(z, dim=-1)
-        return weights
 
 
 class _Simplex(torch.autograd.Function):

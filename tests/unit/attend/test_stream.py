@@ -346,7 +346,7 @@ def test_a_second_derivative_is_refused(
 
 
 def test_a_score_of_the_wrong_shape_is_refused(queries: Tensor, keys: Array, values: Array) -> None:
-    with pytest.raises(BadInput, match=r"returned shape \(6, 1\).*expected \(6, 40\)"):
+    with pytest.raises(BadInput, match=r"returned shape \(6, 1\).*expected a tensor \(6, 40\)"):
         stream(queries, snapshot(keys, values), lambda q, k: q[:, :1], 1.0)
 
 
