@@ -60,10 +60,7 @@ def pooled_at(
     positions: Positions,  # (q, k), -1 = none
     width: int,  # v; 0: nothing is pooled
 ) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v.
-
-    As `softdb.pool.sampled`, without a gradient and without a copy of the values.
-    """
+    """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v."""
     from softdb.compiled import pooling
 
     output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
@@ -115,9 +112,8 @@ def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
 
     (q, v), signs = output.shape, pooling.SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, -(-v // pooling.TILE) * pooling.TILE), np.float32)
-    return ErrorEstimate(
-        output, lse, none, none, none, np.zeros((q, v)), signed, np.zeros((q, signs)), none, none, none, none
-    )
+    no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
+    return ErrorEstimate(output, lse, none, none, none, *no_sums, *[none] * 4)
 
 
 def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:

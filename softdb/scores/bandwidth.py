@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -139,16 +139,6 @@ def _bounds(keys: Tensor, bounds: tuple[float, float] | None) -> tuple[float, fl
     return low, high
 
 
-def _squares(keys: Tensor) -> Iterator[tuple[Tensor, slice]]:  # (n, d)
-    """Squared distances (m, n) of some records from all, infinite from themselves; and which these are."""
-    n, score = len(keys), NegativeL2()
-    for low in range(0, n, rows := max(1, BLOCK // n)):
-        part = slice(low, min(low + rows, n))
-        squares = score(keys[part], keys).neg()
-        squares[torch.arange(len(squares)), torch.arange(part.start, part.stop)] = torch.inf
-        yield squares, part
-
-
 def _losses(
     keys: Tensor,  # (n, d)
     values: Tensor | None,  # (n, v)
@@ -156,8 +146,10 @@ def _losses(
     hs: list[float],
 ) -> list[float]:
     """What each bandwidth loses, infinite where some record reaches no other."""
-    kernels, losses = [kernel(h) for h in hs], [0.0] * len(hs)
-    for squares, part in _squares(keys):
+    kernels, losses, score = [kernel(h) for h in hs], [0.0] * len(hs), NegativeL2()
+    for part in torch.split(torch.arange(len(keys)), max(1, BLOCK // len(keys))):
+        squares = score(keys[part], keys).neg()
+        squares[torch.arange(len(part)), part] = torch.inf  # no record tells itself
         for i, (h, one) in enumerate(zip(hs, kernels, strict=True)):
             if math.isinf(losses[i]):
                 continue
