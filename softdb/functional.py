@@ -207,8 +207,13 @@ class _Call(NamedTuple):
 
 def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)
     """Output, lse and weights, by all scores at once."""
+    score, pair = call.request.streamed_score, (call.request.queries, call.keys)
     with torch.autocast(call.request.queries.device.type, enabled=False):
-        scores = _scores(call)
+        if call.together:
+            scores = scores_of(score, *pair)
+        else:
+            each = [scores_of(score, queries, keys) for queries, keys in zip(*pair, strict=True)]
+            scores = torch.stack(each) if each else indifferent(*pair)
         u, q, n = scores.shape
         if call.live is None:
             live = torch.ones((), dtype=torch.bool, device=scores.device).expand(scores.shape)
@@ -216,15 +221,6 @@ def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), 
             live = call.live.rows(0, u * q).reshape(u, q, n)
         weights, lse, _ = call.request.weighting.weigh(scores, call.request.temperature, live)
         return weights @ call.values, lse, weights
-
-
-def _scores(call: _Call) -> Tensor:  # (u, q, n)
-    """All scores, checked. Raises BadInput for a wrong shape or NaN."""
-    score, pair = call.request.streamed_score, (call.request.queries, call.keys)
-    if call.together:
-        return scores_of(score, *pair)
-    each = [scores_of(score, queries, keys) for queries, keys in zip(*pair, strict=True)]
-    return torch.stack(each) if each else indifferent(*pair)
 
 
 def _streamed(call: _Call) -> Tensor:  # (u, q, v)

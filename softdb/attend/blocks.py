@@ -104,10 +104,7 @@ class _Places:
         self.live = live
         self.before, self.end = 0, 0  # how many live records stand before position `end`
 
-    def of(
-        self,
-        positions: Tensor,  # (m,) ascending, of live records
-    ) -> Tensor:  # (m,)
+    def of(self, positions: Tensor) -> Tensor:  # (m,) ascending, of live records -> (m,)
         low, high = int(positions[0]), int(positions[-1]) + 1
         before = self.before + int(np.count_nonzero(self.live[self.end : low]))
         places = before - 1 + torch.from_numpy(np.cumsum(self.live[low:high]))
@@ -264,11 +261,7 @@ class Once(torch.autograd.Function):
         )
 
 
-def pool_into(
-    output: Tensor,  # (c, v) added to
-    weights: Tensor,  # (c, m)
-    values: Tensor,  # (m, v) or labels (m,)
-) -> None:
+def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v), (c, m), (m, v) or labels (m,)
     """output += Σ w v."""
     if values.is_floating_point():
         output.addmm_(weights, values.to(weights.dtype))

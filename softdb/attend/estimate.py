@@ -11,7 +11,7 @@ from softdb.answers import Estimate, Pooled
 from softdb.attend.exact import exact
 from softdb.attend.request import Positions, Request
 from softdb.attend.result import Estimated, answered
-from softdb.attend.rounds import Estimator
+from softdb.attend.rounds import FIRST, Estimator, Round
 from softdb.attend.scoring import Scored
 from softdb.attend.source import Stored
 from softdb.check import shown
@@ -35,8 +35,8 @@ def estimated(request: Request, source: Stored) -> Pooled:
     estimator = Estimator.of(request, source)
     if estimator is None:
         return exact(request, source)
-    answers: list[tuple[Positions, Estimated]] = []
-    rest, tasks, doubt = [np.arange(0)], [estimator.first], 1 - estimator.tolerance.confidence
+    tolerance, rest, answers = estimator.tolerance, [np.arange(0)], list[tuple[Positions, Estimated]]()
+    tasks = [Round(np.arange(len(request.queries)), min(FIRST, tolerance.most or FIRST))]
     while tasks:
         task = tasks.pop()
         if estimator.too_dear(task):
@@ -48,7 +48,7 @@ def estimated(request: Request, source: Stored) -> Pooled:
             continue
         drawn = estimator.tail.draw(
             source.columns, estimator.asked[task.which], estimator.factor,
-            estimator.near(task), estimator.draws(task), 2 * request.seed, doubt,
+            estimator.near(task), estimator.draws(task), 2 * request.seed, 1 - tolerance.confidence,
         )  # fmt: skip
         chosen = estimator.chosen(task, drawn)
         found, *judged = estimator.judged(task, chosen, *estimator.pooled(task, chosen))

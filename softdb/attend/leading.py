@@ -41,12 +41,7 @@ class Layout:
     shared: tuple[int, ...]  # the others
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,  # (…, m, d_q)
-        key: Tensor,  # (…, n, d)
-        value: Tensor,  # (…, n, v)
-    ) -> Layout:
+    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> Layout:  # (…, m, d_q), (…, n, d), (…, n, v)
         """The layout of queries, keys and values that broadcast to each other."""
         lead = np.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value)))
         same = [key.shape[i] == value.shape[i] == 1 for i in range(len(lead))]
@@ -64,11 +59,7 @@ class Layout:
         """u."""
         return math.prod(self.lead[i] for i in self.own)
 
-    def apart(
-        self,
-        tensor: Tensor,  # broadcasts to (…, m, *)
-        last: int,  # *
-    ) -> Tensor:  # (own …, shared …, m, *), a view
+    def apart(self, tensor: Tensor, last: int) -> Tensor:  # broadcasts to (…, m, last) -> (own …, shared …, m, last)
         """A tensor of the queries with its own dimensions first."""
         end = len(self.lead)
         return tensor.expand(*self.lead, self.m, last).permute(*self.own, *self.shared, end, end + 1)

@@ -23,7 +23,7 @@ from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.pool import State, merge
 from softdb.weights import Softmax, divisor, softmax
 
-__all__ = ["Estimator", "Round"]
+__all__ = ["FIRST", "Estimator", "Round"]
 
 Numbers = NDArray[np.float64]
 
@@ -95,11 +95,6 @@ class Estimator(NamedTuple):
             return None
         asked = prepared(folded.queries.detach().cpu().numpy(), tail.index.metric)
         return cls(request, source, tolerance, tail, factor, asked, counts, unindexed, count, drawable)
-
-    @property
-    def first(self) -> Round:
-        """The round that all queries begin with."""
-        return Round(np.arange(len(self.asked)), min(FIRST, self.tolerance.most or FIRST))
 
     def after(self, task: Round, found: Estimated, allowed: Tensor, blind: Tensor) -> tuple[Tensor, list[Round]]:
         """Which queries (q,) a round has answered, and the rounds for the others."""

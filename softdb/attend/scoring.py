@@ -124,10 +124,7 @@ def scan(request: Request, source: Source, k: int) -> Positions:  # (q, k)
     return found.masked_fill(best == -torch.inf, -1).cpu().numpy()
 
 
-def _top(
-    scores: Tensor,  # (q, m), m at least k
-    k: int,
-) -> Tensor:  # (q, k)
+def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)
     """Places of the k largest, largest first, ties by place."""
     values, places = scores.topk(k)
     last = values[:, -1:]

@@ -22,10 +22,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 STEPS = 24  # golden sections of two grid steps, down to 1e-5 of log h
 
 
-def silverman(
-    keys: Tensor,  # (n, d)
-    per_coordinate: bool = False,
-) -> Tensor:  # (), or (d,) float64
+def silverman(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -> (), or (d,) float64
     """Silverman's rule of thumb, h_i = σ_i (4 / ((d + 2) n))^(1 / (d + 4)) (Silverman 1986, section 4.3.2).
 
     Right for the density of a normal distribution under the Gaussian kernel, too wide where there are several groups.
@@ -41,10 +38,7 @@ def silverman(
     return _deviations(keys, per_coordinate, "silverman") * math.pow(4 / ((d + 2) * n), 1 / (d + 4))
 
 
-def scott(
-    keys: Tensor,  # (n, d)
-    per_coordinate: bool = False,
-) -> Tensor:  # (), or (d,) float64
+def scott(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -> (), or (d,) float64
     """Scott's rule of thumb, h_i = σ_i n^(-1 / (d + 4)) (Scott 1992, equation 6.42). As `silverman` in all else."""
     keys = _table(keys, "keys", "scott")
     n, d = keys.shape

@@ -32,11 +32,7 @@ class DistanceScore(torch.nn.Module):
 
     log_bandwidth: Tensor | None  # () or (d,)
 
-    def __init__(
-        self,
-        bandwidth: Bandwidth | None = None,  # h, or (d,)
-        learnable: bool = False,
-    ) -> None:
+    def __init__(self, bandwidth: Bandwidth | None = None, learnable: bool = False) -> None:  # h, or (d,)
         super().__init__()
         self.learnable = learnable
         log = None if bandwidth is None else _checked(bandwidth).log()
@@ -69,11 +65,7 @@ class DistanceScore(torch.nn.Module):
         shape = rounded[0] if self.log_bandwidth.ndim == 0 else rounded
         return f"bandwidth={shape}" + (", learnable=True" if self.learnable else "")
 
-    def _scale(
-        self,
-        queries: Tensor,  # (…, q, d)
-        dtype: torch.dtype,
-    ) -> Tensor | None:  # () or (d,); None: 1
+    def _scale(self, queries: Tensor, dtype: torch.dtype) -> Tensor | None:  # (…, q, d) -> () or (d,); None: 1
         """h where the queries are."""
         if self.log_bandwidth is None:
             return None

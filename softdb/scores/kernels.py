@@ -36,11 +36,7 @@ class Kernel(DistanceScore, ABC):
     rooted: ClassVar[bool]
     """Whether K is made of u (`distances`), else of -u² (`negative_squares`), which costs less."""
 
-    def __init__(
-        self,
-        bandwidth: Bandwidth = 1.0,  # h, or (d,)
-        learnable: bool = False,
-    ) -> None:
+    def __init__(self, bandwidth: Bandwidth = 1.0, learnable: bool = False) -> None:  # h, or (d,)
         super().__init__(bandwidth, learnable)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)

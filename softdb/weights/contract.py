@@ -51,20 +51,14 @@ def divisor(temperature: float, dtype: torch.dtype) -> float:
     return min(max(temperature, bounds.tiny), bounds.max)
 
 
-def masked(
-    scores: Tensor,  # (…, k)
-    live: Tensor,  # (…, k) bool
-) -> tuple[Tensor, Tensor]:  # (…, k), (…)
+def masked(scores: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:  # (…, k), (…, k) bool -> (…, k), (…)
     """Scores, -inf where dead, and the largest of each row, without gradient."""
     scores = scores.masked_fill(~live, -torch.inf)
     return scores, largest(scores, -torch.inf)
 
 
-def largest(
-    numbers: Tensor,  # (…, k)
-    none: float,  # what stands for the largest of no numbers
-) -> Tensor:  # (…)
-    """The largest number of each row, without gradient."""
+def largest(numbers: Tensor, none: float) -> Tensor:  # (…, k) -> (…)
+    """The largest number of each row, without gradient; `none` where there are no numbers."""
     if not numbers.shape[-1]:
         return numbers.new_full(numbers.shape[:-1], none)
     return numbers.detach().amax(dim=-1)

@@ -75,10 +75,7 @@ class Sparse(ABC):
     ) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """The weights p that a threshold gives, and their pulls u = p^(2-α), 0 where p is. Cost q m."""
 
-    def _solve(
-        self,
-        z: Tensor,  # (…, k) float64, the largest 0
-    ) -> Tensor:  # (…, 1)
+    def _solve(self, z: Tensor) -> Tensor:  # (…, k) float64, the largest 0 -> (…, 1)
         """τ: the package's, and a Newton step, which leaves it at or below the root."""
         if not z.shape[-1]:
             return z.new_full((*z.shape[:-1], 1), -1)
@@ -86,11 +83,7 @@ class Sparse(ABC):
         mass, slope = self.root_step(z, tau)
         return tau + ((1 - mass) / slope).unsqueeze(-1)
 
-    def root_step(
-        self,
-        z: Tensor,  # (…, m), -inf where dead
-        tau: Tensor,  # (…, 1)
-    ) -> tuple[Tensor, Tensor]:  # (…), (…)
+    def root_step(self, z: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, 1) -> (…), (…)
         """The mass Σ p at a threshold and its slope dΣp/dτ = -Σ u / (α-1), to be added up over blocks. Cost q m."""
         weights, pulls = self.of(z, tau)
         return weights.sum(dim=-1), pulls.sum(dim=-1) / (1 - self.alpha)
