@@ -219,7 +219,8 @@ def label_loss(
         labels: what each query should be answered.
         logits: of another model, to which the database adds.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
-        asking: what else `db.attend` takes; a View takes temperature, score, k and where, a Memory nothing.
+        temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
+            takes temperature, score, k and where, a Memory none of them.
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
@@ -264,7 +265,8 @@ def pooled_loss(
     Args:
         db, queries, reduction: as of `retrieval_loss`.
         targets: what each query should be answered; v as `attend` answers.
-        asking: what else `db.attend` takes; a View takes temperature, score, k and where, a Memory nothing.
+        temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
+            takes temperature, score, k and where, a Memory none of them.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
@@ -279,6 +281,8 @@ def pooled_loss(
 
 
 def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
+    if unknown := asking.keys() - Asking.__annotations__.keys():
+        raise TypeError(f"a loss got unexpected arguments: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, SoftDB):
         return db.attend(queries, **given).output

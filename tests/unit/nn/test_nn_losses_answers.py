@@ -237,3 +237,10 @@ def test_labels_that_are_no_numbers(labels: Any) -> None:
     db, _ = filled(num_classes=CLASSES)
     with pytest.raises(BadInput, match=r"labels (are|have dtype) .*; expected \(q,\) whole numbers, 0 to 2"):
         label_loss(db, asking(q=1), labels)
+
+
+@pytest.mark.parametrize("value", [0.1, None])
+def test_an_argument_that_attend_does_not_take_is_an_error(value: Any) -> None:
+    db, _ = filled()
+    with pytest.raises(TypeError, match="a loss got unexpected arguments: temprature"):
+        pooled_loss(db, asking(), torch.zeros(Q, D), temprature=value)  # type: ignore[call-arg]
