@@ -91,7 +91,7 @@ def build(
     index = option = None
     while ranked and (index is None or not index.report["met"]):
         option = ranked.pop(0)
-        index = None  # its memory goes before the next is made
+        index = None  # frees its memory before the next is made
         begun = time.perf_counter()
         index = _filled(snapshot, metric, option, say)
         built = time.perf_counter()
@@ -227,12 +227,11 @@ class _FullTrial:
         name = (effort, fetch_k, held_out)
         if name not in self.known:
             half = self._half(held_out)
-            own = None if self.own is None else self.own[half]
             if self.left is None or held_out:
                 found, truth = self._search(self.asked[half], effort, fetch_k), self.truth[half]
             else:
                 found, truth = self._candidates(self.asked[half], effort, fetch_k, self.left[0]), self.left[1]
-            self.known[name] = recalls_of(found, truth, own)
+            self.known[name] = recalls_of(found, truth, None if self.own is None else self.own[half])
         return self.known[name]
 
     def _half(self, held_out: bool) -> slice:
@@ -241,8 +240,7 @@ class _FullTrial:
     def _candidates(self, queries: Tensor, effort: int, fetch_k: int, selected: Selected) -> Rows:
         """What a search scores exactly: the nearest of these that count are those that it finds."""
         vectors = prepared(queries.float().numpy(), self.index.metric)
-        c = max(FLOOR, fetch_k * self.wanted)
-        return self.snapshot.positions(self.index.find(vectors, c, selected, effort))
+        return self.snapshot.positions(self.index.find(vectors, max(FLOOR, fetch_k * self.wanted), selected, effort))
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k) each
         """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
@@ -284,8 +282,7 @@ def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Targe
     queries = None
     if target.queries is not None and len(target.queries):
         queries = prepared(_questions(snapshot, target.queries)[0][::2].float().numpy(), metric)
-    preferred = choose(fit, metric, keys, queries, snapshot.count, target.recall, target.k, say)
-    return [option for option, _ in preferred]
+    return choose(fit, metric, keys, queries, snapshot.count, target.recall, target.k, say)
 
 
 def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -> Index:

@@ -84,13 +84,11 @@ def choose(
     goal: float,
     k: int,
     say: Progress,
-) -> list[tuple[Option, Setting]]:
+) -> list[Option]:
     """The options by preference: those that meet the goal, the fastest first, then the others, the best first.
 
     Lists with 4-bit codes are tried first; what comes after them only where none of them will do.
     """
-    if len(fit) == 1:
-        return [(fit[0], Setting(1, 1, 1.0, 0.0))]
     tried: list[tuple[Option, Setting]] = []
     trial = _Sampled(metric, keys, queries, k, len(keys) / whole)
     for done, option in enumerate(fit):
@@ -102,7 +100,8 @@ def choose(
         tried.append((option, fastest(trial, trial.index, goal, lambda *_: None)))
     say("choosing", len(fit), len(fit))
     # what is larger must be clearly faster
-    return sorted(tried, key=lambda one: (one[1].seconds * LARGER ** tried.index(one), -one[1].recall))
+    ranked = sorted(tried, key=lambda one: (one[1].seconds * LARGER ** tried.index(one), -one[1].recall))
+    return [option for option, _ in ranked]
 
 
 class _Sampled:

@@ -78,10 +78,7 @@ def measure_of(metric: Metric) -> Any:
     return faiss_module().METRIC_L2 if metric is Metric.L2 else faiss_module().METRIC_INNER_PRODUCT
 
 
-def prepared(
-    vectors: NDArray[np.floating],  # (n, d)
-    metric: Metric,
-) -> Floats:  # (n, d)
+def prepared(vectors: NDArray[np.floating], metric: Metric) -> Floats:  # (n, d) -> (n, d)
     """Vectors as an index sees them: float32, of length 1 for the cosine (zero vectors stay)."""
     found = np.ascontiguousarray(vectors, np.float32)
     if metric is Metric.COSINE:

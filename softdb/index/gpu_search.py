@@ -18,7 +18,7 @@ __all__ = ["find", "find_there"]
 
 FEW = 1 << 16  # records that a GPU compares sooner than it asks an index
 FLOOR = 64  # candidates that are looked at again at least
-SURE = 3.0  # deviations by which more is fetched than a filter lets through on average
+SURE = 3.0  # deviations by which more is fetched than a filter allows on average
 
 
 def find(
@@ -81,7 +81,7 @@ class _DeviceSearch:
         effort = index.effort * -(-k // index.tuned_for)  # farther neighbours lie in more places
         self.effort = min(index.effort_most, int(np.ceil(effort / self.share)))
         probed = inside * self.effort / index.inner.nlist  # of what counts, on average
-        # a query with fewer lies where the filter lets less through; without a filter the k are enough
+        # a query with fewer lies where the filter allows fewer; without a filter the k are enough
         self.least = min(k, inside) if self.share >= 1 else max(min(k, inside), min(wanted, int(probed / 2)))
 
     def find(self, queries: Tensor, k: int, allowed: Live | None) -> Rows:  # (q, k) positions

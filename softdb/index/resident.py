@@ -156,19 +156,13 @@ class DeviceView(NamedTuple):
         """The live records that a filter (size,) allows."""
         return self.seen.kept(self.snapshot, allowed)
 
-    def keys_at(
-        self,
-        positions: Tensor,  # (…) none of them -1
-    ) -> Tensor:  # (…, d)
+    def keys_at(self, positions: Tensor) -> Tensor:  # (…) none of them -1 -> (…, d)
         """Keys, copied, in the column's dtype."""
         if self.seen.keys is not None:
             return self.seen.keys[positions]
         return self.snapshot.keys_at(positions.cpu().numpy()).to(self.device)
 
-    def positions(
-        self,
-        rows: Tensor,  # (…), -1 = none
-    ) -> Tensor:  # (…)
+    def positions(self, rows: Tensor) -> Tensor:  # (…), -1 = none -> (…)
         """Positions of rows, -1 where this snapshot has no such row."""
         if self.seen.rows is None:
             return rows.masked_fill(rows >= self.snapshot.size, -1)
@@ -212,11 +206,7 @@ class _Staging:
         self.pieces: list[Tensor | None] = [None, None]
         self.events: list[torch.cuda.Event | None] = [None, None]
 
-    def upload(
-        self,
-        keys: Tensor,  # (m, d)
-        which: int,
-    ) -> Tensor:  # (m, d)
+    def upload(self, keys: Tensor, which: int) -> Tensor:  # (m, d) -> (m, d)
         """The keys on the device, ordered after what its current stream was told before."""
         if self.device.type != "cuda":
             return keys.to(self.device)

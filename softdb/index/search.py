@@ -20,7 +20,7 @@ __all__ = ["find", "indexed_until"]
 
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are rescored at least
-MOSTLY = 0.9  # of the records: a filter that lets so many through moves no query's neighbours
+MOSTLY = 0.9  # share of the records: a filter that allows so many is searched with a little more effort
 LISTED = 1 << 16  # matches of a filter whose positions are kept
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 CODES = 8  # that are compared in the time of one exact score
@@ -125,12 +125,7 @@ class _Search:
     eligible: _Eligible
     allowed: Live | None  # (size,) over positions
 
-    def find(
-        self,
-        queries: Floats,  # (q, d)
-        k: int,
-        certain: int,
-    ) -> tuple[Rows, Floats | None]:  # (q, k), (q, k)
+    def find(self, queries: Floats, k: int, certain: int) -> tuple[Rows, Floats | None]:  # (q, d) -> (q, k), (q, k)
         """The k best of them, and their scores where none was computed in another way."""
         snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
         effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
@@ -169,13 +164,11 @@ class _Search:
         self.eligible.outliers = known = outliers, outliers.positions(self.snapshot, self.allowed)
         return known
 
-    def _filtered(
-        self,
-        vectors: Floats,  # (q, d) prepared
-        c: int,
-        effort: int,
-    ) -> tuple[Rows, Rows]:  # (q, c) positions; the queries for which to compare all that count costs less
-        """Candidates among few eligible records: the effort is doubled where these are rare around a query."""
+    def _filtered(self, vectors: Floats, c: int, effort: int) -> tuple[Rows, Rows]:  # (q, c), (m,)
+        """Candidates among few eligible records, and the queries for which to compare all of these costs less.
+
+        The effort is doubled where these are rare around a query.
+        """
         found, unfound = np.full((len(vectors), c), -1, np.int64), np.ones(len(vectors), np.bool_)
         doublings = self._doublings(vectors, effort)
         for times in np.unique(doublings).tolist():

@@ -162,11 +162,9 @@ class Tail:
             np.concatenate([found.positions, positions], axis=1),
             np.concatenate([found.scores, scores], axis=1),
             np.concatenate([np.zeros(found.scores.shape, np.float32), logs], axis=1),
-            unseen,
-            hidden,
-            expected,
+            unseen, hidden, expected,
             np.concatenate([np.ones(near), self.reach.scales, np.ones(rows.shape[1])]),
-        )
+        )  # fmt: skip
 
     def _everything(self, snapshot: Snapshot, queries: Floats) -> TailSample:
         """Every record that the index holds, scored exactly."""
@@ -335,10 +333,7 @@ def _with_room(
     return (rows[:, :most], logs[:, :most]) if most <= width else _with_room(loop, given, q, most, products)
 
 
-def seeds_of(
-    queries: Floats,  # (q, d)
-    seed: int,
-) -> NDArray[np.uint64]:  # (q,)
+def seeds_of(queries: Floats, seed: int) -> NDArray[np.uint64]:  # (q, d) -> (q,)
     """A seed for each query, which its numbers decide: the errors of queries asked together are independent."""
     bits = np.ascontiguousarray(queries, np.float32).view(np.uint32)
     seeds: NDArray[np.uint64] = (bits * _factors(seed, queries.shape[1])).sum(1, dtype=np.uint64)

@@ -15,7 +15,7 @@ from softdb.index.contract import Floats, Index, Live, Rows
 __all__ = ["Setting", "Trial", "fastest", "hits_of", "least_effort", "recalls_of", "seconds_of", "steadied"]
 
 LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
-FLAT = 0.002  # recall that two doublings of effort must bring, or no more effort will
+FLAT = 0.002  # recall that two doublings of effort must gain, else no more effort is tried
 FINE = 8  # the effort is found to within one part in so many
 STEADY = 0.001  # recall that more effort may lose
 PAIRED = 1 << 17  # positions of a query that are compared pair by pair: beyond, to sort is cheaper
@@ -91,7 +91,7 @@ def least_effort(
 def steadied(trial: Trial, most: int, setting: Setting) -> Setting:
     """With as many candidates more as it takes for a greater effort not to lose recall.
 
-    Probing more lists brings more wrong codes, too, which push true neighbours out of too few candidates.
+    More probed lists also bring more wrong codes, which push true neighbours out of too few candidates.
     """
     effort, fetch_k, reached, seconds = setting
     while fetch_k < LEVELS[-1] and _loses(trial, effort, most, fetch_k):
