@@ -12,7 +12,6 @@ __all__ = [
     "DuplicateId",
     "FormatTooNew",
     "MissingDependency",
-    "NestedWrite",
     "NotADatabase",
     "ReadOnly",
     "RecallWarning",
@@ -75,10 +74,6 @@ class CorruptionError(SoftDBError):
 
 class WriteFailed(SoftDBError):
     """The disk refused a write; this handle takes no more of them, reopening shows what is durable."""
-
-
-class NestedWrite(SoftDBError):
-    """A write was asked for in the middle of another of the same thread, by a signal's handler or a lazy payload."""
 
 
 class StaleRead(SoftDBError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,21 +29,19 @@ if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
         return "".join(_chunks(o, 0))
 
 
-def payloads(value: object, count: int) -> Iterator[str | None]:
-    """Payloads as JSON texts, one an id; None stays None. Their number is checked now, each one as it is drawn.
-
-    Drawn inside the transaction, they are encoded while the disk writes the keys; a bad one rolls it back.
+def payloads(value: object, count: int) -> list[str | None]:
+    """Payloads as JSON texts, one an id; None stays None.
 
     Raises BadInput for what JSON cannot say (another type, NaN, a key that is no str) or nesting beyond 64.
     """
     if value is None:
-        return itertools.repeat(None, count)
+        return [None] * count
     if isinstance(value, str | dict) or not isinstance(value, Sequence | np.ndarray):
         if count != 1:
             raise BadInput(f"payloads are {shown(value)}; expected a list with one JSON value for each of {count} ids")
         value = [value]
     filled(value, "payloads", count)
-    return (None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(_drawn(value)))
+    return [None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(_drawn(value))]
 
 
 def _drawn(value: Iterable[Any]) -> Iterator[Any]:

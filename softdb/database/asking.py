@@ -279,9 +279,12 @@ class AskingVerbs(Handle):
         self, where: dict[str, Any] | None, left_out: list[list[Id]]
     ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
         """As `view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
-        with self._store.lock, self._store.read_transaction():
-            snapshot, allowed = self.view(where)
-            rows = self._store.locate([one for names in left_out for one in names])[1]
+
+        def found() -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64]]:
+            with self._store.read_transaction():
+                return *self.view(where), self._store.locate([one for names in left_out for one in names])[1]
+
+        snapshot, allowed, rows = self._store.run(found)
         return snapshot, allowed, snapshot.positions(check.padded(rows, [len(names) for names in left_out]))
 
 

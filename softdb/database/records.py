@@ -177,7 +177,8 @@ class RecordVerbs(Handle):
 
         Raises StaleRead, and writes nothing, where one of them was deleted or replaced.
         """
-        with self._store.lock:  # what another thread writes comes before all of this or after it
+
+        def update() -> tuple[Snapshot, NDArray[np.int64]]:
             known = self._store.read(rows)
             if len(known) < len(rows):
                 raise StaleRead(
@@ -186,3 +187,5 @@ class RecordVerbs(Handle):
             names = [known[row][0] for row in rows.tolist()]
             self.update(names, keys=keys, values=values)
             return self.locate(names)
+
+        return self._store.run(update)  # what another thread writes comes before all of this or after it

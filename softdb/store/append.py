@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from softdb.check import Array, Id
@@ -21,7 +20,7 @@ class Batch(NamedTuple):
     ids: list[Id]  # n
     keys: Array  # (n, d) in the column's dtype
     values: Array | None  # (n, v), labels (n,), or None
-    payloads: Iterable[str | None]  # n JSON texts, checked as they are drawn
+    payloads: list[str | None]  # n JSON texts
 
 
 def append(catalog: Catalog, columns: ColumnFiles, batch: Batch) -> None:

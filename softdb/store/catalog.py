@@ -286,14 +286,13 @@ class Catalog:
         self,
         first_row: int,
         ids: Iterable[Id],
-        payloads: Iterable[str | None],
+        payloads: list[str | None],
         key_crcs: Iterable[int],
         value_crcs: Iterable[int | None],
     ) -> None:
         """Insert records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
-        texts = list(payloads)
-        rows, crcs = range(first_row, first_row + len(texts)), [*map(_crc, texts)]
-        records = zip(rows, ids, texts, key_crcs, value_crcs, crcs, strict=True)
+        rows = range(first_row, first_row + len(payloads))
+        records = zip(rows, ids, payloads, key_crcs, value_crcs, map(_crc, payloads), strict=True)
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", records)
 
     def lookup(self, ids: Sequence[Id]) -> dict[Id, tuple[int, str | None]]:

@@ -7,10 +7,8 @@ The state on disk, which is what other processes see, is then at most about a se
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ from softdb.store.committed import Committed
 from softdb.store.connect import BUSY
 from softdb.store.segments import ColumnFiles
 
-__all__ = ["DELAY", "Commits", "late"]
+__all__ = ["DELAY", "Commits", "flush_at_exit"]
 
 DELAY = 1.0  # seconds that a relaxed change may wait
 PAGES = 1000  # of the WAL from which on a commit is followed by a checkpoint
@@ -42,17 +40,9 @@ _open: weakref.WeakSet[Flushed] = weakref.WeakSet()
 _ending = False  # whether the interpreter ends: no thread will flush any more
 
 
-def late(store: Flushed) -> Callable[[], None]:
-    """A function that flushes a store when its changes have waited long enough; it is flushed at exit, too."""
+def flush_at_exit(store: Flushed) -> None:
+    """Flush a store when the interpreter ends."""
     _open.add(store)
-    known = weakref.ref(store)
-
-    def flush() -> None:
-        store = known()
-        if store is not None:
-            store.flush_late()
-
-    return flush
 
 
 def _flush_all() -> None:
@@ -65,25 +55,16 @@ def _flush_all() -> None:
 atexit.register(_flush_all)
 
 
-def _sleep(asleep: _thread.LockType, late: Callable[[], None]) -> None:
-    """The thread that flushes relaxed changes. It takes no lock that an interrupt could leave locked."""
-    if asleep.acquire(blocking=False):
-        try:
-            time.sleep(DELAY)
-        finally:
-            asleep.release()
-        late()
-
-
 class Commits:
-    """A writer's transactions. The caller keeps threads apart, and calls nothing more after one has raised."""
+    """A writer's transactions, on the store's thread. The caller calls nothing more after one has raised."""
 
-    def __init__(self, catalog: Catalog, columns: ColumnFiles, directory: Path | None, late: Callable[[], None] | None):
-        """`late`: called from a thread of its own when relaxed changes have waited long enough; None: full."""
+    def __init__(
+        self, catalog: Catalog, columns: ColumnFiles, directory: Path | None, later: Callable[[float], None] | None
+    ):
+        """`later`: says in how many seconds relaxed changes are to be flushed; None: full."""
         self.waiting = 0  # relaxed changes not on disk
-        self._catalog, self._columns, self._late = catalog, columns, late
+        self._catalog, self._columns, self._later = catalog, columns, later
         self._mark = None if directory is None else Committed(directory)
-        self._asleep = _thread.allocate_lock()  # held by the thread that will call `late`
         self.in_operation = False  # whether one has begun and not ended
         self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
         if directory is not None:
@@ -93,80 +74,48 @@ class Commits:
     @property
     def relaxed(self) -> bool:
         """Whether operations share a transaction."""
-        return self._late is not None
-
-    # An interrupt may come after any call: what must follow a statement stands in a `finally`, and the next operation
-    # rolls back what is left of an abandoned one.
+        return self._later is not None
 
     def begin(self) -> None:
-        """Start an operation. One that an interrupt has abandoned is rolled back."""
-        self.rollback()
-        if not self.waiting:
-            self._catalog.rollback()
+        """Start an operation."""
         connection = self._catalog.connection
         if not connection.in_transaction:
-            self.in_operation = True
             self._catalog.begin(write=True)
+        self.in_operation = True
         if self.relaxed:
-            try:
-                connection.execute("SAVEPOINT verb")
-            finally:
-                self.in_operation = True
+            connection.execute("SAVEPOINT verb")
 
     def rollback(self) -> None:
         """Roll back the operation that has not ended. Raises apsw.Error, also where SQLite rolled back more."""
         if not self.in_operation:
             return
+        self.in_operation = False
         connection = self._catalog.connection
         if connection.in_transaction:
-            undoing = "ROLLBACK TO verb; RELEASE verb" if self.waiting else "ROLLBACK"
-            try:
-                connection.execute(undoing)
-            finally:
-                self.in_operation = False
+            connection.execute("ROLLBACK TO verb; RELEASE verb" if self.waiting else "ROLLBACK")
         elif self.waiting:
             raise apsw.AbortError("SQLite rolled back what was to be flushed")
-        self.in_operation = False
 
     def end(self, durable: bool) -> None:
         """End the operation: on disk when this returns, unless it is relaxed and not `durable`."""
         if not self.in_operation:
             return  # rolled back
-        if self.relaxed:
-            durable = durable or _ending or not self._wake()
+        if self._later is not None:
+            self._catalog.connection.execute("RELEASE verb")
+            self.in_operation = False
+            if not self.waiting:
+                self._later(DELAY)
             self.waiting += 1
-            connection = self._catalog.connection
-            try:
-                connection.execute("RELEASE verb")
-            finally:
-                self.in_operation = False
-        if durable or not self.relaxed:
+        if durable or self._later is None or _ending:
             self.flush()
 
     def flush(self) -> None:
         """Bring every change to disk."""
         self._columns.sync()
-        connection = self._catalog.connection
-        if connection.in_transaction:
-            try:
-                connection.execute("COMMIT")
-            except apsw.Error:
-                raise
-            except BaseException:
-                if not self._catalog.connection.in_transaction:  # it is committed
-                    self.in_operation, self.waiting = False, 0
-                raise
+        if self._catalog.connection.in_transaction:
+            self._catalog.commit()
         self.in_operation, self.waiting = False, 0
         self.acknowledge()
-
-    def _wake(self) -> bool:
-        """Start the thread that will flush, if none is waiting; returns whether there is one."""
-        if self._late is not None and not self._asleep.locked():
-            try:
-                _thread.start_new_thread(_sleep, (self._asleep, self._late))
-            except RuntimeError:  # no more threads
-                return False
-        return True
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""

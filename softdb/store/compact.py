@@ -111,13 +111,21 @@ class _Written(NamedTuple):
 
 def _replace(store: Store, numbers: set[int]) -> int:
     """Make one segment of several, and return how many rows that removed."""
-    with store.lock, store.write_lock, store.write_transaction(durable=True):
-        group, number = _Group.of(store, numbers), gaps.reserve(store.catalog)
+    group, number = store.run(_reserved, store, numbers)
     if group is None:
         return 0
-    # in memory everything happens under the lock: any commit drops a column that the catalogue does not know
+    # in memory everything happens in one transaction: any commit drops a column that the catalogue does not know
     written = None if store.path is None else _written_aside(store, group, number)
-    with store.lock, store.write_lock, store.write_transaction(durable=True):  # before anything is unlinked
+    return store.run(_swapped, store, numbers, group, number, written)
+
+
+def _reserved(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
+    with store.write_transaction(durable=True):
+        return _Group.of(store, numbers), gaps.reserve(store.catalog)
+
+
+def _swapped(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
+    with store.write_transaction(durable=True):  # before anything is unlinked
         current = _Group.of(store, numbers)
         if current is None:
             store.columns.remove([number])

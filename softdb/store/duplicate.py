@@ -20,8 +20,8 @@ from softdb.errors import BadInput, WriteFailed
 from softdb.reports import SnapshotReport
 from softdb.store import disk, files, gaps
 from softdb.store.catalog import Catalog
-from softdb.store.segments import ColumnFiles, SegmentPart
-from softdb.store.snapshot import Segment
+from softdb.store.segments import ColumnFiles, SegmentEntry, SegmentPart
+from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.store import Store
 
 __all__ = ["duplicate"]
@@ -66,13 +66,7 @@ def _require_free(store: Store, path: Path) -> None:
 def _copied(store: Store, path: Path) -> SnapshotReport:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
-        with store.lock:
-            if store.waiting:  # SQLite copies no catalogue within a transaction that writes
-                store.flush()
-            with store.read_transaction() as snapshot:
-                entries, missing = store.catalog.segments(), gaps.read(store.catalog)
-                indexes = _open_indexes(store, opened)
-                _copy_catalog(store.catalog, unfinished)
+        snapshot, entries, missing, indexes = store.run(_copied_catalog, store, unfinished, opened)
         columns, segments = ColumnFiles(path, store.schema), {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
@@ -83,6 +77,17 @@ def _copied(store: Store, path: Path) -> SnapshotReport:
         _forget_indexes(unfinished, lost)
     files.publish(unfinished, path / "catalog.sqlite")
     return SnapshotReport(str(path), snapshot.count, snapshot.generation, files.occupied(path))
+
+
+def _copied_catalog(
+    store: Store, path: Path, opened: contextlib.ExitStack
+) -> tuple[Snapshot, list[SegmentEntry], gaps.Gaps, dict[str, tuple[str, BinaryIO] | None]]:
+    """Copy the catalogue; the generation that it is of, its segments, and its index files, open."""
+    if store.waiting:  # SQLite copies no catalogue within a transaction that writes
+        store.flush()
+    with store.read_transaction() as snapshot:
+        _copy_catalog(store.catalog, path)
+        return snapshot, store.catalog.segments(), gaps.read(store.catalog), _open_indexes(store, opened)
 
 
 def _copy_catalog(catalog: Catalog, path: Path) -> None:

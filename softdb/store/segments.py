@@ -11,13 +11,12 @@ The format, as MUSTs:
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import io
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +91,6 @@ class ColumnFiles:
         """`relaxed`: appended slots come to disk at `sync`, not before."""
         self.directory, self.relaxed = directory, relaxed
         self._unsynced: set[Path] = set()  # files that hold something which is not on disk
-        self._appends: list[Future[None]] = []
         self._unnamed = False  # whether there are files whose names are not
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
@@ -121,22 +119,15 @@ class ColumnFiles:
     def appending(self, pieces: list[Piece]) -> Iterator[None]:
         """Fill slots behind the watermark while the caller does something else; on disk when this ends, or `sync`."""
         if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
-            self.wait()
             for piece in pieces:
                 self._write(piece)
             yield
             return
-        self.wait()
         with ThreadPoolExecutor(1, "softdb-write") as thread:  # leaving waits for it, whatever happens
-            self._appends = done = [thread.submit(self._write, piece) for piece in pieces]
+            done = [thread.submit(self._write, piece) for piece in pieces]
             yield
             for future in done:
                 future.result()
-
-    def wait(self) -> None:
-        """Wait for a thread that two interrupts have left behind: it writes where the next appends would."""
-        concurrent.futures.wait(self._appends)
-        self._appends = []
 
     def _write(self, piece: Piece) -> None:
         entry = piece.entry
@@ -155,7 +146,6 @@ class ColumnFiles:
 
     def sync(self) -> None:
         """Bring what was written relaxed, and the names of new files, to disk."""
-        self.wait()
         while self._unsynced:
             path = min(self._unsynced)
             files.sync(path)

@@ -1,11 +1,15 @@
-"""The operations on the records of one database: each reads one generation, or is one write transaction."""
+"""The operations on the records of one database: each reads one generation, or is one write transaction.
+
+They run on the store's thread, one after the other, whoever asks.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import apsw
 import numpy as np
@@ -23,6 +27,21 @@ from softdb.store.soundness import damaged
 
 __all__ = ["Store"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_thread(method: Callable[P, T]) -> Callable[P, T]:
+    """Run a store's method on the store's thread: nothing comes between, and nothing interrupts it."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **words: P.kwargs) -> T:
+        store: Any = args[0]
+        result: T = store.run(method, *args, **words)
+        return result
+
+    return call
+
 
 class Store(Session):
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
@@ -33,9 +52,10 @@ class Store(Session):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    @on_thread
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
         """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
-        with self._lock, typed_errors():
+        with typed_errors():
             found, snapshot = self.catalog.lookup(ids), self.snapshot
         nothing = (-1, None)
         pairs = [found.get(one, nothing) for one in ids]
@@ -52,36 +72,41 @@ class Store(Session):
             raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._behind()}; check it with `in`")
         return snapshot, rows, texts
 
+    @on_thread
     def _behind(self) -> str:
-        with self._lock, typed_errors():
+        with typed_errors():
             newest = self.catalog.state().generation
         mine = self.snapshot.generation
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
+    @on_thread
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of rows; those deleted since are absent."""
-        with self._lock, typed_errors():
+        with typed_errors():
             return self.catalog.read(rows)
 
+    @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
         """What `Catalog.checksums` says of the records in rows first … last."""
-        with self._lock, typed_errors():
+        with typed_errors():
             return self.catalog.checksums(first, last)
 
+    @on_thread
     def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
         """The snapshot, and which of its positions (size,) hold a record that the filter matches.
 
         A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
         Cost: see `Matches.of`.
         """
-        with self._lock, self.read_transaction() as snapshot:
+        with self.read_transaction() as snapshot:
             return snapshot, self._matches.of(where, self.catalog, snapshot)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
+    @on_thread
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self._lock, self.write_lock, self.write_transaction():
+        with self.write_transaction():
             try:
                 append(self.catalog, self.columns, batch)
             except apsw.ConstraintError:
@@ -94,19 +119,21 @@ class Store(Session):
                     f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert replaces"
                 ) from None
 
+    @on_thread
     def upsert(self, batch: Batch) -> None:
         """Add records, replacing those whose ids are stored already."""
-        with self._lock, self.write_lock, self.write_transaction():
+        with self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.delete(np.fromiter((row for row, _ in stored.values()), np.int64))
             append(self.catalog, self.columns, batch)
 
+    @on_thread
     def update(
-        self, ids: list[Id], keys: Array | None, values: Array | None, payloads: Iterable[str | None] | None
+        self, ids: list[Id], keys: Array | None, values: Array | None, payloads: list[str | None] | None
     ) -> None:
         """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
-        with self._lock, self.write_lock, self.write_transaction():
+        with self.write_transaction():
             snapshot, rows, texts = self.require(ids)
             if keys is None and values is None:
                 self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
@@ -127,9 +154,10 @@ class Store(Session):
         if found:
             raise CorruptionError("; ".join(found) + ": restore them from a copy, or upsert the records whole")
 
+    @on_thread
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
-        with self._lock, self.write_lock, self.write_transaction():
+        with self.write_transaction():
             if ids is not None:
                 rows = np.unique(self.locate(ids)[1])
                 rows = rows[rows >= 0]
@@ -143,20 +171,23 @@ class Store(Session):
 
     # -- declared fields -------------------------------------------------------------------------------------------
 
+    @on_thread
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index, as of now."""
-        with self._lock, typed_errors():
+        with typed_errors():
             return self.catalog.fields()
 
+    @on_thread
     def index_fields(self, names: Iterable[str]) -> None:
         """Index fields of the payload, all or none; those that are indexed stay so. No record changes."""
-        with self._lock, self.write_lock, self.write_transaction(durable=True):
+        with self.write_transaction(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
+    @on_thread
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
-        with self._lock, self.write_lock, self.write_transaction(durable=True):
+        with self.write_transaction(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
@@ -164,19 +195,17 @@ class Store(Session):
 
     # -- the files -------------------------------------------------------------------------------------------------
 
+    @on_thread
     def shrink(self) -> None:
         """Make the catalogue's file as small as it can be. No record changes."""
-        with self._lock:
-            if self.relaxed:
-                self.flush()
-            try:
-                self.catalog.shrink()
-            except apsw.Error as error:
-                if self._commits is not None:
-                    self._failed(error)  # a sync is not to be tried again
-                raise WriteFailed(
-                    f"catalog.sqlite could not be made smaller ({error}); its records are safe"
-                ) from error
+        if self.relaxed:
+            self.flush()
+        try:
+            self.catalog.shrink()
+        except apsw.Error as error:
+            if self._commits is not None:
+                self._failed(error)  # a sync is not to be tried again
+            raise WriteFailed(f"catalog.sqlite could not be made smaller ({error}); its records are safe") from error
 
     def occupied(self) -> int:
         """Bytes on disk; 0 in memory."""
@@ -184,9 +213,10 @@ class Store(Session):
 
     # -- indexes: a cache, known to the catalogue by name --------------------------------------------------------------
 
+    @on_thread
     def index_entry(self) -> dict[str, Any] | None:
         """What the catalogue knows of the index file, if there is one."""
-        with self._lock, typed_errors():
+        with typed_errors():
             found = self.catalog.one("SELECT entry FROM indexes WHERE name = 'keys'")
         try:
             entry = None if found is None else json.loads(found[0])
@@ -194,9 +224,10 @@ class Store(Session):
             entry = None  # a cache that cannot be read is a cache that is not there
         return entry if isinstance(entry, dict) else None
 
+    @on_thread
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
         """Make the catalogue know an index file that is on disk already, or none. No record changes."""
-        with self._lock, self.write_lock, self.write_transaction(durable=True):
+        with self.write_transaction(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:
                 self.catalog.connection.execute("INSERT INTO indexes VALUES('keys', ?)", (json.dumps(entry),))

@@ -26,7 +26,11 @@ def verify(store: Store) -> int:
 
     Raises CorruptionError that lists every damaged part: file and rows. Cost: every byte is read once.
     """
-    with store.lock, store.read_transaction() as snapshot:
+    return store.run(_verified, store)
+
+
+def _verified(store: Store) -> int:
+    with store.read_transaction() as snapshot:
         damage: list[str] = []
         for part in (_catalogue, _rows, _records):
             try:

@@ -88,8 +88,8 @@ class _OnDisk(AskedMachine):
         self.release()
         assert self.path is not None
         left = self.place()
-        with self.db._store.lock:  # nothing is flushed meanwhile
-            shutil.copytree(self.path, left, ignore=None if shared else shutil.ignore_patterns("*-shm"))
+        ignored = None if shared else shutil.ignore_patterns("*-shm")
+        self.db._store.run(shutil.copytree, self.path, left, ignore=ignored)  # nothing is flushed meanwhile
         self.db.close()
         shutil.rmtree(self.path)
         orphans = [left / "keys-99999999.npy", left / "index" / "hnsw-0123456789abcdef.faiss.tmp"]

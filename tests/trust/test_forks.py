@@ -24,6 +24,7 @@ from reports import index_report
 
 import softdb
 from softdb.store import fork
+from softdb.store.catalog import Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
@@ -223,7 +224,7 @@ def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: s
 
 
 class Stops(Sequence[Any]):
-    """Payloads that are drawn within the transaction, and stop there half way."""
+    """Payloads that stop half way."""
 
     def __init__(self, batch: int, then: Callable[[], None]) -> None:
         self.payloads = batches.content(batch)["payloads"]
@@ -246,16 +247,18 @@ def stopping(batch: int, then: Callable[[], None]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str) -> None:
+def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a child in memory has half of it for ever, and SQLite's own locks are held by nobody."""
     with made(path if place == "disk" else None, 3) as db:
-        inside = threading.Event()
+        inside, real = threading.Event(), Catalog.put_segment
 
-        def pause() -> None:
+        def pause(*args: Any) -> None:
             inside.set()
             time.sleep(0.3)
+            real(*args)
 
-        thread = threading.Thread(target=lambda: db.insert(batches.ids(3), **stopping(3, pause)))
+        monkeypatch.setattr(Catalog, "put_segment", pause)
+        thread = threading.Thread(target=lambda: batches.write(db, 3))
         thread.start()
         assert inside.wait(SECONDS)
         child = Forked(lambda: sorted(batches.seen(db)))
@@ -264,7 +267,7 @@ def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str) ->
         assert batches.seen(db) == {0, 1, 2, 3}
 
 
-def test_a_fork_within_a_write_of_the_same_thread_leaves_that_write_alone(path: Path) -> None:
+def test_a_fork_by_a_payload_leaves_its_write_alone(path: Path) -> None:
     """The child's end must not roll back what its parent goes on to commit."""
     with made(path, 3) as db:
         child: list[int] = []
@@ -272,7 +275,6 @@ def test_a_fork_within_a_write_of_the_same_thread_leaves_that_write_alone(path: 
         def fork() -> None:
             pid = os.fork()
             if not pid:
-                db._store._lock = threading.RLock()  # this very thread holds the other, in frames it never leaves
                 os._exit(0)
             child.append(pid)
             os.waitpid(pid, 0)

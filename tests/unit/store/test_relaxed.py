@@ -280,16 +280,15 @@ def test_a_snapshot_while_another_thread_writes(path: Path, tmp_path: Path) -> N
             thread.join()
 
 
-@pytest.mark.usefixtures("never")
-def test_where_no_thread_can_be_had_a_verb_comes_to_disk_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_had_opening_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> int:
         raise RuntimeError("can't start new thread")
 
-    with relaxed(path) as db:
-        monkeypatch.setattr(_thread, "start_new_thread", none)
-        put(db, "a")
-        assert db.stats().unflushed == 0
-        assert flushed(path) == {"a"}
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", none)
+        with pytest.raises(softdb.SoftDBError, match="needs a thread of its own"):
+            relaxed(path)
+    relaxed(path).close()
 
 
 def test_memory_and_full_durability_have_nothing_to_flush(path: Path) -> None:
