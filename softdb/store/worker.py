@@ -59,7 +59,7 @@ class _Job:
                 self.end.acquire(timeout=1)
 
 
-class _Line:
+class _JobQueue:
     """What a thread works off; it knows nothing else, so that a store may be collected."""
 
     def __init__(self, late: Callable[[], None]) -> None:
@@ -90,20 +90,20 @@ class Worker:
 
     def __init__(self, late: Callable[[], None]) -> None:
         """`late`: a method, called on the thread when `ring` has said so. Raises SoftDBError: no more threads."""
-        self._line = _Line(late)
+        self._queue = _JobQueue(late)
         self._gate = _thread.allocate_lock()  # between a last call and the end
         self._stopped = False
         try:
-            _thread.start_new_thread(self._line.work, ())
+            _thread.start_new_thread(self._queue.work, ())
         except BaseException as error:
-            self._line.jobs.put(None)
+            self._queue.jobs.put(None)
             if isinstance(error, RuntimeError):
                 raise SoftDBError(f"a database needs a thread of its own ({error}); end some others") from None
             raise
 
     def run(self, work: Callable[[], T]) -> T:
         """The result of a call on the thread, or its error; on the thread itself, or after its end, of a plain call."""
-        if _thread.get_ident() == self._line.thread or sys.is_finalizing():  # then no other thread runs any more
+        if _thread.get_ident() == self._queue.thread or sys.is_finalizing():  # then no other thread runs any more
             return work()
         job = _Job(work)
         try:
@@ -126,7 +126,7 @@ class Worker:
 
         None where it does not come to it in time.
         """
-        if _thread.get_ident() == self._line.thread:
+        if _thread.get_ident() == self._queue.thread:
             return lambda: None
         parked, go = _thread.allocate_lock(), _thread.allocate_lock()
         parked.acquire()
@@ -144,11 +144,11 @@ class Worker:
 
     def ring(self, seconds: float) -> None:
         """Call `late` in so many seconds, unless it is to be called earlier. On the thread."""
-        self._line.at = min(self._line.at, time.monotonic() + seconds)
+        self._queue.at = min(self._queue.at, time.monotonic() + seconds)
 
     def require_wanted(self) -> None:
         """Raise Unwanted where the caller of the present operation was interrupted."""
-        if self._line.present is not None and self._line.present.cancelled:
+        if self._queue.present is not None and self._queue.present.cancelled:
             raise Unwanted
 
     def stop(self) -> None:
@@ -156,14 +156,14 @@ class Worker:
         with self._gate:
             if not self._stopped:
                 self._stopped = True
-                self._line.jobs.put(None)
+                self._queue.jobs.put(None)
 
     def _put(self, job: _Job) -> bool:
         with self._gate:
             if not self._stopped:
-                self._line.jobs.put(job)
+                self._queue.jobs.put(job)
             return not self._stopped
 
     def __del__(self) -> None:
-        if hasattr(self, "_line"):
-            self._line.jobs.put(None)
+        if hasattr(self, "_queue"):
+            self._queue.jobs.put(None)

@@ -28,8 +28,8 @@ def walk(heading: str) -> list[Step]:
     return [(path, name.split(".")[-1]) for path, names in rows for name in re.findall(r"`([\w.]+)`", names)]
 
 
-def called(run: Callable[[], object]) -> list[Step]:
-    """Functions of softdb that a call runs in this thread, in the order of their beginnings."""
+def called(db: softdb.SoftDB, run: Callable[[softdb.SoftDB], object]) -> list[Step]:
+    """Functions of softdb that a call runs, here and on the store's thread, in the order of their beginnings."""
     steps: list[Step] = []
     home = str(ROOT.parent)
 
@@ -38,11 +38,13 @@ def called(run: Callable[[], object]) -> list[Step]:
         if event == "call" and code.co_filename.startswith(str(ROOT)):
             steps.append((code.co_filename[len(home) + 1 :], code.co_name))
 
-    sys.setprofile(note)
     try:
-        run()
+        sys.setprofile(note)
+        db._store.run(sys.setprofile, note)
+        run(db)
     finally:
         sys.setprofile(None)
+        db._store.run(sys.setprofile, None)
     return steps
 
 
@@ -70,6 +72,6 @@ def test_a_walk_is_what_runs(db: softdb.SoftDB, heading: str) -> None:
     told = [step for step in walk(heading) if not step[0].startswith(COMPILED)]
     assert len(told) >= 5
     WAYS[heading](db)  # what is compiled or made when first needed is no step
-    run = iter(called(lambda: WAYS[heading](db)))
+    run = iter(called(db, WAYS[heading]))
     missed = [step for step in told if step not in run]  # `in` goes on from the last one that was found
     assert missed == [], "not called, or not in this order"
