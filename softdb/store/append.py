@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from softdb.check import Array, Id
 from softdb.store import gaps
-from softdb.store.catalog import Catalog
+from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
 
@@ -23,31 +23,40 @@ class Batch(NamedTuple):
     payloads: list[str | None]  # n JSON texts
 
 
-def append(catalog: Catalog, columns: ColumnFiles, batch: Batch) -> None:
+def append(
+    catalog: Catalog,
+    columns: ColumnFiles,
+    batch: Batch,
+    entries: list[SegmentEntry],  # all segments, in the order of rows
+) -> tuple[CatalogState, list[SegmentEntry]]:  # as they are then
     """Write columns beyond the watermark, fsynced, and the records that refer to them into the open transaction."""
-    pieces = _place(catalog, columns, batch)
+    state = catalog.state()
+    pieces = _place(catalog, columns, batch, entries, state.next_row)
+    filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
     with columns.appending(pieces):  # the disk works while SQLite and the checksums do
         values = itertools.repeat(None, len(batch.ids)) if batch.values is None else checksums(batch.values)
-        catalog.add(catalog.state().next_row, batch.ids, batch.payloads, checksums(batch.keys), values)
-        for piece in pieces:
-            catalog.put_segment(piece.entry._replace(used=piece.entry.used + len(piece.keys)))
-    catalog.advance(len(batch.ids))
+        catalog.add(state.next_row, batch.ids, batch.payloads, checksums(batch.keys), values)
+        for entry in filled:
+            catalog.put_segment(entry)
+    kept = entries[:-1] if entries and entries[-1].number == filled[0].number else entries
+    return catalog.advance(len(batch.ids)), [*kept, *filled]
 
 
-def _place(catalog: Catalog, columns: ColumnFiles, batch: Batch) -> list[Piece]:
+def _place(
+    catalog: Catalog, columns: ColumnFiles, batch: Batch, entries: list[SegmentEntry], next_row: int
+) -> list[Piece]:
     """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
-    entries = catalog.segments()
-    entry, next_row = SegmentEntry(-1, 0, 0, 0), catalog.state().next_row
+    entry, stored = SegmentEntry(-1, 0, 0, 0), sum(entry.used for entry in entries)
     if entries and entries[-1].first_row + entries[-1].used == next_row:
         entry = entries[-1]
-    fresh, stored = gaps.next_segment(catalog), sum(entry.used for entry in entries)
     pieces: list[Piece] = []
+    fresh: int | None = None  # number of the last new segment
     done, count = 0, len(batch.ids)
     while done < count:
         if entry.used == entry.capacity:
+            fresh = gaps.next_segment(catalog) if fresh is None else fresh + 1
             entry = SegmentEntry(fresh, next_row + done, capacity_for(stored + done, count - done), 0)
-            columns.create(entry.number, entry.capacity)
-            fresh += 1
+            columns.create(fresh, entry.capacity)
         stop = min(count, done + entry.capacity - entry.used)
         values = None if batch.values is None else batch.values[done:stop]
         pieces.append(Piece(entry, batch.keys[done:stop], values))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ __all__ = ["Catalog", "CatalogState"]
 # the last two are for macOS, where an fsync stops at the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 _SETTINGS = "SELECT name, value, crc FROM settings"
-STEPS = 20_000  # thousands of SQLite's steps that any statement may take; and a hundred a byte of the file
+STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
 
 
 class CatalogState(NamedTuple):
@@ -35,13 +37,25 @@ class CatalogState(NamedTuple):
     next_row: int
 
 
+class Budget:
+    """How many thousands of SQLite's steps the present query may still take."""
+
+    steps = math.inf
+
+    def __call__(self) -> bool:
+        self.steps -= 1
+        return self.steps < 0
+
+
 class Catalog:
     """One connection to the catalogue. The caller keeps transactions and threads apart."""
 
     def __init__(self, connection: apsw.Connection, laid_out: bool) -> None:
         self.connection = connection
         self.laid_out = laid_out  # not where its creation was cut short, or has not begun
-        self._steps = 0  # thousands that the present query may still take
+        self._state: CatalogState | None = None  # as the open transaction has read or written it
+        self._budget = Budget()
+        connection.set_progress_handler(self._budget, 1000)
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
@@ -107,16 +121,23 @@ class Catalog:
 
     def begin(self, write: bool) -> None:
         """Start a transaction; a reading one pins one generation until `commit`."""
+        self.forget()
         self.connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def commit(self) -> None:
         """The commit point: after this, and only after this, a change has happened."""
         self.connection.execute("COMMIT")
 
-    def rollback(self) -> None:
-        """Roll the transaction back, if SQLite has not done so itself."""
+    def rollback(self, savepoint: str | None = None) -> None:
+        """Roll the transaction back, or to a savepoint, if SQLite has not done so itself."""
+        self.forget()
         if self.connection.in_transaction:
-            self.connection.execute("ROLLBACK")
+            undo = "ROLLBACK" if savepoint is None else f"ROLLBACK TO {savepoint}; RELEASE {savepoint}"
+            self.connection.execute(undo)
+
+    def forget(self) -> None:
+        """Read the state anew when it is asked for."""
+        self._state = None
 
     def all(self, sql: str, bindings: Sequence[Any] = ()) -> list[Any]:
         """Every row of a query."""
@@ -128,23 +149,22 @@ class Catalog:
         return self._bounded(apsw.Cursor.fetchone, sql, bindings)
 
     def _bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
-        """Stop a query that takes more steps than a file of this size can need: its pages form a cycle.
-
-        No Python runs within a statement that writes: an interrupt there would make SQLite roll back the transaction.
-        """
-        connection = self.connection
-        self._steps = STEPS + self.capacity() // 80
+        """Stop a query that takes more steps than a file of this size can need: its pages form a cycle."""
+        self._budget.steps = STEPS + self._bytes() // 10
         try:
-            connection.set_progress_handler(self._spent, 1000)
-            return fetch(connection.execute(sql, bindings))
+            return fetch(self.connection.execute(sql, bindings))
         except apsw.InterruptError as error:
             raise damaged_catalog("has a cycle of pages") from error
         finally:
-            connection.set_progress_handler(None)
+            self._budget.steps = math.inf
 
-    def _spent(self) -> bool:
-        self._steps -= 1
-        return self._steps < 0
+    def _bytes(self) -> int:
+        """What the catalogue occupies, on disk or in memory: a header may claim more."""
+        files = (self.connection.filename, self.connection.filename_wal)
+        return sum(map(_occupied, files)) if files[0] else self._claimed()
+
+    def _claimed(self) -> int:
+        return self._pragma("page_count") * self._pragma("page_size")
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +192,8 @@ class Catalog:
 
     def state(self) -> CatalogState:
         """Generation and next row number. Raises CorruptionError."""
+        if self._state is not None and self.connection.in_transaction:
+            return self._state
         found = self.one("SELECT generation, next_row, crc FROM state")
         if found is None:
             raise damaged_catalog("has lost its state row")
@@ -179,15 +201,18 @@ class Catalog:
         sound = type(generation) is int and type(next_row) is int and min(generation, next_row) >= 0
         if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")
-        return CatalogState(generation, next_row)
+        self._state = CatalogState(generation, next_row)
+        return self._state
 
-    def advance(self, rows: int) -> None:
+    def advance(self, rows: int) -> CatalogState:
         """Move to the next generation, with that many rows assigned."""
         state = self.state()
         new = CatalogState(state.generation + 1, state.next_row + rows)
         self.connection.execute(
             "UPDATE state SET generation = ?, next_row = ?, crc = ?", (*new, format.state_crc(*new))
         )
+        self._state = new
+        return new
 
     def segments(self) -> list[SegmentEntry]:
         """All segments, in row order. Raises CorruptionError."""
@@ -246,8 +271,8 @@ class Catalog:
             yield chunk, _bits(packed)
 
     def capacity(self) -> int:
-        """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit."""
-        return 8 * self._pragma("page_count") * self._pragma("page_size")
+        """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit; disks may compress."""
+        return min(8 * self._claimed(), 1024 * self._bytes())
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))
@@ -373,6 +398,14 @@ def _plain(records: list[tuple[int, Id, str | None]]) -> list[tuple[int, Id, str
         if type(one) not in (str, int) or not (text is None or type(text) is str):
             raise damaged_catalog(f"has a damaged record in row {row}")
     return records
+
+
+def _occupied(path: str) -> int:
+    """Bytes of a file on disk; 0 where there is none."""
+    try:
+        return os.stat(path).st_blocks * 512 if path else 0
+    except OSError:
+        return 0
 
 
 def _crc(text: str | None) -> int | None:

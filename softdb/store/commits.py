@@ -69,7 +69,7 @@ class Commits:
         self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
         if directory is not None:
             catalog.connection.set_wal_hook(self._checkpoint)
-        self.acknowledge()
+        self.acknowledge(catalog.state().generation)
 
     @property
     def relaxed(self) -> bool:
@@ -92,7 +92,7 @@ class Commits:
         self.in_operation = False
         connection = self._catalog.connection
         if connection.in_transaction:
-            connection.execute("ROLLBACK TO verb; RELEASE verb" if self.waiting else "ROLLBACK")
+            self._catalog.rollback("verb" if self.waiting else None)
         elif self.waiting:
             raise apsw.AbortError("SQLite rolled back what was to be flushed")
 
@@ -112,10 +112,11 @@ class Commits:
     def flush(self) -> None:
         """Bring every change to disk."""
         self._columns.sync()
+        generation = self._catalog.state().generation
         if self._catalog.connection.in_transaction:
             self._catalog.commit()
         self.in_operation, self.waiting = False, 0
-        self.acknowledge()
+        self.acknowledge(generation)
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""
@@ -123,11 +124,11 @@ class Commits:
         with contextlib.suppress(apsw.Error):
             self._catalog.rollback()
 
-    def acknowledge(self) -> None:
+    def acknowledge(self, generation: int) -> None:
         """Write the generation to the file `committed`; without it, only the loss of the WAL would go unnoticed."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
-                self._mark.put(self._catalog.state().generation)
+                self._mark.put(generation)
 
     def close(self) -> None:
         """Close the file `committed`, not the connection."""

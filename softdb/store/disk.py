@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -37,11 +38,13 @@ def truncate(descriptor: int, size: int) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """fsync a file, or a directory's entries. After a failure it is never tried again."""
+    """Bring a file's bytes and size, or a directory's entries, to disk. After a failure it is never tried again."""
     if sys.platform == "darwin":
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync stops at the drive's cache there
-    else:
+    elif stat.S_ISDIR(os.fstat(descriptor).st_mode):
         os.fsync(descriptor)
+    else:
+        os.fdatasync(descriptor)  # all but the times
 
 
 def rename(old: Path, new: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from softdb.check import Schema
 from softdb.errors import CorruptionError
 from softdb.store import gaps
-from softdb.store.catalog import Catalog
+from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.connect import damaged_catalog
 from softdb.store.segments import ColumnFiles, SegmentEntry, checksum
 from softdb.store.snapshot import Segment, Snapshot
@@ -24,6 +24,9 @@ class SnapshotLoader:
         self._columns, self._schema = columns, schema
         self._labels_checked: dict[int, int] = {}  # how many labels of each segment have been looked at
         self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))  # the last that was loaded
+        self._entries: list[SegmentEntry] = []  # its segments
+        self._missing = gaps.Gaps(0, {})
+        self._room = np.empty(0, np.bool_)  # where `live` of snapshots that only append to one another lies
 
     def load(self, catalog: Catalog) -> None:
         """Load the generation that the open transaction reads. Raises CorruptionError, FileNotFoundError."""
@@ -37,9 +40,31 @@ class SnapshotLoader:
             snapshot = whole.without(catalog.dead())
         else:
             snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row))
+        self._take(snapshot, entries, missing)
+
+    def entries(self, catalog: Catalog) -> list[SegmentEntry]:
+        """The segments of the generation that the open transaction reads."""
+        return self._entries if catalog.state().generation == self.snapshot.generation else catalog.segments()
+
+    def append(self, state: CatalogState, entries: list[SegmentEntry]) -> None:
+        """Go on to a generation that has appended rows to the loaded one, and changed nothing else.
+
+        Cost: of the appended rows alone; twice as many bytes as there are rows are kept.
+        """
+        segments, old = self._segments(entries, self._missing, state.next_row, state.next_row), self.snapshot
+        starts = np.cumsum([0, *map(len, segments)], dtype=np.int64)
+        size = int(starts[-1])
+        if old.live.base is not self._room or len(self._room) < size:
+            self._room = np.empty(2 * size, np.bool_)
+            self._room[: old.size] = old.live
+        self._room[old.size : size] = True  # beyond what any snapshot shows
+        count = old.count + size - old.size
+        self._take(Snapshot(state.generation, segments, starts, self._room[:size], count), entries, self._missing)
+
+    def _take(self, snapshot: Snapshot, entries: list[SegmentEntry], missing: gaps.Gaps) -> None:
         self._require_labels(snapshot)
         self._columns.keep_only({entry.number for entry in entries})
-        self.snapshot = snapshot
+        self.snapshot, self._entries, self._missing = snapshot, entries, missing
 
     def _segments(
         self, entries: list[SegmentEntry], missing: gaps.Gaps, rows: int, capacity: int

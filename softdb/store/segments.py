@@ -17,6 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ def capacity_for(stored: int, coming: int) -> int:
     return min(MAX_ROWS, 1 << (wanted - 1).bit_length())
 
 
+@cache
 def header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """The `.npy` header of an array; its length is a multiple of 64."""
     buffer = io.BytesIO()

@@ -18,12 +18,12 @@ import apsw
 from softdb.check import Schema
 from softdb.errors import Closed, CorruptionError, NotADatabase, ReadOnly, SoftDBError, WriteFailed
 from softdb.store import commits, committed, files, fork
-from softdb.store.catalog import Catalog
+from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.commits import Commits
 from softdb.store.connect import damaged_text, typed, typed_errors
 from softdb.store.directory import enter, require_new
 from softdb.store.generation import SnapshotLoader
-from softdb.store.segments import ColumnFiles
+from softdb.store.segments import ColumnFiles, SegmentEntry
 from softdb.store.snapshot import Snapshot
 from softdb.store.worker import Worker
 
@@ -31,6 +31,12 @@ __all__ = ["Session"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Change:
+    """What a write operation has done, where that spares reading it."""
+
+    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # rows, and nothing else: all segments after
 
 
 class Session:
@@ -63,6 +69,10 @@ class Session:
     def run(self, work: Callable[P, T], *args: P.args, **words: P.kwargs) -> T:
         """Call something on the store's thread, where alone its connection may be used: nothing comes between."""
         return self._worker.run(functools.partial(work, *args, **words))
+
+    def run_between(self, work: Callable[P, T], *args: P.args, **words: P.kwargs) -> T:
+        """Ask one query in the caller's thread, between operations: that spares two changes of threads."""
+        return self._worker.run_between(functools.partial(work, *args, **words))
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -226,19 +236,23 @@ class Session:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def write_transaction(self, durable: bool = False) -> Iterator[None]:
+    def write_transaction(self, durable: bool = False) -> Iterator[Change]:
         """One write operation on the store's thread, whole or not at all; then the snapshot is what the catalogue says.
 
         `durable`: on disk when this ends, with all before it, even if relaxed.
         """
         self.require_writable()
         self._worker.require_wanted()
+        change, loaded = Change(), False
         try:
             if self._checkpoint_due:
                 self._checkpoint()
             self.transactions.begin()
-            yield
+            yield change
             self.transactions.end(durable)
+            if change.appended is not None:
+                self._loader.append(*change.appended)
+                loaded = True
         except (apsw.BusyError, apsw.LockedError) as error:  # nothing was written: another program has it locked
             raise typed(error) from error
         except (OSError, apsw.Error, MemoryError) as error:
@@ -246,7 +260,7 @@ class Session:
         except UnicodeDecodeError as error:
             raise damaged_text(error) from None
         finally:
-            self._rollback()
+            self._rollback(loaded)
 
     @property
     def transactions(self) -> Commits:
@@ -259,15 +273,15 @@ class Session:
         """Whether a write operation has begun and goes on."""
         return self._commits is not None and self._commits.in_operation
 
-    def _rollback(self) -> None:
-        """Roll back what has not ended, and load the newest snapshot."""
+    def _rollback(self, loaded: bool) -> None:
+        """Roll back what has not ended, and load the newest snapshot, if it is not `loaded`."""
         if self._commits is not None:
             try:
                 self._commits.rollback()
             except apsw.Error as error:
                 self._unreported = self._failed(error)
             self._fail_after_checkpoint()
-        if self._failure is None:
+        if self._failure is None and not loaded:
             self._refresh()
 
     def _fail_after_checkpoint(self) -> None:

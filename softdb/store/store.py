@@ -43,6 +43,18 @@ def on_thread(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def one_query(method: Callable[P, T]) -> Callable[P, T]:
+    """Run a store's method, which asks the catalogue one query, in the caller's thread between two operations."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **words: P.kwargs) -> T:
+        store: Any = args[0]
+        result: T = store.run_between(method, *args, **words)
+        return result
+
+    return call
+
+
 class Store(Session):
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
 
@@ -52,7 +64,7 @@ class Store(Session):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    @on_thread
+    @one_query
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
         """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
         with typed_errors():
@@ -72,20 +84,20 @@ class Store(Session):
             raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._behind()}; check it with `in`")
         return snapshot, rows, texts
 
-    @on_thread
+    @one_query
     def _behind(self) -> str:
         with typed_errors():
             newest = self.catalog.state().generation
         mine = self.snapshot.generation
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
-    @on_thread
+    @one_query
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of rows; those deleted since are absent."""
         with typed_errors():
             return self.catalog.read(rows)
 
-    @on_thread
+    @one_query
     def checksums(self, first: int, last: int) -> list[Any]:
         """What `Catalog.checksums` says of the records in rows first … last."""
         with typed_errors():
@@ -106,9 +118,9 @@ class Store(Session):
     @on_thread
     def insert(self, batch: Batch) -> None:
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
-        with self.write_transaction():
+        with self.write_transaction() as change:
             try:
-                append(self.catalog, self.columns, batch)
+                change.appended = append(self.catalog, self.columns, batch, self._loader.entries(self.catalog))
             except apsw.ConstraintError:
                 self.transactions.rollback()
                 stored = self.catalog.lookup(batch.ids)
@@ -126,7 +138,7 @@ class Store(Session):
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.delete(np.fromiter((row for row, _ in stored.values()), np.int64))
-            append(self.catalog, self.columns, batch)
+            append(self.catalog, self.columns, batch, self._loader.entries(self.catalog))
 
     @on_thread
     def update(
@@ -146,7 +158,8 @@ class Store(Session):
             if values is None and self.schema.has_values:
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self.catalog.delete(rows)
-            append(self.catalog, self.columns, Batch(ids, keys, values, texts if payloads is None else payloads))
+            batch = Batch(ids, keys, values, texts if payloads is None else payloads)
+            append(self.catalog, self.columns, batch, self._loader.entries(self.catalog))
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError where records differ from their checksums: what is written anew would hide it."""
@@ -171,7 +184,7 @@ class Store(Session):
 
     # -- declared fields -------------------------------------------------------------------------------------------
 
-    @on_thread
+    @one_query
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index, as of now."""
         with typed_errors():
@@ -213,7 +226,7 @@ class Store(Session):
 
     # -- indexes: a cache, known to the catalogue by name --------------------------------------------------------------
 
-    @on_thread
+    @one_query
     def index_entry(self) -> dict[str, Any] | None:
         """What the catalogue knows of the index file, if there is one."""
         with typed_errors():

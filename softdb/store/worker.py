@@ -40,10 +40,11 @@ class _Job:
         self.end = _thread.allocate_lock()  # released when it is over
         self.end.acquire()
 
-    def run(self) -> None:
+    def run(self, busy: _thread.LockType) -> None:
         if self.taken.acquire(blocking=False):
             try:
-                self.result = self.work()
+                with busy:
+                    self.result = self.work()
             except BaseException as error:
                 self.error = error
             self.over = True
@@ -65,6 +66,7 @@ class _JobQueue:
     def __init__(self, late: Callable[[], None]) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.present: _Job | None = None
+        self.busy = _thread.allocate_lock()  # held by whoever uses the connection
         self.thread = -1
         self.at = math.inf  # when `late` is to be called, by time.monotonic()
         self._late = weakref.WeakMethod(late)
@@ -81,7 +83,7 @@ class _JobQueue:
             if job is None:
                 return
             self.present = job
-            job.run()
+            job.run(self.busy)
             self.present = job = late = None  # what it holds may be collected
 
 
@@ -120,6 +122,13 @@ class Worker:
             return result
         finally:
             del job  # its error's traceback leads here
+
+    def run_between(self, work: Callable[[], T]) -> T:
+        """A call in the caller's thread, between operations: one query, whose interruption leaves nothing."""
+        if _thread.get_ident() == self._queue.thread:
+            return work()
+        with self._queue.busy:
+            return work()
 
     def park(self, seconds: float, last: Callable[[], None]) -> Callable[[], None] | None:
         """Keep the thread from working, after a `last` call, until the returned function is called.
