@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import apsw
@@ -19,6 +18,7 @@ import apsw
 from softdb.store.catalog import Catalog
 from softdb.store.committed import Committed
 from softdb.store.connect import BUSY
+from softdb.store.directory import Directory
 from softdb.store.segments import ColumnFiles
 
 __all__ = ["DELAY", "Commits", "flush_at_exit"]
@@ -59,12 +59,13 @@ class Commits:
     """A writer's transactions, on the store's thread. The caller calls nothing more after one has raised."""
 
     def __init__(
-        self, catalog: Catalog, columns: ColumnFiles, directory: Path | None, later: Callable[[float], None] | None
+        self, catalog: Catalog, columns: ColumnFiles, directory: Directory | None, later: Callable[[float], None] | None
     ):
         """`later`: says in how many seconds relaxed changes are to be flushed; None: full."""
         self.waiting = 0  # relaxed changes not on disk
         self._catalog, self._columns, self._later = catalog, columns, later
-        self._mark = None if directory is None else Committed(directory)
+        self._directory = directory
+        self._mark = None if directory is None else Committed(directory.path, directory.descriptor)
         self.in_operation = False  # whether one has begun and not ended
         self.broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
         if directory is not None:
@@ -82,6 +83,7 @@ class Commits:
         if not connection.in_transaction:
             self._catalog.begin(write=True)
         self.in_operation = True
+        self._require_ours()
         if self.relaxed:
             connection.execute("SAVEPOINT verb")
 
@@ -114,9 +116,14 @@ class Commits:
         self._columns.sync()
         generation = self._catalog.state().generation
         if self._catalog.connection.in_transaction:
+            self._require_ours()
             self._catalog.commit()
         self.in_operation, self.waiting = False, 0
         self.acknowledge(generation)
+
+    def _require_ours(self) -> None:
+        if self._directory is not None:
+            self._directory.require_ours()
 
     def give_up(self) -> None:
         """After a failure: what has not come to disk never will."""

@@ -30,8 +30,9 @@ class Committed:
 
     _descriptor = -1
 
-    def __init__(self, directory: Path) -> None:
-        self._descriptor = disk.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
+    def __init__(self, directory: Path, folder: int) -> None:
+        """`folder`: see `softdb.store.files`."""
+        self._descriptor = disk.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, folder=folder)
         disk.truncate(self._descriptor, _LINE)
 
     def put(self, generation: int) -> None:

@@ -1,21 +1,93 @@
-"""Opening a directory. Guarantee: it is a database or may become one, and a writer is the only one."""
+"""A database's directory. Guarantee: it is a database or may become one; a writer is the only one, and stays it.
+
+A directory may be renamed while it is open, and another made at its path; the file `lock` may be deleted, and a second
+writer begin. So column files are opened by the directory's descriptor, never by its path, and before each commit the
+path and the lock must still be those that were opened. A second writer cleans up within a transaction of its own, which
+waits for the first one's: either the first sees that its lock is gone, or the second sees what the first committed.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase
 from softdb.store import files
 
-__all__ = ["enter", "require_new"]
+__all__ = ["Directory", "Displaced", "enter", "require_new"]
 
 _OURS = {  # what a creation that was cut short may have left: after a power cut any of them without the others
     "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
 }  # fmt: skip
 
 
-def enter(path: Path, writing: bool, may_create: bool) -> files.Lock | None:
-    """Check that the path is ours and make it if it may be made. A writer gets the lock.
+class Displaced(Exception):
+    """The path leads elsewhere now, or the lock is another's."""
+
+
+class Directory:
+    """A database's directory, open; a writer holds its lock."""
+
+    def __init__(self, path: Path, writing: bool) -> None:
+        """Raises NotADatabase, and DatabaseLocked where another process writes."""
+        self.path, self.lock = path, None
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._identity = _identity(os.fstat(self.descriptor))
+        if writing:
+            try:
+                self.lock = self._locked()
+            except BaseException:
+                self.close()
+                raise
+
+    def _locked(self) -> files.Lock:
+        lock = files.acquire(self.path / "lock", self.descriptor)
+        if lock is None:
+            holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
+            raise DatabaseLocked(
+                f"{self.path} is being written by process {holder}; close it there, or open this one with mode='r'"
+            )
+        return lock
+
+    def require_ours(self) -> None:
+        """Raise Displaced unless the path leads here and the lock that is held is the directory's. Cost: two stats."""
+        try:
+            same = _identity(self.path.stat()) == self._identity
+        except OSError:
+            same = False
+        if not same:
+            raise Displaced(f"{self.path} was renamed, removed or replaced since it was opened")
+        if self.lock is not None:
+            try:
+                lock = os.stat("lock", dir_fd=self.descriptor, follow_symlinks=False)
+                same = _identity(lock) == _identity(os.fstat(self.lock.descriptor))
+            except OSError:
+                same = False
+            if not same:
+                raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
+
+    def close(self) -> None:
+        """Close the descriptor, and release the lock; safe to call twice."""
+        lock, self.lock = self.lock, None
+        descriptor, self.descriptor = self.descriptor, -1
+        try:
+            if lock is not None:
+                lock.release()
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "descriptor", -1) >= 0:
+            os.close(self.descriptor)  # the lock closes itself
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def enter(path: Path, writing: bool, may_create: bool) -> Directory:
+    """Check that the path is ours, make it if it may be made, and open it.
 
     Raises NotADatabase, and DatabaseLocked where another process writes.
     """
@@ -31,15 +103,7 @@ def enter(path: Path, writing: bool, may_create: bool) -> files.Lock | None:
             how = "give dim= to make one" if writing else 'open it once with mode="rw" and dim='
             raise NotADatabase(f"{path} holds no database; {how}")
         files.make_directory(path)
-    if not writing:
-        return None
-    lock = files.acquire(path / "lock")
-    if lock is None:
-        holder = (path / "lock").read_text(errors="replace").strip() or "unknown"
-        raise DatabaseLocked(
-            f"{path} is being written by process {holder}; close it there, or open this one with mode='r'"
-        )
-    return lock
+    return Directory(path, writing)
 
 
 def require_new(path: Path | None, acknowledged: int) -> None:

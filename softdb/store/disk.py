@@ -17,9 +17,9 @@ __all__ = ["close", "link", "make", "open", "remove_directory", "rename", "sync"
 _ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link in a database from elsewhere may lead anywhere
 
 
-def open(path: Path, flags: int, mode: int = 0o644) -> int:
-    """A descriptor, to be closed."""
-    return os.open(path, flags | _ALWAYS, mode)
+def open(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
+    """A descriptor, to be closed. With the descriptor of the file's folder, by its name there, wherever that is now."""
+    return os.open(path if folder is None else path.name, flags | _ALWAYS, mode, dir_fd=folder)
 
 
 def close(descriptor: int) -> None:
@@ -57,9 +57,9 @@ def link(old: Path, new: Path) -> None:
     os.link(old, new)
 
 
-def unlink(path: Path) -> None:
-    """Remove a file's name."""
-    os.unlink(path)
+def unlink(path: Path, folder: int | None = None) -> None:
+    """Remove a file's name; `folder` as for `open`."""
+    os.unlink(path if folder is None else path.name, dir_fd=folder)
 
 
 def make(path: Path, mode: int = 0o777) -> None:

@@ -1,4 +1,8 @@
-"""What softdb does with files other than the catalogue's. Guarantee: each step is on disk when it returns."""
+"""What softdb does with files other than the catalogue's. Guarantee: each step is on disk when it returns.
+
+`folder`: the descriptor of a file's directory; then what is meant is the file of that name there, even where the
+directory was renamed and another has taken its path.
+"""
 
 from __future__ import annotations
 
@@ -35,28 +39,30 @@ __all__ = [
 _COPIED = 1 << 20  # bytes at once
 
 
-def create(path: Path, head: bytes, size: int, named: bool = True) -> None:
+def create(path: Path, head: bytes, size: int, named: bool = True, folder: int | None = None) -> None:
     """Make a file at its final size, its name on disk; head and size come to disk when it is first filled.
 
     The rest reads as zeros. Without `named`, the name comes to disk with the next `sync_directory`.
     """
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
         _write(descriptor, memoryview(head), 0)
         disk.truncate(descriptor, size)
     if named:
-        sync_directory(path.parent)
+        sync_directory(path.parent, folder)
 
 
-def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = True) -> None:
+def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = True, folder: int | None = None) -> None:
     """Overwrite part of an existing file, on disk when this returns, unless `sync` follows."""
-    with filling(path, offset, synced) as put:
+    with filling(path, offset, synced, folder) as put:
         put(data)
 
 
 @contextlib.contextmanager
-def filling(path: Path, offset: int, synced: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
+def filling(
+    path: Path, offset: int, synced: bool = True, folder: int | None = None
+) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
-    with _opened(path, os.O_WRONLY) as descriptor:
+    with _opened(path, os.O_WRONLY, folder=folder) as descriptor:
 
         def put(data: bytes | memoryview) -> None:
             nonlocal offset
@@ -137,22 +143,26 @@ def _sync_names_above(path: Path) -> None:
             sync_directory(above)
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: Path, folder: int | None = None) -> None:
     """Bring a directory's entries to disk. The path may be a link: it is the user's."""
+    if folder is not None:
+        disk.sync(folder)
+        return
     with _opened(path.resolve(), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         disk.sync(descriptor)
 
 
-def sync(path: Path) -> None:
+def sync(path: Path, folder: int | None = None) -> None:
     """Bring to disk what was written to a file and not synced; there need not be one."""
-    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    with contextlib.suppress(FileNotFoundError), _opened(path, flags, folder=folder) as descriptor:
         disk.sync(descriptor)
 
 
-def remove(path: Path) -> None:
+def remove(path: Path, folder: int | None = None) -> None:
     """Unlink a file that may be gone already; maps of it stay valid."""
     with contextlib.suppress(FileNotFoundError):
-        disk.unlink(path)
+        disk.unlink(path, folder)
 
 
 def clear(path: Path) -> None:
@@ -165,12 +175,13 @@ def clear(path: Path) -> None:
             remove(entry)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, folder: int | None = None) -> BinaryIO:
     """A regular file, opened to be read: no link (it may lead anywhere) and no pipe (it may never answer).
 
     Raises OSError, FileNotFoundError where there is none.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    name = path if folder is None else path.name
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path.name} is not a regular file")
@@ -190,10 +201,10 @@ def occupied(path: Path) -> int:
     return total
 
 
-def acquire(path: Path) -> Lock | None:
+def acquire(path: Path, folder: int | None = None) -> Lock | None:
     """An exclusive lock on a file until it is released or the process ends; None while another holds it."""
     lock = Lock()
-    lock.descriptor = descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+    lock.descriptor = descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, folder=folder)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
@@ -232,8 +243,8 @@ class Lock:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int, mode: int = 0o644) -> Iterator[int]:
-    descriptor = disk.open(path, flags, mode)
+def _opened(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> Iterator[int]:
+    descriptor = disk.open(path, flags, mode, folder)
     try:
         yield descriptor
     finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -89,9 +90,11 @@ class _Exposed:
 class ColumnFiles:
     """The column files of one database directory; with `directory=None`, arrays in memory that behave alike."""
 
-    def __init__(self, directory: Path | None, schema: Schema, relaxed: bool = False) -> None:
-        """`relaxed`: appended slots come to disk at `sync`, not before."""
-        self.directory, self.relaxed = directory, relaxed
+    def __init__(
+        self, directory: Path | None, schema: Schema, relaxed: bool = False, folder: int | None = None
+    ) -> None:
+        """`relaxed`: appended slots come to disk at `sync`, not before; `folder`: see `softdb.store.files`."""
+        self.directory, self.relaxed, self._folder = directory, relaxed, folder
         self._unsynced: set[Path] = set()  # files that hold something which is not on disk
         self._unnamed = False  # whether there are files whose names are not
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
@@ -113,9 +116,9 @@ class ColumnFiles:
                 self._arrays[column, number] = np.zeros(shape, dtype)
             else:
                 head = header(dtype, shape)
-                files.remove(self._path(column, number))  # an orphan of an append that did not commit
+                files.remove(self._path(column, number), self._folder)  # an orphan of an append that did not commit
                 self._unnamed = self._unnamed or not named
-                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), named)
+                files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), named, self._folder)
 
     @contextlib.contextmanager
     def appending(self, pieces: list[Piece]) -> Iterator[None]:
@@ -142,7 +145,7 @@ class ColumnFiles:
                 dtype, width = self._shapes[column]
                 start = len(header(dtype, (entry.capacity, *width))) + _bytes(dtype, (entry.used, *width))
                 path = self._path(column, entry.number)
-                files.write_at(path, _raw(data), start, not self.relaxed)
+                files.write_at(path, _raw(data), start, not self.relaxed, self._folder)
                 if self.relaxed:
                     self._unsynced.add(path)
 
@@ -150,10 +153,10 @@ class ColumnFiles:
         """Bring what was written relaxed, and the names of new files, to disk."""
         while self._unsynced:
             path = min(self._unsynced)
-            files.sync(path)
+            files.sync(path, self._folder)
             self._unsynced.discard(path)
         if self._unnamed and self.directory is not None:
-            files.sync_directory(self.directory)
+            files.sync_directory(self.directory, self._folder)
         self._unnamed = False
 
     def fill(self, number: int, capacity: int, parts: Iterable[SegmentPart]) -> None:
@@ -171,7 +174,8 @@ class ColumnFiles:
                     if column not in put:
                         dtype, width = self._all[column]
                         start = len(header(dtype, (capacity, *width)))
-                        put[column] = open_files.enter_context(files.filling(self._path(column, number), start))
+                        path = self._path(column, number)
+                        put[column] = open_files.enter_context(files.filling(path, start, folder=self._folder))
                     put[column](_raw(data))
                 done += len(part.keys)
 
@@ -184,7 +188,7 @@ class ColumnFiles:
         if self.directory is not None:
             for number in numbers:
                 for column in self._all:
-                    files.remove(self._path(column, number))
+                    files.remove(self._path(column, number), self._folder)
 
     def open(self, number: int, capacity: int) -> tuple[Array, Array | None]:
         """A segment's whole keys and values columns, mapped.
@@ -204,15 +208,18 @@ class ColumnFiles:
         """Remove files of segments that the catalogue does not know: appends or compactions that did not commit."""
         if self.directory is None:
             return
-        for path in self.directory.iterdir():
-            if _NAME.fullmatch(path.name) and int(path.stem.split("-")[1]) not in keep and not path.is_dir():
-                files.remove(path)
+        for name in os.listdir(self.directory if self._folder is None else self._folder):
+            if _NAME.fullmatch(name) and int(name.split("-")[1].removesuffix(".npy")) not in keep:
+                with contextlib.suppress(IsADirectoryError, PermissionError):  # macOS says EPERM of a directory
+                    files.remove(self.directory / name, self._folder)
 
     def _column(self, column: str, number: int, capacity: int) -> Array:
         known = self._arrays.get((column, number))
         if known is None:
             dtype, width = self._all[column]
-            known = self._arrays[column, number] = _mapped(self._path(column, number), dtype, (capacity, *width))
+            known = self._arrays[column, number] = _mapped(
+                self._path(column, number), dtype, (capacity, *width), self._folder
+            )
         return known
 
     def _path(self, column: str, number: int) -> Path:
@@ -236,11 +243,11 @@ def _bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return total
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: int | None) -> Array:
     head = header(dtype, shape)
     expected = len(head) + _bytes(dtype, shape)
     try:
-        opened = files.open_regular(path)
+        opened = files.open_regular(path, folder)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -21,7 +21,7 @@ from softdb.store import commits, committed, files, fork
 from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.commits import Commits
 from softdb.store.connect import damaged_text, typed, typed_errors
-from softdb.store.directory import enter, require_new
+from softdb.store.directory import Directory, Displaced, enter, require_new
 from softdb.store.generation import SnapshotLoader
 from softdb.store.segments import ColumnFiles, SegmentEntry
 from softdb.store.snapshot import Snapshot
@@ -53,7 +53,7 @@ class Session:
         self.path, self.mode = path, mode
         self._worker = Worker(self._flush_late)
         self._checkpoint_due = False  # whether the WAL that another writer has left is still there
-        self._writer: files.Lock | None = None
+        self._directory: Directory | None = None
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._commits: Commits | None = None  # a writer's
         self._failure: str | None = None  # why this handle takes no more writes
@@ -79,7 +79,7 @@ class Session:
     def _open(self, create: Schema | None) -> None:
         writing = self.mode == "rw"
         if self.path is not None:
-            self._writer = enter(self.path, writing, create is not None)
+            self._directory = enter(self.path, writing, create is not None)
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         self._catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
         if not self._catalog.laid_out:
@@ -92,7 +92,10 @@ class Session:
         with typed_errors():
             self.schema = self._catalog.schema()
             committed.require(self._catalog.state().generation, acknowledged)
-        self.columns = ColumnFiles(self.path, self.schema, self._relaxed)
+        if self._directory is not None:
+            self._directory.require_ours()  # SQLite has opened its file by the path
+        folder = None if self._directory is None else self._directory.descriptor
+        self.columns = ColumnFiles(self.path, self.schema, self._relaxed, folder)
         self._loader = SnapshotLoader(self.columns, self.schema)
         self.refresh()
         if writing:
@@ -103,8 +106,13 @@ class Session:
             if self._relaxed:
                 commits.flush_at_exit(self)
             later = self._worker.ring if self._relaxed else None
-            self._commits = Commits(self._catalog, self.columns, self.path, later)
-            self.columns.clean({entry.number for entry in self._catalog.segments()})
+            self._commits = Commits(self._catalog, self.columns, self._directory, later)
+            with typed_errors():  # in a transaction: a writer that has lost its lock may be about to commit
+                self._catalog.begin(write=True)
+                try:
+                    self.columns.clean({entry.number for entry in self._catalog.segments()})
+                finally:
+                    self._catalog.rollback()
 
     def _checkpoint(self) -> None:
         """Checkpoint the WAL that another writer has left; on a full disk the first write tries again."""
@@ -128,19 +136,19 @@ class Session:
         self._raise_unreported()
 
     def __del__(self) -> None:
-        if getattr(self, "_commits", None) is not None and self._writer is not None and self._writer.descriptor >= 0:
+        if getattr(self, "_commits", None) is not None:
             self.flush_late()
 
     def _release(self) -> None:
         """Close everything, whatever one of them raises."""
         with contextlib.ExitStack() as rest:
-            if self._writer is not None:
-                rest.callback(self._writer.release)
+            if self._directory is not None:
+                rest.callback(self._directory.close)
             if self._catalog is not None:
                 rest.callback(self._catalog.close)
             if self._commits is not None:
                 rest.callback(self._commits.close)
-        self._writer = self._catalog = self._commits = None
+        self._directory = self._catalog = self._commits = None
 
     @property
     def closed(self) -> bool:
@@ -165,8 +173,9 @@ class Session:
         transactions, self._commits = self._commits, None
         if transactions is not None:
             transactions.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._directory is not None and self._directory.lock is not None:
+            self._directory.lock.close()
+            self._directory.lock = None
         if self._catalog is not None and acquired:
             fork.abandon(self._catalog)
         elif self._catalog is not None:
@@ -255,7 +264,7 @@ class Session:
                 loaded = True
         except (apsw.BusyError, apsw.LockedError) as error:  # nothing was written: another program has it locked
             raise typed(error) from error
-        except (OSError, apsw.Error, MemoryError) as error:
+        except (OSError, apsw.Error, MemoryError, Displaced) as error:
             raise self._failed(error) from error
         except UnicodeDecodeError as error:
             raise damaged_text(error) from None
@@ -310,7 +319,7 @@ class Session:
         self.require_writable()
         try:
             self.transactions.flush()
-        except (OSError, apsw.Error, MemoryError) as error:
+        except (OSError, apsw.Error, MemoryError, Displaced) as error:
             raise self._failed(error) from error
         self._fail_after_checkpoint()
 
@@ -332,10 +341,10 @@ class Session:
             self._commits.give_up()
         with contextlib.suppress(SoftDBError):
             self._refresh()  # a commit that raised may have come to disk
+        what = str(error) if isinstance(error, Displaced) else f"the disk refused a write ({self._failure})"
         also = f" and what was done since the last flush ({lost} changes) is rolled back" if lost else ""
         return WriteFailed(
-            f"the disk refused a write ({self._failure}){also}; nothing more is written through this handle: "
-            "mend the cause, then open the database again"
+            f"{what}{also}; nothing more is written through this handle: mend the cause, then open the database again"
         )
 
     def _raise_unreported(self) -> None:

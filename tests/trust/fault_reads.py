@@ -51,10 +51,10 @@ def watched(reads: Reads) -> Iterator[None]:
     """SQLite's reads and the openings of columns go past the counter."""
     reading, plain = files.open_regular, apsw.VFSFile.xRead
 
-    def opened(path: Path) -> BinaryIO:
+    def opened(path: Path, folder: int | None = None) -> BinaryIO:
         if reads.pass_by():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return reading(path)
+        return reading(path, folder)
 
     def page(file: Any, amount: int, offset: int) -> bytes:
         if reads.pass_by():

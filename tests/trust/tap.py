@@ -88,13 +88,15 @@ def tapped(tap: Tap, inside: Path | None = None) -> Iterator[None]:
 def _replacements(pass_by: Callable[..., Any], real: dict[str, Any]) -> dict[str, Any]:
     paths: dict[int, Path] = {}  # of open descriptors
 
-    def open(path: Path, flags: int, mode: int = 0o644) -> int:
+    def open(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
         creates = flags & os.O_CREAT and not path.exists()
         cuts = flags & os.O_TRUNC and not creates
         steps = [Op("create", path)] if creates else [Op("truncate", path)] if cuts else []
-        descriptor = (
-            pass_by(steps[0], lambda: real["open"](path, flags, mode)) if steps else real["open"](path, flags, mode)
-        )
+
+        def opened() -> int:
+            return int(real["open"](path, flags, mode, folder))
+
+        descriptor = pass_by(steps[0], opened) if steps else opened()
         paths[descriptor] = path
         return int(descriptor)
 
@@ -110,7 +112,7 @@ def _replacements(pass_by: Callable[..., Any], real: dict[str, Any]) -> dict[str
         pass_by(Op("truncate", paths[descriptor], size), lambda: real["truncate"](descriptor, size))
 
     def sync(descriptor: int) -> None:
-        path = paths[descriptor]
+        path = paths.get(descriptor) or Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # one opened before
         name = "sync_directory" if path.is_dir() else "sync"
         pass_by(Op(name, path), lambda: real["sync"](descriptor))
 

@@ -292,7 +292,7 @@ def test_a_child_forked_while_another_thread_opens_keeps_nobody_out(
         forked.set()
         thread.join()
         assert os.read(ours, 1) == b"1"
-        handles[0]._store._writer.close()  # type: ignore[union-attr]  # as the death of this process would
+        handles[0]._store._directory.lock.close()  # type: ignore[union-attr]  # as the death of this process would
         with softdb.open(path) as db:
             put(db, "b")
     finally:

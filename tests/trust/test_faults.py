@@ -199,7 +199,7 @@ def test_a_write_whose_columns_cannot_be_opened_afterwards_is_done_or_told(
     world, state = World(room / "db", SCHEMA), bases["plain"].state
     one = put("insert", list(range(300)), np.random.default_rng(3), SCHEMA, 50, state)
 
-    def crowded(path: Path) -> BinaryIO:
+    def crowded(path: Path, *_: object) -> BinaryIO:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:

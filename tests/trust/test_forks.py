@@ -135,8 +135,10 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
 
 def test_closing_lets_go_of_the_lock_though_a_child_has_it_still(path: Path) -> None:
     db = made(path, 1)
-    assert db._store._writer is not None
-    shared = os.dup(db._store._writer.descriptor)  # as a child that has just begun has it
+    directory = db._store._directory
+    assert directory is not None
+    assert directory.lock is not None
+    shared = os.dup(directory.lock.descriptor)  # as a child that has just begun has it
     try:
         db.close()
         softdb.open(path).close()

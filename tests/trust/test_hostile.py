@@ -77,7 +77,7 @@ def test_segment_numbers_and_index_names_lead_nowhere(tmp_path: Path, caplog: py
     ]
     for name in names:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(files, "open_regular", lambda path: pytest.fail(f"{path} is opened"))
+            patch.setattr(files, "open_regular", lambda path, *_: pytest.fail(f"{path} is opened"))
             assert cache.load(tmp_path, {"file": name, "metric": "l2"}, check.Metric.L2) is None
     assert "its entry is not one that softdb writes" in caplog.text
 
@@ -169,6 +169,6 @@ def test_a_signature_makes_no_name_of_an_index_lead_out(
     monkeypatch.setenv("SOFTDB_KEY_FILE", str(tmp_path / "key"))
     entry = dict.fromkeys(("kind", "metric", "bytes", "sha256", *cache._KEPT), 0) | {"file": name}
     entry["hmac"] = cache._signature(entry)
-    monkeypatch.setattr(files, "open_regular", lambda path: pytest.fail(f"{path} is opened"))
+    monkeypatch.setattr(files, "open_regular", lambda path, *_: pytest.fail(f"{path} is opened"))
     assert cache.load(tmp_path, entry, check.Metric.L2) is None
     assert "its entry is not one that softdb writes" in caplog.text

@@ -132,7 +132,7 @@ def test_a_file_that_nobody_has_signed_is_not_even_read(
     with (path / "index" / entry["file"]).open("r+b") as file:
         file.truncate(8 << 40)  # holes: who reads it takes all memory there is
     changed = entry_of(path)
-    monkeypatch.setattr(files, "open_regular", lambda path: pytest.fail(f"{path} is opened"))
+    monkeypatch.setattr(files, "open_regular", lambda path, *_: pytest.fail(f"{path} is opened"))
     assert cache.load(path / "index", changed, check.Metric.L2) is None
 
 

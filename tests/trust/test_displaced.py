@@ -1,0 +1,229 @@
+"""A directory that is renamed, replaced or loses its lock while it is open: nobody writes into another's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import softdb
+from softdb.store import directory
+from softdb.store.catalog import Catalog
+
+DIM = 4
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "db"
+
+
+def put(db: softdb.SoftDB, first: int, count: int = 8, value: float = 1.0) -> None:
+    db.insert(range(first, first + count), np.full((count, DIM), value))
+
+
+def made(path: Path, durability: Any = "full") -> softdb.SoftDB:
+    db = softdb.open(path, dim=DIM, durability=durability)
+    put(db, 0)
+    db.flush()
+    return db
+
+
+def sound(path: Path) -> list[int]:
+    """The ids of a database that opens, with every record as it was written."""
+    with softdb.open(path, verify=True) as db:
+        return sorted(int(one) for records in db.scan(100) for one in records.ids)
+
+
+WRITES: dict[str, Callable[[softdb.SoftDB], Any]] = {
+    "insert": lambda db: put(db, 100, 200),  # a new segment, too
+    "delete": lambda db: db.delete([0]),
+    "update": lambda db: db.update([1], payloads=[{"x": 1}]),
+    "compact": lambda db: db.compact(),
+    "index_field": lambda db: db.index_field("x"),
+}
+
+
+@pytest.mark.parametrize("verb", WRITES)
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_renamed_directory_is_not_written_to_and_neither_is_what_took_its_path(
+    path: Path, verb: str, durability: str
+) -> None:
+    old = made(path, durability)
+    old.delete([7])
+    old.flush()
+    moved = path.rename(path.with_name("moved"))
+    new = made(path)
+    with pytest.raises(softdb.WriteFailed, match="renamed, removed or replaced since it was opened"):
+        WRITES[verb](old)
+    assert len(old) == 7
+    assert old.get([1]).keys.tolist() == [[1.0] * DIM]
+    put(new, 50, 200, 2.0)
+    for db in (old, new):
+        db.close()
+    assert sound(path) == [*range(8), *range(50, 250)]
+    assert sound(moved) == list(range(7))
+
+
+def test_a_directory_renamed_between_two_relaxed_writes_keeps_what_was_flushed(path: Path) -> None:
+    old = made(path, "relaxed")
+    put(old, 10)
+    moved = path.rename(path.with_name("moved"))
+    new = made(path)
+    with pytest.raises(softdb.WriteFailed, match=r"replaced since it was opened and .* \(1 changes\) is rolled back"):
+        old.flush()
+    old.close()
+    new.close()
+    assert sound(path) == sound(moved) == list(range(8))
+
+
+def test_a_rename_between_the_check_and_the_write_reaches_the_directory_that_was_opened(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Column files are opened by the directory's descriptor: no moment is left in which a path could lead elsewhere."""
+    old, moved, real = made(path), path.with_name("moved"), directory.Directory.require_ours
+    checks: list[int] = []
+
+    def check(self: directory.Directory) -> None:
+        real(self)
+        checks.append(1)
+        if len(checks) == 1:
+            path.rename(moved)
+            made(path).close()
+
+    monkeypatch.setattr(directory.Directory, "require_ours", check)
+    with pytest.raises(softdb.WriteFailed, match="replaced"):
+        put(old, 100, 200, 3.0)
+    monkeypatch.undo()
+    old.close()
+    assert sound(path) == sound(moved) == list(range(8))
+    assert not list(path.glob("keys-00000001.npy")), "a segment was made in the other directory"
+
+
+def test_a_reader_of_a_renamed_directory_reads_on_in_it(path: Path) -> None:
+    made(path).close()
+    with softdb.open(path, mode="r") as reader:
+        moved = path.rename(path.with_name("moved"))
+        with made(path) as new:
+            put(new, 50, 200, 2.0)
+        with softdb.open(moved) as writer:
+            put(writer, 100, 200, 3.0)
+        reader.refresh()
+        assert len(reader) == 208
+        assert reader.get([150]).keys.tolist() == [[3.0] * DIM]
+
+
+def test_a_removed_directory_is_told(path: Path) -> None:
+    db = made(path)
+    shutil.rmtree(path)
+    with pytest.raises(softdb.WriteFailed, match="removed"):
+        put(db, 10)
+    db.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_who_has_lost_the_lock_writes_nothing(path: Path, verb: str) -> None:
+    first = made(path)
+    first.delete([7])
+    (path / "lock").unlink()
+    with softdb.open(path) as second:
+        with pytest.raises(softdb.WriteFailed, match="lock was removed or replaced"):
+            WRITES[verb](first)
+        put(second, 50, 200, 2.0)
+        first.close()
+    assert sound(path) == [*range(7), *range(50, 250)]
+
+
+@pytest.mark.parametrize("step", ["add", "put_segment", "advance", "commit"])
+def test_a_second_writer_waits_for_the_transaction_of_one_that_lost_its_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Else it would clean away segments that the first has made and not yet committed."""
+    first = made(path)
+    within, go, raised = threading.Event(), threading.Event(), list[BaseException]()
+    real, waiting = getattr(Catalog, step), [True]
+
+    def paused(*args: Any) -> Any:
+        if waiting and waiting.pop():
+            within.set()
+            assert go.wait(20)
+        return real(*args)
+
+    def write() -> None:
+        try:
+            put(first, 100, 200, 3.0)
+        except softdb.WriteFailed as error:
+            raised.append(error)
+
+    monkeypatch.setattr(Catalog, step, paused)
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert within.wait(20)
+    (path / "lock").unlink()
+    threading.Timer(0.5, go.set).start()
+    with softdb.open(path) as second:
+        put(second, 50, 10, 2.0)
+    writer.join()
+    first.close()
+    kept = list(range(100, 300)) if not raised else []
+    assert sound(path) == sorted([*range(8), *range(50, 60), *kept])
+    assert bool(kept) == (step == "commit"), "it was committed though the lock was gone"
+
+
+def test_a_compaction_whose_lock_was_lost_meanwhile_replaces_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has written aside is cleaned away by the second writer."""
+    from softdb.store import compact
+
+    first, real = made(path), compact._written_aside
+    first.delete([0, 3])
+
+    def aside(*args: Any) -> Any:
+        found = real(*args)
+        (path / "lock").unlink()
+        softdb.open(path).close()
+        return found
+
+    monkeypatch.setattr(compact, "_written_aside", aside)
+    with pytest.raises(softdb.WriteFailed, match="lock was removed or replaced"):
+        first.compact()
+    first.close()
+    assert sound(path) == [1, 2, 4, 5, 6, 7]
+
+
+def hold(path: Path, line: Any) -> None:
+    db = softdb.open(path)
+    line.send("open")
+    line.recv()
+    try:
+        put(db, 100)
+        line.send("written")
+    except softdb.WriteFailed as error:
+        line.send(str(error))
+
+
+def test_a_lock_that_another_process_took_over_is_told(path: Path) -> None:
+    made(path).close()
+    mine, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(path, its))
+    process.start()
+    assert mine.poll(60)
+    assert mine.recv() == "open"
+    with pytest.raises(softdb.DatabaseLocked, match=str(process.pid)):
+        softdb.open(path)
+    (path / "lock").unlink()
+    with softdb.open(path) as db:
+        mine.send("go on")
+        assert mine.poll(60)
+        assert "another process may be writing" in mine.recv()
+        put(db, 50)
+    process.join(60)
+    assert sound(path) == [*range(8), *range(50, 58)]
