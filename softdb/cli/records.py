@@ -45,7 +45,7 @@ def import_(
     batch_size: Annotated[int, Option(min=1, help="Records a commit.")] = 10_000,
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
 ) -> None:
-    """Import records. The database is made if it is not there; all other fields become the payload."""
+    """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
     import softdb
     from softdb.encoders import encoder_name, named_encoder, note_encoder
     from softdb.formats import Fields, import_records, read_records
@@ -61,8 +61,10 @@ def import_(
         raise BadInput(f"{files[0]} holds no records; nothing was imported")
     new = not (path / "catalog.sqlite").exists()
     name = encoder_name(path, encoder, "ngrams" if new else None) if text is not None and keys is None else None
-    shape = named(dim=dim, metric=metric, dtype=dtype)
-    if new:
+    shape, header = named(dim=dim, metric=metric, dtype=dtype), first.header
+    if new and header is not None:
+        shape = header.schema | {name: one for name, one in shape.items() if one is not None}
+    elif new:
         shape |= {"dim": dim or (None if name else len(first.keys[0])), **_values_of(first, num_classes)}
     elif name is not None:
         with opened(path) as db:
@@ -72,8 +74,9 @@ def import_(
         softdb.open(path, encoder=None if name is None else named_encoder(name, dim), **shape) as db,
         progress("import") as say,
     ):
-        if name is not None:
-            note_encoder(path, name)
+        note = name or (header.encoder if new and header is not None else None)  # a note alone loads nothing
+        if note is not None:
+            note_encoder(path, note)
 
         def show(rows: Rows) -> None:
             nonlocal done
@@ -81,6 +84,8 @@ def import_(
             say(rows.path.name, done, round(done / max(rows.share, 1e-9)))
 
         import_records(db, chain([first], batches), upsert=upsert, progress=show)
+        if new and header is not None and header.fields:
+            db.index_field(*header.fields)
         total = len(db)
     terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
 
@@ -102,8 +107,9 @@ def export(
     where: Where = None,
 ) -> None:
     """Write records as JSON lines, which `import` reads back."""
+    from softdb.encoders import noted_encoder
     from softdb.formats import export_records
 
     with opened(path) as db:
-        count = export_records(db, file, where=filter_of(where))
+        count = export_records(db, file, where=filter_of(where), encoder=noted_encoder(path))
     terminal().print(f"{counted(count, 'record')} written to {escape(str(file))}")

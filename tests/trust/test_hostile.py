@@ -150,9 +150,9 @@ def test_a_line_that_unpacks_to_more_than_memory_is_refused(
 ) -> None:
     import gzip
 
-    from softdb import formats
+    from softdb.formats import lines
 
-    monkeypatch.setattr(formats, "_LINE", 1 << 20)
+    monkeypatch.setattr(lines, "_LINE", 1 << 20)
     for name in ("r.jsonl.gz", "r.csv.gz"):
         (tmp_path / name).write_bytes(gzip.compress(b'{"id": 1, "key": [1]}\n' + b"[" * (1 << 22)))
         tally["hostile: files tried"] += 1

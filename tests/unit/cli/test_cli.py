@@ -126,6 +126,38 @@ def test_keys_beside_the_records(tmp_path: Path) -> None:
     assert hits == [{"id": 2, "score": 1.0, "payload": {"name": "Weber", "first": "Sarah", "year": 2001}}]
 
 
+def test_an_export_takes_metric_schema_fields_and_encoder_along(tmp_path: Path) -> None:
+    """A cosine database that came back as one of inner products would rank otherwise, without a word."""
+    rows = [{"id": i, "key": [i + 1.0, 10.0 - i], "value": i % 3, "year": i} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path, copy = tmp_path / "db", tmp_path / "copy"
+    words = ("--value", "value", "--num-classes", 3, "--metric", "cosine", "--dtype", "float16")
+    run("import", path, tmp_path / "rows.jsonl", *words)
+    run("fields", path, "--add", "year")
+    run("export", path, tmp_path / "out.jsonl")
+    run("import", copy, tmp_path / "out.jsonl")
+    before, after = (json.loads(run("info", one, "--json").stdout) for one in (path, copy))
+    for name in ("dim", "value_dim", "num_classes", "dtype", "metric", "fields", "records"):
+        assert before[name] == after[name], name
+    with softdb.open(path, mode="r") as one, softdb.open(copy, mode="r") as other:
+        assert one.search([[1.0, 0.0]], k=9).ids == other.search([[1.0, 0.0]], k=9).ids
+    run("import", tmp_path / "dot", tmp_path / "rows.jsonl", "--value", "value", "--num-classes", 3)
+    message = fails("import", tmp_path / "dot", tmp_path / "out.jsonl", "--upsert")
+    assert "exported from a database that compares by cosine, this one does by dot" in message
+
+
+def test_an_export_of_texts_notes_their_encoder_and_loads_no_model(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "text": "a fox"}\n')
+    run("import", tmp_path / "db", tmp_path / "rows.jsonl", "--text", "text", "--encoder", "ngrams")
+    run("export", tmp_path / "db", tmp_path / "out.jsonl")
+    run("import", tmp_path / "copy", tmp_path / "out.jsonl")
+    assert "a fox" in run("search", tmp_path / "copy", "fox").stdout
+    header = (tmp_path / "out.jsonl").read_text().replace('"ngrams"', '"stranger/model"')
+    (tmp_path / "out.jsonl").write_text(header)
+    run("import", tmp_path / "other", tmp_path / "out.jsonl")
+    assert "load it with --encoder stranger/model" in fails("search", tmp_path / "other", "fox")
+
+
 def test_export_and_import_are_each_others_inverse(tmp_path: Path, book: Path) -> None:
     assert run("export", book, tmp_path / "out.jsonl").stdout.startswith("3 records written to")
     run("import", tmp_path / "copy", tmp_path / "out.jsonl")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.formats import Fields, Rows, export_records, import_records, read_records
+from softdb.formats import Fields, Header, Rows, export_records, import_records, read_header, read_records
 from softdb.text import HashedNGrams
 
 
@@ -287,6 +287,64 @@ def test_an_export_may_be_filtered_and_must_be_json_lines(tmp_path: Path) -> Non
     with softdb.open(None, dim=1) as db:
         db.insert(["a", "b"], [[1], [2]], payloads=[{"year": 1}, {"year": 2}])
         assert export_records(db, tmp_path / "r.jsonl", where={"year": 2}) == 1
-        assert json.loads((tmp_path / "r.jsonl").read_text()) == {"id": "b", "key": [2.0], "payload": {"year": 2}}
+        header, line = (tmp_path / "r.jsonl").read_text().splitlines()
+        assert json.loads(header).keys() == {"softdb"}
+        assert json.loads(line) == {"id": "b", "key": [2.0], "payload": {"year": 2}}
         with pytest.raises(softdb.BadInput, match=r"r.csv is not the name of a JSON lines file"):
             export_records(db, tmp_path / "r.csv")
+
+
+def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
+    with softdb.open(None, dim=2, value_dim=1, dtype="float16", metric="cosine") as db:
+        db.insert(["a"], [[1, 2]], [[3]], [{"softdb": {}}])
+        db.index_field("year")
+        export_records(db, tmp_path / "r.jsonl.gz", encoder="ngrams")
+    header = read_header(tmp_path / "r.jsonl.gz")
+    assert header == Header(2, 1, None, "float16", "cosine", ("year",), "ngrams")
+    assert header is not None
+    with softdb.open(None, **header.schema) as copy:
+        assert import_records(copy, read_records(tmp_path / "r.jsonl.gz")) == 1  # the values, too
+        assert copy.get(["a"]).values.tolist() == [[3.0]]  # type: ignore[union-attr]
+        assert copy.get(["a"]).payloads == [{"softdb": {}}]
+
+
+def test_an_export_of_another_metric_is_refused(tmp_path: Path) -> None:
+    with softdb.open(None, dim=2, metric="cosine") as db:
+        db.insert(["a"], [[1, 2]])
+        export_records(db, tmp_path / "r.jsonl")
+    with softdb.open(None, dim=2, metric="l2") as other:
+        with pytest.raises(
+            softdb.BadInput, match="exported from a database that compares by cosine, this one does by l2"
+        ):
+            import_records(other, read_records(tmp_path / "r.jsonl"))
+        assert len(other) == 0
+
+
+def test_keys_beside_an_export_go_with_its_records(tmp_path: Path) -> None:
+    with softdb.open(None, dim=2) as db:
+        db.insert(["a", "b"], [[1, 2], [3, 4]])
+        export_records(db, tmp_path / "r.jsonl")
+        np.save(tmp_path / "k.npy", np.array([[5, 6], [7, 8]], np.float32))
+        rows = next(read_records(tmp_path / "r.jsonl", keys=tmp_path / "k.npy"))
+    assert rows.ids == ["a", "b"]
+    assert np.array(rows.keys).tolist() == [[5, 6], [7, 8]]
+
+
+GOOD: dict[str, Any] = {
+    "dim": 2, "value_dim": None, "num_classes": None, "dtype": "float32", "metric": "dot", "fields": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said", [5, [], {}, {"dim": 2}, {**GOOD, "dtype": "int8"}, {**GOOD, "fields": [1]}, {**GOOD, "more": 1}]
+)
+def test_a_header_that_is_none_is_named(tmp_path: Path, said: object) -> None:
+    (tmp_path / "r.jsonl").write_text(json.dumps({"softdb": said}) + '\n{"id": 1, "key": [1, 2]}\n')
+    with pytest.raises(softdb.BadInput, match=r"r\.jsonl line 1: not the header of an export"):
+        next(read_records(tmp_path / "r.jsonl"))
+
+
+def test_a_record_with_a_field_of_that_name_is_a_record(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"id": 1, "key": [1, 2], "softdb": 1}\n')
+    assert read_header(tmp_path / "r.jsonl") is None
+    assert next(read_records(tmp_path / "r.jsonl")).payloads == [{"softdb": 1}]

@@ -1,0 +1,172 @@
+"""Lines of `.jsonl`, `.csv` and `.tsv` files, and the header of an export."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from softdb import check
+from softdb.errors import BadInput
+
+__all__ = ["Fields", "Header", "Line", "Row", "kind_of", "read_header", "read_rows", "text_lines"]
+
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
+_CELL = 1 << 27  # characters of a CSV cell
+_LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Names of fields. The other fields are the payload; where `payload` is the only other one, its value is."""
+
+    id: str = "id"
+    key: str = "key"  # a list of numbers
+    text: str | None = None  # a text to encode instead; it stays in the payload, so that hits can show it
+    value: str | None = None  # a list of numbers, or an integer label
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an exported file says of its database, in a first line `{"softdb": {…}}`."""
+
+    dim: int
+    value_dim: int | None
+    num_classes: int | None
+    dtype: str
+    metric: str
+    fields: tuple[str, ...]  # declared fields of the payload
+    encoder: str | None = None  # the name of the encoder of texts, as `softdb import --encoder` takes it
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Arguments of `softdb.open` for such a database."""
+        return {name: getattr(self, name) for name in ("dim", "value_dim", "num_classes", "dtype", "metric")}
+
+
+class Line(NamedTuple):
+    """A line of a file."""
+
+    number: int
+    share: float  # of the file, read so far
+    row: Row
+    empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
+
+
+def read_header(path: str | os.PathLike[str]) -> Header | None:
+    """What a file that `export_records` wrote says of its database; None of any other file. Raises BadInput."""
+    path = Path(path)
+    if Path(path.name.removesuffix(".gz")).suffix not in (".jsonl", ".ndjson"):
+        return None
+    found = next(_json_lines(path, header=True), None)
+    if found is None or found.row.keys() != {"softdb"}:
+        return None
+    try:
+        said = found.row["softdb"]
+        header = Header(**{**said, "fields": tuple(said["fields"])})
+        check.schema(**header.schema, stored=None)
+        if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "")):
+            raise ValueError("fields and encoder are texts")
+    except (TypeError, KeyError, ValueError) as error:
+        raise BadInput(f"{path.name} line {found.number}: not the header of an export ({error}); mend it") from None
+    return header
+
+
+def read_rows(path: Path, fields: Fields) -> Iterator[Line]:
+    """The lines of a `.jsonl`, `.csv` or `.tsv` file (also `.gz`) that are not blank, as they are.
+
+    Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line.
+    """
+    kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
+    return _csv_lines(path, fields, "," if kind == ".csv" else "\t") if kind in (".csv", ".tsv") else _json_lines(path)
+
+
+def kind_of(path: Path, expected: str, *kinds: str) -> str:
+    """The suffix before `.gz` of a file that is there, one of `kinds`."""
+    if not path.is_file():
+        raise BadInput(f"{path} is not a file; give one of {expected}")
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind not in kinds:
+        raise BadInput(f"{path.name} has a name of no known kind; expected {expected}")
+    return kind
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
+    """Number, share of the file read so far, and text of each line."""
+    number, size = 0, max(1, path.stat().st_size)
+    with path.open("rb") as raw:
+        file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+        try:
+            for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), b""), 1):
+                if len(line) > _LINE:
+                    raise BadInput(f"{path.name} line {number}: longer than {_LINE:,} bytes; break it up")
+                yield number, raw.tell() / size, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path.name} line {number}: not UTF-8 ({error.reason}); re-encode the source") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
+
+
+def _json_lines(path: Path, header: bool = False) -> Iterator[Line]:
+    """The objects of a file, without the header of an export unless that is asked for."""
+    first = True
+    for number, share, line in text_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line") from None
+        if not isinstance(row, dict):
+            expected = 'expected an object such as {"id": …, "key": […]}'
+            raise BadInput(f"{path.name} line {number}: {check.shown(row)}; {expected}")
+        if header or not (first and row.keys() == {"softdb"}):
+            yield Line(number, share, row)
+        first = False
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
+    share = 0.0
+
+    def texts() -> Iterator[str]:
+        nonlocal share
+        for _, share, line in text_lines(path):  # noqa: B007 - the share is read outside
+            yield line
+
+    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
+    reader = csv.reader(texts(), strict=True, delimiter=delimiter)
+    try:
+        lines = filter(None, reader)
+        header = next(lines, [])
+        for cells in lines:
+            if len(cells) != len(header):
+                counts = f"{len(cells)} cells, {len(header)} in the header"
+                raise BadInput(f"{path.name} line {reader.line_num}: {counts}; mend it")
+            row = {name: _cell(cell, name, fields) for name, cell in zip(header, cells, strict=True) if cell}
+            yield Line(reader.line_num, share, row, tuple(name for name in header if name not in row))
+    except csv.Error as error:
+        raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None
+
+
+def _cell(cell: str, name: str, fields: Fields) -> Any:
+    if name in (fields.id, fields.text):
+        return cell
+    if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
+        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a list that `key` will name
+            value = json.loads(cell)
+            return cell if isinstance(value, float) and math.isinf(value) else value
+    return cell

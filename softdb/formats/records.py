@@ -1,0 +1,226 @@
+"""Import and export: JSON lines (`.jsonl`, `.jsonl.gz`), CSV, and `.npy` / `.npz` keys, read and written in batches."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from softdb import check
+from softdb.check import Array, Id
+from softdb.database import SoftDB
+from softdb.errors import BadInput, SoftDBError
+from softdb.formats.arrays import matrix_in
+from softdb.formats.lines import Fields, Header, Row, kind_of, read_header, read_rows, text_lines
+
+__all__ = ["Rows", "export_records", "import_records", "is_vector", "read_records"]
+
+_KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
+Parsed = tuple[float, int, Id, Any, Any, Any]  # share of the file, line, id, key, value, payload
+
+
+@dataclass
+class Rows:
+    """A batch of consecutive records of a file."""
+
+    path: Path
+    header: Header | None  # of the file
+    share: float  # of the file, read so far
+    lines: list[int]  # n, where each stands
+    ids: list[Id]  # n
+    keys: Any  # (n, d) numbers, or n texts to encode
+    values: list[Any] | None  # n, where the fields name one
+    payloads: list[Any]  # n
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def read_records(
+    path: str | os.PathLike[str],
+    *,
+    fields: Fields | None = None,
+    keys: str | os.PathLike[str] | None = None,
+    batch_size: int = 10_000,
+) -> Iterator[Rows]:
+    """The records of a file, in batches, in O(batch) memory.
+
+    Args:
+        path: `.jsonl` or `.csv`, also with `.gz`; or `.npy` / `.npz` keys alone, whose ids are then their row numbers.
+        fields: which field is what.
+        keys: a `.npy` (mapped, not loaded) or `.npz` file with the keys, row for row in the order of the lines.
+        batch_size: records a batch.
+
+    In CSV an id is text; any other cell that reads as a JSON number, `true` or `false` becomes one, keys and values are
+    JSON lists, and an empty cell is a field that is not there.
+
+    Raises BadInput naming file and line; the records before that line have been yielded by then.
+    """
+    path, fields, size = Path(path), fields or Fields(), check.integer(batch_size, "batch_size")
+    if path.suffix in (".npy", ".npz") and path.is_file():
+        if keys is not None:
+            raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
+        return _bare(path, matrix_in(path), size)
+    kind = kind_of(path, _KINDS, ".jsonl", ".ndjson", ".csv")
+    vectors = None if keys is None else _matched(Path(keys), path, kind == ".csv")
+    header = read_header(path)
+    if header is not None and fields.value is None and (header.value_dim or header.num_classes):
+        fields = replace(fields, value="value")
+    return _batches(path, size, fields.value is not None, _records(path, fields, vectors), header)
+
+
+def import_records(
+    db: SoftDB, batches: Iterator[Rows], *, upsert: bool = False, progress: Callable[[Rows], None] | None = None
+) -> int:
+    """Insert (or upsert) what `read_records` yields, a commit a batch, and return how many records.
+
+    Texts are encoded by the database's encoder. An error says how many records are in, durably. What was exported from
+    a database of another metric is refused: the nearest would be others.
+    """
+    done, put = 0, db.upsert if upsert else db.insert
+    rows: Rows | None = None
+    try:
+        for rows in batches:
+            if rows.header is not None and rows.header.metric != db.metric:
+                raise BadInput(
+                    f"exported from a database that compares by {rows.header.metric}, this one does by {db.metric}; "
+                    "import it into one like it, or remove the file's first line"
+                )
+            put(rows.ids, rows.keys, rows.values, rows.payloads)
+            done += len(rows)
+            if progress is not None:
+                progress(rows)
+            rows = None
+    except SoftDBError as error:
+        where = "" if rows is None else f"{rows.path.name} lines {rows.lines[0]} to {rows.lines[-1]}: "
+        error.args = (f"{where}{error.args[0]}; the {done} records before are in the database", *error.args[1:])
+        raise
+    return done
+
+
+def is_vector(value: object) -> bool:
+    """Whether something is a list of one or more finite numbers, none of them beyond what a float can hold."""
+    if not isinstance(value, list) or not value:
+        return False
+    try:
+        return all(type(number) in (int, float) and math.isfinite(number) for number in value)
+    except OverflowError:  # an int of more than 308 digits
+        return False
+
+
+def export_records(
+    db: SoftDB,
+    path: str | os.PathLike[str],
+    *,
+    where: dict[str, Any] | None = None,
+    batch_size: int = 1000,
+    encoder: str | None = None,
+) -> int:
+    """Write records as JSON lines (gzipped where the name ends in `.gz`) and return how many.
+
+    The first line, `{"softdb": {…}}`, holds what `read_header` reads: the schema, the declared fields and the name of
+    the `encoder`. Then a line is `{"id": …, "key": […], "value": …, "payload": …}`, without what a record has not;
+    numbers are exact, and `read_records(path)` gives the same records back. The file appears when it is whole.
+    """
+    path = Path(path)
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        raise BadInput(f"{path.name} is not the name of a JSON lines file; end it in .jsonl or .jsonl.gz")
+    fresh, done = path.with_name(path.name + ".tmp"), 0
+    with (
+        gzip.open(fresh, "wt", encoding="utf-8") if path.suffix == ".gz" else fresh.open("w", encoding="utf-8") as file
+    ):
+        names = ("dim", "value_dim", "num_classes", "dtype", "metric", "fields")
+        header = {**{name: getattr(db, name) for name in names}, "encoder": encoder}
+        file.write(json.dumps({"softdb": header}, ensure_ascii=False) + "\n")
+        for records in db.scan(batch_size, where):
+            values = [None] * len(records) if records.values is None else records.values.tolist()
+            for record in zip(records.ids, records.keys.tolist(), values, records.payloads, strict=True):
+                row = zip(("id", "key", "value", "payload"), record, strict=True)
+                kept = {name: part for name, part in row if part is not None}
+                file.write(json.dumps(kept, ensure_ascii=False, separators=(",", ":")) + "\n")
+            done += len(records)
+    fresh.replace(path)
+    return done
+
+
+def _batches(
+    path: Path, size: int, has_values: bool, records: Iterator[Parsed], header: Header | None
+) -> Iterator[Rows]:
+    """Batches of records. Before an error is raised, the good lines before it go out."""
+    failure: BadInput | None = None
+
+    def good() -> Iterator[Parsed]:
+        nonlocal failure
+        try:
+            yield from records
+        except BadInput as error:
+            failure = error
+
+    rest = good()
+    while batch := list(islice(rest, size)):
+        shares, lines, ids, keys, values, payloads = map(list, zip(*batch, strict=True))
+        yield Rows(path, header, shares[-1], lines, ids, keys, values if has_values else None, payloads)
+    if failure is not None:
+        raise failure
+
+
+def _records(path: Path, fields: Fields, vectors: Array | None) -> Iterator[Parsed]:
+    """What the lines of a file hold. Raises BadInput naming the line."""
+    key: Any = None
+    for i, (number, share, row, _) in enumerate(read_rows(path, fields)):
+        try:
+            name = check.identifiers([_taken(row, fields.id, "id")])[0]
+            key = _key(row, fields, key) if vectors is None else vectors[i]
+            value = None if fields.value is None else _taken(row, fields.value, "value")
+            payload = (row["payload"] if list(row) == ["payload"] else row) if row else None
+            check.json_text(payload, "the payload")
+        except BadInput as error:
+            raise BadInput(f"{path.name} line {number}: {error}") from None
+        yield share, number, name, key, value, payload
+
+
+def _key(row: Row, fields: Fields, before: Any) -> Any:
+    """A line's key: a text to encode, or a vector as wide as the one before it."""
+    if fields.text is not None:
+        text = row.get(fields.text)
+        if not isinstance(text, str):
+            named = f"field {fields.text!r} is {check.shown(text)}"
+            raise BadInput(f"{named}, not a text; its fields are {check.shown(list(row))}")
+        return text
+    vector = _taken(row, fields.key, "key")
+    if not is_vector(vector):
+        raise BadInput(f"field {fields.key!r} is {check.shown(vector)}; expected a list of numbers")
+    if before is not None and len(vector) != len(before):
+        raise BadInput(f"field {fields.key!r} has {len(vector)} numbers, {len(before)} in the lines before; mend it")
+    return vector
+
+
+def _taken(row: Row, name: str, what: str) -> Any:
+    if name not in row:
+        raise BadInput(f"no field {name!r} for the {what}; its fields are {check.shown(list(row))}, name the right one")
+    return row.pop(name)
+
+
+def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
+    """Keys that have a row for each line of a file."""
+    vectors, texts = matrix_in(keys), (text for _, _, text in text_lines(path))
+    count = sum(map(bool, csv.reader(texts))) if is_csv else sum(bool(text.strip()) for text in texts)
+    count -= is_csv or read_header(path) is not None
+    if len(vectors) != count:
+        raise BadInput(f"{keys.name} has {len(vectors)} keys but {path.name} has {count} records; they go row by row")
+    return vectors
+
+
+def _bare(path: Path, vectors: Array, size: int) -> Iterator[Rows]:
+    for start in range(0, len(vectors), size):
+        part = vectors[start : start + size]
+        end = start + len(part)
+        places = range(start, end)
+        yield Rows(path, None, end / len(vectors), list(places), list(places), part, None, [None] * len(part))
