@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +12,11 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.cli.arguments import Database, DTypeOption, EncoderName, MetricOption, Where, filter_of, named, opened
-from softdb.errors import BadInput
+from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import counted, progress, terminal
 
 if TYPE_CHECKING:
+    from softdb.database import SoftDB
     from softdb.formats import Rows
 
 __all__ = ["demo", "export", "import_"]
@@ -69,10 +72,11 @@ def import_(
     elif name is not None:
         with opened(path) as db:
             dim = db.dim
-    done = 0
+    done, there = 0, path.exists()
     with (
         softdb.open(path, encoder=None if name is None else named_encoder(name, dim), **shape) as db,
         progress("import") as say,
+        _removing(db, path, there) if new else nullcontext(),
     ):
         note = name or (header.encoder if new and header is not None else None)  # a note alone loads nothing
         if note is not None:
@@ -88,6 +92,22 @@ def import_(
             db.index_field(*header.fields)
         total = len(db)
     terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
+
+
+@contextmanager
+def _removing(db: SoftDB, path: Path, there: bool) -> Iterator[None]:
+    """Where nothing came into a new database, leave the directory as it was."""
+    from softdb.store.files import clear
+
+    try:
+        yield
+    except SoftDBError:
+        if not len(db):
+            db.close()
+            clear(path)
+            if not there:
+                path.rmdir()
+        raise
 
 
 def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:

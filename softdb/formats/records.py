@@ -133,8 +133,9 @@ def export_records(
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
         raise BadInput(f"{path.name} is not the name of a JSON lines file; end it in .jsonl or .jsonl.gz")
     fresh, done = path.with_name(path.name + ".tmp"), 0
+    fresh.unlink(missing_ok=True)  # of an attempt that was cut short; or a link, which may lead anywhere
     with (
-        gzip.open(fresh, "wt", encoding="utf-8") if path.suffix == ".gz" else fresh.open("w", encoding="utf-8") as file
+        gzip.open(fresh, "xt", encoding="utf-8") if path.suffix == ".gz" else fresh.open("x", encoding="utf-8") as file
     ):
         names = ("dim", "value_dim", "num_classes", "dtype", "metric", "fields")
         header = {**{name: getattr(db, name) for name in names}, "encoder": encoder}

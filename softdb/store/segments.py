@@ -12,6 +12,7 @@ The format, as MUSTs:
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array, Schema
-from softdb.errors import CorruptionError
+from softdb.errors import CorruptionError, SoftDBError
 from softdb.store import files
 
 __all__ = ["ColumnFiles", "Piece", "SegmentEntry", "SegmentPart", "capacity_for", "checksum", "header"]
@@ -251,6 +252,8 @@ def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: in
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise SoftDBError(f"{path.name} cannot be opened ({error}); raise the limit, or close something") from error
         raise CorruptionError(
             f"{path.name} cannot be read ({error}); mend the cause, or restore it from a copy"
         ) from error

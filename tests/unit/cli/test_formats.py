@@ -348,3 +348,14 @@ def test_a_record_with_a_field_of_that_name_is_a_record(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"id": 1, "key": [1, 2], "softdb": 1}\n')
     assert read_header(tmp_path / "r.jsonl") is None
     assert next(read_records(tmp_path / "r.jsonl")).payloads == [{"softdb": 1}]
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_an_export_follows_no_link_that_lies_in_its_way(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / f"{name}.tmp").symlink_to(tmp_path / "mine")
+    with softdb.open(None, dim=1) as db:
+        db.insert(["a"], [[1]])
+        export_records(db, tmp_path / name)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / name).is_symlink()

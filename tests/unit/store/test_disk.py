@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import softdb
-from softdb.store import disk
+from softdb.store import disk, files
 from softdb.store.format import FORMAT
 
 
@@ -393,3 +394,18 @@ def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_fo
         monkeypatch.setattr(disk, "sync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
         softdb.open(found).close()
     assert log in synced
+
+
+def test_too_many_open_files_are_no_corruption(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crowded(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with softdb.open(path, dim=2) as db, softdb.open(path, mode="r") as reader:
+        db.insert(["a"], [[1, 2]])
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "open_regular", crowded)
+            with pytest.raises(softdb.SoftDBError, match=r"Too many open files.*raise the limit") as raised:
+                reader.refresh()
+        assert not isinstance(raised.value, softdb.CorruptionError)
+        reader.refresh()
+        assert "a" in reader
