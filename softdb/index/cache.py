@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from softdb.index.build import KINDS
 from softdb.index.contract import Index, faiss_module
 from softdb.store import files
 
-__all__ = ["load", "save"]
+__all__ = ["NoKey", "clean", "load", "save"]
 
 _log = logging.getLogger("softdb")
 _NAME = re.compile(rf"({'|'.join(KINDS)})-[0-9a-f]{{16}}\.faiss")
@@ -35,7 +36,8 @@ _KEY_BYTES = 32
 
 
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
-    """Write an index file, whole or not at all; return its entry for the catalogue."""
+    """Write an index file, whole or not at all; return its entry for the catalogue. Raises NoKey before anything."""
+    _key()
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
@@ -71,7 +73,7 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
             raise ValueError(f"it is of keys {index.inner.d} wide")
         longest = entry.get("longest")  # an older softdb wrote neither
         index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
-    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+    except (NoKey, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
         return None
     for name, attribute in _KEPT.items():
@@ -110,21 +112,43 @@ def _signature(entry: dict[str, Any]) -> str:
     return hmac.new(_key(), plain, hashlib.sha256).hexdigest()
 
 
+class NoKey(Exception):
+    """There is no key that index files could be signed with."""
+
+
 def _key() -> bytes:
-    """This user's key, made when first needed."""
+    """This user's key, made when first needed. Raises NoKey."""
     path = _key_path()
     try:
-        key = path.read_bytes()
-    except FileNotFoundError:
-        files.make_once(path, secrets.token_bytes(_KEY_BYTES))
-        key = path.read_bytes()
-    if len(key) != _KEY_BYTES:
-        raise ValueError(f"the signing key {path} is not {_KEY_BYTES} bytes; remove it")
-    return key
+        if not path.exists():
+            files.make_once(path, secrets.token_bytes(_KEY_BYTES))
+        return _private(path)
+    except (OSError, ValueError) as error:
+        raise NoKey(f"the signing key {path} cannot be used ({error})") from error
+
+
+def _private(path: Path) -> bytes:
+    """The key in a file that nobody else may write; a pipe or a device is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError("another user owns it or may write to it")
+        key = os.read(descriptor, _KEY_BYTES + 1)
+        if len(key) != _KEY_BYTES:
+            raise ValueError(f"it is not {_KEY_BYTES} bytes; remove it")
+        return key
+    finally:
+        os.close(descriptor)
 
 
 def _key_path() -> Path:
     if named := os.environ.get("SOFTDB_KEY_FILE"):
         return Path(named)
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    except RuntimeError as error:
+        raise NoKey(f"there is no place for a signing key ({error}); set SOFTDB_KEY_FILE") from None
     return Path(state) / "softdb" / "index.key"

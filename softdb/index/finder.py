@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from softdb.reports import IndexReport
 from softdb.store import Snapshot, Store, fork
 
 __all__ = ["Finder"]
+
+_log = logging.getLogger("softdb")
 
 ABSORB_ROWS = 10_000  # unindexed rows that are added to the index: fewer are compared exactly in a millisecond
 ABSORB_SHARE = 0.1  # and what share of the index they must be: to add copies its codes
@@ -186,7 +189,12 @@ class Finder:
             if not self._unsaved or folder is None or self._store.mode != "rw":
                 return
             index, since = self._in_use
-            entry = None if index is None else cache.save(folder, index, since)
+            try:
+                entry = None if index is None else cache.save(folder, index, since)
+            except cache.NoKey as error:  # it serves this handle all the same
+                _log.warning("the index is not kept for the next opening: %s", error)
+                self._unsaved = False
+                return
             self._store.put_index_entry(entry)
             self._file = None if entry is None else entry["file"]
             cache.clean(folder, self._file)

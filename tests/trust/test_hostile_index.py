@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -182,3 +183,48 @@ def test_an_index_is_never_written_through_a_link(indexed: Path, tmp_path: Path)
     assert contents(outside) == before
     cache.clean(path / "index", None)
     assert contents(outside) == before
+
+
+def _unusable(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key that may be used."""
+    monkeypatch.setenv("SOFTDB_KEY_FILE", str(path))
+    if kind == "no home":
+        for name in ("SOFTDB_KEY_FILE", "XDG_STATE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without an entry in passwd
+    elif kind == "short":
+        path.write_bytes(b"short")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "writable by others":
+        path.write_bytes(bytes(32))
+        path.chmod(0o622)
+    elif kind == "another's":
+        path.write_bytes(bytes(32))
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    elif kind == "in a file":
+        path.write_bytes(b"")
+        monkeypatch.setenv("SOFTDB_KEY_FILE", str(path / "key"))
+
+
+@pytest.mark.parametrize(
+    "kind", ["no home", "short", "pipe", "device", "directory", "writable by others", "another's", "in a file"]
+)
+def test_without_a_key_the_index_serves_this_handle_and_why_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    keys = np.random.default_rng(0).standard_normal((3000, 8))
+    _unusable(tmp_path / "key", kind, monkeypatch)
+    with softdb.open(tmp_path / "db", dim=8, metric="l2") as db:
+        db.insert(range(3000), keys)
+        assert db.build_index("ivf-sq8").kind == "ivf-sq8"
+        assert db.search(keys[:1], k=1).ids == [[0]]
+    assert [record.message for record in caplog.records if "not kept" in record.message][1:] == []
+    assert "signing key" in caplog.text
+    with softdb.open(tmp_path / "db", verify=True) as db:
+        assert db.stats().index is None
+        assert db.search(keys[:1], k=1).ids == [[0]]
