@@ -26,6 +26,7 @@ __all__ = ["Catalog", "CatalogState"]
 
 # the last two are for macOS, where an fsync stops at the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
+_MOST = 1 << 62  # generations and rows, of which there is room for more
 _SETTINGS = "SELECT name, value, crc FROM settings"
 STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
 
@@ -198,7 +199,7 @@ class Catalog:
         if found is None:
             raise damaged_catalog("has lost its state row")
         generation, next_row, crc = found
-        sound = type(generation) is int and type(next_row) is int and min(generation, next_row) >= 0
+        sound = all(type(one) is int and 0 <= one < _MOST for one in (generation, next_row))
         if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")
         self._state = CatalogState(generation, next_row)
@@ -219,7 +220,7 @@ class Catalog:
         entries = [SegmentEntry(*row) for row in self.all("SELECT * FROM segments ORDER BY first_row, segment")]
         for entry in entries:
             numbers = all(type(number) is int and number >= 0 for number in entry)
-            if not numbers or not entry.used <= entry.capacity <= MAX_ROWS:
+            if not numbers or not 0 < entry.used <= entry.capacity <= MAX_ROWS:
                 raise damaged_catalog(f"has an impossible segment {entry}")
         return entries
 

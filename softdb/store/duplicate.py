@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +28,7 @@ from softdb.store.store import Store
 __all__ = ["duplicate"]
 
 SLOTS = 8192  # copied at once
+_SPARSE = 1024  # an index file that claims more bytes for each on disk is none: nothing compresses so well
 _UNFINISHED = "unfinished.sqlite"  # the catalogue's name until everything else is on disk
 
 
@@ -120,9 +122,13 @@ def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple
         with contextlib.suppress(
             ValueError, TypeError, RecursionError, AttributeError, OSError
         ):  # a cache: what cannot be read is not there
-            file = json.loads(text).get("file")
+            entry = json.loads(text)
+            file = entry.get("file")
             if folder is not None and ours and isinstance(file, str) and Path(file).name == file:
-                found[name] = file, opened.enter_context(files.open_regular(folder / file))
+                source = opened.enter_context(files.open_regular(folder / file))
+                there = os.fstat(source.fileno())
+                if there.st_size == entry.get("bytes") and there.st_size <= _SPARSE * there.st_blocks * 512:
+                    found[name] = file, source
     return found
 
 

@@ -214,14 +214,17 @@ class Session:
     def read_transaction(self) -> Iterator[Snapshot]:
         """Catalogue and snapshot of one generation, the newest, for several statements. On the store's thread."""
         with contextlib.ExitStack() as transaction:
-            for attempt in range(8):
+            before = -1
+            while True:
                 with contextlib.ExitStack() as tried:
                     tried.enter_context(self._one_generation())
                     try:
                         self._loader.load(self.catalog)
                     except FileNotFoundError as error:
-                        if attempt < 7 and self.mode == "r":
-                            continue  # a compaction has replaced it since this transaction began
+                        present = self.catalog.state().generation
+                        if self.mode == "r" and present > before:
+                            before = present
+                            continue  # a compaction may have replaced it since this transaction began
                         raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
                     transaction.push(tried.pop_all())
                     break

@@ -1,0 +1,120 @@
+"""What a hostile directory costs to open is bound by what is in it, not by what it claims."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import apsw
+import hostile_catalog
+import pytest
+from hostile_catalog import sql, state
+
+import softdb
+from softdb.store.generation import SnapshotLoader
+
+SECONDS, MEGABYTES = 2.0, 200
+HUGE = 64 << 30
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return hostile_catalog.good(tmp_path / "db")
+
+
+def bounded(work: Callable[[], Any]) -> float:
+    """The CPU seconds of something; asserts that it took little memory."""
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    work()
+    seconds = time.process_time() - begun
+    megabytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert megabytes < MEGABYTES, f"{megabytes:.0f} MB"
+    assert seconds < SECONDS, f"{seconds:.1f} s"
+    return seconds
+
+
+def refused(path: Path, mode: Any) -> None:
+    with pytest.raises(softdb.SoftDBError):
+        softdb.open(path, mode=mode)
+
+
+def opened_or_refused(path: Path, mode: Any) -> None:
+    try:
+        with softdb.open(path, mode=mode) as db:
+            len(db)
+    except softdb.SoftDBError:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_empty_segments_are_refused_unread(path: Path, mode: str) -> None:
+    many = "WITH RECURSIVE n(i) AS (SELECT 100 UNION ALL SELECT i + 1 FROM n WHERE i < 300100)"
+    sql(f"INSERT INTO segments {many} SELECT i, 0, 64, 0 FROM n")(path)
+    bounded(lambda: refused(path, mode))
+
+
+def test_a_missing_file_is_looked_for_at_most_twice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time, since a compaction may have replaced it; then only where the generation has moved on."""
+    loads, real = [0], SnapshotLoader.load
+
+    def load(*args: Any) -> None:
+        loads[0] += 1
+        real(*args)
+
+    monkeypatch.setattr(SnapshotLoader, "load", load)
+    (path / "keys-00000000.npy").unlink()
+    with pytest.raises(softdb.CorruptionError, match=r"keys-00000000\.npy is missing"):
+        softdb.open(path, mode="r")
+    assert loads[0] <= 2
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+@pytest.mark.parametrize("table", ["segments", "tombstones", "settings", "state", "records", "indexes", "gaps"])
+def test_pages_in_a_circle_in_a_sparse_catalogue(path: Path, mode: str, table: str) -> None:
+    """The steps that a query may take follow from the bytes on disk: the header claims 64 GB."""
+    file = path / "catalog.sqlite"
+    connection = apsw.Connection(str(file))
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    (root,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchall()[0]
+    size = int(connection.pragma("page_size"))
+    connection.close()
+    leaf = 13 if table in ("segments", "tombstones", "state", "records", "gaps") else 10
+    with file.open("r+b") as raw:
+        raw.truncate(HUGE)
+        raw.seek(28)
+        raw.write(struct.pack(">I", HUGE // size))
+        raw.seek((int(root) - 1) * size)  # an inner page whose children are all itself
+        page = bytearray(size)
+        struct.pack_into(">BHHHBI", page, 0, leaf - 8, 0, 200, size - 2000, 0, int(root))
+        for i in range(200):
+            at = size - 2000 + 10 * i
+            struct.pack_into(">H", page, 12 + 2 * i, at)
+            page[at : at + 10] = struct.pack(">I", int(root)) + bytes([5, 2, 1, 1, 1, 1])
+        raw.write(page)
+    bounded(lambda: opened_or_refused(path, mode))
+
+
+def test_a_greatest_generation_is_damage(path: Path) -> None:
+    state((1 << 63) - 1, 5)(path)
+    for mode in ("r", "rw"):
+        with pytest.raises(softdb.CorruptionError, match="damaged state"):
+            softdb.open(path, mode=mode)  # type: ignore[arg-type]
+
+
+def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "db", dim=8) as db:
+        db.insert(range(2000), [[float(i % 7)] * 8 for i in range(2000)])
+        db.build_index("ivf-sq8")
+    (index,) = (tmp_path / "db" / "index").iterdir()
+    os.truncate(index, HUGE)
+    with apsw.Connection(str(tmp_path / "db" / "catalog.sqlite")) as connection:
+        connection.execute("UPDATE indexes SET entry = json_set(entry, '$.bytes', ?)", (HUGE,))
+    with softdb.open(tmp_path / "db", mode="r") as db:
+        bounded(lambda: db.snapshot(tmp_path / "copy"))
+    with softdb.open(tmp_path / "copy", verify=True) as db:
+        assert len(db) == 2000
