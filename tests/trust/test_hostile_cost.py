@@ -80,7 +80,8 @@ def test_pages_in_a_circle_in_a_sparse_catalogue(path: Path, mode: str, table: s
     file = path / "catalog.sqlite"
     connection = apsw.Connection(str(file))
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    (root,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchall()[0]
+    found: Any = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchall()
+    root = int(found[0][0])
     size = int(connection.pragma("page_size"))
     connection.close()
     leaf = 13 if table in ("segments", "tombstones", "state", "records", "gaps") else 10
@@ -88,13 +89,13 @@ def test_pages_in_a_circle_in_a_sparse_catalogue(path: Path, mode: str, table: s
         raw.truncate(HUGE)
         raw.seek(28)
         raw.write(struct.pack(">I", HUGE // size))
-        raw.seek((int(root) - 1) * size)  # an inner page whose children are all itself
+        raw.seek((root - 1) * size)  # an inner page whose children are all itself
         page = bytearray(size)
-        struct.pack_into(">BHHHBI", page, 0, leaf - 8, 0, 200, size - 2000, 0, int(root))
+        struct.pack_into(">BHHHBI", page, 0, leaf - 8, 0, 200, size - 2000, 0, root)
         for i in range(200):
             at = size - 2000 + 10 * i
             struct.pack_into(">H", page, 12 + 2 * i, at)
-            page[at : at + 10] = struct.pack(">I", int(root)) + bytes([5, 2, 1, 1, 1, 1])
+            page[at : at + 10] = struct.pack(">I", root) + bytes([5, 2, 1, 1, 1, 1])
         raw.write(page)
     bounded(lambda: opened_or_refused(path, mode))
 
@@ -103,7 +104,7 @@ def test_a_greatest_generation_is_damage(path: Path) -> None:
     state((1 << 63) - 1, 5)(path)
     for mode in ("r", "rw"):
         with pytest.raises(softdb.CorruptionError, match="damaged state"):
-            softdb.open(path, mode=mode)  # type: ignore[arg-type]
+            softdb.open(path, mode=mode)
 
 
 def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:
