@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal
 
 import apsw
@@ -65,8 +64,7 @@ def open(
     try:
         check.one_of(mode, "mode", ("rw", "r"))
         check.one_of(durability, "durability", ("full", "relaxed"))
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise BadInput(f"path is {check.shown(path)}; expected a directory's path, or None for memory")
+        place = None if path is None else check.folder(path, "path", "a directory's path, or None for memory")
         if encoder is not None and not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
         dim = getattr(encoder, "dim", None) if dim is None else dim
@@ -74,7 +72,7 @@ def open(
         shape = (dim, value_dim, num_classes, dtype, metric)
         new = check.schema(*shape, None) if dim is not None or path is None else None
         try:
-            store = Store(None if path is None else Path(path), mode, new, durability == "relaxed")
+            store = Store(place, mode, new, durability == "relaxed")
             try:
                 check.schema(*shape, store.schema)
                 _declare(store, declared)

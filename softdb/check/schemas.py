@@ -1,17 +1,20 @@
-"""What a database stores: its metric and its columns."""
+"""Where a database is, and what it stores: its metric and its columns."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from softdb.check.ids import encodable
 from softdb.check.plain import integer, one_of, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DIM", "Metric", "Schema", "schema"]
+__all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema"]
 
 MAX_DIM = 1 << 20  # a wider vector is a mistake in the argument
 
@@ -93,3 +96,13 @@ def _dtype(value: object) -> np.dtype[Any]:
     if name not in ("float32", "float16"):
         raise BadInput(f"dtype is {shown(value)}; keys are stored as 'float32' or 'float16'")
     return np.dtype(name)
+
+
+def folder(value: object, name: str, expected: str) -> Path:
+    """A directory's path that SQLite and the file system can take: text in UTF-8, names of at most 255 bytes."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str):
+        raise BadInput(f"{name} is {shown(value)}; expected {expected}, as text")
+    encodable(text, name)
+    if "\0" in text or any(len(part.encode()) > 255 for part in text.split(os.sep)):
+        raise BadInput(f"{name} is {shown(text)}; expected names without NUL, of at most 255 bytes each")
+    return Path(text)

@@ -158,9 +158,7 @@ class Handle:
         Raises BadInput for another path, and WriteFailed where the disk refuses: then nothing of the copy is left, and
         this handle goes on.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise BadInput(f"path is {check.shown(path)}; expected the path of a new directory")
-        return duplicate(self._store, Path(path))
+        return duplicate(self._store, check.folder(path, "path", "the path of a new directory"))
 
     @verb
     def verify(self) -> int:

@@ -68,11 +68,9 @@ def salvage(
         WriteFailed: the disk refused; nothing is left at the destination.
     """
     try:
-        for place in (path, destination):
-            if not isinstance(place, str | os.PathLike):
-                raise BadInput(f"path is {check.shown(place)}; expected the path of a directory")
+        places = [check.folder(place, "path", "the path of a directory") for place in (path, destination)]
         words = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes, "dtype": dtype, "metric": metric}
-        return _salvage(Path(path), Path(destination), words)
+        return _salvage(*places, words)
     except SoftDBError as error:
         error.args = (f"salvage: {error.args[0]}", *error.args[1:])
         raise
