@@ -326,12 +326,20 @@ class Catalog:
         with contextlib.suppress(TypeError):  # str and int mixed have no order
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
         sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
-        return {one: (row, text) for row, one, text in _plain(self.all(sql, (json.dumps(ids),)))}
+        return {one: (row, text) for row, one, text in _plain(self._looked_up(sql, json.dumps(ids)))}
 
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of those rows that hold a record. Raises CorruptionError."""
         sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
-        return {row: (one, text) for row, one, text in _plain(self.all(sql, (_json(rows),)))}
+        return {row: (one, text) for row, one, text in _plain(self._looked_up(sql, _json(rows)))}
+
+    def _looked_up(self, sql: str, keys: str) -> list[Any]:
+        """Rows of a query that goes down a tree for each key: SQLite bounds that itself, and no Python runs within."""
+        self.connection.set_progress_handler(None)
+        try:
+            return self.connection.execute(sql, (keys,)).fetchall()
+        finally:
+            self.connection.set_progress_handler(self._budget, 1000)
 
     def checksums(self, first: int, last: int) -> list[tuple[int, bytes | None, int, int | None, int | None]]:
         """(row, payload, key_crc, value_crc, payload_crc) of the records in rows first … last, ascending."""

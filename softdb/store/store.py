@@ -43,8 +43,8 @@ def on_thread(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def one_query(method: Callable[P, T]) -> Callable[P, T]:
-    """Run a store's method, which asks the catalogue one query, in the caller's thread between two operations."""
+def lookup(method: Callable[P, T]) -> Callable[P, T]:
+    """Run a store's method, which looks records up, in the caller's thread between two operations."""
 
     @functools.wraps(method)
     def call(*args: P.args, **words: P.kwargs) -> T:
@@ -64,7 +64,7 @@ class Store(Session):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    @one_query
+    @lookup
     def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
         """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
         with typed_errors():
@@ -84,20 +84,20 @@ class Store(Session):
             raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._behind()}; check it with `in`")
         return snapshot, rows, texts
 
-    @one_query
+    @on_thread
     def _behind(self) -> str:
         with typed_errors():
             newest = self.catalog.state().generation
         mine = self.snapshot.generation
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
-    @one_query
+    @lookup
     def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
         """Id and payload text of rows; those deleted since are absent."""
         with typed_errors():
             return self.catalog.read(rows)
 
-    @one_query
+    @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
         """What `Catalog.checksums` says of the records in rows first … last."""
         with typed_errors():
@@ -184,7 +184,7 @@ class Store(Session):
 
     # -- declared fields -------------------------------------------------------------------------------------------
 
-    @one_query
+    @on_thread
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index, as of now."""
         with typed_errors():
@@ -226,7 +226,7 @@ class Store(Session):
 
     # -- indexes: a cache, known to the catalogue by name --------------------------------------------------------------
 
-    @one_query
+    @on_thread
     def index_entry(self) -> dict[str, Any] | None:
         """What the catalogue knows of the index file, if there is one."""
         with typed_errors():

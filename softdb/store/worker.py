@@ -14,7 +14,7 @@ import queue
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from softdb.errors import SoftDBError
@@ -67,6 +67,7 @@ class _JobQueue:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.present: _Job | None = None
         self.busy = _thread.allocate_lock()  # held by whoever uses the connection
+        self.holder = -1  # a thread other than this one that holds it
         self.thread = -1
         self.at = math.inf  # when `late` is to be called, by time.monotonic()
         self._late = weakref.WeakMethod(late)
@@ -107,6 +108,9 @@ class Worker:
         """The result of a call on the thread, or its error; on the thread itself, or after its end, of a plain call."""
         if _thread.get_ident() == self._queue.thread or sys.is_finalizing():  # then no other thread runs any more
             return work()
+        if _thread.get_ident() == self._queue.holder:  # by a signal's handler, which has come into a query
+            with self._released():
+                return self.run(work)
         job = _Job(work)
         try:
             if not self._put(job):
@@ -124,18 +128,38 @@ class Worker:
             del job  # its error's traceback leads here
 
     def run_between(self, work: Callable[[], T]) -> T:
-        """A call in the caller's thread, between operations: one query, whose interruption leaves nothing."""
-        if _thread.get_ident() == self._queue.thread:
+        """A call in the caller's thread, between operations: one query, whose interruption leaves nothing.
+
+        No Python may run within its statement: a signal's handler would ask the connection something else there.
+        """
+        queue, mine = self._queue, _thread.get_ident()
+        if mine in (queue.thread, queue.holder):
             return work()
-        with self._queue.busy:
-            return work()
+        with queue.busy:
+            try:
+                queue.holder = mine
+                return work()
+            finally:
+                queue.holder = -1
+
+    @contextlib.contextmanager
+    def _released(self) -> Iterator[None]:
+        """Let the thread work while this one is in the middle of `run_between`."""
+        queue, mine = self._queue, self._queue.holder
+        try:
+            queue.holder = -1
+            queue.busy.release()
+            yield
+        finally:
+            queue.busy.acquire()
+            queue.holder = mine
 
     def park(self, seconds: float, last: Callable[[], None]) -> Callable[[], None] | None:
         """Keep the thread from working, after a `last` call, until the returned function is called.
 
         None where it does not come to it in time.
         """
-        if _thread.get_ident() == self._queue.thread:
+        if _thread.get_ident() in (self._queue.thread, self._queue.holder):  # nobody else is inside SQLite
             return lambda: None
         parked, go = _thread.allocate_lock(), _thread.allocate_lock()
         parked.acquire()

@@ -126,6 +126,27 @@ def test_a_handler_that_writes_within_a_flush_writes_after_it(path: Path, monkey
     assert there(path) == {"a", "b", "x"}
 
 
+def test_a_handler_may_do_anything_within_a_lookup(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in the very thread that is in the middle of the query."""
+    with made(path, "full", "a", "b") as db:
+        works: list[Callable[[], Any]] = [
+            lambda: put(db, "c"),
+            lambda: db.get(["a"]),
+            lambda: db.delete(["b"]),
+            lambda: db.refresh(),
+            lambda: os.waitpid(os.fork() or os._exit(0), 0),
+        ]
+        for work in works:
+            with monkeypatch.context() as patch, handler(work):
+                after(patch, catalog.Catalog, "lookup", signalled)
+                assert db.get(["a"]).ids == ["a"]
+        with handler(db.close):
+            after(monkeypatch, catalog.Catalog, "lookup", signalled)
+            with contextlib.suppress(softdb.Closed):
+                db.get(["a"])
+    assert there(path) == {"a", "c"}
+
+
 # -- lazy payloads -----------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +278,7 @@ def test_a_statement_that_writes_is_never_stopped(path: Path, monkeypatch: pytes
             patch.setattr(catalog, "STEPS", 0)
             patch.setattr(catalog.Catalog, "_bytes", lambda _: 0)
             with pytest.raises(softdb.CorruptionError, match="cycle of pages"):
-                db.get(ids)
+                db.count({"x": 1})
             db._store.catalog.connection.execute(
                 "SAVEPOINT test; DELETE FROM records WHERE row >= 0; ROLLBACK TO test; RELEASE test"
             )

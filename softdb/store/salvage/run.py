@@ -68,9 +68,9 @@ def salvage(
         WriteFailed: the disk refused; nothing is left at the destination.
     """
     try:
-        places = [check.folder(place, "path", "the path of a directory") for place in (path, destination)]
+        source, target = (check.folder(place, "path", "the path of a directory") for place in (path, destination))
         words = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes, "dtype": dtype, "metric": metric}
-        return _salvage(*places, words)
+        return _salvage(source, target, words)
     except SoftDBError as error:
         error.args = (f"salvage: {error.args[0]}", *error.args[1:])
         raise
