@@ -27,7 +27,7 @@ def test_a_path_that_cannot_be_is_refused_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     for mode in ("rw", "r"):
         with pytest.raises(softdb.BadInput, match=why):
-            softdb.open(wrong, dim=2, mode=mode)  # type: ignore[arg-type]
+            softdb.open(wrong, dim=2, mode=mode)
     with softdb.open(None, dim=2) as db:
         db.insert(["a"], [[1, 2]])
         with pytest.raises(softdb.BadInput, match=why):
