@@ -84,15 +84,16 @@ def in_place(tensor: Tensor, snapshot: Snapshot) -> bool:
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.size > 0 and available()
 
 
+_METRICS = {id(score_of(metric)): metric for metric in Metric}  # these objects stay
+
+
 def metric_in_place(
     score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot, gradient: bool = False
 ) -> Metric | None:
     """The metric by which compiled loops score candidates where the keys lie; None where torch has to."""
     if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
         return None
-    if type(score) is Dot:
-        return Metric.DOT
-    return next((metric for metric in Metric if score is score_of(metric)), None)
+    return Metric.DOT if type(score) is Dot else _METRICS.get(id(score))
 
 
 def pool_rows(
