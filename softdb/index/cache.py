@@ -36,8 +36,7 @@ _KEY_BYTES = 32
 
 
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
-    """Write an index file, whole or not at all; return its entry for the catalogue. Raises NoKey before anything."""
-    _key()
+    """Write an index file, whole or not at all; return its entry for the catalogue. Raises NoKey."""
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")

@@ -217,7 +217,7 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
-@pytest.mark.parametrize("step", ["delete", "put_segment", "advance", "begin"])
+@pytest.mark.parametrize("step", ["delete", "put_segment", "advance", "lookup"])
 def test_an_interrupt_within_a_write_is_raised_when_it_has_ended(
     path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, step: str
 ) -> None:

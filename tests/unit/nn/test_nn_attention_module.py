@@ -74,7 +74,7 @@ def digest(path: Path) -> dict[str, str]:
     """The content of every file below, by name."""
     return {
         str(one.relative_to(path)): hashlib.sha256(one.read_bytes()).hexdigest()
-        for one in sorted(path.rglob("*")) if one.is_file()
+        for one in sorted(path.rglob("*")) if one.is_file() and not one.name.endswith("-shm")  # readers mark it
     }  # fmt: skip
 
 

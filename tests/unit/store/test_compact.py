@@ -438,9 +438,9 @@ from softdb.store.catalog import Catalog
 origin, folder = Path(sys.argv[1]), Path(sys.argv[2])
 
 def watched(real):
-    def call(*args):
+    def call(*args, **words):
         step()
-        found = real(*args)
+        found = real(*args, **words)
         step()
         return found
     return call
@@ -459,13 +459,15 @@ for number in range(1, 1000):
     if not child:
         db = softdb.open(path)
         left = number
-        for name in ("fsync", "unlink", "ftruncate"):
+        for name in ("fsync", "fdatasync", "unlink", "ftruncate"):
             setattr(os, name, watched(getattr(os, name)))
         for name in ("commit", "shrink", "clear_tombstones", "put_segment"):
             setattr(Catalog, name, watched(getattr(Catalog, name)))
         db.compact()
         os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
+    status = os.waitpid(child, 0)[1]
+    if not os.WIFSIGNALED(status):
+        assert status == 0
         break
 print(number)
 """
