@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import apsw
 import numpy as np
@@ -18,6 +15,7 @@ from numpy.typing import NDArray
 from softdb.check import Id, Schema, schema, shown
 from softdb.errors import BadInput, CorruptionError, NotADatabase
 from softdb.store import format
+from softdb.store.budget import Budget, occupied
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
@@ -28,7 +26,6 @@ __all__ = ["Catalog", "CatalogState"]
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 _MOST = 1 << 62  # generations and rows, of which there is room for more
 _SETTINGS = "SELECT name, value, crc FROM settings"
-STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
 
 
 class CatalogState(NamedTuple):
@@ -36,16 +33,6 @@ class CatalogState(NamedTuple):
 
     generation: int
     next_row: int
-
-
-class Budget:
-    """How many thousands of SQLite's steps the present query may still take."""
-
-    steps = math.inf
-
-    def __call__(self) -> bool:
-        self.steps -= 1
-        return self.steps < 0
 
 
 class Catalog:
@@ -151,18 +138,18 @@ class Catalog:
 
     def _bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
         """Stop a query that takes more steps than a file of this size can need: its pages form a cycle."""
-        self._budget.steps = STEPS + self._bytes() // 10
+        self._budget.allow(self._bytes())
         try:
             return fetch(self.connection.execute(sql, bindings))
         except apsw.InterruptError as error:
             raise damaged_catalog("has a cycle of pages") from error
         finally:
-            self._budget.steps = math.inf
+            self._budget.end()
 
     def _bytes(self) -> int:
         """What the catalogue occupies, on disk or in memory: a header may claim more."""
         files = (self.connection.filename, self.connection.filename_wal)
-        return sum(map(_occupied, files)) if files[0] else self._claimed()
+        return sum(map(occupied, files)) if files[0] else self._claimed()
 
     def _claimed(self) -> int:
         return self._pragma("page_count") * self._pragma("page_size")
@@ -318,7 +305,7 @@ class Catalog:
     ) -> None:
         """Insert records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
         rows = range(first_row, first_row + len(payloads))
-        records = zip(rows, ids, payloads, key_crcs, value_crcs, map(_crc, payloads), strict=True)
+        records = zip(rows, ids, payloads, key_crcs, value_crcs, map(format.payload_crc, payloads), strict=True)
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", records)
 
     def lookup(self, ids: Sequence[Id]) -> dict[Id, tuple[int, str | None]]:
@@ -348,7 +335,7 @@ class Catalog:
 
     def set_payloads(self, rows: Iterable[int], payloads: Iterable[str | None]) -> None:
         """Replace the payloads of stored records."""
-        new = ((text, _crc(text), row) for text, row in zip(payloads, rows, strict=True))
+        new = ((text, format.payload_crc(text), row) for text, row in zip(payloads, rows, strict=True))
         self.connection.executemany("UPDATE records SET payload = ?, payload_crc = ? WHERE row = ?", new)
         self.put_setting("payloads_replaced", self.state().generation + 1)
 
@@ -407,18 +394,6 @@ def _plain(records: list[tuple[int, Id, str | None]]) -> list[tuple[int, Id, str
         if type(one) not in (str, int) or not (text is None or type(text) is str):
             raise damaged_catalog(f"has a damaged record in row {row}")
     return records
-
-
-def _occupied(path: str) -> int:
-    """Bytes of a file on disk; 0 where there is none."""
-    try:
-        return os.stat(path).st_blocks * 512 if path else 0
-    except OSError:
-        return 0
-
-
-def _crc(text: str | None) -> int | None:
-    return None if text is None else crc32(text.encode())
 
 
 def _json(rows: NDArray[np.int64]) -> str:

@@ -36,6 +36,7 @@ __all__ = [
     "TABLES",
     "field_index",
     "field_index_sql",
+    "payload_crc",
     "recognise",
     "setting_crc",
     "state_crc",
@@ -133,3 +134,8 @@ def state_crc(generation: int, next_row: int) -> int:
 def setting_crc(name: str, value: object) -> int:
     """The checksum of a setting."""
     return crc32(json.dumps([name, value]).encode())
+
+
+def payload_crc(text: str | None) -> int | None:
+    """The checksum of a payload; None where there is none."""
+    return None if text is None else crc32(text.encode())

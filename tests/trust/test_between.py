@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.store import catalog, commits, files, segments
+from softdb.store import budget, catalog, commits, files, segments
 
 DIM = 4
 
@@ -275,7 +275,7 @@ def test_a_statement_that_writes_is_never_stopped(path: Path, monkeypatch: pytes
     with made(path, "relaxed") as db:
         put(db, *ids)
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "STEPS", 0)
+            patch.setattr(budget, "STEPS", 0)
             patch.setattr(catalog.Catalog, "_bytes", lambda _: 0)
             with pytest.raises(softdb.CorruptionError, match="cycle of pages"):
                 db.count({"x": 1})

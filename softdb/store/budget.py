@@ -1,0 +1,38 @@
+"""What a query may cost. Guarantee: its time follows from the bytes on disk, not from what a header claims."""
+
+from __future__ import annotations
+
+import math
+import os
+
+__all__ = ["Budget", "occupied"]
+
+STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
+
+
+class Budget:
+    """A progress handler of SQLite, called every thousand steps: it stops a query that takes too many."""
+
+    def __init__(self) -> None:
+        self._steps = math.inf  # thousands
+
+    def allow(self, size: int) -> None:
+        """A query begins, on a catalogue of so many bytes."""
+        self._steps = STEPS + size // 10
+
+    def end(self) -> None:
+        """It has ended: a statement that writes is never stopped."""
+        self._steps = math.inf
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        self._steps -= 1
+        return self._steps < 0
+
+
+def occupied(path: str) -> int:
+    """Bytes of a file on disk; 0 where there is none."""
+    try:
+        return os.stat(path).st_blocks * 512 if path else 0
+    except OSError:
+        return 0
