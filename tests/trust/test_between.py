@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,31 @@ def test_an_interrupt_within_a_write_is_raised_when_it_has_ended(
         assert there(path) == {"a", "b", "c"}
         put(db, "d")
     assert there(path) == {"a", "b", "c", "d"}
+
+
+@pytest.mark.parametrize("interrupts", [1, 3])
+def test_an_interrupted_caller_waits_while_its_arrays_are_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: int
+) -> None:
+    """It may change them as soon as it has the interrupt; a second one does not end the waiting."""
+    keys, real = np.zeros((2, DIM), np.float32), files.write_at
+
+    def slow(*args: Any) -> None:
+        for _ in range(interrupts):
+            os.kill(os.getpid(), signal.SIGUSR1)  # to the main thread
+            time.sleep(0.2)
+        real(*args)
+
+    with made(path, "full", "a", "b") as db, handler(interrupt):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "write_at", slow)
+            try:
+                db.upsert(["a", "b"], keys)
+            except KeyboardInterrupt:
+                keys[:] = 7
+        assert keys.all(), "nothing was interrupted"
+        assert db.get(["a"]).keys.tolist() == [[0.0] * DIM]
+        assert db.verify() == 2
 
 
 def test_a_write_that_has_not_begun_when_its_caller_is_interrupted_never_does(
