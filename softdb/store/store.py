@@ -31,28 +31,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def on_thread(method: Callable[P, T]) -> Callable[P, T]:
-    """Run a store's method on the store's thread: nothing comes between, and nothing interrupts it."""
+def _by(run: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def decorator(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*args: P.args, **words: P.kwargs) -> T:
+            result: T = run(args[0], method, *args, **words)
+            return result
 
-    @functools.wraps(method)
-    def call(*args: P.args, **words: P.kwargs) -> T:
-        store: Any = args[0]
-        result: T = store.run(method, *args, **words)
-        return result
+        return call
 
-    return call
+    return decorator
 
 
-def lookup(method: Callable[P, T]) -> Callable[P, T]:
-    """Run a store's method, which looks records up, in the caller's thread between two operations."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **words: P.kwargs) -> T:
-        store: Any = args[0]
-        result: T = store.run_between(method, *args, **words)
-        return result
-
-    return call
+on_thread = _by(Session.run)  # on the store's thread: nothing comes between, and nothing interrupts it
+lookup = _by(Session.run_between)  # looks records up, in the caller's thread between two operations
 
 
 class Store(Session):
