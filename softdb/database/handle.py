@@ -21,8 +21,8 @@ from softdb.errors import BadInput, SoftDBError
 from softdb.index import Finder
 from softdb.reports import CompactReport, SnapshotReport, Stats
 from softdb.store import Snapshot, Store
+from softdb.store.backup import backup
 from softdb.store.compact import compact
-from softdb.store.duplicate import duplicate
 from softdb.store.stats import stats
 from softdb.store.verify import verify
 from softdb.typing import Vectors
@@ -158,7 +158,7 @@ class Handle:
         Raises BadInput for another path, and WriteFailed where the disk refuses: then nothing of the copy is left, and
         this handle goes on.
         """
-        return duplicate(self._store, check.folder(path, "path", "the path of a new directory"))
+        return backup(self._store, check.folder(path, "path", "the path of a new directory"))
 
     @verb
     def verify(self) -> int:

@@ -112,9 +112,9 @@ class Store(Session):
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
         with self.write_transaction() as change:
             try:
-                change.appended = append(self.catalog, self.columns, batch, self._loader.entries(self.catalog))
+                change.appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
             except apsw.ConstraintError:
-                self.transactions.rollback()
+                self.writer.rollback()
                 stored = self.catalog.lookup(batch.ids)
                 first = next((one for one in batch.ids if one in stored), None)
                 if first is None:
@@ -130,7 +130,7 @@ class Store(Session):
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self.catalog.delete(np.fromiter((row for row, _ in stored.values()), np.int64))
-            append(self.catalog, self.columns, batch, self._loader.entries(self.catalog))
+            append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     @on_thread
     def update(
@@ -151,7 +151,7 @@ class Store(Session):
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self.catalog.delete(rows)
             batch = Batch(ids, keys, values, texts if payloads is None else payloads)
-            append(self.catalog, self.columns, batch, self._loader.entries(self.catalog))
+            append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError where records differ from their checksums: what is written anew would hide it."""
@@ -208,8 +208,8 @@ class Store(Session):
         try:
             self.catalog.shrink()
         except apsw.Error as error:
-            if self._commits is not None:
-                self._failed(error)  # a sync is not to be tried again
+            if self._writer is not None:
+                self._writer.failed(error)  # a sync is not to be tried again
             raise WriteFailed(f"catalog.sqlite could not be made smaller ({error}); its records are safe") from error
 
     def occupied(self) -> int:

@@ -28,7 +28,8 @@ from oracle import State
 from tap import Op, Tap, tapped
 
 import softdb
-from softdb.store import commits, segments
+from softdb.store import segments
+from softdb.store import writer as writing
 
 WHEN = ("before", "half", "after")
 PATIENCE = 120  # seconds after which a child is stuck
@@ -121,9 +122,9 @@ def live(order: Order, say: Callable[[str], None]) -> None:
     os.environ["SOFTDB_KEY_FILE"] = order.key_file
     if order.aside:
         segments.BACKGROUND_BYTES = 1
-    commits.DELAY = 0.005
+    writing.DELAY = 0.005
     if order.pages is not None:
-        commits.PAGES = order.pages
+        writing.PAGES = order.pages
     with contextlib.ExitStack() as around:
         if order.kill is not None or order.watch:
             around.enter_context(tapped(Suicide(order, say), order.path.parent))

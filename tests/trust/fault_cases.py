@@ -21,7 +21,7 @@ from oracle import State, Truth, check
 from tap import Op, Tap, tapped
 
 import softdb
-from softdb.store import commits
+from softdb.store import writer as writing
 from softdb.store.catalog import Catalog
 
 SCHEMA = SCHEMAS[0]
@@ -155,7 +155,7 @@ def attempt(case: Case, base: Base, room: Path, fault: Fault | None) -> list[Op]
     disk = Disk()
     one = case.maker(np.random.default_rng(21), SCHEMA, 50, base.state)
     with tapped(disk, room), passed_over(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits, "PAGES", 8)  # a commit folds its log in, and that may fail
+        patch.setattr(writing, "PAGES", 8)  # a commit folds its log in, and that may fail
         world = World(room / "db", SCHEMA)
         disk.set(fault)
         error = failure(one, world)

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.store import budget, catalog, commits, files, segments
+from softdb.store import budget, catalog, files, segments
+from softdb.store import writer as writing
 
 DIM = 4
 
@@ -31,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """No flush of its own accord."""
-    monkeypatch.setattr(commits, "DELAY", 1e6)
+    monkeypatch.setattr(writing, "DELAY", 1e6)
 
 
 def made(path: Path, durability: Any, *ids: str) -> softdb.SoftDB:
@@ -425,7 +426,7 @@ def test_a_checkpoint_that_failed_takes_back_nothing_that_was_acknowledged(
             monkeypatch,
             segments.ColumnFiles,
             "sync",
-            lambda: setattr(db._store._commits, "broken", apsw.IOError("EIO")),
+            lambda: setattr(db._store.writer, "_broken", apsw.IOError("EIO")),
         )
         db.flush()
         with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):

@@ -245,7 +245,7 @@ def test_a_sync_that_fails_when_a_commit_folds_the_log_in_ends_writing(
 ) -> None:
     base, room = bases["plain"], bases["plain"].folder.with_name("hooked")
     shutil.copytree(base.folder, room)
-    monkeypatch.setattr("softdb.store.commits.PAGES", 1)  # every commit folds
+    monkeypatch.setattr("softdb.store.writer.PAGES", 1)  # every commit folds
     broken = Point()
     with tapped(broken, room), passed_over():
         world = World(room / "db", SCHEMA)

@@ -19,7 +19,8 @@ from tap import Op, Tap, tapped
 
 import softdb
 from softdb.index import finder
-from softdb.store import catalog, commits, compact, duplicate, matches, segments, soundness
+from softdb.store import backup, catalog, compact, matches, segments, soundness
+from softdb.store import writer as writing
 
 exhaustive = pytest.mark.exhaustive
 
@@ -62,14 +63,14 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         (compact, "AT_ONCE", 8),
         (segments, "BACKGROUND_BYTES", 64),
         (catalog, "CHUNK", 32),
-        (duplicate, "SLOTS", 8),
+        (backup, "SLOTS", 8),
         (matches, "FILTERS_KEPT", 3),
         (matches, "FEW", 2),
         (matches, "LOOKUP", 1),
         (matches, "MANY", 4),
         (finder, "ABSORB_ROWS", 100),
     ]
-    monkeypatch.setattr(commits, "DELAY", 3600)  # what is flushed must be the same every time, not a matter of time
+    monkeypatch.setattr(writing, "DELAY", 3600)  # what is flushed must be the same every time, not a matter of time
     if request.param == "small":
         for module, name, value in small:
             monkeypatch.setattr(module, name, value)

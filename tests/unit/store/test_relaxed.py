@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.store import commits, disk
+from softdb.store import disk
+from softdb.store import writer as writing
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """No flush of its own accord."""
-    monkeypatch.setattr(commits, "DELAY", 1e6)
+    monkeypatch.setattr(writing, "DELAY", 1e6)
 
 
 def relaxed(path: Path) -> softdb.SoftDB:
@@ -87,7 +88,7 @@ def test_no_verb_waits_for_the_disk_and_flush_does_once_a_file(path: Path, monke
 
 
 def test_changes_come_to_disk_of_their_own_accord(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits, "DELAY", 0.05)
+    monkeypatch.setattr(writing, "DELAY", 0.05)
     with relaxed(path) as db:
         for one in ("a", "b"):
             put(db, one)
@@ -106,8 +107,8 @@ def test_closing_flushes(path: Path) -> None:
 
 SCRIPT = """
 import sys, softdb
-from softdb.store import commits
-commits.DELAY = 1e6
+from softdb.store import writer as writing
+writing.DELAY = 1e6
 db = softdb.open(sys.argv[1], dim=2, value_dim=1, durability="relaxed")
 db.insert(["kept"], [[1, 2]], [[3]])
 db.flush()
@@ -223,7 +224,7 @@ def refuse(descriptor: int) -> None:
 
 @pytest.mark.parametrize("teller", ["close", "insert", "flush"])
 def test_what_a_flush_of_its_own_accord_lost_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
-    monkeypatch.setattr(commits, "DELAY", 0.05)
+    monkeypatch.setattr(writing, "DELAY", 0.05)
     db = relaxed(path)
     put(db, "a")
     db.flush()

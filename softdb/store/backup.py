@@ -25,14 +25,14 @@ from softdb.store.segments import ColumnFiles, SegmentEntry, SegmentPart
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.store import Store
 
-__all__ = ["duplicate"]
+__all__ = ["backup"]
 
 SLOTS = 8192  # copied at once
 _SPARSE = 1024  # an index file that claims more bytes for each on disk is none: nothing compresses so well
 _UNFINISHED = "unfinished.sqlite"  # the catalogue's name until everything else is on disk
 
 
-def duplicate(store: Store, path: Path) -> SnapshotReport:
+def backup(store: Store, path: Path) -> SnapshotReport:
     """Copy the newest generation to a directory that does not exist or is empty, and say what was copied.
 
     A database in memory is saved so. Cost: everything is read and written once; memory: a part of a segment. Other
@@ -96,8 +96,8 @@ def _copy_catalog(catalog: Catalog, path: Path) -> None:
     """The generation that a connection reads as a new file, on disk when this returns; its name may not be."""
     target = apsw.Connection(str(path))
     try:
-        with target.backup("main", catalog.connection, "main") as backup:
-            backup.step(-1)
+        with target.backup("main", catalog.connection, "main") as copying:
+            copying.step(-1)
     finally:
         target.close()
 
