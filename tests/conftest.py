@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a JSON file that takes what the tests of trust have counted")
+    parser.addoption("--minutes", type=float, help="interrupt the run after so long; its figures say so")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("minutes")
+    if minutes is None:
+        return
+
+    def over(*_: object) -> None:
+        if not counted(config)["cut off"]:  # what the interrupted test counts as it ends is no figure
+            config.stash[TALLY] = Counter({**counted(config), "cut off": 1})
+        raise KeyboardInterrupt("the minutes of this run are over")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes, 10)  # again: a test may take the first for one of its own
 
 
 def counted(config: pytest.Config) -> Counter[str]:
@@ -89,6 +105,7 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(trylast=True)  # when the workers are done
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config, counts = session.config, counted(session.config)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if hasattr(config, "workeroutput"):
         config.workeroutput["tally"] = dict(counts)
         return
