@@ -92,7 +92,8 @@ def _mixed(hashed: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hashes whose every bit depends on every bit that went in."""
     hashed = (hashed ^ (hashed >> np.uint64(30))) * _MIX[0]
     hashed = (hashed ^ (hashed >> np.uint64(27))) * _MIX[1]
-    return hashed ^ (hashed >> np.uint64(31))
+    hashed ^= hashed >> np.uint64(31)
+    return hashed
 
 
 def _texts(texts: object) -> list[str]:

@@ -245,11 +245,13 @@ class _QueryLayout:
         if self.group <= self.loops.FEW:
             return self.rows(rows, _pitch(rows.shape[1], self.loops.LANES))
         padded = self.rows(rows, rows.shape[1]).reshape(self.padded // self.group, self.group, rows.shape[1])
-        return padded.transpose(0, 2, 1).reshape(-1)
+        flat: Array = padded.transpose(0, 2, 1).reshape(-1)
+        return flat
 
     def columns(self, rows: Array) -> Array:
         """(q, x) as (x, padded), flat."""
-        return self.rows(rows, rows.shape[1]).reshape(self.padded, -1).T.reshape(-1).copy()
+        flat: Array = self.rows(rows, rows.shape[1]).reshape(self.padded, -1).T.reshape(-1).copy()
+        return flat
 
     def rows(self, rows: Array, pitch: int) -> Array:
         """(q, x) as (padded, pitch), flat."""

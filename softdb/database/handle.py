@@ -105,7 +105,7 @@ class Handle:
     @property
     def dtype(self) -> str:
         """How vectors are stored, "float32" or "float16"."""
-        return self._store.schema.dtype.name
+        return str(self._store.schema.dtype.name)
 
     @property
     def metric(self) -> str:

@@ -81,7 +81,8 @@ def _unit(vectors: Floats) -> Floats:  # (n, d) -> (n, d)
 def _near(random: Random, keys: Floats, q: int, noise: float) -> Floats:  # (q, d)
     """Some of the keys, with noise of that length."""
     d = keys.shape[1]
-    return keys[random.integers(0, len(keys), q)] + np.float32(noise / d**0.5) * _normal(random, q, d)
+    near: Floats = keys[random.integers(0, len(keys), q)] + np.float32(noise / d**0.5) * _normal(random, q, d)
+    return near
 
 
 def _clusters(

@@ -35,7 +35,7 @@ def spot(data: bytes, at: int, inner: bool, table: bool) -> Spot:
     """The cell that begins there. Raises Damaged."""
     start, child, size, row = at, 0, -1, -1
     if inner:
-        child, at = int.from_bytes(data[at : at + 4]), at + 4
+        child, at = int.from_bytes(data[at : at + 4], "big"), at + 4
     if not (inner and table):
         size, at = _varint(data, at)
     if table:
@@ -98,7 +98,7 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Value, int]:
     if len(part) < size:
         raise Damaged
     if kind in _INTEGERS:
-        return int.from_bytes(part, signed=True), at + size
+        return int.from_bytes(part, "big", signed=True), at + size
     if kind == 7:
         return float(struct.unpack(">d", part)[0]), at + size
     if kind % 2 == 0:

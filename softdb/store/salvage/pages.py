@@ -127,7 +127,7 @@ class Pages:
         spots = _apart(spots, freed(data, block))
         if len(spots) < count:
             self.damaged.add(number)
-        below = [one.child for one in spots] + [int.from_bytes(data[start + 8 : start + 12])] if is_inner else []
+        below = [one.child for one in spots] + [int.from_bytes(data[start + 8 : start + 12], "big")] if is_inner else []
         return below, [one for one in spots if one.size >= 0]
 
     def _cell(self, data: bytes, at: Spot, table: bool) -> Cell:
@@ -142,7 +142,7 @@ class Pages:
         parts, missing = [data[at.body : at.body + local]], at.size - local
         if missing > self.count * self.size:
             raise Damaged
-        following, seen = int.from_bytes(data[at.stop - 4 : at.stop]), set[int]()
+        following, seen = int.from_bytes(data[at.stop - 4 : at.stop], "big"), set[int]()
         while missing > 0:
             more = self.page(following)
             if more is None or following in seen:
@@ -150,7 +150,7 @@ class Pages:
             seen.add(following)
             parts.append(more[4 : 4 + missing])
             missing -= len(parts[-1])
-            following = int.from_bytes(more[:4])
+            following = int.from_bytes(more[:4], "big")
         return b"".join(parts)
 
 

@@ -72,7 +72,7 @@ class Remains:
         said = b""
         with contextlib.suppress(apsw.Error):
             said = file.xRead(2, 16)
-        sizes = [PAGE, int.from_bytes(said), 65536, 0 if log is None else log.size]
+        sizes = [PAGE, int.from_bytes(said, "big"), 65536, 0 if log is None else log.size]
         for size in [*(size for size in sizes if 512 <= size <= 65536 and not size & (size - 1)), PAGE]:
             self.pages = Pages(file, log, size)
             self._find()
@@ -128,7 +128,7 @@ class Remains:
         state, gone = self.state(), self.settings().get("gone", 0)
         if state is None or not isinstance(gone, int):
             return 0
-        return state.next_row - gone - sum(int.from_bytes(packed).bit_count() for packed in self.dead().values())
+        return state.next_row - gone - sum(int.from_bytes(packed, "big").bit_count() for packed in self.dead().values())
 
     def _cells(self, name: str) -> Iterator[Cell]:
         if name in self._roots:
