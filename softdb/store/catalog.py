@@ -182,10 +182,10 @@ class Catalog:
         """Generation and next row number. Raises CorruptionError."""
         if self._state is not None and self.connection.in_transaction:
             return self._state
-        found = self.one("SELECT generation, next_row, crc FROM state")
-        if found is None:
+        found: list[Any] = self.connection.execute("SELECT generation, next_row, crc FROM state LIMIT 1").fetchall()
+        if not found:
             raise damaged_catalog("has lost its state row")
-        generation, next_row, crc = found
+        generation, next_row, crc = found[0]
         sound = all(type(one) is int and 0 <= one < _MOST for one in (generation, next_row))
         if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")

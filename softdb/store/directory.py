@@ -30,12 +30,13 @@ class Directory:
 
     def __init__(self, path: Path, writing: bool) -> None:
         """Raises NotADatabase, and DatabaseLocked where another process writes."""
-        self.path, self.lock = path, None
+        self.path, self._place, self.lock = path, str(path), None
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._identity = _identity(os.fstat(self.descriptor))
+        self._identity = _identity(self.descriptor)
         if writing:
             try:
                 self.lock = self._locked()
+                self._lock_identity = _identity(self.lock.descriptor)
             except BaseException:
                 self.close()
                 raise
@@ -51,20 +52,10 @@ class Directory:
 
     def require_ours(self) -> None:
         """Raise Displaced unless the path leads here and the lock that is held is the directory's. Cost: two stats."""
-        try:
-            same = _identity(self.path.stat()) == self._identity
-        except OSError:
-            same = False
-        if not same:
+        if _identity(self._place) != self._identity:
             raise Displaced(f"{self.path} was renamed, removed or replaced since it was opened")
-        if self.lock is not None:
-            try:
-                lock = os.stat("lock", dir_fd=self.descriptor, follow_symlinks=False)
-                same = _identity(lock) == _identity(os.fstat(self.lock.descriptor))
-            except OSError:
-                same = False
-            if not same:
-                raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
+        if self.lock is not None and _identity("lock", self.descriptor) != self._lock_identity:
+            raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
 
     def close(self) -> None:
         """Close the descriptor, and release the lock; safe to call twice."""
@@ -82,7 +73,12 @@ class Directory:
             os.close(self.descriptor)  # the lock closes itself
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
+def _identity(place: str | int, folder: int | None = None) -> tuple[int, int] | None:
+    """What a path or a descriptor leads to, no link at its end followed in a folder; None: nowhere."""
+    try:
+        found = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
+    except OSError:
+        return None
     return found.st_dev, found.st_ino
 
 

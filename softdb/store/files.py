@@ -53,14 +53,17 @@ def create(path: Path, head: bytes, size: int, named: bool = True, folder: int |
 
 def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = True, folder: int | None = None) -> None:
     """Overwrite part of an existing file, on disk when this returns, unless `sync` follows."""
-    with filling(path, offset, synced, folder) as put:
-        put(data)
+    descriptor = disk.open(path, os.O_WRONLY, folder=folder)
+    try:
+        _write(descriptor, memoryview(data), offset)
+        if synced:
+            disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
 
 
 @contextlib.contextmanager
-def filling(
-    path: Path, offset: int, synced: bool = True, folder: int | None = None
-) -> Iterator[Callable[[bytes | memoryview], None]]:
+def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
     with _opened(path, os.O_WRONLY, folder=folder) as descriptor:
 
@@ -70,8 +73,7 @@ def filling(
             offset += len(data)
 
         yield put
-        if synced:
-            disk.sync(descriptor)
+        disk.sync(descriptor)
 
 
 def copy(source: BinaryIO, path: Path) -> None:

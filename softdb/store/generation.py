@@ -46,20 +46,29 @@ class SnapshotLoader:
         """The segments of the generation that the open transaction reads."""
         return self._entries if catalog.state().generation == self.snapshot.generation else catalog.segments()
 
-    def append(self, state: CatalogState, entries: list[SegmentEntry]) -> None:
-        """Go on to a generation that has appended rows to the loaded one, and changed nothing else.
+    def append(self, state: CatalogState, entries: list[SegmentEntry]) -> bool:
+        """Go on to a generation that has appended rows to the one before it, and changed nothing else.
 
-        Cost: of the appended rows alone; twice as many bytes as there are rows are kept.
+        False where that one is not loaded. Cost: of the appended rows alone; a byte or two a row are kept.
         """
-        segments, old = self._segments(entries, self._missing, state.next_row, state.next_row), self.snapshot
-        starts = np.cumsum([0, *map(len, segments)], dtype=np.int64)
-        size = int(starts[-1])
+        old = self.snapshot
+        if state.generation != old.generation + 1:
+            return False
+        same = len(self._entries)  # segments that are as before: all, but that the last may have been filled up
+        same -= same > 0 and entries[same - 1] != self._entries[same - 1]
+        segments = (*old.segments[:same], *(self._segment(entry, None) for entry in entries[same:]))
+        starts = np.empty(len(segments) + 1, np.int64)
+        starts[: same + 1] = old.starts[: same + 1]
+        size = int(starts[same])
+        for i in range(same, len(segments)):
+            starts[i + 1] = size = size + len(segments[i])
         if old.live.base is not self._room or len(self._room) < size:
             self._room = np.empty(2 * size, np.bool_)
             self._room[: old.size] = old.live
         self._room[old.size : size] = True  # beyond what any snapshot shows
         count = old.count + size - old.size
         self._take(Snapshot(state.generation, segments, starts, self._room[:size], count), entries, self._missing)
+        return True
 
     def _take(self, snapshot: Snapshot, entries: list[SegmentEntry], missing: gaps.Gaps) -> None:
         self._require_labels(snapshot)

@@ -117,8 +117,7 @@ class Writer:
             yield change
             self._end(durable)
             if change.appended is not None:
-                self._reader.loader.append(*change.appended)
-                loaded = True
+                loaded = self._reader.loader.append(*change.appended)
         except (apsw.BusyError, apsw.LockedError) as error:  # nothing was written: another program has it locked
             raise typed(error) from error
         except _FAILURES as error:
