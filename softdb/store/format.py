@@ -14,6 +14,11 @@ The format, as MUSTs:
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads in place MUST set
   `payloads_replaced` to the generation it makes: what was worked out from payloads before is void.
+
+Room is left for what is to come; each is a new format version: a text beside the payload (a column and its checksum
+more in `records`); a record without a key (`key_crc` NULL and a slot of zeros that no vector meets); columns of int8 or
+bfloat16 (a `dtype` among the settings, and the `.npy` header of that); the version number of another system's table (a
+setting, which commits with the rows that it tells of).
 """
 
 from __future__ import annotations
