@@ -1,0 +1,193 @@
+"""Runs the tests of trust in full, while its minutes last; makes the table of docs/durability.md from what they count.
+
+    python benchmarks/trust.py --minutes 120             # everything
+    python benchmarks/trust.py --minutes 20 --only kill  # the others stay as they were taken
+
+A suite that fails leaves file and table alone. One that is cut off when its minutes are over counts what it has tried
+by then; the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import commit, machine, versions, write_json
+
+__all__ = ["DOCS", "RESULTS", "shown", "table"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/trust.json"
+DOCS = ROOT / "docs/durability.md"
+INTERRUPTED = 2  # pytest's exit code
+
+Figures = dict[str, int]
+
+
+class Line(NamedTuple):
+    """A line of the table."""
+
+    tried: str
+    count: Callable[[Figures], str]
+    wrong: Callable[[Figures], str]
+
+
+class Suite(NamedTuple):
+    """Some files of tests, and what they show."""
+
+    marks: str
+    files: tuple[str, ...]
+    share: int  # of the minutes
+    lines: tuple[Line, ...]
+
+    @property
+    def command(self) -> str:
+        """What is run, less the options of the run."""
+        return f'pytest -m "{self.marks}" {" ".join(f"tests/trust/test_{name}.py" for name in self.files)}'
+
+
+def counted(*names: str) -> Callable[[Figures], str]:
+    """The sum of some figures. Raises KeyError where a run has not counted one."""
+    return lambda figures: f"{sum(figures[name] for name in names):,}"
+
+
+def none_of(*names: str, say: str = "") -> Callable[[Figures], str]:
+    """The same, and what it is that there were so many of."""
+    return lambda figures: counted(*names)(figures) + say
+
+
+SUITES = {
+    "kill": Suite("exhaustive", ("kill",), 18, (
+        Line(
+            "processes killed (SIGKILL)",
+            lambda f: f"{f['kills']:,}, of them {f['kills: fail points']:,} before, after or within a named step",
+            none_of("kills: acknowledged records lost", "kills: deleted records back", "kills: half batches"),
+        ),
+    )),
+    "power": Suite("exhaustive", ("power",), 25, (
+        Line(
+            "states of the disk after a power cut",
+            counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
+        ),
+        Line(
+            "a sync left away, or two neighbouring steps swapped",
+            counted("power loss: mutations tried"),
+            lambda f: f"{f['power loss: mutations found']:,} shown to lose data, the others each with a reason not to",
+        ),
+    )),
+    "faults": Suite("", ("faults",), 5, (
+        Line("EIO, ENOSPC and short writes", counted("faults injected"), none_of("faults: acknowledged records lost")),
+    )),
+    "model": Suite("exhaustive", ("model",), 25, (
+        Line("operations against a dict and numpy", counted("model: operations"), none_of("model: disagreements")),
+    )),
+    "rot": Suite("exhaustive", ("rot",), 8, (
+        Line(
+            "damaged files: a bit flipped, cut, zeroed, swapped",
+            counted("bit rot: damages tried"), none_of("bit rot: misread"),
+        ),
+    )),
+    "salvage": Suite("exhaustive", ("salvage", "salvage_losses"), 8, (
+        Line(
+            "damaged databases salvaged",
+            counted("salvage: damages tried"), none_of("salvage: records that were never so"),
+        ),
+    )),
+    "hostile": Suite("", ("hostile", "hostile_catalog", "hostile_texts", "fuzz"), 6, (
+        Line(
+            "hostile directories and files; fuzzed inputs",
+            lambda f: f"{f['hostile: directories tried'] + f['hostile: files tried']:,}; {f['fuzz: inputs']:,}",
+            none_of("hostile: code runs", "fuzz: crashes", say=" ran code or crashed"),
+        ),
+    )),
+    "signals": Suite("exhaustive", ("signals",), 10, (
+        Line(
+            "interrupts (Ctrl-C) at every moment of every operation; other exceptions and signals",
+            lambda f: f"{f['interrupts']:,}; {f['exceptions set in other threads'] + f['signals']:,}",
+            lambda _: "0, and no lock stayed",
+        ),
+    )),
+    "concurrency": Suite("exhaustive", ("concurrency", "forks", "under_load"), 20, (
+        Line(
+            "seconds of one process that writes with eight threads beside four that read",
+            counted("concurrency: seconds"),
+            lambda f: f"{f['concurrency: torn views']:,} torn among {f['concurrency: views checked']:,} views",
+        ),
+    )),
+}  # fmt: skip
+
+
+def run(suite: Suite, minutes: float) -> dict[str, Any]:
+    """What a suite counts in so many minutes. Raises SystemExit where it fails."""
+    words = ["-q", "-x", "-p", "no:cacheprovider", "--minutes", f"{minutes:g}"]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", *shlex.split(suite.command), *words, "--figures", str(figures)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found: Figures = json.loads(figures.read_text()) if figures.exists() else {}
+    cut_off = bool(found.pop("cut off", 0))
+    if done.returncode != (INTERRUPTED if cut_off else 0):
+        raise SystemExit(f"{suite.command} ended with {done.returncode}:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")
+    return {
+        "command": suite.command,
+        "made": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(("numpy", "apsw", "torch", "faiss-cpu")),
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "whole": not cut_off,
+        "figures": found,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The table of docs/durability.md."""
+    rows = ["| tried | how much | lost, or answered wrongly | command |", "|---|---:|---|---|"]
+    for name, suite in SUITES.items():
+        found = results.get(name)
+        for line in suite.lines if found else ():
+            count = line.count(found["figures"]) + ("" if found["whole"] else " (cut off)")
+            rows.append(f"| {line.tried} | {count} | {line.wrong(found['figures'])} | `{found['command']}` |")
+    return "\n".join(rows) + "\n"
+
+
+def shown(page: str, results: dict[str, Any]) -> str:
+    """The page with the table of these results."""
+    found, count = re.subn(r"^\| tried \|.*\n(\|.*\n)*", lambda _: table(results), page, flags=re.MULTILINE)
+    if count != 1:
+        raise ValueError(f"{DOCS.name} has {count} tables that begin with 'tried', one expected")
+    return found
+
+
+def main() -> None:
+    """Run the suites, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=120, help="for all suites, or those of --only")
+    parser.add_argument("--only", help=f"some of {','.join(SUITES)}")
+    args = parser.parse_args()
+    chosen = args.only.split(",") if args.only else list(SUITES)
+    shares = sum(SUITES[name].share for name in chosen)
+    for name in chosen:
+        found = run(SUITES[name], args.minutes * SUITES[name].share / shares)
+        print(
+            f"{name}: {found['minutes']} min, {'whole' if found['whole'] else 'cut off'}", found["figures"], flush=True
+        )
+        results = json.loads(RESULTS.read_text())
+        results[name] = found
+        write_json(RESULTS, results)
+        DOCS.write_text(shown(DOCS.read_text(), results))
+
+
+if __name__ == "__main__":
+    main()
