@@ -155,8 +155,8 @@ def table(results: dict[str, Any]) -> str:
     """The table of docs/durability.md."""
     rows = ["| tried | how much | lost, or answered wrongly | command |", "|---|---:|---|---|"]
     for name, suite in SUITES.items():
-        found = results.get(name)
-        for line in suite.lines if found else ():
+        found = results[name]
+        for line in suite.lines:
             count = line.count(found["figures"]) + ("" if found["whole"] else " (cut off)")
             rows.append(f"| {line.tried} | {count} | {line.wrong(found['figures'])} | `{found['command']}` |")
     return "\n".join(rows) + "\n"

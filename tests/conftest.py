@@ -24,6 +24,12 @@ def key_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test has its database."""
+    return tmp_path / "db"
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 

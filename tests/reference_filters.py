@@ -57,3 +57,17 @@ def clause(payload: Any, name: str, condition: Any) -> bool:
         not clause(payload, name, operand) if operator == "$not" else OPERATORS[operator](value, operand)
         for operator, operand in condition.items()
     )
+
+
+def as_filtered(payload: Any) -> Any:
+    """A payload as filters see it: whole numbers beyond 64 bits are compared as floats."""
+    if isinstance(payload, dict):
+        return {name: as_filtered(one) for name, one in payload.items()}
+    if isinstance(payload, list):
+        return [as_filtered(one) for one in payload]
+    if type(payload) is int and not -(2**63) <= payload < 2**63:
+        try:
+            return float(payload)
+        except OverflowError:
+            return float("inf") if payload > 0 else float("-inf")
+    return payload

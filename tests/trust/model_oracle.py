@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from model_world import Array, Id, Kind, as_filtered
-from reference_filters import meets
+from model_world import Array, Id, Kind
+from reference_filters import as_filtered, meets
 
 import softdb
 

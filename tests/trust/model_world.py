@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import json_drawn
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -51,8 +51,6 @@ POOL: list[Id] = [*range(-20, 40), *map(str, range(-5, 40)), -(2**63), 2**63 - 1
 
 FIELDS = ["year", "lang", "tags", "draft", "a.b", "", 'q"uote', "nul\0", "back\\slash", "é", "it's", "[0]", "new\nline"]
 PLAIN_FIELDS = ["year", "lang", "tags", "draft", "a.b", "", "é", "it's", "[0]", "new\nline", "nowhere"]
-TEXTS = ["de", "fr", "", "1999", "naïve 😀", "x' OR 1=1 --", "nul\0", 'say "so"', "\\", "\u2028", "de-AT", "1e400"]
-NUMBERS = [0, 1, -1, 2020, 2020.5, 1999, 0.1, -0.0, 5e-324, 1.7976931348623157e308, 2**62, 2**63 - 1, -(2**63), 1e19]
 
 
 class Draw:
@@ -119,84 +117,7 @@ class Draw:
     # -- payloads and filters ------------------------------------------------------------------------------------------
 
     def payloads(self, n: int) -> list[Any]:
-        return [self.payload() for _ in range(n)]
+        return [json_drawn.payload(self.random, FIELDS) for _ in range(n)]
 
-    def payload(self) -> Any:
-        """Any JSON value, mostly an object with fields that filters ask for."""
-        if self.random.random() < 0.3:
-            return self.value(3)
-        return {name: self.value(1) for name in self.random.sample(FIELDS, self.random.randrange(4))}
-
-    def value(self, depth: int) -> Any:
-        """A JSON value."""
-        case = self.random.randrange(8 if depth else 6)
-        match case:
-            case 0 | 1:
-                return self.random.choice(NUMBERS)
-            case 2:
-                return self.number()
-            case 3 | 4:
-                return self.random.choice(TEXTS)
-            case 5:
-                return self.random.choice([None, True, False])
-            case 6:
-                return [self.value(depth - 1) for _ in range(self.random.randrange(4))]
-        return {self.random.choice([*FIELDS, *TEXTS]): self.value(depth - 1) for _ in range(self.random.randrange(3))}
-
-    def number(self) -> int | float:
-        """Of any size."""
-        if self.random.random() < 0.5:
-            return self.random.choice([1, -1]) * self.random.getrandbits(self.random.choice([8, 32, 53, 64, 200, 1100]))
-        found: float = struct.unpack("<d", self.random.randbytes(8))[0]
-        return found if np.isfinite(found) else 0.0
-
-    def where(self, payloads: list[Any], depth: int = 2) -> dict[str, Any]:
-        """A filter; its operands are often what is stored."""
-        if depth and self.random.random() < 0.3:
-            parts = [self.where(payloads, depth - 1) for _ in range(self.random.randrange(3))]
-            name = self.random.choice(["$and", "$or", "$not"])
-            return {name: self.where(payloads, depth - 1) if name == "$not" else parts}
-        names = self.random.sample(FIELDS, self.random.choice([1, 1, 1, 2]))
-        return {name: self.condition(self._stored(name, payloads)) for name in names}
-
-    def condition(self, stored: Any) -> Any:
-        """What may be asked of a field that holds such a value somewhere."""
-        ordered = stored if _orderable(stored) else self.random.choice([one for one in NUMBERS if _orderable(one)])
-        scalar = stored if stored is None or isinstance(stored, bool) else ordered
-        return self.random.choice([
-            scalar,
-            {"$eq": scalar},
-            {"$ne": scalar},
-            {self.random.choice(["$gt", "$gte", "$lt", "$lte"]): ordered},
-            {"$gte": ordered, "$lt": self.random.choice([one for one in (*NUMBERS, *TEXTS) if _orderable(one)])},
-            {"$in": [scalar, self.random.choice(TEXTS), 2020, None]},
-            {"$nin": [scalar, True]},
-            {"$exists": self.random.random() < 0.5},
-            {"$contains": scalar},
-            {"$not": {"$eq": scalar}},
-        ])  # fmt: skip
-
-    def _stored(self, name: str, payloads: list[Any]) -> Any:
-        found = [one[name] for one in payloads if isinstance(one, dict) and name in one]
-        return self.random.choice(found) if found else self.random.choice([*NUMBERS, *TEXTS])
-
-
-def _orderable(value: Any) -> bool:
-    """Whether a filter may order by it: text, or a number of 64 bits."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, float) or (type(value) is int and -(2**63) <= value < 2**63)
-
-
-def as_filtered(payload: Any) -> Any:
-    """A payload as filters see it: whole numbers beyond 64 bits are compared as floats."""
-    if isinstance(payload, dict):
-        return {name: as_filtered(one) for name, one in payload.items()}
-    if isinstance(payload, list):
-        return [as_filtered(one) for one in payload]
-    if type(payload) is int and not -(2**63) <= payload < 2**63:
-        try:
-            return float(payload)
-        except OverflowError:
-            return float("inf") if payload > 0 else float("-inf")
-    return payload
+    def where(self, payloads: list[Any]) -> dict[str, Any]:
+        return json_drawn.where(self.random, FIELDS, payloads)

@@ -24,11 +24,6 @@ from softdb.store import writer as writing
 DIM = 4
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
 @pytest.fixture(autouse=True)
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """No flush of its own accord."""

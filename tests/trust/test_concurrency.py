@@ -14,7 +14,6 @@ from pathlib import Path
 import crowd_batches as batches
 import numpy as np
 import pytest
-import torch
 from crowd_process import CONTEXT, SECONDS, other
 from crowd_work import LASTING, MOST, PATIENCE, THERE, Crowd, reads, writes
 
@@ -23,11 +22,6 @@ import softdb
 MINUTES = float(os.environ.get("SOFTDB_TRUST_MINUTES", "5"))
 PAGES = 4000  # of SQLite's log: what a writer lets it grow to before it waits for readers
 LOG = (2 * PAGES) * (4096 + 24)  # bytes: the bound, with the largest verb of these tests on top
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
 
 
 def made(path: Path, count: int) -> softdb.SoftDB:
@@ -226,44 +220,3 @@ def test_a_stopped_writer_keeps_the_lock_and_nobody_from_reading(path: Path) -> 
         writer.end()
     with softdb.open(path, verify=True) as db:
         assert batches.seen(db) == {0, 1}
-
-
-# -- the ground is taken away -----------------------------------------------------------------------------------------
-
-
-def written(db: softdb.SoftDB) -> None:
-    for batch in range(1000, 1080):
-        batches.write(db, batch)
-
-
-@pytest.mark.parametrize("what", ["moved", "removed"])
-@pytest.mark.parametrize("mode", ["rw", "r"])
-def test_a_directory_taken_away_under_a_handle_is_said_or_not_noticed(path: Path, what: str, mode: str) -> None:
-    """Reading goes on from what is open; a write is refused with a reason, or found where the directory is now."""
-    made(path, 70).close()
-    db = softdb.open(path, mode=mode)  # type: ignore[arg-type]
-    expected = set(range(70))
-    path.rename(path.with_name("elsewhere"))
-    if what == "removed":
-        for file in path.with_name("elsewhere").iterdir():
-            file.unlink()
-    for verb in (
-        lambda: batches.seen(db),
-        lambda: db.search(torch.zeros(1, batches.DIM), k=2).ids,
-        lambda: db.refresh(),
-        lambda: db.stats(),
-        lambda: db.verify(),
-        lambda: db.snapshot(path.with_name("copy")),
-        lambda: written(db),
-        lambda: db.compact(),
-        lambda: db.close(),
-    ):
-        try:
-            found = verb()
-            assert not isinstance(found, set) or found == expected
-        except softdb.SoftDBError:
-            pass
-    db.close()
-    if what == "moved":
-        with softdb.open(path.with_name("elsewhere"), verify=True) as again:
-            assert batches.seen(again) >= expected

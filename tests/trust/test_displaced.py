@@ -19,11 +19,6 @@ from softdb.store.catalog import Catalog
 DIM = 4
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
 def put(db: softdb.SoftDB, first: int, count: int = 8, value: float = 1.0) -> None:
     db.insert(range(first, first + count), np.full((count, DIM), value))
 

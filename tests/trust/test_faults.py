@@ -82,7 +82,7 @@ def faults(at: int, op: Op, every: bool) -> Iterator[Fault]:
         yield Fault(at, errno.ENOSPC, half=True)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_error_at_any_step_is_told_and_loses_nothing(

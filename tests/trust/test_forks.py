@@ -29,11 +29,6 @@ from softdb.store.catalog import Catalog
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
 def made(path: Path | None, count: int = 20) -> softdb.SoftDB:
     db = batches.open_empty(path)
     for batch in range(count):

@@ -14,7 +14,6 @@ from hostile_catalog import (
     both,
     foreign_log,
     journal,
-    looped,
     loosened,
     patched,
     payload,
@@ -342,16 +341,6 @@ def test_pages_and_logs_that_cannot_be_end_decently(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     tried(asked, goods["good"], tmp_path, PAGES[name], mode, tally)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("table", ["settings", "segments", "tombstones", "records"])
-def test_a_table_that_leads_into_itself_is_not_read_for_ever(
-    asked: Nursery, goods: dict[str, Path], tmp_path: Path, table: str, mode: tuple[str, bool], tally: Counter[str]
-) -> None:
-    """A few pages that are each other's children are 400^8 leaves to whoever reads on."""
-    tried(asked, goods["good"], tmp_path, looped(table), mode, tally)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,11 +26,6 @@ DIM, PAGE = 4, 4096
 FRAME = 24 + PAGE  # bytes, of a log
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
 def made(path: Path, count: int = 20) -> softdb.SoftDB:
     db = softdb.open(path, dim=DIM)
     for i in range(count):

@@ -23,17 +23,11 @@ from crowd_interrupt import Interruption, moments
 from crowd_process import SECONDS, other
 
 import softdb
-from softdb.store import files
 
 # a generator that an interrupt closes, or a directory that it leaves half listed, is told to nobody but pytest
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 QUICK, EXHAUSTIVE = 25, pytest.param(10**6, marks=pytest.mark.exhaustive)  # moments tried at most
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
 
 
 @pytest.fixture(autouse=True)
@@ -338,45 +332,6 @@ def test_real_signals_at_random_moments(path: Path, tally: Counter[str], signals
     assert sent > signals // 3, "too few came in the midst of something"
     with softdb.open(path, verify=True) as again:
         assert batches.whole(list(again.scan(1000))) == held, f"seed {seed}"
-
-
-def test_a_second_interrupt_does_not_leave_a_thread_writing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    db = softdb.open(path, dim=1024)
-    db.insert(range(600), np.zeros((600, 1024)))
-    go, real, calls = threading.Event(), files.write_at, list[int]()
-
-    def late(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            go.wait(20)  # a slow disk
-        real(*args)
-
-    monkeypatch.setattr(files, "write_at", late)
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def impatient() -> None:
-        end = time.monotonic() + SECONDS
-        while not calls:
-            if time.monotonic() > end:
-                return
-            time.sleep(0.01)
-        for _ in range(2):
-            time.sleep(0.3)
-            signal.pthread_kill(main, signal.SIGINT)
-        time.sleep(1.0)
-        go.set()
-
-    thread = threading.Thread(target=impatient, daemon=True)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        db.insert(range(1000, 1400), np.ones((400, 1024)))
-    db.insert(range(2000, 2400), np.full((400, 1024), 2.0))  # acknowledged
-    thread.join()
-    time.sleep(0.3)
-    assert float(db[2000].key[0]) == 2.0
-    db.verify()
-    db.close()
 
 
 class Thrown(Exception):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import apsw
 import crowd_batches as batches
@@ -25,11 +22,6 @@ from softdb.store import files, segments
 
 ROWS = 8192  # of the largest segment, in the tests of what a compaction takes
 DIM = 32
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
 
 
 # -- while others write -----------------------------------------------------------------------------------------------
@@ -200,84 +192,3 @@ def test_a_compaction_frees_the_disk_in_little_memory_and_little_room(
     tally["compaction: share of the disk freed, in percent"] = 100 * freed // (freed + after)
     tally["compaction: bytes of disk meanwhile beyond those before"] = max(0, room)
     tally["compaction: bytes of memory a record beyond a fixed sum"] = int(each)
-
-
-# -- a full disk ------------------------------------------------------------------------------------------------------
-
-
-class Full(Tap):
-    """No room at the nth change, and, where it lasts, at any after it that needs some."""
-
-    def __init__(self, at: int, lasts: bool) -> None:
-        self.at, self.lasts, self.seen, self.where = at, lasts, 0, ""
-
-    def before(self, op: Op) -> None:
-        self.seen += 1
-        needs = op.name in ("create", "write", "truncate", "make", "rename", "link")
-        if needs and (self.seen == self.at or (self.lasts and self.seen > self.at > 0)):
-            self.where = self.where or op.point
-            raise OSError(errno.ENOSPC, "no space left on device")
-
-
-def filled(path: Path) -> set[int]:
-    """Several segments with dead rows in them, and an index."""
-    with batches.open_empty(path) as db:
-        for batch in range(30):
-            batches.write(db, batch)
-        db.build_index("flat")
-        db.delete(where={"batch": {"$in": list(range(0, 30, 3))}})
-        for batch in range(1, 30, 3):
-            db.upsert(batches.ids(batch), **batches.content(batch, 1))
-        return batches.seen(db)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("lasts", [False, True])
-@pytest.mark.parametrize("most", [25, pytest.param(10**6, marks=pytest.mark.exhaustive)])
-def test_a_full_disk_at_any_step_of_a_compaction_loses_nothing(
-    path: Path, tally: Counter[str], lasts: bool, most: int
-) -> None:
-    held = filled(path)
-    count = _steps(path, path.with_name("counted"))
-    for at in sorted(np.random.default_rng(0).permutation(np.arange(1, count + 1))[:most].tolist()):
-        place = path.with_name(f"full{at}")
-        shutil.copytree(path, place)
-        full = Full(0, lasts)
-        told = f"no room at step {at} of {count}"
-        with tapped(full, inside=place):
-            db = softdb.open(place)
-            full.seen, full.at = 0, at
-            refused = _compacts(db)
-            tally["full disks during a compaction"] += 1
-            assert batches.seen(db) == held, f"{told}, {full.where}"
-            full.at = 0
-            if not refused:
-                batches.write(db, 50)
-            db.close()
-        with softdb.open(place, verify=True) as again:
-            assert batches.seen(again) == held | (set() if refused else {50}), f"{told}, {full.where}"
-            again.compact()
-            assert again.stats().dead == 0
-            assert batches.seen(again) >= held
-        shutil.rmtree(place)
-
-
-def _steps(path: Path, place: Path) -> int:
-    shutil.copytree(path, place)
-    counted = Full(0, False)
-    with tapped(counted, inside=place), softdb.open(place) as db:
-        counted.seen = 0
-        db.compact()
-        return counted.seen
-
-
-def _compacts(db: softdb.SoftDB) -> Any:
-    """Why it did not, or why it takes no more writes."""
-    try:
-        db.compact()
-    except softdb.WriteFailed as error:
-        try:
-            db.delete(["nobody"])
-        except softdb.WriteFailed:
-            return str(error)
-    return ""

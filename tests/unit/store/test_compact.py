@@ -71,11 +71,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return None if request.param == "memory" else tmp_path / "db"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
 def columns_of(path: Path) -> set[str]:
     return {file.name for file in path.glob("*.npy")}
 

@@ -22,11 +22,6 @@ from softdb.store import disk, files
 from softdb.store.format import FORMAT
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
 def make(path: Path, n: int = 300, **extra: Any) -> np.ndarray:
     keys = np.random.default_rng(0).standard_normal((n, 4)).astype(np.float32)
     with softdb.open(path, dim=4, **extra) as db:

@@ -22,11 +22,6 @@ from softdb.store import writer as writing
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "db"
-
-
-@pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """No flush of its own accord."""
     monkeypatch.setattr(writing, "DELAY", 1e6)

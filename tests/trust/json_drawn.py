@@ -1,0 +1,98 @@
+"""JSON values, payloads and filters drawn at random, with all that upsets a careless store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from reference_filters import OPERATORS
+
+NAMES = [
+    "x", "y", "", "a.b", 'quo"te', "back\\slash", "nul\0", "[0]", "é", "e\u0301", "\N{FAMILY}", "__proto__", "$",
+    "'; DROP TABLE records; --", "new\nline", "\t", "\u2028", "\x7f", "%s", "n" * 300, "null", "0", "payload", "#-1",
+    "\N{ARABIC LETTER ALEF}\u202e", "constructor", "a\u200db", "\ufeff",
+]  # fmt: skip
+TEXTS = [
+    "", "a", "b", "ab", "A", "1999", "2020", "true", "null", "nul\0", "nul", "\0", "é", "e\u0301", "\N{GRINNING FACE}",
+    "\uffff", "\N{FAMILY}", "' OR 1=1 --", '"', "\\", "\\u0041", "%", "_", "*", "\u202eabc", "x" * 1000, "[1]", "{}",
+]  # fmt: skip
+NUMBERS: list[int | float] = [
+    0, 1, -1, 2, 2020, 1999, 1.0, 1.5, -0.0, 0.1, 0.30000000000000004, 1e-320, 5e-324, 1.7976931348623157e308, -1e300,
+    2**53, 2**53 + 1, float(2**53), 2**63 - 1, -(2**63), 9.223372036854775807e18, 123456789.123456789,
+]  # fmt: skip
+VAST = [2**63, 2**64, -(2**63) - 1, 10**30, 10**400]  # payloads may hold them; no operand may be one
+
+Draw = random.Random
+
+
+def scalar(draw: Draw) -> Any:
+    """A value that may be an operand, too."""
+    return draw.choice(
+        [None, True, False, draw.choice(TEXTS), draw.choice(TEXTS), *draw.sample(NUMBERS, 3), _number(draw)]
+    )
+
+
+def _number(draw: Draw) -> int | float:
+    return draw.choice(
+        [draw.randint(-3, 3), draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300), draw.getrandbits(63)]
+    )
+
+
+def value(draw: Draw, names: Sequence[str] = NAMES, depth: int = 0) -> Any:
+    """A JSON value."""
+    kind = draw.random()
+    if depth < 3 and kind < 0.15:
+        return [value(draw, names, depth + 1) for _ in range(draw.randint(0, 4))]
+    if depth < 3 and kind < 0.25:
+        return {draw.choice(names): value(draw, names, depth + 1) for _ in range(draw.randint(0, 3))}
+    return draw.choice(VAST) if kind < 0.3 else scalar(draw)
+
+
+def payload(draw: Draw, names: Sequence[str] = NAMES) -> Any:
+    """A record's payload, mostly an object."""
+    if draw.random() < 0.1:
+        return value(draw, names)
+    return {draw.choice(names): value(draw, names) for _ in range(draw.randint(0, 6))}
+
+
+def _orderable(operand: Any) -> bool:
+    """Whether a filter may order by it: text, or a number of 64 bits."""
+    return isinstance(operand, str | float) or (type(operand) is int and -(2**63) <= operand < 2**63)
+
+
+def condition(draw: Draw, stored: Sequence[Any] = (), depth: int = 0) -> Any:
+    """What is asked of a field; operands are often what is stored in it."""
+    ordered = [one for one in stored if _orderable(one)] or [draw.choice(TEXTS), draw.choice(NUMBERS), _number(draw)]
+    some = [one for one in stored if one is None or isinstance(one, bool) or _orderable(one)]
+
+    def operand(name: str) -> Any:
+        if name in ("$in", "$nin"):
+            return [operand("$eq") for _ in range(draw.randint(0, 5))]
+        if name == "$exists":
+            return draw.random() < 0.5
+        if name == "$not":
+            return condition(draw, stored, depth + 1) if depth < 3 else operand("$eq")
+        if name in ("$gt", "$gte", "$lt", "$lte"):
+            return draw.choice(ordered)
+        return draw.choice(some) if some and draw.random() < 0.7 else scalar(draw)
+
+    if draw.random() < 0.25:
+        return operand("$eq")
+    return {name: operand(name) for name in draw.sample([*OPERATORS, "$not"], draw.choice([1, 1, 1, 2]))}
+
+
+def where(draw: Draw, names: Sequence[str] = NAMES, payloads: Sequence[Any] = (), depth: int = 0) -> dict[str, Any]:
+    """A filter of the grammar over such payloads."""
+    found: dict[str, Any] = {}
+    for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
+        kind = draw.random()
+        if depth < 4 and kind < 0.35:
+            parts = [where(draw, names, payloads, depth + 1) for _ in range(draw.randint(0, 3))]
+            found["$and" if kind < 0.15 else "$or"] = parts
+        elif depth < 4 and kind < 0.45:
+            found["$not"] = where(draw, names, payloads, depth + 1)
+        else:
+            name = draw.choice([one for one in names if not one.startswith("$")])
+            found[name] = condition(draw, [one[name] for one in payloads if isinstance(one, dict) and name in one])
+    return found
