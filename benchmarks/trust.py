@@ -38,7 +38,7 @@ class Line(NamedTuple):
     """A line of the table."""
 
     tried: str
-    count: Callable[[Figures], str]
+    much: Callable[[Figures], str]
     wrong: Callable[[Figures], str]
 
 
@@ -157,8 +157,8 @@ def table(results: dict[str, Any]) -> str:
     for name, suite in SUITES.items():
         found = results[name]
         for line in suite.lines:
-            count = line.count(found["figures"]) + ("" if found["whole"] else " (cut off)")
-            rows.append(f"| {line.tried} | {count} | {line.wrong(found['figures'])} | `{found['command']}` |")
+            much = line.much(found["figures"]) + ("" if found["whole"] else " (cut off)")
+            rows.append(f"| {line.tried} | {much} | {line.wrong(found['figures'])} | `{found['command']}` |")
     return "\n".join(rows) + "\n"
 
 

@@ -57,6 +57,13 @@ class Directory:
         if self.lock is not None and _identity("lock", self.descriptor) != self._lock_identity:
             raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
 
+    def require_opened(self) -> None:
+        """Raise NotADatabase where it was replaced while its files were opened, some by the path."""
+        try:
+            self.require_ours()
+        except Displaced as error:
+            raise NotADatabase(f"{error}; open it again") from None
+
     def close(self) -> None:
         """Close the descriptor, and release the lock; safe to call twice."""
         lock, self.lock = self.lock, None

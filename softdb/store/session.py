@@ -85,7 +85,7 @@ class Session:
                 self.schema = catalog.schema()
                 committed.require(catalog.state().generation, acknowledged)
             if self._directory is not None:
-                self._directory.require_ours()  # SQLite has opened its file by the path
+                self._directory.require_opened()  # SQLite has opened its file by the path
             folder = None if self._directory is None else self._directory.descriptor
             self.columns = ColumnFiles(self.path, self.schema, self._relaxed, folder)
             self._reader = Reader(catalog, self.columns, self.schema, writing)

@@ -83,22 +83,26 @@ def test_a_rename_between_the_check_and_the_write_reaches_the_directory_that_was
 ) -> None:
     """Column files are opened by the directory's descriptor: no moment is left in which a path could lead elsewhere."""
     old, moved, real = made(path), path.with_name("moved"), directory.Directory.require_ours
-    checks: list[int] = []
+    before: list[dict[str, bytes]] = []
+
+    def files() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in path.iterdir()}
 
     def check(self: directory.Directory) -> None:
         real(self)
-        checks.append(1)
-        if len(checks) == 1:
+        if not before:
+            before.append({})  # another database is opened now, which checks, too
             path.rename(moved)
             made(path).close()
+            before.append(files())
 
     monkeypatch.setattr(directory.Directory, "require_ours", check)
     with pytest.raises(softdb.WriteFailed, match="replaced"):
         put(old, 100, 200, 3.0)
     monkeypatch.undo()
+    assert files() == before[1], "the other directory was written to"
     old.close()
     assert sound(path) == sound(moved) == list(range(8))
-    assert not list(path.glob("keys-00000001.npy")), "a segment was made in the other directory"
 
 
 def test_a_reader_of_a_renamed_directory_reads_on_in_it(path: Path) -> None:
@@ -112,6 +116,27 @@ def test_a_reader_of_a_renamed_directory_reads_on_in_it(path: Path) -> None:
         reader.refresh()
         assert len(reader) == 208
         assert reader.get([150]).keys.tolist() == [[3.0] * DIM]
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_a_directory_replaced_while_it_is_opened_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """SQLite opens its file by the path, the columns are those of the directory's descriptor."""
+    for one in (path, path.with_name("other")):
+        made(one).close()
+    real = Catalog.open
+
+    def replaced(*args: Any) -> Any:
+        path.rename(path.with_name("moved"))
+        path.with_name("other").rename(path)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "open", replaced)
+        with pytest.raises(softdb.NotADatabase, match="replaced since it was opened; open it again"):
+            softdb.open(path, mode=mode)
+    assert sound(path) == sound(path.with_name("moved")) == list(range(8))
 
 
 def test_a_removed_directory_is_told(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import os
 import random
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from power_work import a_life, labels, relaxed, rounds, without_values
 
 import softdb
 from softdb.index import build
-from softdb.store import segments
+from softdb.store import disk, files, segments
 
 Workload = Callable[[Record, Path], None]
 SEED = 0
@@ -84,11 +85,12 @@ def explored(name: str, explorer: Explorer, tally: Counter[str], **how: Any) -> 
 # -- every cut -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("workload", "share", "random_ones", "tears"),
     [
         (a_life, 0.02, 0, 1),
+        (relaxed, 0.03, 0, 1),
         (a_life, 0.1, 0, 1),
         (without_values, 0.2, 0, 1),
         (relaxed, 0.1, 0, 1),
@@ -242,6 +244,46 @@ def test_a_durable_insert_syncs_each_file_once(recorded: Callable[[Workload], Hi
     _, second, third = [i for i, step in enumerate(steps) if step.act == "acknowledged"][:3]
     syncs = [step.label for step in steps[second:third] if step.act == "sync"]
     assert syncs == ["append: sync keys", "append: sync values", "append: sync catalog.sqlite-wal"]
+
+
+def unsynced(path: Path, data: bytes) -> None:
+    """Write a file that is there or not, and leave it to whoever comes next to bring it to disk."""
+    descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT)
+    disk.write(descriptor, data, 0)
+    disk.close(descriptor)
+
+
+def copied(root: Path) -> None:
+    with files.open_regular(root / "old") as source:
+        files.copy(source, root / "new")
+    files.sync_directory(root)
+
+
+ON_DISK: dict[str, tuple[Callable[[Path], Any], Image]] = {
+    "create": (lambda root: files.create(root / "new", b"head", 9), {"new": b""}),  # its name
+    "write_at": (lambda root: files.write_at(root / "old", b"new", 1), {"old": b"onew"}),
+    "copy": (copied, {"new": b"old"}),
+    "publish": (lambda root: (unsynced(root / "f", b"new"), files.publish(root / "f", root / "new")), {"new": b"new"}),
+    "write_whole": (lambda root: files.write_whole(root / "old", b"new"), {"old": b"new"}),
+    "make_once": (lambda root: files.make_once(root / "new", b"once"), {"new": b"once"}),
+    "make_directory": (lambda root: files.make_directory(root / "a" / "b"), {"a": None, "a/b": None}),
+    "sync": (lambda root: (unsynced(root / "old", b"X"), files.sync(root / "old")), {"old": b"Xld"}),
+}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_what_each_function_of_files_has_done_is_on_disk_when_it_returns(root: Path, name: str) -> None:
+    """Whatever SQLite syncs besides, where the store uses it."""
+    step, expected = ON_DISK[name]
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    (root / "old").write_bytes(b"old")
+    with recording(root, History(taken(root), [], [])) as record:
+        step(root)
+    played = Disk(record.history.image)
+    for place, one in enumerate(record.history.steps):
+        played.do(place, one)
+    assert played.after(lambda _: DROP)[0] == {"old": b"old", **expected}
 
 
 # -- the model is what it says ---------------------------------------------------------------------------------------
