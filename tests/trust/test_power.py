@@ -259,15 +259,25 @@ def copied(root: Path) -> None:
     files.sync_directory(root)
 
 
+def published(root: Path) -> None:
+    unsynced(root / "fresh", b"new")
+    files.publish(root / "fresh", root / "new")
+
+
+def synced(root: Path) -> None:
+    unsynced(root / "old", b"X")
+    files.sync(root / "old")
+
+
 ON_DISK: dict[str, tuple[Callable[[Path], Any], Image]] = {
     "create": (lambda root: files.create(root / "new", b"head", 9), {"new": b""}),  # its name
     "write_at": (lambda root: files.write_at(root / "old", b"new", 1), {"old": b"onew"}),
     "copy": (copied, {"new": b"old"}),
-    "publish": (lambda root: (unsynced(root / "f", b"new"), files.publish(root / "f", root / "new")), {"new": b"new"}),
+    "publish": (published, {"new": b"new"}),
     "write_whole": (lambda root: files.write_whole(root / "old", b"new"), {"old": b"new"}),
     "make_once": (lambda root: files.make_once(root / "new", b"once"), {"new": b"once"}),
     "make_directory": (lambda root: files.make_directory(root / "a" / "b"), {"a": None, "a/b": None}),
-    "sync": (lambda root: (unsynced(root / "old", b"X"), files.sync(root / "old")), {"old": b"Xld"}),
+    "sync": (synced, {"old": b"Xld"}),
 }
 
 
