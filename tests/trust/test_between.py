@@ -123,9 +123,12 @@ def test_a_handler_that_writes_within_a_flush_writes_after_it(path: Path, monkey
     assert there(path) == {"a", "b", "x"}
 
 
-def test_a_handler_may_do_anything_within_a_lookup(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in the very thread that is in the middle of the query."""
-    with made(path, "full", "a", "b") as db:
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+def test_a_handler_may_do_anything_within_a_lookup(
+    path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """It runs in the very thread that is in the middle of the query. A child leaves alone what waits to be flushed."""
+    with made(path, durability, "a", "b") as db:
         works: list[Callable[[], Any]] = [
             lambda: put(db, "c"),
             lambda: db.get(["a"]),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -220,29 +220,6 @@ def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: s
 # -- forked while other threads are at it ------------------------------------------------------------------------------
 
 
-class Stops(Sequence[Any]):
-    """Payloads that stop half way."""
-
-    def __init__(self, batch: int, then: Callable[[], None]) -> None:
-        self.payloads = batches.content(batch)["payloads"]
-        self.then = then
-
-    def __len__(self) -> int:
-        return len(self.payloads)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.payloads[i]
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.payloads[: len(self) // 2]
-        self.then()
-        yield from self.payloads[len(self) // 2 :]
-
-
-def stopping(batch: int, then: Callable[[], None]) -> dict[str, Any]:
-    return {**batches.content(batch), "payloads": Stops(batch, then)}
-
-
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a child in memory has half of it for ever, and SQLite's own locks are held by nobody."""
@@ -262,30 +239,6 @@ def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str, mo
         assert child.found() == [0, 1, 2, 3]
         thread.join()
         assert batches.seen(db) == {0, 1, 2, 3}
-
-
-def test_a_fork_by_a_payload_leaves_its_write_alone(path: Path) -> None:
-    """The child's end must not roll back what its parent goes on to commit."""
-    with made(path, 3) as db:
-        child: list[int] = []
-
-        def fork() -> None:
-            pid = os.fork()
-            if not pid:
-                os._exit(0)
-            child.append(pid)
-            os.waitpid(pid, 0)
-
-        words = stopping(3, fork)
-        for payload in words["payloads"].payloads:
-            payload["text"] = "x" * 500_000  # more than SQLite keeps in memory: part of it is in the log at the fork
-        db.insert(batches.ids(3), **words)
-        assert child
-        batches.write(db, 4)
-        assert batches.seen(db) == {0, 1, 2, 3, 4}
-        assert db.verify() == 5 * batches.SIZE
-    with softdb.open(path, verify=True) as again:
-        assert batches.seen(again) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.slow
@@ -405,27 +358,6 @@ def test_a_child_whose_directory_is_gone_has_a_closed_handle(path: Path) -> None
         assert Forked(child).found() == "closed"
         path.with_name("elsewhere").rename(path)
         assert batches.seen(db) == {0, 1}
-
-
-def test_a_child_reads_payloads_though_a_thread_of_its_parent_was_at_it(path: Path) -> None:
-    lock = getattr(vars(softdb.Records)["payloads"], "lock", threading.Lock())
-    held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            held.set()
-            go.wait(SECONDS)
-
-    with made(path, 1) as db:
-        thread = threading.Thread(target=hold)
-        thread.start()
-        try:
-            assert held.wait(SECONDS)
-            child = Forked(lambda: db.get(batches.ids(0)).payloads[0]["batch"])
-            assert child.found(5) == 0
-        finally:
-            go.set()
-            thread.join()
 
 
 def searches(line: Connection, path: Path) -> None:

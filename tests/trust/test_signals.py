@@ -118,9 +118,10 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
     whole(db, 100)
     count = moments(lambda: work(db, 101, copies))
     whole(db, 101)
+    kept: list[KeyboardInterrupt | None] = []  # whoever keeps the traceback keeps no lock
     for number, at in enumerate(sampled(count, most), 102):
         interruption = Interruption(at)
-        interruption.during(lambda n=number: work(db, n, copies))  # type: ignore[misc]
+        kept.append(interruption.during(lambda n=number: work(db, n, copies)))  # type: ignore[misc]
         tally["interrupts"] += 1
         try:
             elsewhere(lambda: db.search(QUERY, k=3))
@@ -128,32 +129,12 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
             whole(db, 100)
         except BaseException as error:
             raise AssertionError(f"{verb}, interrupted at {at} of {count}: {interruption.where}") from error
+    assert any(kept)
     db.verify()
     db.close()
     with softdb.open(path, verify=True) as again:
         assert batches.seen(again) == {0, 1, 2, 3, 4}
     assert not [file for file in path.rglob("*") if file.name.endswith(".tmp")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["insert", "delete"])
-def test_whoever_keeps_the_traceback_of_an_interrupt_keeps_no_lock(path: Path, verb: str) -> None:
-    db = made(path)
-    counted = Interruption(0)
-    counted.during(lambda: VERBS[verb](db, 100, path))
-    whole(db, 100)
-    kept: list[KeyboardInterrupt] = []
-    for number, at in enumerate(range(1, counted.moments), 101):
-        interruption = Interruption(at)
-        error = interruption.during(lambda n=number: VERBS[verb](db, n, path))  # type: ignore[misc]
-        if error is None:
-            continue
-        kept.append(error)
-        try:
-            elsewhere(lambda: db.count({}))
-        except BaseException as held:
-            raise AssertionError(f"the lock is held since an interrupt at {interruption.where}") from held
-    assert kept
 
 
 @pytest.mark.few(1)
@@ -162,7 +143,7 @@ def test_whoever_keeps_the_traceback_of_an_interrupt_still_moves_on(path: Path, 
     kept: list[KeyboardInterrupt] = []
     with made(path) as writer, softdb.open(path, mode="r") as db:
         count = moments(lambda: VERBS[verb](db, 1, path))
-        for number, at in enumerate(range(1, count), 101):
+        for number, at in enumerate(sampled(count, QUICK), 101):
             interruption = Interruption(at)
             error = interruption.during(lambda: VERBS[verb](db, 1, path))
             if error is None:
