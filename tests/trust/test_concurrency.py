@@ -188,21 +188,6 @@ def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
-def test_a_killed_writer_is_followed_at_once(path: Path, rounds: int) -> None:
-    for number in range(rounds):
-        with other(holds, path.with_name(str(number))) as writer:
-            assert writer.hear() == "holding"
-            with pytest.raises(softdb.DatabaseLocked, match=f"process {writer.pid}"):
-                softdb.open(path.with_name(str(number)))
-            writer.kill()
-            start = time.monotonic()
-            with softdb.open(path.with_name(str(number)), verify=True) as db:
-                assert time.monotonic() - start < 5
-                assert batches.seen(db) == {0}
-
-
-@pytest.mark.slow
 def test_a_stopped_writer_keeps_the_lock_and_nobody_from_reading(path: Path) -> None:
     with other(holds, path) as writer:
         assert writer.hear() == "holding"

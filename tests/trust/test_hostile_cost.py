@@ -13,7 +13,7 @@ from typing import Any
 import apsw
 import hostile_catalog
 import pytest
-from hostile_catalog import sql, state
+from hostile_catalog import sql
 
 import softdb
 from softdb.store.generation import SnapshotLoader
@@ -98,13 +98,6 @@ def test_pages_in_a_circle_in_a_sparse_catalogue(path: Path, mode: str, table: s
             page[at : at + 10] = struct.pack(">I", root) + bytes([5, 2, 1, 1, 1, 1])
         raw.write(page)
     bounded(lambda: opened_or_refused(path, mode))
-
-
-def test_a_greatest_generation_is_damage(path: Path) -> None:
-    state((1 << 63) - 1, 5)(path)
-    for mode in ("r", "rw"):
-        with pytest.raises(softdb.CorruptionError, match="damaged state"):
-            softdb.open(path, mode=mode)
 
 
 def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import apsw
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from model_disk import IndexedMachine, SmallMachine
 from model_machine import DatabaseMachine
@@ -29,7 +29,7 @@ Machine = Callable[[Path, Counter[str]], DatabaseMachine]
 
 
 def run(machine: Machine, runs: int, steps: int, start: str, root: Path, tally: Counter[str]) -> None:
-    """So many runs of so many operations; the first that disagrees is shrunk and printed as a program."""
+    """So many runs of so many operations; the first that disagrees is printed as a program, of many runs shrunk."""
 
     def fresh() -> DatabaseMachine:
         return machine(root, tally)
@@ -42,6 +42,7 @@ def run(machine: Machine, runs: int, steps: int, start: str, root: Path, tally: 
         database=None,
         print_blob=True,
         report_multiple_bugs=False,
+        phases=set(Phase) if runs >= 25 else {Phase.generate},  # shrinking takes minutes
         suppress_health_check=list(HealthCheck),
     )
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
+from hostile_catalog import sql
 
 import softdb
 from softdb.formats import numbers_in
@@ -37,13 +38,6 @@ def saved(report: dict[str, Any]) -> set[str]:
     """The ids of what was saved."""
     with softdb.open(report["path"], mode="r", verify=True) as db:
         return {str(one) for records in db.scan(10**6) for one in records.ids}
-
-
-def changed(path: Path, statement: str, *bindings: Any) -> None:
-    """Run SQL on a catalogue, of which nothing is protected."""
-    connection = apsw.Connection(str(path / "catalog.sqlite"))
-    connection.execute(statement, bindings)
-    connection.close()
 
 
 def flipped(path: Path, at: int, bit: int = 0) -> None:
@@ -78,7 +72,7 @@ def test_a_record_in_table_and_index_that_has_a_tombstone_is_saved_and_listed(pa
         db.delete(["r3"])
     bits = np.zeros(8192, np.bool_)
     bits[[3, 5]] = True
-    changed(path, "UPDATE tombstones SET dead = ?", np.packbits(bits, bitorder="little").tobytes())
+    sql(f"UPDATE tombstones SET dead = x'{np.packbits(bits, bitorder='little').tobytes().hex()}'")(path)
     report = softdb.salvage(path, tmp_path / "saved")
     assert saved(report) == {f"r{i}" for i in range(20)} - {"r3"}
     assert report["unconfirmed"] == ["r5"]
@@ -140,7 +134,7 @@ def test_a_damaged_salt_is_damage(path: Path, tmp_path: Path, at: int) -> None:
 def test_verify_tells_all_that_it_finds(path: Path) -> None:
     made(path).close()
     with softdb.open(path, mode="r") as db:
-        changed(path, "UPDATE settings SET crc = crc + 1 WHERE name = 'metric'")
+        sql("UPDATE settings SET crc = crc + 1 WHERE name = 'metric'")(path)
         flipped(path / "keys-00000000.npy", 128 + 5 * DIM * 4)
         with pytest.raises(softdb.CorruptionError, match=r"2 damaged: .*'metric'.*row 5 differs"):
             db.verify()

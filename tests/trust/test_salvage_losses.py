@@ -14,6 +14,7 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
+from hostile_catalog import sql
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import State, differences, held
@@ -45,14 +46,6 @@ def copied(worlds: dict[str, World], tmp_path: Path) -> Callable[[str], tuple[Wo
     return copy
 
 
-def changed(path: Path, *statements: str) -> None:
-    """Run SQL on a catalogue, of which nothing is protected."""
-    connection = apsw.Connection(str(path / "catalog.sqlite"))
-    for statement in statements:
-        connection.execute(statement)
-    connection.close()
-
-
 def zeroed(path: Path, name: str) -> None:
     """Zero the page that a tree begins on."""
     connection = apsw.Connection(str(path / "catalog.sqlite"))
@@ -69,7 +62,7 @@ def test_records_need_no_other_table(
     copied: Callable[[str], tuple[World, Path]], name: str, table: str, tmp_path: Path
 ) -> None:
     world, path = copied(name)
-    changed(path, f"DELETE FROM {table}")
+    sql(f"DELETE FROM {table}")(path)
     assert differences(salvaged(path, tmp_path / "saved", world)[1], world.state) == ""
 
 
@@ -77,7 +70,7 @@ def test_records_are_found_without_segments_and_columns_of_rows(
     copied: Callable[[str], tuple[World, Path]], tmp_path: Path
 ) -> None:
     world, path = copied("compacted")
-    changed(path, "DELETE FROM segments", "DELETE FROM gaps")
+    sql("DELETE FROM segments", "DELETE FROM gaps")(path)
     for file in path.glob("rows-*"):
         file.unlink()
     report, found = salvaged(path, tmp_path / "saved", world)
@@ -94,7 +87,7 @@ def test_segments_that_lie_do_no_harm(
     copied: Callable[[str], tuple[World, Path]], name: str, statement: str, tmp_path: Path
 ) -> None:
     world, path = copied(name)
-    changed(path, statement)
+    sql(statement)(path)
     assert differences(salvaged(path, tmp_path / "saved", world)[1], world.state) == ""
 
 
@@ -113,7 +106,7 @@ def test_settings_are_guessed_from_headers_and_words(
     copied: Callable[[str], tuple[World, Path]], name: str, tmp_path: Path
 ) -> None:
     world, path = copied(name)
-    changed(path, "DELETE FROM settings")
+    sql("DELETE FROM settings")(path)
     with pytest.raises(softdb.BadInput, match="metric"):
         softdb.salvage(path, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
@@ -193,7 +186,7 @@ def test_a_deleted_record_does_not_come_back_where_the_index_is_lost(
 ) -> None:
     world, path = copied("plain")
     key = (path / "keys-00000000.npy").read_bytes()[128 + 3 * 12 : 128 + 4 * 12]
-    changed(path, f"INSERT INTO records VALUES(3, 'r3', NULL, {zlib.crc32(key)}, NULL, NULL)")
+    sql(f"INSERT INTO records VALUES(3, 'r3', NULL, {zlib.crc32(key)}, NULL, NULL)")(path)
     zeroed(path, "sqlite_autoindex_records_1")
     report, found = salvaged(path, tmp_path / "saved", world)
     assert differences(found, world.state) == ""
@@ -226,15 +219,14 @@ def test_a_lost_log_is_said_in_generations(copied: Callable[[str], tuple[World, 
 
 def test_strangers_triggers_and_views_are_not_run(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
     world, path = copied("plain")
-    changed(
-        path,
+    sql(
         "CREATE TRIGGER t AFTER INSERT ON records BEGIN DELETE FROM records; END",
         "ALTER TABLE records RENAME TO kept",
         "CREATE TABLE theirs(a, b, c, d, e, f)",
         "INSERT INTO theirs SELECT NULL, id || 'x', payload, key_crc, value_crc, payload_crc FROM kept",
         "CREATE VIEW records AS SELECT row, 'stranger' AS id, payload, key_crc, value_crc, payload_crc FROM kept",
         "CREATE INDEX field_6e00 ON kept(id)",
-    )
+    )(path)
     report, found = salvaged(path, tmp_path / "saved", world, metric="l2")
     assert "stranger" not in found
     assert differences(found, world.state) == "", report

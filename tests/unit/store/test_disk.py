@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -15,7 +14,6 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
-import torch
 
 import softdb
 from softdb.store import disk, files
@@ -127,79 +125,6 @@ def test_a_killed_writer_leaves_no_lock_and_no_loss(path: Path) -> None:
         assert len(db) == 301
 
 
-KILLED = """
-import sys, numpy as np, softdb
-db = softdb.open(sys.argv[1], dim=4)
-start = len(db)
-for batch in range(10**6):
-    ids = [f"{start}-{batch}-{j}" for j in range(7)]
-    db.insert(ids, np.full((7, 4), batch), payloads=[{"batch": batch}] * 7)
-    if batch % 3 == 2:
-        db.delete(ids[:1])
-        print("deleted", ids[0], flush=True)
-    print("acknowledged", *ids[1:], flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.exhaustive)])
-def test_killing_a_writer_loses_no_acknowledged_record(path: Path, rounds: int, rng: np.random.Generator) -> None:
-    kept: set[str] = set()
-    gone: set[str] = set()
-    for _ in range(rounds):
-        child = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        lines = [child.stdout.readline() for _ in range(int(rng.integers(1, 60)))]
-        child.kill()
-        rest, _ = child.communicate()
-        for line in lines + rest.splitlines():
-            word, *ids = line.split()
-            (kept if word == "acknowledged" else gone).update(ids)
-        with softdb.open(path, verify=True) as db:
-            stored = {str(i) for batch in db.scan() for i in batch.ids}
-            assert kept <= stored
-            assert not gone & stored
-            whole: dict[str, int] = {}
-            for one in stored:
-                whole[one.rsplit("-", 1)[0]] = whole.get(one.rsplit("-", 1)[0], 0) + 1
-            assert set(whole.values()) <= {6, 7}
-
-
-def in_child(send: Any, db: softdb.SoftDB) -> None:
-    try:
-        torch.ones(1500, 1500) @ torch.ones(1500, 1500)
-        hits = db.search(np.ones((1, 4)), k=3).ids
-        refused = ""
-        try:
-            db.insert(["x"], np.ones((1, 4)))
-        except softdb.ReadOnly as error:
-            refused = str(error)
-        send.send((hits, refused, db.stats().mode))
-    except BaseException as error:
-        send.send(repr(error))
-
-
-@pytest.mark.parametrize("mode", ["rw", "r"])
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_a_forked_child_reads_on_and_leaves_the_parent_alone(path: Path, mode: Any) -> None:
-    make(path)
-    with softdb.open(path, mode=mode) as db:
-        expected = db.search(np.ones((1, 4)), k=3).ids
-        torch.ones(1500, 1500) @ torch.ones(1500, 1500)  # starts threads that the child will not have
-        receive, send = multiprocessing.get_context("fork").Pipe(False)
-        child = multiprocessing.get_context("fork").Process(target=in_child, args=(send, db))
-        child.start()
-        assert receive.poll(60)
-        hits, refused, child_mode = receive.recv()
-        child.join(60)
-        assert (hits, child_mode) == (expected, "r")
-        assert "read-only" in refused
-        if mode == "rw":
-            db.insert(["after"], np.ones((1, 4)))
-            with pytest.raises(softdb.DatabaseLocked, match="process"):
-                softdb.open(path)
-
-
 def test_a_handle_travels_as_its_path(path: Path) -> None:
     make(path)
     with softdb.open(path) as db, pickle.loads(pickle.dumps(db)) as copy:
@@ -275,23 +200,6 @@ def test_verify_finds_a_catalogue_at_odds_with_itself(path: Path, statement: str
         db._store.catalog.connection.execute(statement)
         with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite|keys-"):
             db.verify()
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "DELETE FROM state",
-        "UPDATE segments SET used = used - 1",
-        "UPDATE settings SET value = 'text' WHERE name = 'dim'",
-    ],
-)
-def test_an_impossible_catalogue_is_corruption(path: Path, statement: str) -> None:
-    make(path)
-    connection = apsw.Connection(str(path / "catalog.sqlite"))
-    connection.execute(statement)
-    connection.close()
-    with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite"):
-        softdb.open(path)
 
 
 def test_a_newer_format_is_refused(path: Path) -> None:

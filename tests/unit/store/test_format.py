@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import apsw
 import numpy as np
@@ -38,41 +37,10 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "CREATE TRIGGER t AFTER INSERT ON records BEGIN DELETE FROM records; END",
-        "CREATE VIEW v AS SELECT * FROM records",
-        "CREATE TABLE t(a)",
-        "CREATE INDEX i ON records(payload)",
-        "CREATE INDEX field_6e00 ON records(payload)",
-        "CREATE INDEX field_zz ON records(payload)",
-        "DROP TABLE gaps",
-        "ALTER TABLE records ADD COLUMN more TEXT",
-        "ALTER TABLE segments RENAME COLUMN used TO taken",
-    ],
-)
-@pytest.mark.parametrize("mode", ["r", "rw"])
-def test_a_schema_that_softdb_does_not_write_is_refused(path: Path, statement: str, mode: Any) -> None:
-    changed(path, statement)
-    with pytest.raises(softdb.CorruptionError, match="damaged or tampered"):
-        softdb.open(path, mode=mode)
-
-
 def test_a_version_that_never_was_is_corruption(path: Path) -> None:
     changed(path, "PRAGMA user_version = 0")
     with pytest.raises(softdb.CorruptionError, match="no format version 0"):
         softdb.open(path)
-
-
-def test_another_programs_catalogue_is_left_as_it_is(tmp_path: Path) -> None:
-    connection = apsw.Connection(str(tmp_path / "catalog.sqlite"))
-    connection.execute("CREATE TABLE theirs(a)")
-    connection.close()
-    before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(softdb.NotADatabase, match="another program"):
-        softdb.open(tmp_path, dim=2)
-    assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
 @pytest.mark.parametrize("file", ["catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-journal"])
@@ -89,17 +57,6 @@ def test_a_pipe_in_the_catalogues_place_does_not_hang(path: Path) -> None:
     os.mkfifo(path / "catalog.sqlite")
     with pytest.raises(softdb.NotADatabase, match="not a regular file"):
         softdb.open(path, mode="r")
-
-
-def test_a_journal_that_names_another_file_is_refused(path: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("dear")
-    name = str(victim).encode()
-    tail = len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big") + bytes.fromhex("d9d505f920a163d7")
-    (path / "catalog.sqlite-journal").write_bytes(bytes(512) + (1 << 30).to_bytes(4, "big") + name + tail)
-    with pytest.raises(softdb.CorruptionError, match="names another journal"):
-        softdb.open(path)
-    assert victim.read_text() == "dear"
 
 
 @pytest.mark.parametrize(
