@@ -58,6 +58,23 @@ class Tap:
         """Called once it is made."""
 
 
+class Failing(Tap):
+    """A disk that fails changes: those for which `fails`, given the change and its number from 1 on, is true."""
+
+    def __init__(self, fails: Callable[[Op, int], bool], error: int = errno.EIO) -> None:
+        self.fails, self.error, self.seen = fails, error, 0
+
+    def before(self, op: Op) -> None:
+        self.seen += 1
+        if self.fails(op, self.seen):
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def step(*points: str) -> Callable[[Op, int], bool]:
+    """Whether a change is one of these steps; none: never."""
+    return lambda op, _: op.point in points
+
+
 @contextlib.contextmanager
 def tapped(tap: Tap, inside: Path | None = None) -> Iterator[None]:
     """Send every change to files (those in a directory alone, if one is given) past a tap."""

@@ -37,7 +37,7 @@ from fault_full import acknowledged, fill_again, live_on
 from fault_reads import READS, read
 from kill_verbs import World, columns, put, truth
 from oracle import check
-from tap import Op, Tap, tapped
+from tap import Failing, Op, step, tapped
 
 import softdb
 from softdb.store import disk, files
@@ -134,26 +134,16 @@ def test_what_cannot_be_read_is_told_and_read_later(bases: dict[str, Base], tall
         read(base, base.folder.with_name(f"read-{at}"), verb, at)
 
 
-class Point(Tap):
-    """Fails one kind of step."""
-
-    point: str | None = None
-
-    def before(self, op: Op) -> None:
-        if op.point == self.point:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 @pytest.mark.parametrize("by", ["a compaction", "a commit"])
 def test_a_sync_that_fails_when_the_log_is_folded_in_ends_writing(
     bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     base, room = bases["plain"], bases["plain"].folder.with_name("folding")
     shutil.copytree(base.folder, room)
-    broken = Point()
+    broken = Failing(step())
     with tapped(broken, room), passed_over():
         world = World(room / "db", SCHEMA)
-        broken.point = "sync catalog.sqlite"
+        broken.fails = step("sync catalog.sqlite")
         if by == "a compaction":
             with pytest.raises(softdb.WriteFailed, match="could not be made smaller"):
                 world.db.compact()
@@ -161,7 +151,7 @@ def test_a_sync_that_fails_when_the_log_is_folded_in_ends_writing(
         else:
             monkeypatch.setattr("softdb.store.writer.PAGES", 1)  # every commit folds
             write(world, "done")  # on disk, in the log
-        broken.point = None
+        broken.fails = step()
         try:
             with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):
                 write(world, "more")
@@ -177,15 +167,15 @@ def write(world: World, name: str) -> None:
 def test_nothing_new_is_written_behind_a_log_whose_sync_has_failed(bases: dict[str, Base]) -> None:
     """Its pages count as clean and may not be on disk: a commit behind them would be lost with them."""
     base, room = bases["plain"], bases["plain"].folder.with_name("behind")
-    broken, later = Point(), Disk()
+    broken, later = Failing(step()), Disk()
     shutil.copytree(base.folder, room / "first")
     with tapped(broken, room), passed_over():
         world = World(room / "first" / "db", SCHEMA)
         write(world, "before")  # the log has its head
-        broken.point = "sync catalog.sqlite-wal"
+        broken.fails = step("sync catalog.sqlite-wal")
         with pytest.raises(softdb.WriteFailed, match="disk I/O error"):
             write(world, "a")
-        broken.point = None
+        broken.fails = step()
         shutil.copytree(room / "first", room / "second")  # as a process that dies now leaves it
         world.db.close()
     with tapped(later, room):

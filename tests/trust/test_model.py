@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from model_disk import IndexedMachine, SmallMachine
 from model_machine import DatabaseMachine
-from tap import Op, Tap, tapped
+from tap import Failing, step, tapped
 
 import softdb
 from softdb.index import finder
@@ -107,16 +106,8 @@ def test_an_indexed_database_agrees_with_the_model(
     run(IndexedMachine, runs, steps, f"{limits} {start}", tmp_path, tally)
 
 
-class UnlinkFails(Tap):
-    """A disk that keeps what SQLite removes as it closes."""
-
-    def before(self, op: Op) -> None:
-        if op.point == "unlink catalog.sqlite-wal":
-            raise OSError(errno.EIO, "the log stays")
-
-
 def test_a_close_that_fails_lets_go_of_the_lock(tmp_path: Path) -> None:
-    with tapped(UnlinkFails(), inside=tmp_path):
+    with tapped(Failing(step("unlink catalog.sqlite-wal")), inside=tmp_path):
         db = softdb.open(tmp_path / "db", dim=1)
         with contextlib.suppress(apsw.Error, softdb.SoftDBError):
             db.close()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from oracle import State, differences, held
 from rot_intact import salvaged, wrong
 from rot_worlds import Damage, World, files_of, make
-from tap import Op, Tap, tapped
+from tap import Failing, tapped
 
 import softdb
 from softdb.store.salvage import placing, run, sifting
@@ -285,25 +285,14 @@ def test_a_reader_of_this_process_keeps_its_locks(copied: Callable[[str], tuple[
         assert any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines())
 
 
-class Full(Tap):
-    """A disk that is full after so many steps."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def before(self, op: Op) -> None:
-        self.left -= 1
-        if self.left < 0 and op.name in ("write", "truncate", "sync"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("after", [0, 3, 10, 20, 30, 40])
 def test_a_full_disk_leaves_nothing_behind(
     copied: Callable[[str], tuple[World, Path]], tmp_path: Path, after: int
 ) -> None:
     world, path = copied("logged")
+    full = Failing(lambda op, n: n > after and op.name in ("write", "truncate", "sync"), errno.ENOSPC)
     try:
-        with tapped(Full(after), inside=tmp_path / "saved"):
+        with tapped(full, inside=tmp_path / "saved"):
             softdb.salvage(path, tmp_path / "saved")
     except softdb.WriteFailed:
         assert not (tmp_path / "saved").exists()
