@@ -24,8 +24,8 @@ import softdb
 from softdb import check
 from softdb.answers import Hits
 from softdb.data import DemoData, load_wordnet
+from softdb.data.encoder import DEMO, PROJECTION
 from softdb.database import SoftDB
-from softdb.encoders import NOTE, PROJECTION, note_encoder
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
@@ -34,7 +34,7 @@ __all__ = ["DemoReport", "run_demo"]
 
 MARK = "demo.json"  # a directory with this file may be made anew by --fresh
 _OURS = re.compile(
-    rf"catalog\.sqlite(-wal|-shm)?|lock|committed|(keys|values|rows)-\d+\.npy|index|{NOTE}|{MARK}|projection\.(pt|npy)"
+    rf"catalog\.sqlite(-wal|-shm)?|lock|committed|(keys|values|rows)-\d+\.npy|index|{MARK}|projection\.(pt|npy)"
 )
 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
@@ -79,7 +79,7 @@ def run_demo(
     data = data or load_wordnet()
     with softdb.open(path, dim=data.keys.shape[1]) as db:
         (path / MARK).write_text(json.dumps({"records": len(data.ids), "seed": seed}) + "\n")
-        note_encoder(path, "demo")
+        db.note_encoder(DEMO)
         _fill(db, data, console)
         query = _chosen(data)
         _ask(db, data, query, _index(db, console), console)

@@ -10,6 +10,7 @@ import apsw
 
 from softdb import check
 from softdb.database import SoftDB
+from softdb.encoders import name_of, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.store import Store
 from softdb.store.filters import field_names
@@ -48,7 +49,9 @@ def open(
             verbs from the last one back, never half of one. Other processes see what was flushed.
         device: where this handle computes, "cpu" or "cuda": where queries that are no tensors are answered and the
             index is searched; see `SoftDB.device`.
-        encoder: texts -> (n, d); then keys and queries may be texts. It is not stored.
+        encoder: texts -> (n, d); then keys and queries may be texts. Its attribute `name`, where it has one, is kept
+            with a database that holds no records yet; another's is refused from then on. "ngrams" is then made again
+            without being given; a model is not, as models run code.
         fields: of the payload, to be indexed for filters (see `SoftDB.index_field`); those declared before stay.
         verify: read everything back against its checksums first.
 
@@ -76,6 +79,7 @@ def open(
             try:
                 check.schema(*shape, store.schema)
                 _declare(store, declared)
+                _remember(store, encoder)
                 db = SoftDB(store, encoder, where)
                 if verify:
                     db.verify()
@@ -89,6 +93,17 @@ def open(
         if not hasattr(error, "verb"):
             error.args = (f"open: {error.args[0]}", *error.args[1:])
         raise
+
+
+def _remember(store: Store, encoder: check.Encoder | None) -> None:
+    """Keep the encoder's name where it makes the first keys; BadInput where another has made those that are there."""
+    if encoder is None:
+        return
+    noted = store.keyed.encoder
+    require_same(noted, encoder)
+    name = name_of(encoder)
+    if noted is None and name is not None and store.mode == "rw" and not store.snapshot.count:
+        store.note_encoder(name)
 
 
 def _declare(store: Store, fields: tuple[str, ...]) -> None:

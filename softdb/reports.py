@@ -83,6 +83,7 @@ class Stats(Report):
     num_classes: int | None
     dtype: str
     metric: str
+    encoder: str | None  # the name of what made the keys, where it is known
     generation: int  # grows with every change
     segments: int  # files of a column
     fields: list[str]  # declared fields of the payload

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,12 @@ from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
 from softdb.scores import unit
 
-__all__ = ["HashedNGrams", "SentenceEncoder"]
+__all__ = ["HashedNGrams", "SentenceEncoder", "Vectors"]
 
 Vectors = NDArray[np.float32]
 
+WIDTH = 256  # of their vectors, where none is asked for
+SIZES = (2, 3, 4)  # of n-grams
 CHUNK = 4096  # texts hashed at once: the counts of one chunk stay within some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
@@ -43,8 +46,8 @@ class HashedNGrams:
     Weinberger et al. 2009, "Feature hashing for large scale multitask learning".
     """
 
-    dim: int = 256
-    sizes: tuple[int, ...] = (2, 3, 4)
+    dim: int = WIDTH
+    sizes: tuple[int, ...] = SIZES
 
     def __post_init__(self) -> None:
         check.integer(self.dim, "dim", 1, check.MAX_DIM)
@@ -52,6 +55,11 @@ class HashedNGrams:
             raise BadInput(f"sizes are {check.shown(self.sizes)}; expected a tuple of n-gram lengths such as (2, 3, 4)")
         for size in self.sizes:
             check.integer(size, "a size of sizes", 1, 64)
+
+    @property
+    def name(self) -> str:
+        """What a database remembers of it, and makes it again from; its own width is the database's."""
+        return "ngrams" if self.sizes == SIZES else f"ngrams({', '.join(map(str, self.sizes))})"
 
     def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
         """The vectors of texts."""
@@ -115,6 +123,7 @@ class SentenceEncoder:
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
         device: where the model runs; None leaves the choice to sentence-transformers.
+        name: what a database remembers of it: the model's, and what was done to its vectors.
 
     Raises MissingDependency where sentence-transformers is not installed, BadInput where it cannot load the model.
     """
@@ -124,6 +133,7 @@ class SentenceEncoder:
     normalise: bool = True
     batch_size: int = 64
     device: str | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         check.integer(self.batch_size, "batch_size")
@@ -131,6 +141,16 @@ class SentenceEncoder:
             raise BadInput(
                 f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
             )
+        if not self.name:
+            object.__setattr__(self, "name", self._plain_name())
+
+    def _plain_name(self) -> str:
+        """One name for all that gives the same vectors, and no other."""
+        name = self.model if self.normalise else f"{self.model}, not normalised"
+        if self.projection is None:
+            return name
+        numbers = np.ascontiguousarray(self.projection, np.float32)
+        return f"{name}, projected to {numbers.shape[1]} by {crc32(numbers.tobytes()):08x}"
 
     @property
     def dim(self) -> int:

@@ -67,11 +67,11 @@ def opened(path: Path, query: str | None = None, encoder: str | None = None) -> 
 
     if query is None or not _is_text(query):
         return softdb.open(path, mode="r")
-    from softdb.encoders import encoder_name, named_encoder
+    from softdb.cli.encoders import chosen, named_encoder
 
     with softdb.open(path, mode="r") as db:
-        dim = db.dim
-    return softdb.open(path, mode="r", encoder=named_encoder(encoder_name(path, encoder), dim, path))
+        dim, noted = db.dim, db.encoder_name
+    return softdb.open(path, mode="r", encoder=named_encoder(chosen(path, noted, encoder), dim, path))
 
 
 def _is_text(query: str) -> bool:

@@ -24,7 +24,6 @@ def info(path: Database, as_json: AsJson = False) -> None:
     """Show what a database is, holds and occupies."""
     import apsw
 
-    from softdb.encoders import noted_encoder
     from softdb.store import Store
     from softdb.store.stats import noted_index, stats
 
@@ -34,7 +33,7 @@ def info(path: Database, as_json: AsJson = False) -> None:
     except (SoftDBError, OSError, apsw.Error):  # an error is named as everywhere
         with opened(path) as db:
             report = db.stats()
-    facts = {**report.asdict(), "encoder": noted_encoder(path)}
+    facts = report.asdict()
     if as_json:
         print_json(facts)
         return
@@ -77,10 +76,8 @@ def verify(
 def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:
     """Save the intact records of a damaged database in a new one, and say what was lost."""
     import softdb
-    from softdb.encoders import copy_note
 
     report = softdb.salvage(path, destination, **settings)
-    copy_note(path, destination)
     if as_json:
         print_json(report)
         return
@@ -125,11 +122,8 @@ def snapshot(
     as_json: AsJson = False,
 ) -> None:
     """Copy a database, consistent even while another process writes to it."""
-    from softdb.encoders import copy_note
-
     with opened(path) as db:
         report = db.snapshot(destination)
-    copy_note(path, destination)
     copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
     _print(report.asdict(), as_json, escape(copied))
 

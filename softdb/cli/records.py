@@ -50,7 +50,7 @@ def import_(
 ) -> None:
     """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
     import softdb
-    from softdb.encoders import encoder_name, named_encoder, note_encoder
+    from softdb.cli.encoders import chosen, named_encoder
     from softdb.formats import Fields, import_records, read_records
 
     if keys is not None and len(files) > 1:
@@ -63,24 +63,26 @@ def import_(
     if first is None:
         raise BadInput(f"{files[0]} holds no records; nothing was imported")
     new = not (path / "catalog.sqlite").exists()
-    name = encoder_name(path, encoder, "ngrams" if new else None) if text is not None and keys is None else None
+    noted = None
+    if not new:
+        with opened(path) as db:
+            noted, stored_dim = db.encoder_name, db.dim
+    name = chosen(path, noted, encoder, "ngrams" if new else None) if text is not None and keys is None else None
     shape, header = named(dim=dim, metric=metric, dtype=dtype), first.header
     if new and header is not None:
         shape = header.schema | {name: one for name, one in shape.items() if one is not None}
     elif new:
         shape |= {"dim": dim or (None if name else len(first.keys[0])), **_values_of(first, num_classes)}
     elif name is not None:
-        with opened(path) as db:
-            dim = db.dim
+        dim = stored_dim
     done, there = 0, path.exists()
     with (
         softdb.open(path, encoder=None if name is None else named_encoder(name, dim), **shape) as db,
         progress("import") as say,
         _removing(db, path, there) if new else nullcontext(),
     ):
-        note = name or (header.encoder if new and header is not None else None)  # a note alone loads nothing
-        if note is not None:
-            note_encoder(path, note)
+        if new and name is None and header is not None and header.encoder is not None:
+            db.note_encoder(header.encoder)  # that alone loads nothing
 
         def show(rows: Rows) -> None:
             nonlocal done
@@ -127,9 +129,8 @@ def export(
     where: Where = None,
 ) -> None:
     """Write records as JSON lines, which `import` reads back."""
-    from softdb.encoders import noted_encoder
     from softdb.formats import export_records
 
     with opened(path) as db:
-        count = export_records(db, file, where=filter_of(where), encoder=noted_encoder(path))
+        count = export_records(db, file, where=filter_of(where))
     terminal().print(f"{counted(count, 'record')} written to {escape(str(file))}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Id, Schema
+from softdb.encoders import of_name
 from softdb.errors import BadInput, SoftDBError
 from softdb.index import Finder
 from softdb.reports import CompactReport, SnapshotReport, Stats
@@ -64,7 +65,7 @@ class Handle:
     def __init__(self, store: Store, encoder: check.Encoder | None, device: torch.device | None) -> None:
         self._store = store
         self._finder = Finder(store, device)
-        self._encoder = encoder
+        self._encoders = {store.keyed.since: encoder}  # by the generation that they made the keys of
         self._device = device
 
     # -- the handle ------------------------------------------------------------------------------------------------
@@ -111,6 +112,11 @@ class Handle:
     def metric(self) -> str:
         """How queries and keys are compared: "dot", "cosine" or "l2"."""
         return self._store.schema.metric.value
+
+    @property
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that made the keys; None where none is remembered."""
+        return self._store.keyed.encoder
 
     @property
     def generation(self) -> int:
@@ -212,7 +218,7 @@ class Handle:
         """A handle travels to another process as its path, and opens there for reading."""
         if self._store.path is None:
             raise BadInput("a database in memory cannot be pickled; give it a path")
-        return _reopen, (type(self), self._store.path, self._encoder, self._device)
+        return _reopen, (type(self), self._store.path, self._store.keyed.since, self._encoder(), self._device)
 
     # -- the inner face: what modules built on a database use (softdb.nn, train, bench, the command line) ----------
 
@@ -251,13 +257,26 @@ class Handle:
         """Id and payload text of rows; those that were deleted or replaced are absent."""
         return self._store.read(rows)
 
+    def note_encoder(self, name: str) -> None:
+        """Keep the name of the encoder that will make the keys, without having it."""
+        self._store.note_encoder(name)
+
+    def _encoder(self) -> check.Encoder | None:
+        """What encodes texts as the keys of the generation that this handle sees."""
+        made = self._store.keyed
+        found = self._encoders.get(made.since)
+        if found is None and made.encoder is not None:
+            found = self._encoders[made.since] = of_name(made.encoder, made.schema.dim)
+        return found
+
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
-        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.schema.dim
+        vectors, dim = check.encoded(queries, "queries", self._encoder()), self._store.schema.dim
         if width in (None, dim):
             return check.queries(vectors, dim, self._device)
         return check.queries(vectors, width, self._device, "this score takes queries")
 
 
-def _reopen(kind: type[H], path: Path, encoder: check.Encoder | None, device: torch.device | None) -> H:
-    return kind(Store(path, "r", None), encoder, device)
+def _reopen(kind: type[H], path: Path, since: int, encoder: check.Encoder | None, device: torch.device | None) -> H:
+    store = Store(path, "r", None)
+    return kind(store, encoder if store.keyed.since == since else None, device)  # another may have made keys anew

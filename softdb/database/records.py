@@ -155,7 +155,7 @@ class RecordVerbs(Handle):
 
     def _keys(self, keys: Vectors, count: int) -> Array:
         schema = self._store.schema
-        array = check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
+        array = check.matrix(check.encoded(keys, "keys", self._encoder()), "keys", schema.dim, schema.dtype)
         return check.filled(array, "keys", count)
 
     def _records(

@@ -93,6 +93,7 @@ def import_records(
                     f"exported from a database that compares by {rows.header.metric}, this one does by {db.metric}; "
                     "import it into one like it, or remove the file's first line"
                 )
+            _require_same_encoder(db, rows)
             put(rows.ids, rows.keys, rows.values, rows.payloads)
             done += len(rows)
             if progress is not None:
@@ -103,6 +104,16 @@ def import_records(
         error.args = (f"{where}{error.args[0]}; the {done} records before are in the database", *error.args[1:])
         raise
     return done
+
+
+def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
+    """BadInput where vectors of one encoder would come to lie beside those of another."""
+    made, mine = None if rows.header is None else rows.header.encoder, db.encoder_name
+    if None not in (made, mine) and made != mine and not isinstance(rows.keys[0], str):
+        raise BadInput(
+            f"its keys were made by the encoder {made!r}, this one's by {mine!r}; import it into one like it, or give "
+            "the field of its texts"
+        )
 
 
 def is_vector(value: object) -> bool:
@@ -121,12 +132,11 @@ def export_records(
     *,
     where: dict[str, Any] | None = None,
     batch_size: int = 1000,
-    encoder: str | None = None,
 ) -> int:
     """Write records as JSON lines (gzipped where the name ends in `.gz`) and return how many.
 
     The first line, `{"softdb": {…}}`, holds what `read_header` reads: the schema, the declared fields and the name of
-    the `encoder`. Then a line is `{"id": …, "key": […], "value": …, "payload": …}`, without what a record has not;
+    the encoder. Then a line is `{"id": …, "key": […], "value": …, "payload": …}`, without what a record has not;
     numbers are exact, and `read_records(path)` gives the same records back. The file appears when it is whole.
     """
     path = Path(path)
@@ -138,7 +148,7 @@ def export_records(
         gzip.open(fresh, "xt", encoding="utf-8") if path.suffix == ".gz" else fresh.open("x", encoding="utf-8") as file
     ):
         names = ("dim", "value_dim", "num_classes", "dtype", "metric", "fields")
-        header = {**{name: getattr(db, name) for name in names}, "encoder": encoder}
+        header = {**{name: getattr(db, name) for name in names}, "encoder": db.encoder_name}
         file.write(json.dumps({"softdb": header}, ensure_ascii=False) + "\n")
         for records in db.scan(batch_size, where):
             values = [None] * len(records) if records.values is None else records.values.tolist()

@@ -12,8 +12,8 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Id, Schema, schema, shown
-from softdb.errors import BadInput, CorruptionError, NotADatabase
+from softdb.check import Id, Schema, shown
+from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
 from softdb.store.budget import Budget, occupied
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
@@ -91,15 +91,6 @@ class Catalog:
             self.connection.execute(f"PRAGMA application_id = {format.APPLICATION}")
             self.connection.execute(f"PRAGMA user_version = {FORMAT}")
         self.laid_out = True
-
-    def schema(self) -> Schema:
-        """What the database stores. Raises CorruptionError where the settings are not what `create` wrote."""
-        settings = self.settings()
-        try:
-            dim, value_dim, classes = (settings[name] for name in ("dim", "value_dim", "num_classes"))
-            return schema(dim, value_dim, classes, settings["dtype"], settings["metric"], None)
-        except (KeyError, BadInput) as error:
-            raise damaged_catalog(f"has damaged settings ({error})") from None
 
     def close(self) -> None:
         """Close the file; the last connection checkpoints the WAL."""

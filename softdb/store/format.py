@@ -12,6 +12,7 @@ The format, as MUSTs:
   `state.next_row` without one is live, if a segment holds it; what compaction adds is in `softdb.store.gaps`.
 * `segments` say how many slots are `used` (the watermark). Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
+* What made the keys stands in settings, too: `softdb.store.keyed`.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads in place MUST set
   `payloads_replaced` to the generation it makes: what was worked out from payloads before is void.
 
@@ -24,7 +25,7 @@ setting, which commits with the rows that it tells of).
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from zlib import crc32
 
@@ -136,6 +137,7 @@ def state_crc(generation: int, next_row: int) -> int:
     return crc32(f"{generation} {next_row}".encode())
 
 
+@lru_cache(256, typed=True)
 def setting_crc(name: str, value: object) -> int:
     """The checksum of a setting."""
     return crc32(json.dumps([name, value]).encode())

@@ -4,11 +4,12 @@ away; every segment's files are as large as they must be; every live label is on
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from softdb.check import Schema
 from softdb.errors import CorruptionError
-from softdb.store import gaps
+from softdb.store import gaps, keyed
 from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.connect import damaged_catalog
 from softdb.store.segments import ColumnFiles, SegmentEntry, checksum
@@ -17,30 +18,44 @@ from softdb.store.snapshot import Segment, Snapshot
 __all__ = ["SnapshotLoader"]
 
 
+class Loaded(NamedTuple):
+    """A snapshot and what made its keys; one attribute, so that no thread sees the one without the other."""
+
+    snapshot: Snapshot
+    keyed: keyed.Keyed
+
+
 class SnapshotLoader:
     """Makes the snapshot of the generation that a catalogue reads; unchanged segments are taken from the last one."""
 
-    def __init__(self, columns: ColumnFiles, schema: Schema) -> None:
-        self._columns, self._schema = columns, schema
+    def __init__(self, columns: ColumnFiles, made: keyed.Keyed) -> None:
+        self._columns = columns
+        self.loaded = Loaded(Snapshot.of(-1, (), np.zeros(0, np.bool_)), made)
         self._labels_checked: dict[int, int] = {}  # how many labels of each segment have been looked at
-        self.snapshot = Snapshot.of(-1, (), np.zeros(0, np.bool_))  # the last that was loaded
         self._entries: list[SegmentEntry] = []  # its segments
         self._missing = gaps.Gaps(0, {})
         self._room = np.empty(0, np.bool_)  # where `live` of snapshots that only append to one another lies
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The last that was loaded."""
+        return self.loaded.snapshot
 
     def load(self, catalog: Catalog) -> None:
         """Load the generation that the open transaction reads. Raises CorruptionError, FileNotFoundError."""
         state = catalog.state()
         if state.generation == self.snapshot.generation:
             return
-        entries, missing = catalog.segments(), gaps.read(catalog)
+        entries, missing, made = catalog.segments(), gaps.read(catalog), keyed.read(catalog)
+        if made != self.loaded.keyed:
+            self._columns.reshape(made.schema)
         segments = self._segments(entries, missing, state.next_row, catalog.capacity())
         if missing.gone:
             whole = Snapshot.of(state.generation, segments, np.ones(sum(map(len, segments)), np.bool_))
             snapshot = whole.without(catalog.dead())
         else:
             snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row))
-        self._take(snapshot, entries, missing)
+        self._take(Loaded(snapshot, made), entries, missing)
 
     def entries(self, catalog: Catalog) -> list[SegmentEntry]:
         """The segments of the generation that the open transaction reads."""
@@ -67,13 +82,14 @@ class SnapshotLoader:
             self._room[: old.size] = old.live
         self._room[old.size : size] = True  # beyond what any snapshot shows
         count = old.count + size - old.size
-        self._take(Snapshot(state.generation, segments, starts, self._room[:size], count), entries, self._missing)
+        snapshot = Snapshot(state.generation, segments, starts, self._room[:size], count)
+        self._take(self.loaded._replace(snapshot=snapshot), entries, self._missing)
         return True
 
-    def _take(self, snapshot: Snapshot, entries: list[SegmentEntry], missing: gaps.Gaps) -> None:
-        self._require_labels(snapshot)
+    def _take(self, loaded: Loaded, entries: list[SegmentEntry], missing: gaps.Gaps) -> None:
+        self._require_labels(loaded.snapshot, loaded.keyed.schema.num_classes)
         self._columns.keep_only({entry.number for entry in entries})
-        self.snapshot, self._entries, self._missing = snapshot, entries, missing
+        self.loaded, self._entries, self._missing = loaded, entries, missing
 
     def _segments(
         self, entries: list[SegmentEntry], missing: gaps.Gaps, rows: int, capacity: int
@@ -101,9 +117,9 @@ class SnapshotLoader:
             raise CorruptionError(f"rows-{number:08d}.npy differs from its checksum; restore it from a copy")
         return Segment(number, first, rows, keys[:used], None if values is None else values[:used])
 
-    def _require_labels(self, snapshot: Snapshot) -> None:
+    def _require_labels(self, snapshot: Snapshot, classes: int | None) -> None:
         """Raise CorruptionError where a live record has a label of no class: pooling uses labels as indices."""
-        classes, checked = self._schema.num_classes, dict[int, int]()
+        checked = dict[int, int]()
         if classes is None:
             return
         for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):

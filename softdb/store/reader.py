@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from softdb.check import Schema
 from softdb.errors import Closed, CorruptionError
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
 from softdb.store.generation import SnapshotLoader
+from softdb.store.keyed import Keyed
 from softdb.store.segments import ColumnFiles
 from softdb.store.snapshot import Snapshot
 
@@ -22,9 +22,9 @@ __all__ = ["Reader"]
 class Reader:
     """A connection to the catalogue and the snapshot that a handle reads. On the store's thread."""
 
-    def __init__(self, catalog: Catalog, columns: ColumnFiles, schema: Schema, writing: bool) -> None:
+    def __init__(self, catalog: Catalog, columns: ColumnFiles, made: Keyed, writing: bool) -> None:
         self.connected: Catalog | None = catalog  # None: closed
-        self.loader = SnapshotLoader(columns, schema)
+        self.loader = SnapshotLoader(columns, made)
         self.in_operation = False  # whether the writer is within an operation: its errors are not of a read
         self._writing = writing
 

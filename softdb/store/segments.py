@@ -98,12 +98,16 @@ class ColumnFiles:
         self.directory, self.relaxed, self._folder = directory, relaxed, folder
         self._unsynced: set[Path] = set()  # files that hold something which is not on disk
         self._unnamed = False  # whether there are files whose names are not
+        self._arrays: dict[tuple[str, int], Array] = {}  # whole columns, mapped or held
+        self.reshape(schema)
+
+    def reshape(self, schema: Schema) -> None:
+        """Open and make columns of this schema from now on."""
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
             width = () if schema.value_dim is None else (schema.value_dim,)
             self._shapes["values"] = (schema.value_dtype, width)
         self._all = {**self._shapes, "rows": (np.dtype(np.int64), ())}
-        self._arrays: dict[tuple[str, int], Array] = {}  # whole columns, mapped or held
 
     def create(self, number: int, capacity: int, gaps: bool = False, *, aside: bool = False) -> None:
         """Make a segment's files at their final size, their names on disk, before any row refers to them.

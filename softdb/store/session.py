@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 from softdb.check import Schema
 from softdb.errors import Closed, NotADatabase, ReadOnly
-from softdb.store import committed, files, fork, recovery, writer
+from softdb.store import committed, files, fork, keyed, recovery, writer
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
 from softdb.store.directory import Directory, enter, require_new
@@ -35,7 +35,6 @@ T = TypeVar("T")
 class Session:
     """A connection to the catalogue, the column files, and the snapshot that this handle reads."""
 
-    schema: Schema
     columns: ColumnFiles  # compaction writes to them, too
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
@@ -82,13 +81,13 @@ class Session:
                 if self.path is not None:
                     files.sync_directory(self.path)
             with typed_errors():
-                self.schema = catalog.schema()
+                made = keyed.read(catalog)
                 committed.require(catalog.state().generation, acknowledged)
             if self._directory is not None:
                 self._directory.require_opened()  # SQLite has opened its file by the path
             folder = None if self._directory is None else self._directory.descriptor
-            self.columns = ColumnFiles(self.path, self.schema, self._relaxed, folder)
-            self._reader = Reader(catalog, self.columns, self.schema, writing)
+            self.columns = ColumnFiles(self.path, made.schema, self._relaxed, folder)
+            self._reader = Reader(catalog, self.columns, made, writing)
             opened.pop_all()
         self._reader.refresh()
         if writing:
@@ -190,6 +189,17 @@ class Session:
         """See `Reader.snapshot`; after closing, the last."""
         assert self._reader is not None
         return self._reader.snapshot
+
+    @property
+    def keyed(self) -> keyed.Keyed:
+        """What made the keys of that snapshot."""
+        assert self._reader is not None
+        return self._reader.loader.loaded.keyed
+
+    @property
+    def schema(self) -> Schema:
+        """What that snapshot stores."""
+        return self.keyed.schema
 
     def refresh(self) -> int:
         """Move to the newest generation, and return it."""

@@ -26,6 +26,7 @@ def stats(store: Store, index: IndexReport | None) -> Stats:
         num_classes=schema.num_classes,
         dtype=schema.dtype.name,
         metric=schema.metric.value,
+        encoder=store.keyed.encoder,
         generation=snapshot.generation,
         segments=len(snapshot.segments),
         fields=list(store.fields()),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, Id, Schema, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId, WriteFailed
-from softdb.store import files
+from softdb.store import files, keyed
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.matches import Matches
@@ -173,6 +173,13 @@ class Store(Session):
                 self.catalog.delete(rows)
                 self.catalog.advance(0)
         return len(rows)
+
+    @on_thread
+    def note_encoder(self, name: str) -> None:
+        """Note what makes the keys."""
+        with self.write_transaction(durable=True):
+            keyed.note(self.catalog, name)
+            self.catalog.advance(0)
 
     # -- declared fields -------------------------------------------------------------------------------------------
 

@@ -194,16 +194,6 @@ def _changes(db: Any, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "verify after", lambda: db.verify()
 
 
-def noted(path: str, write: bool) -> str | None:
-    """Read the note of a directory, and write another."""
-    from softdb.encoders import note_encoder, noted_encoder
-
-    found = noted_encoder(Path(path))
-    if write:
-        note_encoder(Path(path), "ngrams")
-    return found
-
-
 def imported(file: str, path: str) -> int:
     """Import a file into a new database of the width that it says."""
     import softdb

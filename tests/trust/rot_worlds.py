@@ -12,7 +12,6 @@ import numpy as np
 from oracle import State, differences, held
 
 import softdb
-from softdb.encoders import note_encoder
 
 COUNT = 40
 ASKED = np.random.default_rng(9).standard_normal((3, 3)).astype(np.float32)
@@ -82,7 +81,7 @@ def plain(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[St
     with _filled(path, rng, **schema) as db:
         db.index_field("n", "kind")
         _change(db, rng, schema)
-        note_encoder(path, "ngrams")
+        db.note_encoder("ngrams")
     return schema, []
 
 

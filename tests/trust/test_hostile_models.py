@@ -68,7 +68,8 @@ def test_a_note_in_the_directory_loads_no_model(
     shutil.copytree(goods["good"], db)
     model_folder(db / "model", tmp_path / "mark")
     name = note.format(db=db)
-    (db / "encoder.json").write_text(json.dumps({"encoder": name}))
+    with softdb.open(db) as handle:
+        handle.note_encoder(name)
     monkeypatch.chdir(tmp_path / here)
     with pytest.raises(softdb.BadInput, match="load it with --encoder"):
         opened(db, "a text")
@@ -102,7 +103,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
     import importlib.util
 
-    from softdb.encoders import named_encoder
+    from softdb.cli.encoders import named_encoder
 
     model_folder(tmp_path / folder, tmp_path / "mark")
     monkeypatch.chdir(tmp_path)
@@ -110,14 +111,6 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     with pytest.raises(softdb.BadInput, match=r"is also a folder here; to load that, write it as \./"):
         named_encoder("demo", 4)(["a text"])
     assert no_models == []
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"encoder": ["x"]}', '{"encoder": "\\ud800"', "\xff", " " * 70_000])
-def test_a_note_that_is_noise_is_none(tmp_path: Path, text: str) -> None:
-    from softdb.encoders import noted_encoder
-
-    (tmp_path / "encoder.json").write_text(text, encoding="latin-1")
-    assert noted_encoder(tmp_path) is None
 
 
 def weights(mark: Path) -> dict[str, bytes]:
@@ -173,7 +166,7 @@ def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None
     path, out = tmp_path / "db", tmp_path / "x.jsonl"
     with softdb.open(path, dim=2, fields=[evil.replace("\x00", "")]) as db:
         db.insert([evil, "b"], [[1, 0], [0, 1]], payloads=[{evil: evil}, evil])
-    (path / "encoder.json").write_text(json.dumps({"encoder": evil}))
+        db.note_encoder(evil.replace("\x00", ""))
     runner = CliRunner()
     arguments = [
         ("search", str(path), "[1, 0]"), ("search", str(path), "[1, 0]", "--json"), ("attend", str(path), "[1, 0]"),

@@ -81,7 +81,7 @@ def judge(world: World, other: Path, damage: Damage, to: Path, tally: Counter[st
 
 
 CASES = [(name, file) for name, files in {
-    "plain": ["catalog.sqlite", "committed", "encoder.json", "keys", "lock"],
+    "plain": ["catalog.sqlite", "committed", "keys", "lock"],
     "indexed": ["index"],
     "compacted": ["catalog.sqlite", "keys", "rows", "values"],
     "logged": ["catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "committed", "values"],
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_named_never_misread(
                 refused += judge(world, other, damage, tmp_path / "db", tally, whole) == "refused"
             except Exception as error:
                 pytest.fail(f"{name}, {damage}: {type(error).__name__}: {error}")
-    cache = prefix in ("index", "committed", "lock", "encoder.json", "catalog.sqlite-shm")
+    cache = prefix in ("index", "committed", "lock", "catalog.sqlite-shm")
     assert bool(refused) is not cache, f"{refused} of {name}/{prefix}"
 
 

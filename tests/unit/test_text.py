@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.encoders import encoder_name, note_encoder, noted_encoder
 from softdb.text import HashedNGrams, SentenceEncoder
 
 BOOK = ["Schumacher", "Schneider", "Fischer", "Weber", "Schulz", "Schuler"]
@@ -196,31 +195,3 @@ def test_the_packaged_model_embeds_meaning() -> None:
     vectors = encoder(["a small cat", "a kitten", "the stock market"])
     assert vectors.shape == (3, encoder.dim) == (3, 384)
     assert vectors[0] @ vectors[1] > 0.6 > 0.2 > vectors[0] @ vectors[2]
-
-
-# -- which encoder made a database's keys ------------------------------------------------------------------------------
-
-
-def test_a_note_says_what_made_the_keys(tmp_path: Path) -> None:
-    assert noted_encoder(tmp_path) is None
-    assert encoder_name(tmp_path, None, "ngrams") == "ngrams"
-    assert encoder_name(tmp_path, "some-model") == "some-model"
-    with pytest.raises(softdb.BadInput, match="does not say what made its keys; add --encoder"):
-        encoder_name(tmp_path, None)
-    note_encoder(tmp_path, "ngrams")
-    assert noted_encoder(tmp_path) == encoder_name(tmp_path, None) == encoder_name(tmp_path, "ngrams") == "ngrams"
-    with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
-        encoder_name(tmp_path, "demo")
-
-
-def test_a_note_alone_never_loads_a_model(tmp_path: Path) -> None:
-    note_encoder(tmp_path, "some-model")
-    with pytest.raises(softdb.BadInput, match="load it with --encoder some-model"):
-        encoder_name(tmp_path, None)
-    assert encoder_name(tmp_path, "some-model") == "some-model"
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"encoder": 3}', "\x00"])
-def test_a_note_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "encoder.json").write_text(text)
-    assert noted_encoder(tmp_path) is None

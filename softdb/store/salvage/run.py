@@ -172,6 +172,7 @@ class _Salvage:
             fresh = self.destination / "unfinished"
             store = Store(fresh, "rw", self.schema)
             try:
+                self._note_encoder(store)
                 for some in self._placed(scratch):
                     self._copy(scratch, store, some)
                 store.index_fields(self.remains.fields)
@@ -183,6 +184,13 @@ class _Salvage:
         files.remove(self.destination / "scratch.sqlite")
         self._publish(fresh)
         return report
+
+    def _note_encoder(self, store: Store) -> None:
+        """Keep the name of what made the keys, where it is still known."""
+        name = self.remains.settings().get("encoder")
+        if isinstance(name, str):
+            with contextlib.suppress(BadInput):
+                store.note_encoder(name)
 
     def _explain(self, scratch: apsw.Connection) -> None:
         """Say why records have no place."""

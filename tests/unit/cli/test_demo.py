@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 
 import softdb
+from softdb.cli.encoders import named_encoder
 from softdb.data import DemoData, load_wordnet
 from softdb.demo import DemoReport, run_demo
-from softdb.encoders import named_encoder
 from softdb.text import HashedNGrams
 from softdb.train import QueryProjection, load, save
 

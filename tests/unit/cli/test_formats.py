@@ -298,7 +298,8 @@ def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
     with softdb.open(None, dim=2, value_dim=1, dtype="float16", metric="cosine") as db:
         db.insert(["a"], [[1, 2]], [[3]], [{"softdb": {}}])
         db.index_field("year")
-        export_records(db, tmp_path / "r.jsonl.gz", encoder="ngrams")
+        db.note_encoder("ngrams")
+        export_records(db, tmp_path / "r.jsonl.gz")
     header = read_header(tmp_path / "r.jsonl.gz")
     assert header == Header(2, 1, None, "float16", "cosine", ("year",), "ngrams")
     assert header is not None

@@ -1,0 +1,48 @@
+"""The encoder of the demo's texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Encoder
+from softdb.data import load_wordnet
+from softdb.errors import BadInput
+from softdb.text import SentenceEncoder, Vectors
+
+__all__ = ["DEMO", "PROJECTION", "demo_encoder"]
+
+DEMO = "demo"  # its name
+PROJECTION = "projection.pt"  # in a demo database's directory: what `train.fit` found for its queries
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The demo's encoder, then what was learned for its queries."""
+
+    encoder: SentenceEncoder
+    weight: NDArray[np.float32]  # (d, d)
+    name: str = DEMO
+
+    def __call__(self, texts: Sequence[str]) -> Vectors:
+        return self.encoder(texts) @ self.weight.T
+
+
+def demo_encoder(path: Path | None = None) -> Encoder:
+    """The encoder of the demo's keys; with the path of a demo database that of its queries, as trained."""
+    from softdb.train import load
+
+    encoder = SentenceEncoder(projection=load_wordnet().projection, name=DEMO)
+    if path is None or not (path / PROJECTION).is_file():
+        return encoder
+    try:
+        weight = load(path / PROJECTION).weight.detach().numpy()
+    except BadInput:
+        weight = None
+    if weight is None or len(weight) != encoder.dim:
+        raise BadInput(f"{path / PROJECTION} is not what the demo saved; make the demo anew with softdb demo --fresh")
+    return _Trained(encoder, weight)

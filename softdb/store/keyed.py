@@ -1,0 +1,69 @@
+"""What made a database's keys: their schema, the name of their encoder, and since which generation that holds.
+
+The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent where none is known. The
+setting `reembedded` is the generation that made all keys anew, absent before; such a commit MUST give every segment a
+new number, as every commit must that changes what lies in a segment's slots.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from softdb.check import Schema, schema, shown
+from softdb.errors import BadInput
+from softdb.store.catalog import Catalog
+from softdb.store.connect import damaged_catalog
+
+__all__ = ["Keyed", "note", "read", "require_name"]
+
+LONGEST = 1000  # characters of an encoder's name
+_SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
+
+
+class Keyed(NamedTuple):
+    """What made the keys of a generation."""
+
+    schema: Schema
+    encoder: str | None  # its name
+    since: int  # the generation that made all keys anew; 0: they are as they came in
+
+
+def require_name(name: str) -> str:
+    """The name of an encoder as it can be stored. Raises BadInput."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"the encoder's name is {shown(name)}, which is no text; give it another") from None
+    if not 0 < len(name) <= LONGEST or "\0" in name:
+        raise BadInput(f"the encoder's name is {shown(name)}; expected 1 to {LONGEST} characters, none of them NUL")
+    return name
+
+
+def read(catalog: Catalog) -> Keyed:
+    """What made the keys of the generation that a connection reads. Raises CorruptionError."""
+    settings = catalog.settings()
+    missing = [name for name in _SCHEMA if name not in settings]
+    if missing:
+        raise damaged_catalog(f"has damaged settings ({missing[0]} is missing)")
+    return _keyed(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
+
+
+@lru_cache(64, typed=True)  # asked by every refresh
+def _keyed(
+    dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, encoder: object, since: object
+) -> Keyed:
+    try:
+        stored = schema(dim, value_dim, num_classes, dtype, metric, None)
+    except BadInput as error:
+        raise damaged_catalog(f"has damaged settings ({error})") from None
+    if not (encoder is None or (isinstance(encoder, str) and 0 < len(encoder) <= LONGEST)):
+        raise damaged_catalog("has a damaged setting 'encoder'")
+    if type(since) is not int or since < 0:
+        raise damaged_catalog("has a damaged setting 'reembedded'")
+    return Keyed(stored, encoder, since)
+
+
+def note(catalog: Catalog, name: str | None) -> None:
+    """Note the encoder in the open transaction."""
+    catalog.put_setting("encoder", name if name is None else require_name(name))
