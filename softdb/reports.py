@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CompactReport", "IndexReport", "MemoryReport", "ReindexReport", "SnapshotReport", "Stats", "ViewReport"]
+__all__ = [
+    "CompactReport", "IndexReport", "MemoryReport", "ReembedReport", "ReindexReport", "SnapshotReport", "Stats",
+    "ViewReport",
+]  # fmt: skip
 
 ALWAYS = {"always": True}  # told even where it is as by default
 
@@ -101,6 +104,18 @@ class CompactReport(Report):
     segments: int
     bytes_before: int  # size on disk; 0 in memory
     bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class ReembedReport(Report):
+    """A change of the encoder by `reembed()`."""
+
+    records: int
+    embedded: int  # by this run; for the others it found keys that a run before it had made
+    dim: int  # d, the width of the new keys
+    encoder: str | None  # the name of what made them
+    generation: int  # the commit that changed them
+    seconds: float
 
 
 @dataclass(frozen=True, repr=False)

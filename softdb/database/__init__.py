@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from softdb.database.asking import AskingVerbs
 from softdb.database.indexing import IndexVerbs
-from softdb.database.records import RecordVerbs
+from softdb.database.reembedding import ReembedVerbs
 
 __all__ = ["SoftDB"]
 
 
-class SoftDB(RecordVerbs, AskingVerbs, IndexVerbs):
+class SoftDB(ReembedVerbs, AskingVerbs, IndexVerbs):
     """A durable database of embedded keys and values that answers exact, approximate and soft queries.
 
     Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.

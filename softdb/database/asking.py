@@ -67,10 +67,8 @@ class AskingVerbs(Handle):
             db.search(queries, k=5, diversity=0.3)
         """
         metric = self._store.schema.metric
-        tensor = self.as_queries(queries)
         ask = check.asked(k, radius, diversity, fetch_k, metric)
-        left_out = check.excluded(exclude_ids, len(tensor))
-        snapshot, allowed, excluded = self._view_without(where, left_out) if left_out else (*self.view(where), None)
+        tensor, snapshot, allowed, excluded = self.as_made(lambda: self._searched(queries, where, exclude_ids))
         find = functools.partial(self._finder.find, snapshot, exact=exact)
         return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
 
@@ -213,8 +211,12 @@ class AskingVerbs(Handle):
             queries, where: as in `search`.
         """
         least = check.least_score(radius, self._store.schema.metric)
-        tensor, tolerance = self.as_queries(queries).detach(), _tolerance(rtol, atol, confidence, max_draws)
-        request, source = self.request(tensor, where=where, tolerance=tolerance, generator=generator)
+        tolerance = _tolerance(rtol, atol, confidence, max_draws)
+        request, source = self.as_made(
+            lambda: self.request(
+                self.as_queries(queries).detach(), where=where, tolerance=tolerance, generator=generator
+            )
+        )
         return counted(request, source, least)
 
     @verb
@@ -261,19 +263,31 @@ class AskingVerbs(Handle):
         """What a soft verb asks, checked, and the records it asks; arguments as `attend`. Raises BadInput."""
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
-        schema = self._store.schema
-        score = score_of(schema.metric) if score is None else score
-        tensor = self.as_queries(queries, query_width(score, schema.dim))
+        by = score_of(self._store.schema.metric) if score is None else score
         temperature = check.positive(temperature, "temperature")
-        snapshot, allowed = self.view(where)
+
+        def asked() -> tuple[torch.Tensor, NDArray[np.bool_] | None, Stored]:
+            tensor = self.as_queries(queries, query_width(by, self._store.schema.dim))
+            snapshot, allowed = self.view(where)
+            return tensor, allowed, self.source(snapshot)
+
+        tensor, allowed, source = self.as_made(asked)
         if mask is not None:
-            mask = check.mask(mask, (len(tensor), snapshot.count)).to(tensor.device)
+            mask = check.mask(mask, (len(tensor), source.snapshot.count)).to(tensor.device)
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
         request = Request.of(
-            tensor, score, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
+            tensor, by, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
         )
-        return request, self.source(snapshot)
+        return request, source
+
+    def _searched(
+        self, queries: Vectors, where: dict[str, Any] | None, exclude_ids: IdsPerQuery | None
+    ) -> tuple[torch.Tensor, Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
+        """What a search asks, and of which generation; positions (q, e) to leave out, -1 = none."""
+        tensor = self.as_queries(queries)
+        left_out = check.excluded(exclude_ids, len(tensor))
+        return (tensor, *self._view_without(where, left_out)) if left_out else (tensor, *self.view(where), None)
 
     def _view_without(
         self, where: dict[str, Any] | None, left_out: list[list[Id]]

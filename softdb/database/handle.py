@@ -34,6 +34,7 @@ _log = logging.getLogger("softdb")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 
 
@@ -228,6 +229,11 @@ class Handle:
         return self._store.schema
 
     @property
+    def reembedded(self) -> int:
+        """The generation that made all keys anew, 0 where none has: what was learned of keys before is of others."""
+        return self._store.keyed.since
+
+    @property
     def finder(self) -> Finder:
         """What finds candidates: the index, or exact search."""
         return self._finder
@@ -244,6 +250,14 @@ class Handle:
     def require_writable(self) -> None:
         """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
         self._store.require_writable()
+
+    def as_made(self, ask: Callable[[], T]) -> T:
+        """What is worked out from queries and a generation; again, where all keys were made anew between the two."""
+        while True:
+            made = self._store.keyed
+            found = ask()
+            if self._store.keyed is made:
+                return found
 
     def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from softdb.database.handle import Handle, verb
 from softdb.errors import BadInput, StaleRead
 from softdb.store import Batch, Snapshot
 from softdb.store.filters import field_names
+from softdb.store.keyed import Keyed
 from softdb.typing import Ids, Numbers, Vectors
 
 __all__ = ["RecordVerbs"]
@@ -42,12 +43,12 @@ class RecordVerbs(Handle):
             BadInput: something does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
-        self._store.insert(self._batch(ids, keys, values, payloads))
+        self._put(self._store.insert, ids, keys, values, payloads)
 
     @verb
     def upsert(self, ids: Ids, keys: Vectors, values: Numbers | None = None, payloads: Any = None) -> None:
         """As `insert`, but a record whose id is stored already is replaced whole, its payload too."""
-        self._store.upsert(self._batch(ids, keys, values, payloads))
+        self._put(self._store.upsert, ids, keys, values, payloads)
 
     @verb
     def update(
@@ -57,12 +58,16 @@ class RecordVerbs(Handle):
         if keys is None and values is None and payloads is None:
             raise BadInput("nothing to change was given; pass keys, values or payloads")
         names, schema = self._identifiers(ids), self._store.schema
-        self._store.update(
+        while not self._store.run(
+            self._if_made,
+            self._store.keyed,
+            self._store.update,
             names,
             None if keys is None else self._keys(keys, len(names)),
             None if values is None else check.values(values, schema, len(names)),
             None if payloads is None else check.payloads(payloads, len(names)),
-        )
+        ):
+            pass
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
@@ -78,7 +83,7 @@ class RecordVerbs(Handle):
         """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
         names = check.identifiers(ids, unique=False)
         snapshot, rows, texts = self._store.require(names)
-        return self._records(snapshot, snapshot.positions(rows), names, texts)
+        return self.records_at(snapshot, snapshot.positions(rows), names, texts)
 
     @verb
     def __getitem__(self, name: Id) -> Record:
@@ -116,7 +121,7 @@ class RecordVerbs(Handle):
             kept = np.fromiter((row in found for row in rows.tolist()), np.bool_, len(rows))
             if kept.any():
                 names, texts = zip(*(found[row] for row in rows[kept].tolist()), strict=True)
-                yield self._records(snapshot, mine[kept], list(names), list(texts))
+                yield self.records_at(snapshot, mine[kept], list(names), list(texts))
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -147,6 +152,19 @@ class RecordVerbs(Handle):
             check.payloads(payloads, len(names)),
         )
 
+    def _put(
+        self, write: Callable[[Batch], None], ids: Ids, keys: Vectors, values: Numbers | None, payloads: Any
+    ) -> None:
+        while not self._store.run(self._if_made, self._store.keyed, write, self._batch(ids, keys, values, payloads)):
+            pass
+
+    def _if_made(self, made: Keyed, write: Callable[..., None], *what: Any) -> bool:
+        """Write, unless all keys were made anew since `made`, maybe of another width. On the store's thread."""
+        if self._store.keyed is not made:
+            return False
+        write(*what)
+        return True
+
     def _identifiers(self, ids: Ids) -> list[Id]:
         names = check.identifiers(ids)
         if not names:
@@ -158,9 +176,10 @@ class RecordVerbs(Handle):
         array = check.matrix(check.encoded(keys, "keys", self._encoder()), "keys", schema.dim, schema.dtype)
         return check.filled(array, "keys", count)
 
-    def _records(
+    def records_at(
         self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]
     ) -> Records:
+        """The records at positions (n,) of a generation, whose ids and payload texts are known."""
         schema = self._store.schema
         if not names:  # the snapshot may have no columns to gather from
             keys = torch.from_numpy(np.zeros((0, schema.dim), schema.dtype))

@@ -47,6 +47,7 @@ class Finder:
         self._in_use: tuple[Index | None, int] = (None, 0)
         self._tail: Tail | None = None  # of the index, made when first needed
         self._file: str | None = None  # the file that was last loaded or refused
+        self._since = 0  # the generation that made the keys which it is of
         self._looked = False  # whether the catalogue was asked for one
         self._unsaved = False
         self._compacted = 0  # the generation of the last compaction
@@ -137,6 +138,8 @@ class Finder:
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, kind, recall, k, queries, say, most, board)
             with self._lock:
+                if self._store.keyed.since > snapshot.generation:
+                    raise BadInput("all keys were made anew while the index was built; build it again")
                 self._board = board
                 self._use(index, snapshot.generation)
                 outdated = self._compacted > snapshot.generation
@@ -219,6 +222,11 @@ class Finder:
                 self._use(twin, snapshot.generation)
         self.save()
 
+    def forget(self) -> None:
+        """Drop the index: all keys were made anew, it is of the old ones."""
+        with self._lock:
+            self._in_use, self._tail, self._file, self._unsaved = (None, 0), None, None, False
+
     def refresh(self) -> None:
         """Ask the catalogue again when the index is next needed: a writer may have built another."""
         if self._store.mode == "r":
@@ -253,7 +261,7 @@ class Finder:
 
     def _serving(self, snapshot: Snapshot) -> Index | None:
         index, since = self._in_use
-        return index if since <= snapshot.generation else None
+        return index if self._store.keyed.since <= since <= snapshot.generation else None
 
     def _use(self, index: Index | None, since: int) -> None:
         """Take an index into use, under the lock."""
@@ -268,6 +276,8 @@ class Finder:
         self._looked = True
         if folder is None:
             return
+        if self._since != self._store.keyed.since:  # what was refused may have been of other keys than were seen
+            self._since, self._file = self._store.keyed.since, None
         if entry is None:
             self._in_use, self._file = (None, 0), None
         elif entry.get("file") != self._file:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softdb.check import Id, Metric, shown
 from softdb.database import SoftDB
-from softdb.errors import BadInput
+from softdb.errors import BadInput, StaleRead
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
@@ -50,6 +50,8 @@ class Origin:
         """The same records as of the newest generation that the handle sees. Raises Closed."""
         self.db.require_open()
         snapshot = self.db.view()[0]
+        if self.snapshot.generation < self.db.reembedded <= snapshot.generation:
+            raise StaleRead("all keys of the database were made anew since these were taken; make the memory anew")
         return self if snapshot is self.snapshot else Origin(self.db, self.rows, snapshot)
 
     def written(

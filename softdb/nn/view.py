@@ -111,7 +111,7 @@ class View(Reindexed):
             raise BadInput(
                 f"dim is {dim} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
             )
-        self._handle, self.encoder = SharedHandle(db), encoder
+        self._handle, self.encoder, self._reembedded = SharedHandle(db), encoder, db.reembedded
         self._start()
         self.register_load_state_dict_post_hook(_outdated)  # type: ignore[no-untyped-call]
 
@@ -287,6 +287,8 @@ class View(Reindexed):
         return version
 
     def _encoding(self) -> Encoding:
+        if self.db.reembedded != self._reembedded:
+            raise StaleRead("all keys of the database were made anew since this view was made; make another view")
         return Encoding(self.encoder, self.dim, self.batch_size, self.db.resolve, self._running)
 
     # -- the module ----------------------------------------------------------------------------------------------------

@@ -7,16 +7,19 @@ written after it; files that no commit names are removed, but those of a writer 
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import apsw
 
-from softdb.store import files
+from softdb.store import disk, files
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
 from softdb.store.segments import ColumnFiles
 
-__all__ = ["clean", "settle"]
+__all__ = ["clean", "clean_folders", "discard", "settle"]
+
+_GATHERED = re.compile(r"reembed-(\d{1,20})")
 
 
 def settle(catalog: Catalog, path: Path) -> bool:
@@ -42,3 +45,24 @@ def clean(catalog: Catalog, columns: ColumnFiles) -> None:
             columns.clean({entry.number for entry in catalog.segments()})
         finally:
             catalog.rollback()
+
+
+def clean_folders(path: Path, since: int) -> None:
+    """Remove what runs of `reembed` have gathered before all keys were made anew, in the generation `since`.
+
+    A run that was cut short later goes on from its folder. What cannot be removed does no harm.
+    """
+    for folder in path.iterdir():
+        match = _GATHERED.fullmatch(folder.name)
+        if match and int(match[1]) != since:
+            with contextlib.suppress(OSError):
+                discard(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder with all that is in it, or whatever stands in its place."""
+    if folder.is_dir() and not folder.is_symlink():  # a link may lead anywhere
+        files.clear(folder)
+        disk.remove_directory(folder)
+    else:
+        files.remove(folder)

@@ -184,6 +184,24 @@ class ColumnFiles:
                     put[column](_raw(data))
                 done += len(part.keys)
 
+    def overwrite(self, number: int, capacity: int, slot: int, keys: Array) -> None:
+        """Replace keys of a segment that is not committed yet, from a slot on; on disk when this returns."""
+        if self.directory is None:
+            self._arrays["keys", number][slot : slot + len(keys)] = keys
+            return
+        dtype, width = self._shapes["keys"]
+        start = len(header(dtype, (capacity, *width))) + _bytes(dtype, (slot, *width))
+        files.write_at(self._path("keys", number), _raw(keys), start, folder=self._folder)
+
+    def like(self, schema: Schema) -> ColumnFiles:
+        """The same directory's, for columns of another schema that are written aside."""
+        return ColumnFiles(self.directory, schema, folder=self._folder)
+
+    def take(self, other: ColumnFiles) -> None:
+        """In memory: hold what another holds, too."""
+        if self.directory is None:
+            self._arrays |= other._arrays
+
     def rows(self, number: int, capacity: int) -> NDArray[np.int64]:
         """A segment's whole rows column, mapped; raises as `open`."""
         return self._column("rows", number, capacity)

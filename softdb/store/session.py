@@ -97,6 +97,8 @@ class Session:
             later = self._worker.ring if self._relaxed else None
             self._writer = Writer(self._reader, self.columns, self._directory, later, settled)
             recovery.clean(catalog, self.columns)
+            if self.path is not None:
+                recovery.clean_folders(self.path, self.keyed.since)
 
     def close(self) -> None:
         """Close the files and release the lock; safe to call twice. Raises WriteFailed: relaxed changes are lost."""

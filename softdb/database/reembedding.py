@@ -1,0 +1,230 @@
+"""Changing the model: every key made anew by another encoder, from the records' texts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb import check
+from softdb.answers import Record, parsed
+from softdb.check import Array, Id, Schema
+from softdb.database.handle import verb
+from softdb.database.records import RecordVerbs
+from softdb.encoders import name_of
+from softdb.errors import BadInput, WriteFailed
+from softdb.index.choose import Progress
+from softdb.reports import ReembedReport
+from softdb.store import Snapshot, reembed
+from softdb.store.gathered import Gathered, digest
+
+__all__ = ["ReembedVerbs", "TextOf"]
+
+TextOf: TypeAlias = "str | Callable[[Record], str | None]"
+
+READ = 4096  # records whose texts are looked at together
+PASSES = 10  # over the records; then what is written meanwhile is embedded with the switch
+
+Rows = NDArray[np.int64]
+
+
+class ReembedVerbs(RecordVerbs):
+    """How a database changes its encoder."""
+
+    @verb
+    def reembed(
+        self,
+        encoder: check.Encoder,
+        *,
+        field: TextOf = "text",
+        missing: str | None = None,
+        batch_size: int = 256,
+        progress: Progress | bool | None = None,
+    ) -> ReembedReport:
+        """Make every key anew with another encoder, also of another width; ids, rows, values and payloads stay.
+
+        Until all of them are there, every answer is by the old keys; then one commit changes keys, width and encoder.
+        New keys are kept on disk batch by batch: where the process is killed, the encoder fails or the disk is full,
+        nothing has changed, and calling it again with an encoder of the same name goes on where it stopped. Others read
+        and write on meanwhile; what they write is embedded, too. Readers see the new keys after `refresh()`.
+
+            db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), field="text", progress=True)
+
+        Args:
+            encoder: n texts -> (n, d). One without an attribute `name` may be any, so a run by it always begins anew.
+            field: of the payload, the one with the text; or a callable that gives the text of a `Record`.
+            missing: what is embedded of a record that has no text; None: that is an error, before anything is embedded.
+            batch_size: texts that are given to the encoder at once, and kept with one sync.
+            progress: called with what is being done, how much of it is done, and the whole; True draws a bar.
+
+        Cost: what the encoder takes; 2 syncs a batch; while it goes on, room for the new keys twice, for the values
+        once. The commit rewrites the catalogue's records; other operations wait for it. The index is dropped, it held
+        the old keys: `build_index()` makes another.
+
+        Raises:
+            BadInput: a record has no text, or the encoder gives what is no vector.
+            DatabaseLocked: another run goes on.
+            ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+            CorruptionError: a value, which would be carried over, differs from its checksum.
+        """
+        self._store.require_writable()
+        if not callable(encoder):
+            raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
+        if not (callable(field) or isinstance(field, str)):
+            raise BadInput(f"field is {check.shown(field)}; expected a field's name, or a callable, Record -> text")
+        if not (missing is None or isinstance(missing, str)):
+            raise BadInput(f"missing is {check.shown(missing)}; expected a text, or None")
+        size = check.integer(batch_size, "batch_size")
+        if progress is True:
+            from softdb.terminal import progress as bar
+
+            with bar("embed") as say:
+                return _Run(self, encoder, field, missing, size, say).report()
+        say = progress if callable(progress) else (lambda what, done, whole: None)
+        return _Run(self, encoder, field, missing, size, say).report()
+
+
+class _Run:
+    """One change of the encoder."""
+
+    def __init__(
+        self, db: ReembedVerbs, encoder: check.Encoder, field: TextOf, missing: str | None, size: int, say: Progress
+    ) -> None:
+        self.db, self.store = db, db._store
+        self.encoder, self.name, self.field, self.missing = encoder, name_of(encoder), field, missing
+        self.size, self.say = size, say
+        self.progress = reembed.Progress()
+        self.present = self.embedded = 0  # rows with a new key; those of them that this run has encoded
+        self.total = self.store.snapshot.count
+
+    def report(self) -> ReembedReport:
+        """Do it, and say what was done."""
+        begin = time.perf_counter()
+        reembed.require_sound_values(self.store)
+        self.schema: Schema = dataclasses.replace(self.store.schema, dim=self._width(self._require_texts()))
+        try:
+            self.gathered = Gathered(self.store, self.schema, self.name)
+        except OSError as error:
+            raise WriteFailed(f"the disk refused a folder for the new keys ({error}); nothing has changed") from error
+        with contextlib.ExitStack() as open_until:
+            open_until.callback(self.gathered.close)
+            self._gather_all()
+            self.say("switch", self.total, self.total)
+            reembed.switch(
+                self.store, self.schema, self.name, self.gathered, self.progress, self.gather, self._announce
+            )
+        with contextlib.suppress(OSError):  # the change has happened; the next writer removes what is left
+            self.gathered.discard()
+        self.db.finder.forget()
+        count, generation = self.store.snapshot.count, self.store.keyed.since
+        seconds = time.perf_counter() - begin
+        return ReembedReport(count, self.embedded, self.schema.dim, self.name, generation, seconds)
+
+    def _announce(self, generation: int) -> None:
+        self.db._encoders[generation] = self.encoder
+
+    # -- texts -----------------------------------------------------------------------------------------------------
+
+    def _require_texts(self) -> str | None:
+        """Some text of a record, None where there are none. Raises BadInput where one has no text."""
+        some, (snapshot, rows) = None, reembed.pending(self.store, self.progress)
+        for low in range(0, len(rows), READ):
+            for text in self._texts(snapshot, rows[low : low + READ])[1]:
+                some = some or text
+        return some
+
+    def _texts(self, snapshot: Snapshot, rows: Rows) -> tuple[Rows, list[str], Rows]:
+        """Those of rows (m,) that are still there, their texts, and their payloads' checksums."""
+        found = self.store.read(rows)
+        kept = rows[[row in found for row in rows.tolist()]]
+        names = [found[row][0] for row in kept.tolist()]
+        payloads = [found[row][1] for row in kept.tolist()]
+        if callable(self.field):
+            records = self.db.records_at(snapshot, snapshot.positions(kept), names, payloads)
+            texts = [self.field(record) for record in records]
+        else:
+            name = self.field
+            texts = [one.get(name) if isinstance(one, dict) else None for one in parsed(payloads)]
+        crcs = [-1 if payload is None else crc32(payload.encode()) for payload in payloads]
+        checked = [self._text(one, text) for one, text in zip(names, texts, strict=True)]
+        return kept, checked, np.array(crcs, np.int64)
+
+    def _text(self, name: Id, text: object) -> str:
+        if isinstance(text, str):
+            return text
+        if text is None and self.missing is not None:
+            return self.missing
+        where = "the callable gave" if callable(self.field) else f"its field {check.shown(self.field)} is"
+        raise BadInput(
+            f"record {check.shown(name)} has no text: {where} {check.shown(text)}; name the field of the payload that "
+            "has it with field=, or give a text for such records with missing="
+        )
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def _width(self, text: str | None) -> int:
+        """d of the new keys, as the encoder says it, or as it gives it."""
+        said = getattr(self.encoder, "dim", None)
+        if said is not None:
+            return check.integer(said, "the encoder's dim", 1, check.MAX_DIM)
+        return int(self._matrix([text or "text"], None).shape[1])
+
+    def _matrix(self, texts: list[str], width: int | None) -> Array:
+        """The vectors (n, d) of texts, as they are stored. Raises BadInput where they are none."""
+        vectors: Any = check.encoded(texts, "texts", self.encoder)
+        try:
+            found = tuple(np.shape(vectors))
+        except ValueError:  # ragged lists
+            found = ()
+        if len(found) != 2 or (width is not None and found[1] != width) or not found[1]:
+            raise BadInput(
+                f"the encoder gave shape {found} for {len(texts)} texts; expected ({len(texts)}, {width or 'd'})"
+            )
+        return check.matrix(vectors, "the encoder's vectors", int(found[1]), self.store.schema.dtype)
+
+    def _gather_all(self) -> None:
+        """Gather keys until what others write meanwhile is less than a batch."""
+        for _ in range(PASSES):
+            snapshot, rows = reembed.pending(self.store, self.progress)
+            self.gather(snapshot, rows)
+            if len(rows) <= self.size:
+                return
+
+    def gather(self, snapshot: Snapshot, rows: Rows) -> None:
+        """Gather the keys of rows (m,) of a generation, those that are not there."""
+        for low in range(0, len(rows), READ):
+            mine, texts, crcs = self._texts(snapshot, rows[low : low + READ])
+            if len(mine):
+                self._gather_some(mine, texts)
+                self.progress.add(mine, crcs)
+        self.progress.generation = snapshot.generation
+
+    def _gather_some(self, rows: Rows, texts: list[str]) -> None:
+        digests = list(map(digest, texts))
+        missing = np.flatnonzero(self.gathered.missing(rows, digests))
+        self._tell(len(rows) - len(missing))
+        for start in range(0, len(missing), self.size):
+            some = missing[start : start + self.size]
+            try:
+                keys = self._matrix([texts[i] for i in some], self.schema.dim)
+                self.gathered.put(rows[some], keys, [digests[i] for i in some])
+            except (BadInput, WriteFailed) as error:
+                error.args = (
+                    f"{error.args[0]}; {self.present:,} of {self.total:,} records have their new keys, the database is "
+                    "as it was: mend that, then reembed goes on",
+                    *error.args[1:],
+                )
+                raise
+            self.embedded += len(some)
+            self._tell(len(some))
+
+    def _tell(self, more: int) -> None:
+        self.present += more
+        self.total = max(self.total, self.present)
+        self.say("embed", self.present, self.total)

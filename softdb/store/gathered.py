@@ -1,0 +1,100 @@
+"""New keys on their way: a database within the database's directory, so that a run that was cut short goes on.
+
+It lies in the folder `reembed-G`, G the generation that last made all keys anew: once such a commit has happened, the
+next writer knows by the name that the folder is left over. Its ids are rows, its payloads digests of the texts: a key
+counts for a record only while the record's text gives the digest, whatever became of either in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Array, Schema
+from softdb.errors import CorruptionError, FormatTooNew, NotADatabase
+from softdb.store.append import Batch
+from softdb.store.keyed import Keyed
+from softdb.store.recovery import discard
+from softdb.store.soundness import damaged
+from softdb.store.store import Store
+
+__all__ = ["Gathered", "digest"]
+
+Rows = NDArray[np.int64]
+
+
+def digest(text: str) -> str:
+    """What tells a text from every other."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+class Gathered:
+    """The new keys of rows."""
+
+    def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
+        """What a run by the same encoder has left, or nothing yet. One without a name may be any, and begins anew.
+
+        Raises DatabaseLocked where another run goes on, OSError, WriteFailed.
+        """
+        only_keys = dataclasses.replace(schema, value_dim=None, num_classes=None)
+        self._folder = None if store.path is None else store.path / f"reembed-{store.keyed.since}"
+        found = self._found(Keyed(only_keys, encoder, 0))
+        if found is None:
+            found = Store(self._folder, "rw", only_keys)
+            if encoder is not None:
+                found.note_encoder(encoder)
+        self._store = found
+
+    def _found(self, made: Keyed) -> Store | None:
+        """What a run has left, if it is sound and of this one; else nothing stays there."""
+        if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
+            return None
+        with contextlib.suppress(CorruptionError, NotADatabase, FormatTooNew), contextlib.ExitStack() as opened:
+            if not self._folder.is_symlink():
+                store = Store(self._folder, "rw", None)
+                opened.callback(store.close)
+                if (
+                    made.encoder is not None
+                    and store.keyed == made
+                    and not any(any(damaged(store.checksums, segment)) for segment in store.snapshot.segments)
+                ):
+                    opened.pop_all()
+                    return store
+        discard(self._folder)
+        return None
+
+    def __len__(self) -> int:
+        return self._store.snapshot.count
+
+    def missing(self, rows: Rows, digests: list[str]) -> NDArray[np.bool_]:
+        """Of which rows (m,) with texts of these digests there is no key yet."""
+        if not len(self):
+            return np.ones(len(rows), np.bool_)
+        stored = self._store.locate(rows.tolist())[2]
+        return np.array([text != json.dumps(one) for text, one in zip(stored, digests, strict=True)], np.bool_)
+
+    def put(self, rows: Rows, keys: Array, digests: Iterable[str]) -> None:
+        """Keep keys (m, d); on disk when this returns. Raises WriteFailed."""
+        self._store.upsert(Batch(rows.tolist(), keys, None, [json.dumps(one) for one in digests]))
+
+    def keys(self, rows: Rows) -> Array:
+        """The keys (m, d) of rows that are all there."""
+        snapshot, places, _ = self._store.require(rows.tolist())
+        found: Array = snapshot.keys_at(snapshot.positions(places)).numpy()
+        return found
+
+    def close(self) -> None:
+        """Keep what there is for another run."""
+        self._store.close()
+
+    def discard(self) -> None:
+        """Remove it: it has served, or never will."""
+        self._store.close()
+        if self._folder is not None:
+            discard(self._folder)

@@ -1,0 +1,252 @@
+"""All keys made anew: new segments take the place of all others, with the schema and the name of the encoder.
+
+As compaction, but of everything and in one commit: the live rows' new keys and their values are written aside and
+fsynced; one SQLite transaction swaps segments, checksums, tombstones and settings; then the old files are unlinked. A
+crash leaves the old keys or the new ones. Whoever has an older generation open keeps its maps. Rows keep their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Schema
+from softdb.errors import CorruptionError, WriteFailed
+from softdb.store import gaps, keyed
+from softdb.store.catalog import Catalog
+from softdb.store.gathered import Gathered
+from softdb.store.segments import MAX_ROWS, ColumnFiles, SegmentEntry, SegmentPart, checksum
+from softdb.store.snapshot import Snapshot
+from softdb.store.soundness import AT_ONCE, checksums, damaged
+from softdb.store.store import Store
+
+__all__ = ["Progress", "pending", "require_sound_values", "switch"]
+
+Rows = NDArray[np.int64]
+Gather = Callable[[Snapshot, Rows], None]
+
+TRIES = 5  # times that what has changed meanwhile is embedded while others go on; then they wait
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass
+class Progress:
+    """The rows that have a new key, and the checksums of the payloads that it was made from."""
+
+    generation: int = -1  # no payload that was replaced up to here is unseen
+    rows: Rows = field(default_factory=_NONE.copy)  # (m,) ascending
+    payload_crcs: Rows = field(default_factory=_NONE.copy)  # (m,), -1 where there is none
+
+    def add(self, rows: Rows, payload_crcs: Rows) -> None:
+        """Rows (m,) have new keys, some of them again."""
+        kept = ~np.isin(self.rows, rows)
+        merged = np.concatenate([self.rows[kept], rows])
+        order = np.argsort(merged, kind="stable")
+        self.rows = merged[order]
+        self.payload_crcs = np.concatenate([self.payload_crcs[kept], payload_crcs])[order]
+
+    def unlike(self, rows: Rows, payload_crcs: Rows) -> Rows:
+        """Those of rows (m,) that are not here, or with another checksum."""
+        if not len(self.rows):
+            return rows
+        places = np.minimum(self.rows.searchsorted(rows), len(self.rows) - 1)
+        found: Rows = rows[(self.rows[places] != rows) | (self.payload_crcs[places] != payload_crcs)]
+        return found
+
+
+def pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
+    """The newest generation, and its live rows without a new key or with another payload since, ascending."""
+    return store.run(_pending, store, progress)
+
+
+def _pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
+    with store.read_transaction() as snapshot:
+        live = _live_rows(snapshot)
+        rows = live[~np.isin(live, progress.rows)]
+        if store.catalog.payloads_replaced() > progress.generation >= 0:
+            rows = np.unique(np.concatenate([rows, *(progress.unlike(*some) for some in _payload_crcs(store.catalog))]))
+        return snapshot, rows
+
+
+def _live_rows(snapshot: Snapshot) -> Rows:
+    return snapshot.rows(np.flatnonzero(snapshot.live))
+
+
+def _payload_crcs(catalog: Catalog) -> Iterator[tuple[Rows, Rows]]:
+    """Rows and their payloads' checksums, some at a time."""
+    last, sql = -1, "SELECT row, coalesce(payload_crc, -1) FROM records WHERE row > ? ORDER BY row LIMIT ?"
+    while found := catalog.all(sql, (last, AT_ONCE)):
+        rows, crcs = np.array(found, np.int64).T
+        last = int(rows[-1])
+        yield rows, crcs
+
+
+def require_sound_values(store: Store) -> None:
+    """Raise CorruptionError where values, which are carried over, differ from their checksums."""
+    segments = store.snapshot.segments if store.schema.has_values else ()
+    found = [one for segment in segments for one in damaged(store.checksums, segment)]
+    damage = [str(one) for one in found if one.file.startswith("values")]
+    if damage:
+        raise CorruptionError("; ".join(damage) + ": restore them from a copy, then reembed")
+
+
+def switch(
+    store: Store,
+    schema: Schema,
+    encoder: str | None,
+    gathered: Gathered,
+    progress: Progress,
+    gather: Gather,
+    announce: Callable[[int], None],
+) -> None:
+    """Put the gathered keys in the place of all keys, in one commit.
+
+    Args:
+        gather: gathers the keys of rows; called for what others have written meanwhile.
+        announce: told the generation that the commit will make, before it does.
+
+    Raises WriteFailed, CorruptionError, and what gather raises; then nothing has changed.
+    """
+    change = _Switch(store, schema, encoder, gathered, progress, gather, announce)
+    try:
+        if store.path is not None:  # in memory any commit drops a column that the catalogue does not know
+            change.write_aside()
+        while not store.run(change.commit):
+            change.catch_up()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            change.columns.remove(change.numbers)
+        raise
+
+
+@dataclass
+class _Part:
+    """A new segment, not yet known to the catalogue."""
+
+    number: int
+    rows: Rows  # (m,) ascending
+    key_crcs: NDArray[np.uint32]  # (m,)
+
+    @property
+    def has_gaps(self) -> bool:
+        return int(self.rows[-1] - self.rows[0]) + 1 != len(self.rows)
+
+    @property
+    def entry(self) -> SegmentEntry:
+        return SegmentEntry(self.number, int(self.rows[0]), len(self.rows), len(self.rows))
+
+
+class _Switch:
+    """One change of all keys."""
+
+    def __init__(
+        self,
+        store: Store,
+        schema: Schema,
+        encoder: str | None,
+        gathered: Gathered,
+        progress: Progress,
+        gather: Gather,
+        announce: Callable[[int], None],
+    ) -> None:
+        self.store, self.schema, self.encoder, self.gathered = store, schema, encoder, gathered
+        self.progress, self.gather, self.announce = progress, gather, announce
+        self.columns: ColumnFiles = store.columns.like(schema)
+        self.numbers: list[int] = []  # of segments that may have been made
+        self.parts: list[_Part] = []
+        self.again = _NONE  # rows that were gathered again since their part was written
+        self.tries = 0
+
+    @property
+    def held(self) -> Rows:
+        """The rows that the new segments hold."""
+        return np.concatenate([_NONE, *(part.rows for part in self.parts)])
+
+    def write_aside(self) -> None:
+        """Write the bulk while others read and write. What fails here has changed nothing."""
+        snapshot, _ = pending(self.store, self.progress)
+        rows = self.progress.rows[np.isin(self.progress.rows, _live_rows(snapshot))]
+        try:
+            self._write(snapshot, rows, self.store.run(self._reserved, len(rows)))
+        except (OSError, MemoryError) as error:
+            raise WriteFailed(f"the disk refused a write ({error}); the records are as before, make room") from error
+
+    def _reserved(self, count: int) -> list[int]:
+        with self.store.write_transaction(durable=True):
+            return [gaps.reserve(self.store.catalog) for _ in range(0, count, MAX_ROWS)]
+
+    def _write(self, snapshot: Snapshot, rows: Rows, numbers: list[int]) -> None:
+        """Write segments of rows (m,) ascending, on disk when this returns."""
+        self.numbers += numbers
+        for number, low in zip(numbers, range(0, len(rows), MAX_ROWS), strict=True):
+            mine = rows[low : low + MAX_ROWS]
+            part = _Part(number, mine, np.empty(len(mine), np.uint32))
+            self.columns.create(number, len(mine), part.has_gaps, aside=True)
+            self.columns.fill(number, len(mine), self._columns_of(part, snapshot))
+            self.parts.append(part)
+
+    def _columns_of(self, part: _Part, snapshot: Snapshot) -> Iterator[SegmentPart]:
+        for low in range(0, len(part.rows), AT_ONCE):
+            rows = part.rows[low : low + AT_ONCE]
+            keys, values = self.gathered.keys(rows), None
+            part.key_crcs[low : low + AT_ONCE] = checksums(keys)
+            if self.schema.has_values:
+                values = snapshot.values_at(snapshot.positions(rows)).numpy()
+                values = values.astype(self.schema.value_dtype, copy=False)
+            yield SegmentPart(keys, values, rows if part.has_gaps else None)
+
+    def catch_up(self) -> None:
+        """Gather what others have written meanwhile."""
+        snapshot, rows = pending(self.store, self.progress)
+        self.again = np.union1d(self.again, rows)
+        self.gather(snapshot, rows)
+        self.tries += 1
+
+    def commit(self) -> bool:
+        """Switch, unless something is still to be gathered, which others should not wait for. On the store's thread."""
+        with self.store.write_transaction(durable=True):
+            if len(_pending(self.store, self.progress)[1]):
+                if self.tries < TRIES:
+                    return False
+                self.catch_up()
+            self._complete(self.store.snapshot)
+            old = self._put()
+        with contextlib.suppress(OSError):  # the switch has happened; the next writer removes what is left
+            self.store.columns.remove(old)
+        return True
+
+    def _complete(self, snapshot: Snapshot) -> None:
+        """Bring the segments up to date with what was gathered since they were written."""
+        for part in self.parts:
+            for slot in np.flatnonzero(np.isin(part.rows, self.again)).tolist():
+                key = self.gathered.keys(part.rows[slot : slot + 1])
+                self.columns.overwrite(part.number, len(part.rows), slot, key)
+                part.key_crcs[slot] = checksums(key)[0]
+        live = _live_rows(snapshot)
+        late = live[~np.isin(live, self.held)]
+        self._write(snapshot, late, [gaps.reserve(self.store.catalog) for _ in range(0, len(late), MAX_ROWS)])
+
+    def _put(self) -> list[int]:
+        """Put the new segments into the catalogue in place of all others, and return the numbers of these."""
+        catalog, held = self.store.catalog, self.held
+        state, old = catalog.state(), [entry.number for entry in catalog.segments()]
+        gaps.put(catalog, old, state.next_row - len(held) - catalog.setting("gone"), None)
+        for part in self.parts:
+            catalog.put_segment(part.entry)
+            if part.has_gaps:
+                gaps.put(catalog, (), 0, (part.number, checksum(part.rows)))
+            crcs = zip(part.key_crcs.tolist(), part.rows.tolist(), strict=True)
+            catalog.connection.executemany("UPDATE records SET key_crc = ? WHERE row = ?", crcs)
+        dead = catalog.dead()
+        catalog.clear_tombstones(dead[~np.isin(dead, held)])
+        catalog.connection.execute("DELETE FROM indexes")  # of the old keys
+        catalog.put_setting("dim", self.schema.dim)
+        keyed.note(catalog, self.encoder)
+        catalog.put_setting("reembedded", state.generation + 1)
+        self.announce(catalog.advance(0).generation)
+        self.store.columns.take(self.columns)
+        return old
