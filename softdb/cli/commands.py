@@ -23,6 +23,7 @@ COMMANDS = {
     "search": "softdb.cli.ask:search",
     "attend": "softdb.cli.ask:attend",
     "train": "softdb.cli.train:train",
+    "reembed": "softdb.cli.reembed:reembed",
     "index": "softdb.cli.keep:index",
     "tune": "softdb.cli.keep:tune",
     "fields": "softdb.cli.keep:fields",

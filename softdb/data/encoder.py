@@ -29,7 +29,8 @@ class _Trained:
     name: str = DEMO
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        return self.encoder(texts) @ self.weight.T
+        found: Vectors = self.encoder(texts) @ self.weight.T
+        return found
 
 
 def demo_encoder(path: Path | None = None) -> Encoder:

@@ -18,7 +18,7 @@ from softdb.check import Array, Id, Schema
 from softdb.database.handle import verb
 from softdb.database.records import RecordVerbs
 from softdb.encoders import name_of
-from softdb.errors import BadInput, WriteFailed
+from softdb.errors import BadInput, MissingDependency, SoftDBError, WriteFailed
 from softdb.index.choose import Progress
 from softdb.reports import ReembedReport
 from softdb.store import Snapshot, reembed
@@ -82,12 +82,18 @@ class ReembedVerbs(RecordVerbs):
             raise BadInput(f"missing is {check.shown(missing)}; expected a text, or None")
         size = check.integer(batch_size, "batch_size")
         if progress is True:
-            from softdb.terminal import progress as bar
-
-            with bar("embed") as say:
+            with _bar() as say:
                 return _Run(self, encoder, field, missing, size, say).report()
         say = progress if callable(progress) else (lambda what, done, whole: None)
         return _Run(self, encoder, field, missing, size, say).report()
+
+
+def _bar() -> contextlib.AbstractContextManager[Progress]:
+    try:
+        from softdb.terminal import progress
+    except ModuleNotFoundError:
+        raise MissingDependency("a progress bar needs rich; pip install 'softdb[cli]', or give a callable") from None
+    return progress("embed")
 
 
 class _Run:
@@ -108,10 +114,7 @@ class _Run:
         begin = time.perf_counter()
         reembed.require_sound_values(self.store)
         self.schema: Schema = dataclasses.replace(self.store.schema, dim=self._width(self._require_texts()))
-        try:
-            self.gathered = Gathered(self.store, self.schema, self.name)
-        except OSError as error:
-            raise WriteFailed(f"the disk refused a folder for the new keys ({error}); nothing has changed") from error
+        self.gathered = Gathered(self.store, self.schema, self.name)
         with contextlib.ExitStack() as open_until:
             open_until.callback(self.gathered.close)
             self._gather_all()
@@ -119,7 +122,7 @@ class _Run:
             reembed.switch(
                 self.store, self.schema, self.name, self.gathered, self.progress, self.gather, self._announce
             )
-        with contextlib.suppress(OSError):  # the change has happened; the next writer removes what is left
+        with contextlib.suppress(OSError, SoftDBError):  # it has happened; the next writer removes what is left
             self.gathered.discard()
         self.db.finder.forget()
         count, generation = self.store.snapshot.count, self.store.keyed.since

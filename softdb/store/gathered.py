@@ -13,11 +13,12 @@ import hashlib
 import json
 from collections.abc import Iterable
 
+import apsw
 import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array, Schema
-from softdb.errors import CorruptionError, FormatTooNew, NotADatabase
+from softdb.errors import CorruptionError, FormatTooNew, NotADatabase, SoftDBError, WriteFailed
 from softdb.store.append import Batch
 from softdb.store.keyed import Keyed
 from softdb.store.recovery import discard
@@ -40,16 +41,26 @@ class Gathered:
     def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
         """What a run by the same encoder has left, or nothing yet. One without a name may be any, and begins anew.
 
-        Raises DatabaseLocked where another run goes on, OSError, WriteFailed.
+        Raises DatabaseLocked where another run goes on, WriteFailed.
         """
         only_keys = dataclasses.replace(schema, value_dim=None, num_classes=None)
         self._folder = None if store.path is None else store.path / f"reembed-{store.keyed.since}"
-        found = self._found(Keyed(only_keys, encoder, 0))
-        if found is None:
-            found = Store(self._folder, "rw", only_keys)
+        try:
+            self._store = self._found(Keyed(only_keys, encoder, 0)) or self._made(only_keys, encoder)
+        except (OSError, apsw.Error) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise WriteFailed(
+                f"the disk refused the folder of the new keys ({why}); nothing has changed: mend the cause"
+            ) from error
+
+    def _made(self, schema: Schema, encoder: str | None) -> Store:
+        store = Store(self._folder, "rw", schema)
+        with contextlib.ExitStack() as opened:
+            opened.callback(store.close)
             if encoder is not None:
-                found.note_encoder(encoder)
-        self._store = found
+                store.note_encoder(encoder)
+            opened.pop_all()
+        return store
 
     def _found(self, made: Keyed) -> Store | None:
         """What a run has left, if it is sound and of this one; else nothing stays there."""
@@ -90,11 +101,12 @@ class Gathered:
         return found
 
     def close(self) -> None:
-        """Keep what there is for another run."""
-        self._store.close()
+        """Keep what there is for another run. What fails now has been on disk before, or does not matter."""
+        with contextlib.suppress(OSError, SoftDBError, apsw.Error):
+            self._store.close()
 
     def discard(self) -> None:
-        """Remove it: it has served, or never will."""
-        self._store.close()
+        """Remove it: it has served."""
+        self.close()
         if self._folder is not None:
             discard(self._folder)

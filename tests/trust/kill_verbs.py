@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from oracle import Id, State, Truth
+from oracle import Id, Model, State, Truth, text_of
 
 import softdb
 
@@ -149,6 +149,12 @@ def compact(random: Random, schema: dict[str, Any], n: int, state: State) -> Act
     return Act("compact", lambda world: world.db.compact(), state)
 
 
+def reembed(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
+    """By an encoder that the next few runs have, too: what one has left, another goes on with."""
+    model, size = Model(f"m{n // 8}", DIM), max(8, len(state) // 4)
+    return Act("reembed", lambda world: world.db.reembed(model, field=text_of, batch_size=size), model.of(state))
+
+
 def index(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     """An index of its own, where there are enough records for one."""
     if len(state) < RICH:
@@ -173,7 +179,7 @@ def search(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
 Maker = Callable[[Random, dict[str, Any], int, State], Act]
 WEIGHTS: dict[Maker, int] = {
     insert: 6, upsert: 4, update: 4, delete: 3, delete_where: 1, field: 1, compact: 3, index: 1, snapshot: 1,
-    reopen: 2, search: 1,
+    reopen: 2, search: 1, reembed: 2,
 }  # fmt: skip
 MAKERS = [maker for maker, weight in WEIGHTS.items() for _ in range(weight)]
 NEED_RECORDS = (upsert, update, delete)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 import softdb
+import softdb.answers
 
 Id = int | str
 Array = NDArray[Any]
@@ -31,6 +34,43 @@ class Truth:
 
 
 State = dict[Id, Truth]
+
+
+class Model:
+    """An encoder of texts that is a pure function of its name: numbers that are the same in either precision."""
+
+    def __init__(self, name: str, dim: int, most: int | None = None) -> None:
+        self.name, self.dim, self.most = name, dim, most  # the texts after which it fails
+
+    def __call__(self, texts: Sequence[str]) -> Array:
+        if self.most is not None:
+            self.most -= len(texts)
+            if self.most < 0:
+                raise ModelFailed
+        return np.stack([self.key(text) for text in texts])
+
+    def key(self, text: str) -> Array:
+        random = np.random.default_rng([crc32(self.name.encode()), crc32(text.encode())])
+        numbers: Array = random.standard_normal(self.dim).astype(np.float16).astype(np.float32)
+        return numbers
+
+    def of(self, state: State) -> State:
+        """What is stored once it has made all keys anew."""
+        return {one: Truth(self.key(words(one, held.payload)), held.value, held.payload) for one, held in state.items()}
+
+
+class ModelFailed(Exception):
+    """What an encoder raises."""
+
+
+def words(one: Id, payload: Any) -> str:
+    """The text of a record."""
+    return f"{one!r} {payload}"
+
+
+def text_of(record: softdb.answers.Record) -> str:
+    """The same of a stored record."""
+    return words(record.id, record.payload)
 
 
 def held(db: softdb.SoftDB) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import random
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from oracle import Truth, check, held
+from oracle import Model, Truth, check, held, text_of
 from power_disk import DROP, KEEP, TEARS, Digests, Disk, Fate, Image, Step
 from power_log import Held, History, Timeline, fingerprint, put
 
@@ -83,6 +84,8 @@ class Judge:
                     return f"{timeline.path} is in none of its states, it holds {len(state.records)} records"
                 after = _one_more(db, state)
             _require(path, after)
+            if whole:
+                _go_on(path)
             if (self.root / "state").exists():
                 cache._key()  # raises where an index could never be saved again
         except Exception as error:
@@ -144,6 +147,19 @@ def _require(path: Path, state: Held) -> None:
     assert fingerprint(found) == fingerprint(state), (
         f"{len(found.records)} records, {found.fields} after one more, not {len(state.records)}, {state.fields}"
     )
+
+
+def _go_on(path: Path) -> None:
+    """Whatever a run that made new keys has left, one by its encoder makes the right ones."""
+    for folder in path.glob("reembed-*"):
+        model = Model("another", 3)
+        with contextlib.suppress(softdb.SoftDBError), softdb.open(folder, mode="r") as gathered:
+            model = Model(gathered.encoder_name or "another", gathered.dim)
+        with softdb.open(path) as db:
+            before = held(db)
+            db.reembed(model, field=text_of)
+            check(db, model.of(before))
+            assert not folder.exists()
 
 
 @dataclass

@@ -7,13 +7,13 @@ from typing import Any
 
 import apsw
 import numpy as np
-from oracle import State, Truth
+from oracle import Model, ModelFailed, State, Truth, text_of
 from power_log import Held, Record
 
 import softdb
 from softdb.store import disk
 
-__all__ = ["Work", "a_life", "labels", "relaxed", "rounds", "without_values"]
+__all__ = ["Work", "a_life", "another_model", "labels", "relaxed", "rounds", "without_values"]
 
 
 class Work:
@@ -111,6 +111,18 @@ class Work:
         """Compact."""
         self.record.phase = "compact"
         self.db.compact()
+
+    def reembed(self, name: str, dim: int, most: int | None = None) -> None:
+        """Make all keys anew, by an encoder that fails after so many texts; then nothing has changed."""
+        model = Model(name, dim, most)
+        self._begin("reembed")
+        try:
+            self.db.reembed(model, field=text_of, batch_size=16)
+        except ModelFailed:
+            self._done(self.state)
+            return
+        self.create = {**self.create, "dim": dim}
+        self._done(model.of(self.state))
 
     def checkpoint(self) -> None:
         """What SQLite does by itself after a thousand pages."""
@@ -248,6 +260,27 @@ def relaxed(record: Record, root: Path) -> None:
     work.insert("d")
     work.reopen(durability="relaxed")
     work.insert("e")
+    work.close()
+
+
+def another_model(record: Record, root: Path) -> None:
+    """Keys made anew, by encoders of several widths; one run fails and another goes on with what it has left."""
+    work = Work(record, root / "db", value_dim=2, fields=["n"])
+    work.make()
+    work.insert(*range(70))
+    work.delete(*range(0, 70, 9))
+    work.build_index("ivf")
+    work.reembed("one", 3)
+    work.insert("a", "b")
+    work.reembed("two", 5, most=40)
+    work.update_payloads(1, 2)
+    work.reopen()
+    work.insert("c")
+    work.reembed("two", 5)
+    work.upsert("a", 3)
+    work.compact()
+    work.reembed("three", 5)
+    work.snapshot(root / "copy")
     work.close()
 
 

@@ -34,13 +34,17 @@ class Op(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The file without its numbers: keys, values, rows, catalog.sqlite-wal, index, lock, directory …"""
+        """The file without its numbers: keys, values, rows, catalog.sqlite-wal, index, lock, directory …
+
+        "gathered keys" and so on where it lies in a folder of keys that are to be.
+        """
+        path = self.target or self.path
+        before = "gathered " if any(one.name.startswith("reembed-") for one in (path, path.parent)) else ""
         if self.name in ("sync_directory", "make", "remove_directory"):
-            return "directory"
-        name = (self.target or self.path).name
-        if name.endswith((".faiss", ".faiss.tmp")):
+            return f"{before}directory"
+        if path.name.endswith((".faiss", ".faiss.tmp")):
             return "index"
-        return name.split("-")[0] if name.endswith(".npy") else name
+        return before + (path.name.split("-")[0] if path.name.endswith(".npy") else path.name)
 
     @property
     def point(self) -> str:

@@ -25,6 +25,7 @@ from kill_verbs import (
     field,
     index,
     insert,
+    reembed,
     reopen,
     search,
     snapshot,
@@ -73,6 +74,10 @@ TOURS: dict[str, list[Maker]] = {
         reopen, upsert, field, delete, compact, insert,
     ],
     "index": [index, upsert, index, delete, snapshot, compact, search, reopen],
+    "reembed": [
+        insert, insert, delete, reembed, insert, update, upsert, reembed, delete, compact, update, reembed, reopen,
+        insert,
+    ],
 }  # fmt: skip
 
 
@@ -97,7 +102,7 @@ def ready(folder: Path, tour: Tour) -> Order:
 def chosen(points: list[str], which: str, tour: Tour) -> list[tuple[str, int]]:
     """Every step, for each name one of them, or a few of these: the name and how many of that name come before."""
     numbered = [(name, points[:i].count(name)) for i, name in enumerate(points)]
-    if which == "every" and tour.name == "life":
+    if which == "every" and tour.name != "index":
         return numbered
     if (
         which == "every"
@@ -105,7 +110,8 @@ def chosen(points: list[str], which: str, tour: Tour) -> list[tuple[str, int]]:
         last = {name: (name, points.count(name) - 1) for name in points}
         return [one for one in numbered if one[0].endswith(" index") or one[1] == 0 or one == last[one[0]]]
     random = np.random.default_rng(5)
-    names = sorted(set(points) if tour.name == "life" else {one for one in points if one.endswith(" index")})
+    part = {"life": "", "index": " index", "reembed": " gathered"}[tour.name]
+    names = sorted({one for one in points if part in one})
     some = [(name, int(random.integers(points.count(name)))) for name in names]
     return some if which == "each name" else some[::6]
 
@@ -114,7 +120,9 @@ def chosen(points: list[str], which: str, tour: Tour) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     "which", ["a few", pytest.param("each name", marks=pytest.mark.slow), pytest.param("every", marks=EXHAUSTIVE)]
 )
-@pytest.mark.parametrize("tour", [Tour("life", 0), Tour("index", RICH + 100)], ids=lambda tour: tour.name)
+@pytest.mark.parametrize(
+    "tour", [Tour("life", 0), Tour("index", RICH + 100), Tour("reembed", 0)], ids=lambda tour: tour.name
+)
 def test_killed_at_each_step_before_it_in_its_middle_and_after_it(
     nursery: Nursery, room: Path, tally: Counter[str], tour: Tour, which: str
 ) -> None:
@@ -138,15 +146,17 @@ def test_killed_at_each_step_before_it_in_its_middle_and_after_it(
 @pytest.mark.slow
 def test_the_tours_pass_every_kind_of_step(nursery: Nursery, room: Path) -> None:
     points: set[str] = set()
-    for records, name in enumerate(TOURS):
+    for name in TOURS:
         (room / name).mkdir()
-        points |= set(steps(nursery, room / name, Tour(name, records * (RICH + 100))))
+        points |= set(steps(nursery, room / name, Tour(name, RICH + 100 if name == "index" else 0)))
     columns = {f"{verb} {file}" for verb in ("create", "write", "sync") for file in ("keys", "values", "rows", "index")}
     catalogue = {
         f"{verb} catalog.sqlite{part}" for part in ("", "-wal") for verb in ("create", "write", "sync", "truncate")
     }
+    gathered = {f"{verb} gathered keys" for verb in ("create", "write", "sync", "unlink")}
+    gathered |= {"write gathered catalog.sqlite-wal", "make gathered directory", "remove_directory gathered directory"}
     names = {"rename index", "rename catalog.sqlite", "unlink keys", "unlink index", "sync_directory directory"}
-    assert columns | catalogue | names <= points
+    assert columns | catalogue | gathered | names <= points
 
 
 @dataclass

@@ -20,7 +20,7 @@ from power_log import History, Record, put, recording, taken
 from power_mutate import mutations, violation, without
 from power_reasons import NOT_NEEDED, TOGETHER
 from power_twice import after_a_cut, after_a_kill, commits_in_the_air, with_a_named_wal
-from power_work import a_life, labels, relaxed, rounds, without_values
+from power_work import a_life, another_model, labels, relaxed, rounds, without_values
 
 import softdb
 from softdb.index import build
@@ -94,9 +94,10 @@ def explored(name: str, explorer: Explorer, tally: Counter[str], **how: Any) -> 
         (a_life, 0.1, 0, 1),
         (without_values, 0.2, 0, 1),
         (relaxed, 0.1, 0, 1),
+        (another_model, 0.02, 0, 1),
         *(
             pytest.param(workload, 1, 2, 2, marks=pytest.mark.exhaustive)
-            for workload in (a_life, without_values, labels, rounds, relaxed)
+            for workload in (a_life, without_values, labels, rounds, relaxed, another_model)
         ),
     ],
 )
