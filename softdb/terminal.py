@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["counted", "dumps", "listed", "number", "print_json", "print_table", "progress", "safe", "size", "terminal"]
 
@@ -31,11 +41,28 @@ def terminal(stderr: bool = False) -> Console:
     return console
 
 
+class _Rate(ProgressColumn):
+    """How much a second, of late."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f}/s")
+
+
 @contextlib.contextmanager
-def progress(what: str, console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar, told what is being done, how much of it is done, and the whole. None is drawn in a pipe."""
+def progress(
+    what: str, console: Console | None = None, rate: bool = False
+) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar, told what is being done, how much of it is done, and the whole. None is drawn in a pipe.
+
+    `rate`: how much a second, and the time that remains.
+    """
     console = console or terminal()
-    columns = TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn()
+    columns: list[ProgressColumn] = [
+        TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn()
+    ]  # fmt: skip
+    if rate:
+        columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda what, done, whole: bar.update(task, description=what, completed=done, total=whole)

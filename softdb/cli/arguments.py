@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from softdb.database import SoftDB
 
 __all__ = [
+    "INTERRUPTED",
     "AsJson",
     "DTypeOption",
     "Database",
@@ -53,6 +54,7 @@ Kind = Enum(
 MetricOption = Annotated[MetricName | None, Option(help="How queries and keys are compared.")]
 DTypeOption = Annotated[DType | None, Option(help="How numbers are stored.")]
 
+INTERRUPTED = 130  # the exit code that shells know for Ctrl-C
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.markup import escape
 from typer import Argument, Option
 
-from softdb.cli.arguments import Database, DTypeOption, EncoderName, MetricOption, Where, filter_of, named, opened
-from softdb.errors import BadInput, SoftDBError
+from softdb.cli.arguments import (
+    INTERRUPTED,
+    Database,
+    DTypeOption,
+    EncoderName,
+    MetricOption,
+    Where,
+    filter_of,
+    named,
+    opened,
+)
+from softdb.errors import BadInput, NotADatabase, SoftDBError
 from softdb.terminal import counted, progress, terminal
 
 if TYPE_CHECKING:
@@ -45,8 +56,9 @@ def import_(
     dim: Annotated[int | None, Option(help="The width of a new database's keys.")] = None,
     metric: MetricOption = None,
     dtype: DTypeOption = None,
-    batch_size: Annotated[int, Option(min=1, help="Records a commit.")] = 10_000,
+    batch_size: Annotated[int | None, Option(min=1, help="Records a commit; 10,000, and 256 texts.")] = None,
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Go on with an import that was stopped or killed.")] = False,
 ) -> None:
     """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
     import softdb
@@ -55,45 +67,76 @@ def import_(
 
     if keys is not None and len(files) > 1:
         raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")
-    fields = Fields(id_field, key_field, text, value)
-    batches = chain.from_iterable(
-        [read_records(file, fields=fields, keys=keys, batch_size=batch_size) for file in files]
-    )
+    fields, embeds = Fields(id_field, key_field, text, value), text is not None and keys is None
+    size = batch_size or (256 if embeds else 10_000)
+    batches = chain.from_iterable([read_records(file, fields=fields, keys=keys, batch_size=size) for file in files])
     first = next(batches, None)  # a file that cannot be read makes no database
     if first is None:
         raise BadInput(f"{files[0]} holds no records; nothing was imported")
-    new = not (path / "catalog.sqlite").exists()
-    noted = None
-    if not new:
-        with opened(path) as db:
-            noted, stored_dim = db.encoder_name, db.dim
-    name = chosen(path, noted, encoder, "ngrams" if new else None) if text is not None and keys is None else None
-    shape, header = named(dim=dim, metric=metric, dtype=dtype), first.header
-    if new and header is not None:
-        shape = header.schema | {name: one for name, one in shape.items() if one is not None}
-    elif new:
-        shape |= {"dim": dim or (None if name else len(first.keys[0])), **_values_of(first, num_classes)}
-    elif name is not None:
-        dim = stored_dim
-    done, there = 0, path.exists()
+    known = _known(path)
+    name = chosen(path, known.encoder, encoder, "ngrams" if known.new else None) if embeds else None
+    given = named(dim=dim, metric=metric, dtype=dtype)
+    shape = _shape_of(first, given, name is not None, num_classes) if known.new else given
+    made_by = None if name is None else named_encoder(name, dim if known.new else known.dim)
+    done, there, header = 0, path.exists(), first.header
+
+    def show(rows: Rows) -> None:
+        nonlocal done
+        done += len(rows)
+        say(rows.path.name, done, round(done / max(rows.share, 1e-9)))
+
     with (
-        softdb.open(path, encoder=None if name is None else named_encoder(name, dim), **shape) as db,
-        progress("import") as say,
-        _removing(db, path, there) if new else nullcontext(),
+        softdb.open(path, encoder=made_by, **shape) as db,
+        progress("import", rate=True) as say,
+        _removing(db, path, there) if known.new else nullcontext(),
+        _telling(db, path),
     ):
-        if new and name is None and header is not None and header.encoder is not None:
+        if header is not None and header.encoder is not None and name is None and not len(db):
             db.note_encoder(header.encoder)  # that alone loads nothing
-
-        def show(rows: Rows) -> None:
-            nonlocal done
-            done += len(rows)
-            say(rows.path.name, done, round(done / max(rows.share, 1e-9)))
-
-        import_records(db, chain([first], batches), upsert=upsert, progress=show)
-        if new and header is not None and header.fields:
+        import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show)
+        if (known.new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
     terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
+
+
+class _Known(NamedTuple):
+    """What is there before an import."""
+
+    new: bool
+    encoder: str | None = None
+    dim: int | None = None
+
+
+def _known(path: Path) -> _Known:
+    if not (path / "catalog.sqlite").exists():
+        return _Known(True)
+    try:
+        with opened(path) as db:
+            return _Known(False, db.encoder_name, db.dim)
+    except NotADatabase:  # another program's, which opening for writing will say; or its making was cut short
+        return _Known(True)
+
+
+def _shape_of(first: Rows, given: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
+    """What a new database stores: as the words, an export's header or the first batch say."""
+    if first.header is not None:
+        return first.header.schema | {name: one for name, one in given.items() if one is not None}
+    dim = given["dim"] or (None if embeds else len(first.keys[0]))
+    return given | {"dim": dim, **_values_of(first, num_classes)}
+
+
+@contextmanager
+def _telling(db: SoftDB, path: Path) -> Iterator[None]:
+    """Where an import is interrupted, say what is in and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        terminal(stderr=True).print(
+            f"interrupted: {counted(len(db), 'record')} in {escape(str(path))}, on disk; the same command with "
+            "--resume goes on from there"
+        )
+        sys.exit(INTERRUPTED)
 
 
 @contextmanager

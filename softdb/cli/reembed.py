@@ -7,13 +7,11 @@ from typing import Annotated
 
 from typer import Option
 
-from softdb.cli.arguments import AsJson, Database, EncoderName
+from softdb.cli.arguments import INTERRUPTED, AsJson, Database, EncoderName
 from softdb.errors import BadInput
 from softdb.terminal import counted, print_json, progress, safe, terminal
 
 __all__ = ["reembed"]
-
-INTERRUPTED = 130  # the exit code that shells know for Ctrl-C
 
 
 def reembed(
@@ -44,7 +42,7 @@ def reembed(
         say(what, count, total)
 
     try:
-        with softdb.open(path) as db, progress("embed") as say:
+        with softdb.open(path) as db, progress("embed", rate=True) as say:
             before = db.reembedded
             report = db.reembed(made, field=field, missing=missing, batch_size=batch_size, progress=tell)
     except KeyboardInterrupt:

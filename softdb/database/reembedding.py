@@ -93,7 +93,7 @@ def _bar() -> contextlib.AbstractContextManager[Progress]:
         from softdb.terminal import progress
     except ModuleNotFoundError:
         raise MissingDependency("a progress bar needs rich; pip install 'softdb[cli]', or give a callable") from None
-    return progress("embed")
+    return progress("embed", rate=True)
 
 
 class _Run:

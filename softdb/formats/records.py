@@ -13,10 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from softdb import check
 from softdb.check import Array, Id
 from softdb.database import SoftDB
-from softdb.errors import BadInput, SoftDBError
+from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import matrix_in
 from softdb.formats.lines import Fields, Header, Row, kind_of, read_header, read_rows, text_lines
 
@@ -41,6 +43,23 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def place(self) -> str:
+        """Where they stand, in words."""
+        what = "rows" if self.path.suffix in (".npy", ".npz") else "lines"
+        return f"{self.path.name} {what} {self.lines[0]} to {self.lines[-1]}"
+
+    def some(self, kept: list[int]) -> Rows:
+        """Those at some places in the batch."""
+        return replace(
+            self,
+            lines=[self.lines[i] for i in kept],
+            ids=[self.ids[i] for i in kept],
+            keys=self.keys[kept] if isinstance(self.keys, np.ndarray) else [self.keys[i] for i in kept],
+            values=None if self.values is None else [self.values[i] for i in kept],
+            payloads=[self.payloads[i] for i in kept],
+        )
 
 
 def read_records(
@@ -77,9 +96,17 @@ def read_records(
 
 
 def import_records(
-    db: SoftDB, batches: Iterator[Rows], *, upsert: bool = False, progress: Callable[[Rows], None] | None = None
+    db: SoftDB,
+    batches: Iterator[Rows],
+    *,
+    upsert: bool = False,
+    resume: bool = False,
+    progress: Callable[[Rows], None] | None = None,
 ) -> int:
     """Insert (or upsert) what `read_records` yields, a commit a batch, and return how many records.
+
+    `resume` passes over those that an import which was cut short has brought in: their ids are stored, with the same
+    payload, value and key, or the same text. One that is stored but differs is refused, or with `upsert` replaced.
 
     Texts are encoded by the database's encoder. An error says how many records are in, durably. What was exported from
     a database of another metric is refused: the nearest would be others.
@@ -94,16 +121,50 @@ def import_records(
                     "import it into one like it, or remove the file's first line"
                 )
             _require_same_encoder(db, rows)
-            put(rows.ids, rows.keys, rows.values, rows.payloads)
+            fresh = _missing(db, rows, upsert) if resume else rows
+            if len(fresh):
+                put(fresh.ids, fresh.keys, fresh.values, fresh.payloads)
             done += len(rows)
             if progress is not None:
                 progress(rows)
             rows = None
     except SoftDBError as error:
-        where = "" if rows is None else f"{rows.path.name} lines {rows.lines[0]} to {rows.lines[-1]}: "
-        error.args = (f"{where}{error.args[0]}; the {done} records before are in the database", *error.args[1:])
+        where = "" if rows is None else f"{rows.place}: "
+        remedy = ", and resume goes on with an import that was cut short" if isinstance(error, DuplicateId) else ""
+        told = f"{where}{error.args[0]}{remedy}; the {done} records before are in the database"
+        error.args = (told, *error.args[1:])
         raise
     return done
+
+
+def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
+    """The records that the database lacks, or with `upsert` has otherwise. Raises BadInput where it has one so."""
+    stored = np.flatnonzero(db.locate(rows.ids)[1] >= 0)
+    if not len(stored):
+        return rows
+    there = rows.some(stored.tolist())
+    differ = stored[_differ(db, there)]
+    if len(differ) and not upsert:
+        raise BadInput(
+            f"id {check.shown(rows.ids[differ[0]])} is stored already, and not as it stands there: this is not the "
+            "import that was cut short, or the record has changed since; upsert replaces"
+        )
+    same = set(stored.tolist()) - set(differ.tolist())
+    return rows.some([i for i in range(len(rows)) if i not in same])
+
+
+def _differ(db: SoftDB, rows: Rows) -> list[bool]:
+    """Which of some records, all of them stored, are not stored so."""
+    found, schema = db.get(rows.ids), db.schema
+    texts = check.payloads(rows.payloads, len(rows))
+    differ = np.array([one != other for one, other in zip(texts, found.payload_texts, strict=True)], np.bool_)
+    if not isinstance(rows.keys[0], str):  # else the text is in the payload
+        keys = check.matrix(rows.keys, "keys", schema.dim, schema.dtype)
+        differ |= (keys != found.keys.numpy()).any(1)
+    values = check.values(rows.values, schema, len(rows))
+    if values is not None and found.values is not None:
+        differ |= (values != found.values.numpy()).reshape(len(rows), -1).any(1)
+    return [bool(one) for one in differ]
 
 
 def _require_same_encoder(db: SoftDB, rows: Rows) -> None:

@@ -1,0 +1,180 @@
+"""An import that is stopped says how far it is, and goes on to what an unbroken one gives, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typed import answer, fails, lines, run
+
+import softdb
+import softdb.text
+from softdb.formats import Fields, Rows, export_records, import_records, read_records
+from softdb.terminal import progress
+
+N = 900
+
+SLOW = """
+import sys, time
+from softdb.database.records import RecordVerbs
+plain = RecordVerbs.insert
+def slow(self, *args, **words):
+    plain(self, *args, **words)
+    time.sleep(0.15)
+RecordVerbs.insert = slow
+sys.argv[0] = "softdb"
+from softdb.cli import main
+main()
+"""
+
+
+def source(folder: Path, kind: str) -> list[object]:
+    """A file to import, with the words that go with it."""
+    random = np.random.default_rng(0)
+    keys = random.standard_normal((N, 5)).astype(np.float32)
+    if kind == "npy":
+        np.save(folder / "keys.npy", keys)
+        return [folder / "keys.npy"]
+    if kind == "texts":
+        rows: list[dict[str, Any]] = [{"id": i, "text": f"record {i} of {i * i % 97}", "n": i} for i in range(N)]
+        return [lines(folder / "rows.jsonl", rows), "--text", "text", "--dim", 32]
+    if kind == "export":
+        with softdb.open(None, dim=5, value_dim=2, metric="cosine", fields=["n"], dtype="float16") as db:
+            db.note_encoder("some model")
+            db.insert([f"r{i}" for i in range(N)], keys, random.standard_normal((N, 2)), [{"n": i} for i in range(N)])
+            export_records(db, folder / "out.jsonl.gz")
+        return [folder / "out.jsonl.gz"]
+    rows = [{"id": f"r{i}", "key": keys[i].tolist(), "value": i % 3, "n": i, "é": "x" * (i % 50)} for i in range(N)]
+    return [lines(folder / "rows.jsonl", rows), "--value", "value", "--num-classes", 3, "--metric", "l2"]
+
+
+def stored(path: Path) -> tuple[dict[str, bytes], list[str], tuple[object, ...]]:
+    """The columns' bytes, every record in its order, and what the database is."""
+    columns = {one.name: one.read_bytes() for one in sorted(path.glob("*.npy"))}
+    with softdb.open(path, mode="r", verify=True) as db:
+        records = [
+            json.dumps([record.id, record.payload, row])
+            for some in db.scan()
+            for record, row in zip(some, db.locate(some.ids)[1].tolist(), strict=True)
+        ]
+        facts = (db.dim, db.value_dim, db.num_classes, db.metric, db.dtype, db.fields, db.encoder_name)
+    return columns, records, facts
+
+
+def stopped(path: Path, words: list[object], how: int) -> tuple[int, str]:
+    """Start an import, and stop it when some of it is in."""
+    command = [sys.executable, "-c", SLOW, "import", str(path), *map(str, words), "--batch-size", "100"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not list(path.glob("keys-0000000[1-9].npy")) and time.monotonic() < end:  # a second segment
+        time.sleep(0.01)
+    os.kill(child.pid, how)
+    return child.wait(60), child.communicate()[1]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["jsonl", "npy", "texts", "export"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_what_was_stopped_goes_on_and_ends_as_if_unbroken(tmp_path: Path, kind: str, how: int) -> None:
+    words = source(tmp_path, kind)
+    run("import", tmp_path / "whole", *words, "--batch-size", 100)
+    code, told = stopped(tmp_path / "db", words, how)
+    with softdb.open(tmp_path / "db", mode="r", verify=True) as db:
+        count = len(db)
+    assert 0 < count < N
+    assert count % 100 == 0
+    if how == signal.SIGINT:
+        assert code == 130
+        assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in told
+    shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
+    assert "is stored already" in shown
+    assert "resume goes on with an import that was cut short" in shown
+    shown = run("import", tmp_path / "db", *words, "--batch-size", 100, "--resume").stdout
+    assert shown == f"{N} records imported, {N} in {tmp_path / 'db'}\n"
+    assert stored(tmp_path / "db") == stored(tmp_path / "whole")
+    run("import", tmp_path / "db", *words, "--batch-size", 70, "--resume")  # nothing is left to do
+    assert stored(tmp_path / "db") == stored(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("part", ["payload", "key", "value"])
+def test_a_record_that_differs_is_refused_or_replaced(tmp_path: Path, part: str) -> None:
+    words = source(tmp_path, "jsonl")
+    run("import", tmp_path / "db", *words)
+    with softdb.open(tmp_path / "db") as db:
+        changed: dict[str, Any] = {"payload": {"n": -1}, "key": [1, 2, 3, 4, 5], "value": 2}
+        db.update(["r7"], **{f"{part}s": [changed[part]]})
+        before = len(list(db.scan()))
+    error = fails("import", tmp_path / "db", *words, "--resume")
+    assert "rows.jsonl lines 1 to 900: id 'r7' is stored already, and not as it stands there" in error
+    run("import", tmp_path / "db", *words, "--resume", "--upsert")
+    run("import", tmp_path / "db", *words, "--resume")
+    assert answer("info", tmp_path / "db")["records"] == N
+    assert answer("info", tmp_path / "db")["dead"] <= (1 if part == "payload" else 2)
+    assert before
+
+
+def test_texts_that_are_in_are_not_encoded_again(tmp_path: Path) -> None:
+    words = source(tmp_path, "texts")
+    run("import", tmp_path / "db", *words, "--batch-size", 100)
+    seen = list[str]()
+    with softdb.open(tmp_path / "db") as db:
+        db.delete([5])
+
+    class Counting(softdb.text.HashedNGrams):
+        def __call__(self, texts: Any) -> Any:
+            seen.extend(texts)
+            return super().__call__(texts)
+
+    with softdb.open(tmp_path / "db", encoder=Counting(32)) as db:
+        batches = read_records(tmp_path / "rows.jsonl", fields=Fields(text="text"), batch_size=100)
+        assert import_records(db, batches, resume=True) == N
+    assert seen == ["record 5 of 25"]
+
+
+def test_an_array_has_rows_and_a_file_has_lines(tmp_path: Path) -> None:
+    np.save(tmp_path / "k.npy", np.ones((30, 3)))
+    run("import", tmp_path / "db", tmp_path / "k.npy")
+    assert "k.npy rows 0 to 29: " in fails("import", tmp_path / "db", tmp_path / "k.npy")
+    assert "lines" not in fails("import", tmp_path / "db", tmp_path / "k.npy")
+
+
+def test_a_making_that_was_cut_short_is_made_up_for(tmp_path: Path) -> None:
+    (tmp_path / "db").mkdir()
+    (tmp_path / "db" / "catalog.sqlite").touch()
+    words = source(tmp_path, "jsonl")
+    run("import", tmp_path / "db", *words, "--resume")
+    assert answer("info", tmp_path / "db")["records"] == N
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "catalog.sqlite").write_bytes(b"another program's" * 500)
+    assert "not a softdb catalogue" in fails("import", tmp_path / "other", *words)
+    assert (tmp_path / "other" / "catalog.sqlite").stat().st_size == 8500
+
+
+def test_the_bar_tells_rate_and_what_remains(tmp_path: Path) -> None:
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=True, width=120)
+    with progress("import", console, rate=True) as say:
+        for done in range(0, 1001, 100):
+            say("rows.jsonl", done, 1000)
+            time.sleep(0.02)
+    assert "/s" in shown.getvalue()
+    assert "left" in shown.getvalue()
+
+
+def test_each_batch_of_texts_is_told(tmp_path: Path) -> None:
+    source(tmp_path, "texts")
+    told = list[Rows]()
+    with softdb.open(None, encoder=softdb.text.HashedNGrams(8)) as db:
+        batches = read_records(tmp_path / "rows.jsonl", fields=Fields(text="text"), batch_size=256)
+        import_records(db, batches, progress=told.append)
+    assert list(map(len, told)) == [256, 256, 256, 132]
