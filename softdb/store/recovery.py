@@ -17,12 +17,12 @@ from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
 from softdb.store.segments import ColumnFiles
 
-__all__ = ["clean", "clean_folders", "discard", "settle"]
+__all__ = ["bring_to_disk", "clean", "clean_folders", "discard"]
 
 _GATHERED = re.compile(r"reembed-(\d{1,20})")
 
 
-def settle(catalog: Catalog, path: Path) -> bool:
+def bring_to_disk(catalog: Catalog, path: Path) -> bool:
     """Bring to disk what another writer committed and no sync has covered: everybody has read it.
 
     Whether the log is checkpointed, too: on a full disk it is not, and the first write tries again.

@@ -91,11 +91,11 @@ class Session:
             opened.pop_all()
         self._reader.refresh()
         if writing:
-            settled = self.path is None or recovery.settle(catalog, self.path)
+            checkpointed = self.path is None or recovery.bring_to_disk(catalog, self.path)
             if self._relaxed:
                 writer.flush_at_exit(self)
             later = self._worker.ring if self._relaxed else None
-            self._writer = Writer(self._reader, self.columns, self._directory, later, settled)
+            self._writer = Writer(self._reader, self.columns, self._directory, later, checkpointed)
             recovery.clean(catalog, self.columns)
             if self.path is not None:
                 recovery.clean_folders(self.path, self.keyed.since)

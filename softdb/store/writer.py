@@ -125,7 +125,7 @@ class Writer:
         except UnicodeDecodeError as error:
             raise damaged_text(error) from None
         finally:
-            self._settle(loaded)
+            self._conclude(loaded)
 
     def _begin(self) -> None:
         catalog = self._reader.catalog
@@ -174,7 +174,7 @@ class Writer:
         elif self.waiting:
             raise apsw.AbortError("SQLite rolled back what was to be flushed")
 
-    def _settle(self, loaded: bool) -> None:
+    def _conclude(self, loaded: bool) -> None:
         """Roll back what has not ended, and load the newest snapshot, if it is not `loaded`."""
         if self._reader.connected is not None:
             try:
