@@ -55,8 +55,8 @@ def precise() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def encoded(value: object, name: str, encoder: Encoder | None) -> object:
-    """Texts as vectors, by the database's encoder; numbers as they came."""
+def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) -> object:
+    """Texts as vectors, by the database's encoder, which is asked for then; numbers as they came."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, np.ndarray) and texts.dtype.kind == "U":
         texts = texts.tolist()
@@ -64,6 +64,7 @@ def encoded(value: object, name: str, encoder: Encoder | None) -> object:
         return value
     if not all(isinstance(one, str) for one in texts):
         raise BadInput(f"{name} mix text and numbers; give all of one kind")
+    encoder = encoder_of()
     if encoder is None:
         raise BadInput(f"{name} are text but this database was opened without an encoder; pass encoder= to softdb.open")
     vectors = encoder(list(texts))

@@ -100,7 +100,7 @@ def import_(
     terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
 
 
-class _Known(NamedTuple):
+class _Present(NamedTuple):
     """What is there before an import."""
 
     new: bool
@@ -108,14 +108,14 @@ class _Known(NamedTuple):
     dim: int | None = None
 
 
-def _known(path: Path) -> _Known:
+def _known(path: Path) -> _Present:
     if not (path / "catalog.sqlite").exists():
-        return _Known(True)
+        return _Present(True)
     try:
         with opened(path) as db:
-            return _Known(False, db.encoder_name, db.dim)
+            return _Present(False, db.encoder_name, db.dim)
     except NotADatabase:  # another program's, which opening for writing will say; or its making was cut short
-        return _Known(True)
+        return _Present(True)
 
 
 def _shape_of(first: Rows, given: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:

@@ -66,9 +66,15 @@ class AskingVerbs(Handle):
             db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
             db.search(queries, k=5, diversity=0.3)
         """
-        metric = self._store.schema.metric
+        loader = self._store.loader
+        metric = loader.loaded.keyed.schema.metric
         ask = check.asked(k, radius, diversity, fetch_k, metric)
-        tensor, snapshot, allowed, excluded = self.as_made(lambda: self._searched(queries, where, exclude_ids))
+        made = None
+        while loader.loaded.keyed is not made:  # else all keys were made anew between queries and generation
+            made = loader.loaded.keyed
+            tensor = self.as_queries(queries)
+            left_out = check.excluded(exclude_ids, len(tensor))
+            snapshot, allowed, excluded = self._view_without(where, left_out) if left_out else (*self.view(where), None)
         find = functools.partial(self._finder.find, snapshot, exact=exact)
         return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
 
@@ -212,7 +218,7 @@ class AskingVerbs(Handle):
         """
         least = check.least_score(radius, self._store.schema.metric)
         tolerance = _tolerance(rtol, atol, confidence, max_draws)
-        request, source = self.as_made(
+        request, source = self._as_made(
             lambda: self.request(
                 self.as_queries(queries).detach(), where=where, tolerance=tolerance, generator=generator
             )
@@ -271,7 +277,7 @@ class AskingVerbs(Handle):
             snapshot, allowed = self.view(where)
             return tensor, allowed, self.source(snapshot)
 
-        tensor, allowed, source = self.as_made(asked)
+        tensor, allowed, source = self._as_made(asked)
         if mask is not None:
             mask = check.mask(mask, (len(tensor), source.snapshot.count)).to(tensor.device)
         generator = check.generator(generator)
@@ -280,14 +286,6 @@ class AskingVerbs(Handle):
             tensor, by, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
         )
         return request, source
-
-    def _searched(
-        self, queries: Vectors, where: dict[str, Any] | None, exclude_ids: IdsPerQuery | None
-    ) -> tuple[torch.Tensor, Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
-        """What a search asks, and of which generation; positions (q, e) to leave out, -1 = none."""
-        tensor = self.as_queries(queries)
-        left_out = check.excluded(exclude_ids, len(tensor))
-        return (tensor, *self._view_without(where, left_out)) if left_out else (tensor, *self.view(where), None)
 
     def _view_without(
         self, where: dict[str, Any] | None, left_out: list[list[Id]]

@@ -251,17 +251,18 @@ class Handle:
         """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
         self._store.require_writable()
 
-    def as_made(self, ask: Callable[[], T]) -> T:
+    def _as_made(self, ask: Callable[[], T]) -> T:
         """What is worked out from queries and a generation; again, where all keys were made anew between the two."""
+        loader = self._store.loader
         while True:
-            made = self._store.keyed
+            made = loader.loaded.keyed
             found = ask()
-            if self._store.keyed is made:
+            if loader.loaded.keyed is made:
                 return found
 
     def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
         """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
-        return (self._store.snapshot, None) if where is None else self._store.matching(where)
+        return (self._store.loader.loaded.snapshot, None) if where is None else self._store.matching(where)
 
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
         """The newest generation and the rows (n,) of ids in it; -1, or UnknownId if required, for those not stored."""
@@ -285,7 +286,7 @@ class Handle:
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
-        vectors, dim = check.encoded(queries, "queries", self._encoder()), self._store.schema.dim
+        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.loader.loaded.keyed.schema.dim
         if width in (None, dim):
             return check.queries(vectors, dim, self._device)
         return check.queries(vectors, width, self._device, "this score takes queries")

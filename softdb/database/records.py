@@ -83,7 +83,7 @@ class RecordVerbs(Handle):
         """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
         names = check.identifiers(ids, unique=False)
         snapshot, rows, texts = self._store.require(names)
-        return self.records_at(snapshot, snapshot.positions(rows), names, texts)
+        return self._records(snapshot, snapshot.positions(rows), names, texts)
 
     @verb
     def __getitem__(self, name: Id) -> Record:
@@ -121,7 +121,7 @@ class RecordVerbs(Handle):
             kept = np.fromiter((row in found for row in rows.tolist()), np.bool_, len(rows))
             if kept.any():
                 names, texts = zip(*(found[row] for row in rows[kept].tolist()), strict=True)
-                yield self.records_at(snapshot, mine[kept], list(names), list(texts))
+                yield self._records(snapshot, mine[kept], list(names), list(texts))
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -173,10 +173,10 @@ class RecordVerbs(Handle):
 
     def _keys(self, keys: Vectors, count: int) -> Array:
         schema = self._store.schema
-        array = check.matrix(check.encoded(keys, "keys", self._encoder()), "keys", schema.dim, schema.dtype)
+        array = check.matrix(check.encoded(keys, "keys", self._encoder), "keys", schema.dim, schema.dtype)
         return check.filled(array, "keys", count)
 
-    def records_at(
+    def _records(
         self, snapshot: Snapshot, positions: NDArray[np.int64], names: list[Id], texts: list[str | None]
     ) -> Records:
         """The records at positions (n,) of a generation, whose ids and payload texts are known."""

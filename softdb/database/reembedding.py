@@ -149,7 +149,7 @@ class _Run:
         names = [found[row][0] for row in kept.tolist()]
         payloads = [found[row][1] for row in kept.tolist()]
         if callable(self.field):
-            records = self.db.records_at(snapshot, snapshot.positions(kept), names, payloads)
+            records = self.db._records(snapshot, snapshot.positions(kept), names, payloads)
             texts = [self.field(record) for record in records]
         else:
             name = self.field
@@ -180,7 +180,7 @@ class _Run:
 
     def _matrix(self, texts: list[str], width: int | None) -> Array:
         """The vectors (n, d) of texts, as they are stored. Raises BadInput where they are none."""
-        vectors: Any = check.encoded(texts, "texts", self.encoder)
+        vectors: Any = check.encoded(texts, "texts", lambda: self.encoder)
         try:
             found = tuple(np.shape(vectors))
         except ValueError:  # ragged lists

@@ -89,7 +89,7 @@ class Finder:
         Of another metric than the database's, and for few records, the finder is "flat", which is exact. A few of the
         searches by the index are checked against exact ones (`watch`).
         """
-        own, board = self._store.schema.metric, self._board
+        own, board = self._store.loader.loaded.keyed.schema.metric, self._board
         metric = metric or own
         index = None if exact or metric is not own else self._current(snapshot)
         found, start = None, time.perf_counter()
@@ -261,7 +261,7 @@ class Finder:
 
     def _serving(self, snapshot: Snapshot) -> Index | None:
         index, since = self._in_use
-        return index if self._store.keyed.since <= since <= snapshot.generation else None
+        return index if self._store.loader.loaded.keyed.since <= since <= snapshot.generation else None
 
     def _use(self, index: Index | None, since: int) -> None:
         """Take an index into use, under the lock."""

@@ -124,7 +124,7 @@ def switch(
 
 
 @dataclass
-class _Part:
+class _NewSegment:
     """A new segment, not yet known to the catalogue."""
 
     number: int
@@ -157,12 +157,12 @@ class _Switch:
         self.progress, self.gather, self.announce = progress, gather, announce
         self.columns: ColumnFiles = store.columns.like(schema)
         self.numbers: list[int] = []  # of segments that may have been made
-        self.parts: list[_Part] = []
+        self.parts: list[_NewSegment] = []
         self.again = _NONE  # rows that were gathered again since their part was written
         self.tries = 0
 
     @property
-    def held(self) -> Rows:
+    def all_rows(self) -> Rows:
         """The rows that the new segments hold."""
         return np.concatenate([_NONE, *(part.rows for part in self.parts)])
 
@@ -184,12 +184,12 @@ class _Switch:
         self.numbers += numbers
         for number, low in zip(numbers, range(0, len(rows), MAX_ROWS), strict=True):
             mine = rows[low : low + MAX_ROWS]
-            part = _Part(number, mine, np.empty(len(mine), np.uint32))
+            part = _NewSegment(number, mine, np.empty(len(mine), np.uint32))
             self.columns.create(number, len(mine), part.has_gaps, aside=True)
             self.columns.fill(number, len(mine), self._columns_of(part, snapshot))
             self.parts.append(part)
 
-    def _columns_of(self, part: _Part, snapshot: Snapshot) -> Iterator[SegmentPart]:
+    def _columns_of(self, part: _NewSegment, snapshot: Snapshot) -> Iterator[SegmentPart]:
         for low in range(0, len(part.rows), AT_ONCE):
             rows = part.rows[low : low + AT_ONCE]
             keys, values = self.gathered.keys(rows), None
@@ -227,14 +227,14 @@ class _Switch:
                 self.columns.overwrite(part.number, len(part.rows), slot, key)
                 part.key_crcs[slot] = checksums(key)[0]
         live = _live_rows(snapshot)
-        late = live[~np.isin(live, self.held)]
+        late = live[~np.isin(live, self.all_rows)]
         self._write(snapshot, late, [gaps.reserve(self.store.catalog) for _ in range(0, len(late), MAX_ROWS)])
 
     def _put(self) -> list[int]:
         """Put the new segments into the catalogue in place of all others, and return the numbers of these."""
-        catalog, held = self.store.catalog, self.held
+        catalog, rows = self.store.catalog, self.all_rows
         state, old = catalog.state(), [entry.number for entry in catalog.segments()]
-        gaps.put(catalog, old, state.next_row - len(held) - catalog.setting("gone"), None)
+        gaps.put(catalog, old, state.next_row - len(rows) - catalog.setting("gone"), None)
         for part in self.parts:
             catalog.put_segment(part.entry)
             if part.has_gaps:
@@ -242,7 +242,7 @@ class _Switch:
             crcs = zip(part.key_crcs.tolist(), part.rows.tolist(), strict=True)
             catalog.connection.executemany("UPDATE records SET key_crc = ? WHERE row = ?", crcs)
         dead = catalog.dead()
-        catalog.clear_tombstones(dead[~np.isin(dead, held)])
+        catalog.clear_tombstones(dead[~np.isin(dead, rows)])
         catalog.connection.execute("DELETE FROM indexes")  # of the old keys
         catalog.put_setting("dim", self.schema.dim)
         keyed.note(catalog, self.encoder)

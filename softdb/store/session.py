@@ -20,6 +20,7 @@ from softdb.store import committed, files, fork, keyed, recovery, writer
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
 from softdb.store.directory import Directory, enter, require_new
+from softdb.store.generation import SnapshotLoader
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles
 from softdb.store.snapshot import Snapshot
@@ -36,6 +37,7 @@ class Session:
     """A connection to the catalogue, the column files, and the snapshot that this handle reads."""
 
     columns: ColumnFiles  # compaction writes to them, too
+    loader: SnapshotLoader  # its `loaded` is what this handle reads, without a call
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
         """Open a directory (None: memory); `create` is the schema of one that does not exist yet, if it may be made.
@@ -88,6 +90,7 @@ class Session:
             folder = None if self._directory is None else self._directory.descriptor
             self.columns = ColumnFiles(self.path, made.schema, self._relaxed, folder)
             self._reader = Reader(catalog, self.columns, made, writing)
+            self.loader = self._reader.loader
             opened.pop_all()
         self._reader.refresh()
         if writing:
@@ -189,19 +192,17 @@ class Session:
     @property
     def snapshot(self) -> Snapshot:
         """See `Reader.snapshot`; after closing, the last."""
-        assert self._reader is not None
-        return self._reader.snapshot
+        return self.loader.loaded.snapshot
 
     @property
     def keyed(self) -> keyed.Keyed:
         """What made the keys of that snapshot."""
-        assert self._reader is not None
-        return self._reader.loader.loaded.keyed
+        return self.loader.loaded.keyed
 
     @property
     def schema(self) -> Schema:
         """What that snapshot stores."""
-        return self.keyed.schema
+        return self.loader.loaded.keyed.schema
 
     def refresh(self) -> int:
         """Move to the newest generation, and return it."""
