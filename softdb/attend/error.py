@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.request import Positions
-from softdb.compiled.threads import by_lines
+from softdb.kernels.threads import by_lines
 from softdb.index.contract import Floats
 from softdb.store import Snapshot
 

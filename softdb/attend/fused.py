@@ -21,7 +21,7 @@ from torch import Tensor
 from softdb.attend.blocks import Once
 from softdb.attend.request import Request
 from softdb.check import Metric
-from softdb.compiled.threads import available, share_out, workers
+from softdb.kernels.threads import available, share_out, workers
 from softdb.scores.products import length
 from softdb.store import Snapshot
 from softdb.weights import Sparse

@@ -17,7 +17,7 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
 from softdb.check import Tolerance
-from softdb.compiled.threads import available
+from softdb.kernels.threads import available
 from softdb.index.contract import Floats, prepared
 from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.pool import State, merge

@@ -18,7 +18,7 @@ from torch import Tensor
 from softdb.attend.blocks import scored_tiles, scores_of
 from softdb.attend.request import Positions, Request
 from softdb.check import Metric
-from softdb.compiled.threads import available, by_lines
+from softdb.kernels.threads import available, by_lines
 from softdb.index.rerank import scores_at
 from softdb.pool import pool
 from softdb.scores import Dot, Score, ScoreFunction, score_of

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from softdb.check import Metric
-from softdb.compiled.threads import available, by_lines, workers
+from softdb.kernels.threads import available, by_lines, workers
 from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.rerank import ordered
 from softdb.store import Snapshot

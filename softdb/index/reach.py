@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.compiled.threads import share_out, workers
+from softdb.kernels.threads import share_out, workers
 from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared, sampled
 from softdb.store import Snapshot
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.compiled.threads import available, by_lines, workers
+from softdb.kernels.threads import available, by_lines, workers
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.scores import score_of
 from softdb.store import Snapshot

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.compiled.threads import by_lines
+from softdb.kernels.threads import by_lines
 from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared, sampled
 from softdb.index.reach import Numbers, measured, words_of
 from softdb.index.rerank import scores_at

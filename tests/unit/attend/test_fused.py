@@ -19,7 +19,7 @@ from worlds import snapshot
 from softdb.attend import Columns, fused
 from softdb.attend import streaming as exact
 from softdb.check import Metric
-from softdb.compiled import threads
+from softdb.kernels import threads
 from softdb.errors import BadInput
 from softdb.scores import Additive, Cosine, Dot, General, LinearAdditive, NegativeL2, ScaledDot
 from softdb.store.snapshot import Snapshot

@@ -93,7 +93,7 @@ def test_positive_and_negative_zeros_are_ties() -> None:
 def test_candidates_are_scored_in_parts_with_and_without_compiled_loops(
     metric: Metric, compiled: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.compiled.threads.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("softdb.kernels.threads.WORTH_A_THREAD", 1)
     monkeypatch.setattr("softdb.index.rerank.GATHERED", 50)
     monkeypatch.setattr("softdb.index.rerank.available", lambda: compiled)
     keys = awkward(rng, 90, 37)

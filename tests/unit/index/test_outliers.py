@@ -120,7 +120,7 @@ def test_outliers_take_their_places_among_the_best(
 ) -> None:
     """Whole numbers, whose products are exact: with ties, zeros, keys that were found already, and some left out."""
     monkeypatch.setattr(outliers, "available", lambda: compiled)
-    monkeypatch.setattr("softdb.compiled.threads.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("softdb.kernels.threads.WORTH_A_THREAD", 1)
     keys = rng.integers(-2, 3, (400, d)).astype(np.float32)
     keys[:60] *= rng.integers(1, 9, (60, 1))
     keys[60:70], keys[70] = keys[:10], 0

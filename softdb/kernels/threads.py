@@ -1,15 +1,22 @@
-"""Threads that share compiled loops, and whether there are any: numba itself is not needed here."""
+"""Threads that share the kernels' work, which release the GIL.
+
+Python's own threads, not OpenMP or a pool of ours in C++: they sleep when there is nothing to do (OpenMP's spin, beside
+FAISS' and torch's), a forked child simply has none and makes its own (GNU's OpenMP hangs there), and who does which part
+never depends on who is first, so that for one number of threads the same question gives the same bits. Handing out the
+work takes some 50 µs, and work below WORTH_A_THREAD is not handed out.
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+
+from softdb.kernels import available
 
 __all__ = ["available", "by_lines", "share_out", "workers"]
 
@@ -19,21 +26,15 @@ Part = TypeVar("Part")
 Found = TypeVar("Found")
 
 
-@functools.cache
-def available() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
-
-
 def workers(products: int) -> int:
     """How many threads so many products are worth."""
     return max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
 
 
 def by_lines(loop: Callable[..., None], given: Callable[[slice], tuple[Any, ...]], lines: int, products: int) -> None:
-    """Runs a loop over so many lines, which cost so many products together, in runs: one a thread.
+    """Runs a kernel over so many lines, which cost so many products together, in runs: one a thread.
 
-    `given` makes the loop's arguments for a run of lines.
+    `given` makes the kernel's arguments for a run of lines.
     """
     count = max(1, min(lines, workers(products)))
     if count == 1:

@@ -1,0 +1,430 @@
+// Exact attention, forward and backward, block by block: scores, weights and products of a block while it lies in the
+// cache (Dao et al. 2022, algorithms 1 and 4, with the keys read in order where the queries stay).
+//
+// Queries come in panels of one or two vectors. Scores of a block and a panel are a table (records, lanes of the panel).
+// S = K Q', best = max S, W = exp((S - top) / T), total += sum of W, O += W' V.
+#include "attention.h"
+
+#include "block.h"
+#include "table.h"
+#include "tile.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+namespace {
+
+constexpr int kPanel = 2 * kLanes;  // queries of a panel at most
+constexpr float kDead = -__builtin_inff();
+
+struct Panel {
+    int64_t first;  // query
+    int size;       // queries
+    int lanes;      // that hold them
+};
+
+// How the work is cut, and the memory that it needs: all float32, in the second cache but for the queries.
+struct Plan {
+    const Attend& ask;
+    bool few;
+    int64_t d, v, block;
+    float *keys, *values, *scores, *along, *inverse, *tops, *queries, *grads, *query_rows, *grad_rows;
+    float *offsets, *inverse_totals;
+    int64_t size = 0;
+
+    explicit Plan(const Attend& asked) : ask(asked), few(asked.q <= kFew) {
+        d = padded(ask.keys.width);
+        v = ask.labels ? 0 : padded(ask.values.width);
+        block = block_rows();
+        int64_t lanes = padded(max<int64_t>(ask.q, 1)), panel = min<int64_t>(lanes, kPanel);
+        keys = take(block * d);
+        values = take(block * v);
+        scores = take(block * panel);
+        along = take(ask.backward ? block * panel : 0);
+        inverse = take(block + kLanes);
+        tops = take(lanes);
+        queries = take(lanes * d);
+        grads = take(ask.backward ? lanes * v : 0);
+        offsets = take(ask.backward ? lanes : 0);
+        inverse_totals = take(ask.backward ? lanes : 0);
+        query_rows = take(ask.key_grad ? lanes * d : 0);
+        grad_rows = take(ask.value_grad ? lanes * v : 0);
+    }
+
+    // Records whose keys and values fill half of the second cache; many enough that what is done once a block is little.
+    int64_t block_rows() const {
+        int64_t fit = cache_bytes(2) / 2 / (4 * (d + v + kPanel));
+        return min<int64_t>(max<int64_t>(fit, 96), 480) / 48 * 48;
+    }
+
+    float* take(int64_t count) {
+        float* found = ask.scratch ? ask.scratch + size : nullptr;
+        size += padded(count, 16);
+        return found;
+    }
+
+    Panel panel(int64_t first) const {
+        int64_t size = min<int64_t>(ask.q - first, kPanel);
+        return {first, int(size), int(padded(size))};
+    }
+
+    // (q, width) as (width, lanes) for each panel, or where they are few as they are, each filled up with zeros.
+    void pack(const float* rows, int64_t width, float* to) const {
+        if (few) return copy_rows(rows, width, to);
+        for (int64_t first = 0; first < ask.q; first += kPanel) {
+            Panel here = panel(first);
+            float* out = to + first * width;
+            for (int64_t t = 0; t < width; t++)
+                for (int j = 0; j < here.lanes; j++)
+                    out[t * here.lanes + j] = j < here.size ? rows[(first + j) * width + t] : 0;
+        }
+    }
+
+    void copy_rows(const float* rows, int64_t width, float* to) const {
+        for (int64_t j = 0; j < ask.q; j++) copy_row(rows + j * width, width, nullptr, to + j * padded(width));
+    }
+
+    void pad(const float* row, float rest, float* to) const {
+        for (int64_t j = 0; j < padded(ask.q); j++) to[j] = j < ask.q ? row[j] : rest;
+    }
+};
+
+// Bytes of a column that hold the records from i on, to be fetched ahead; none where they lie apart.
+Ahead ahead_of(const Column& column, const Part& part, int64_t i, int64_t count) {
+    Ahead found;
+    count = min(count, part.high - i);
+    if (count <= 0 || !column.width || !side_by_side(part, i, count)) return found;
+    int64_t bytes = column.width * (column.half ? 2 : 4);
+    found.at = static_cast<const char*>(column.data) + row_of(part, i) * bytes;
+    found.end = found.at + count * bytes;
+    return found;
+}
+
+// -- scores ----------------------------------------------------------------------------------------------------------
+
+template <bool difference, class A>
+void compare_few(
+    const Plan& plan, const A* block, int64_t pitch, int64_t count, const float* rows, float* out, Ahead ahead
+) {
+    switch (plan.ask.q) {
+        case 1: return inner_all<1, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
+        case 2: return inner_all<2, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
+        case 3: return inner_all<3, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
+        default: return inner_all<4, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
+    }
+}
+
+// out[i, j] = the product of a block's row i and row j of a panel of what `pack` made, or their squared distance.
+template <bool difference>
+void compare(
+    const Plan& plan, const Block& block, int64_t width, int64_t count, const float* packed, const Panel& panel,
+    float* out, Ahead ahead
+) {
+    if (!plan.few) {
+        Operands<float> given{block.wide, block.pitch, 1, packed + panel.first * width, panel.lanes, width};
+        multiply<difference>(count, panel.lanes, given, Store{out, panel.lanes}, ahead);
+    } else if (block.half) {
+        compare_few<difference>(plan, block.half, block.pitch, count, packed, out, ahead);
+    } else {
+        compare_few<difference>(plan, block.wide, block.pitch, count, packed, out, ahead);
+    }
+}
+
+template <class A>
+void inverse_lengths(const A* block, int64_t pitch, int64_t width, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i++) {
+        const A* key = block + i * pitch;
+        Vec squares{};
+        for (int64_t t = 0; t < pitch; t += kLanes) {
+            Vec part = load(key + t);
+            squares += part * part;
+        }
+        float found = sum(squares);
+        if (found > 1e-30f && found < 1e30f) {
+            out[i] = 1 / __builtin_sqrtf(found);
+        } else {  // float64 holds the square of every float32
+            double total = 0;
+            for (int64_t t = 0; t < width; t++) total += double(widen(key[t])) * double(widen(key[t]));
+            out[i] = total > 1e-76 ? float(1 / __builtin_sqrt(total)) : 0;
+        }
+    }
+}
+
+// A block's keys, and 1 / |k| where the score is a cosine: 0 for a zero vector.
+Block load_keys(const Plan& plan, int64_t i, int64_t count) {
+    const Attend& ask = plan.ask;
+    bool cosine = ask.metric == Metric::cosine;
+    Block keys = load_block(
+        ask.keys, ask.part, i, count, ask.centre, plan.keys, plan.few || cosine || ask.backward, plan.few
+    );
+    if (cosine && keys.half) inverse_lengths(keys.half, keys.pitch, ask.keys.width, count, plan.inverse);
+    else if (cosine) inverse_lengths(keys.wide, keys.pitch, ask.keys.width, count, plan.inverse);
+    return keys;
+}
+
+// Scores of -inf for records that take no part.
+void mask_out(const Attend& ask, const Panel& panel, int64_t i, int64_t count, float* scores) {
+    for (int j = 0; j < panel.size; j++) {
+        const bool* allowed = ask.part.mask + (panel.first + j) * ask.part.mask_width;
+        const int64_t* places = ask.part.places + i;
+        for (int64_t r = 0; r < count; r++)
+            if (!allowed[places[r]]) scores[r * panel.lanes + j] = kDead;
+    }
+}
+
+struct Best {
+    Vec best[2], doubt[2];  // the largest; not 0 but NaN where one is not finite
+};
+
+// The sign and the lengths put in, the mask laid on; V vectors a row.
+template <int V>
+Best finish(const Plan& plan, const Panel& panel, int64_t i, int64_t count, float* scores) {
+    const Attend& ask = plan.ask;
+    Best found;
+    for (int v = 0; v < V; v++) found.best[v] = everywhere(kDead), found.doubt[v] = Vec{};
+    for (int64_t r = 0; r < count; r++) {
+        float factor = ask.metric == Metric::l2 ? -1.0f : ask.metric == Metric::cosine ? plan.inverse[r] : 1.0f;
+        for (int v = 0; v < V; v++) {
+            float* at = scores + r * panel.lanes + v * kLanes;
+            Vec score = load(at) * factor;
+            store(at, score);
+            found.best[v] = greater(score, found.best[v]);
+            found.doubt[v] += score * 0.0f;
+        }
+    }
+    if (!ask.part.mask) return found;
+    mask_out(ask, panel, i, count, scores);
+    for (int v = 0; v < V; v++) found.best[v] = everywhere(kDead);
+    for (int64_t r = 0; r < count; r++)
+        for (int v = 0; v < V; v++)
+            found.best[v] = greater(load(scores + r * panel.lanes + v * kLanes), found.best[v]);
+    return found;
+}
+
+// Scores of a block for a panel, and the largest of each query; whether any of them matters.
+bool score(
+    const Plan& plan, const Block& keys, const Panel& panel, int64_t i, int64_t count, float* best, Ahead ahead
+) {
+    const Attend& ask = plan.ask;
+    int64_t width = plan.few ? plan.d : ask.keys.width;
+    if (ask.metric == Metric::l2) compare<true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+    else compare<false>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+    Best found = panel.lanes > kLanes ? finish<2>(plan, panel, i, count, plan.scores)
+                                      : finish<1>(plan, panel, i, count, plan.scores);
+    float* tops = plan.tops + panel.first;
+    bool matters = false;
+    for (int j = 0; j < panel.size; j++) {
+        float doubt = found.doubt[j / kLanes][j % kLanes];
+        if (doubt != 0) tops[j] = doubt;
+        best[j] = found.best[j / kLanes][j % kLanes];
+        matters |= (best[j] - tops[j]) * ask.inverse_temperature > ask.negligible;
+    }
+    return matters;
+}
+
+// -- weights ---------------------------------------------------------------------------------------------------------
+
+// Scores become weights exp((s - top) / T), in place; their sums.
+template <int V>
+void weigh(const Panel& panel, int64_t count, const float* tops, float inverse_temperature, float* scores, float* totals) {
+    Vec top[V], total[V];
+    for (int v = 0; v < V; v++) top[v] = load(tops + v * kLanes), total[v] = Vec{};
+    for (int64_t r = 0; r < count; r++)
+        for (int v = 0; v < V; v++) {
+            float* at = scores + r * panel.lanes + v * kLanes;
+            // at most 0, but a score computed twice may differ in its last digit
+            Vec weight = exp_negative(smaller(load(at) - top[v], Vec{}) * inverse_temperature);
+            store(at, weight);
+            total[v] += weight;
+        }
+    for (int v = 0; v < V; v++) store(totals + v * kLanes, total[v]);
+}
+
+void weigh(const Plan& plan, const Panel& panel, int64_t count, float* totals) {
+    const float* tops = plan.tops + panel.first;
+    if (panel.lanes > kLanes) weigh<2>(panel, count, tops, plan.ask.inverse_temperature, plan.scores, totals);
+    else weigh<1>(panel, count, tops, plan.ask.inverse_temperature, plan.scores, totals);
+}
+
+// The sums so far, seen from a new largest score.
+void raise_top(const Plan& plan, const Panel& panel, const float* best) {
+    const Attend& ask = plan.ask;
+    for (int j = 0; j < panel.size; j++) {
+        int64_t query = panel.first + j;
+        float* top = plan.tops + query;
+        if (!(best[j] > *top)) continue;
+        double decay = __builtin_exp(double(*top - best[j]) * ask.inverse_temperature);
+        *top = best[j];
+        ask.total[query] *= decay;
+        if (ask.labels)
+            for (int64_t c = 0; c < ask.num_classes; c++) ask.output[c * ask.q + query] *= decay;
+        else
+            for (int64_t x = 0; x < ask.values.width; x++) ask.output[query * ask.values.width + x] *= decay;
+    }
+}
+
+// -- pooling ---------------------------------------------------------------------------------------------------------
+
+// out[j, x] += sum over i of weights[i, j] block[i, x], in float64 from block to block.
+void pool(
+    const Panel& panel, const float* weights, const Block& block, int64_t width, int64_t count, double* out, Ahead ahead
+) {
+    Add add{out + panel.first * width, width};
+    if (block.half)
+        multiply(panel.size, padded(width), Operands<Half>{weights, 1, panel.lanes, block.half, block.pitch, count}, add, ahead);
+    else
+        multiply(panel.size, padded(width), Operands<float>{weights, 1, panel.lanes, block.wide, block.pitch, count}, add, ahead);
+}
+
+// Each record's weights to its own class; a label that rot has made since it was looked at has none.
+void add_labels(const Attend& ask, const Panel& panel, int64_t i, int64_t count, const float* weights) {
+    for (int64_t r = 0; r < count; r++) {
+        int64_t label = ask.labels[row_of(ask.part, i + r)];
+        if (label < 0 || label >= ask.num_classes) continue;
+        double* to = ask.output + label * ask.q + panel.first;
+        for (int j = 0; j < panel.size; j++) to[j] += double(weights[r * panel.lanes + j]);
+    }
+}
+
+}  // namespace
+
+void exponentials(const float* x, int64_t n, float* out) {
+    for (int64_t i = 0; i + kLanes <= n; i += kLanes) store(out + i, exp_negative(load(x + i)));
+}
+
+int64_t attend_scratch(const Attend& ask) { return Plan(ask).size; }
+
+void attend_forward(const Attend& ask) {
+    Plan plan(ask);
+    plan.pack(ask.queries, ask.keys.width, plan.queries);
+    plan.pad(ask.top, -kDead, plan.tops);  // to padding no record matters
+    float best[kPanel], totals[kPanel];
+    for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
+        int64_t count = min(plan.block, ask.part.high - i);
+        Block keys = load_keys(plan, i, count), values;
+        bool loaded = false;
+        for (int64_t first = 0; first < ask.q; first += kPanel) {
+            Panel panel = plan.panel(first);
+            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : ahead_of(ask.values, ask.part, i, count)))
+                continue;
+            raise_top(plan, panel, best);
+            weigh(plan, panel, count, totals);
+            for (int j = 0; j < panel.size; j++) ask.total[first + j] += double(totals[j]);
+            if (ask.labels) {
+                add_labels(ask, panel, i, count, plan.scores);
+            } else if (plan.v) {
+                if (!loaded)
+                    values = load_block(ask.values, ask.part, i, count, nullptr, plan.values, true, plan.few);
+                loaded = true;
+                Ahead next = ahead_of(ask.keys, ask.part, i + count, plan.block);
+                pool(panel, plan.scores, values, ask.values.width, count, ask.output, first ? Ahead{} : next);
+            }
+        }
+    }
+    for (int64_t j = 0; j < ask.q; j++) ask.top[j] = plan.tops[j];
+}
+
+// -- backward --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Weights become ds = w (g.v + offset) / T, and `along`, which holds g.v, the weights; the sums of ds.
+void pulls(const Plan& plan, const Panel& panel, int64_t count, float* weights, float* along, float* totals) {
+    for (int v = 0; v < panel.lanes; v += kLanes) {
+        Vec inverse = load(plan.inverse_totals + panel.first + v), offset = load(plan.offsets + panel.first + v);
+        Vec total{};
+        for (int64_t r = 0; r < count; r++) {
+            int64_t at = r * panel.lanes + v;
+            Vec weight = load(weights + at) * inverse;
+            Vec found = weight * (load(along + at) + offset) * plan.ask.inverse_temperature;
+            store(weights + at, found);
+            store(along + at, weight);
+            total += found;
+        }
+        store(totals + v, total);
+    }
+}
+
+// g.v of a label: the gradient of its class.
+void along_labels(const Attend& ask, const Panel& panel, int64_t i, int64_t count, float* along) {
+    for (int64_t r = 0; r < count; r++) {
+        int64_t label = ask.labels[row_of(ask.part, i + r)];
+        bool sound = label >= 0 && label < ask.num_classes;
+        const float* from = ask.output_grad + label * ask.q + panel.first;
+        for (int j = 0; j < panel.lanes; j++) along[r * panel.lanes + j] = sound && j < panel.size ? from[j] : 0;
+    }
+}
+
+// Adds vectors to the rows of the records from i on.
+struct AddRows {
+    float* to;
+    int64_t width;
+    const Part& part;
+    int64_t i;
+    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec found) const {
+        float* at = to + row_of(part, i + r) * width + x;
+        if (x + kLanes <= width) store(at, load(at) + found);
+        else
+            for (int lane = 0; x + lane < width; lane++) at[lane] += found[lane];
+    }
+};
+
+// grad[i, x] += sum over j of table[i, j] rows[j, x]: what the queries of a panel send to the records.
+void send(
+    const Attend& ask, const Panel& panel, const float* table, const float* rows, int64_t width, int64_t i,
+    int64_t count, float* grad
+) {
+    int64_t pitch = padded(width);
+    Operands<float> given{table, panel.lanes, 1, rows + panel.first * pitch, pitch, panel.size};
+    multiply(count, pitch, given, AddRows{grad, width, ask.part, i});
+}
+
+void scale_rows(const Panel& panel, int64_t count, const float* factors, float* table) {
+    for (int64_t r = 0; r < count; r++)
+        for (int v = 0; v < panel.lanes; v += kLanes)
+            store(table + r * panel.lanes + v, load(table + r * panel.lanes + v) * factors[r]);
+}
+
+}  // namespace
+
+void attend_backward(const Attend& ask) {
+    Plan plan(ask);
+    plan.pack(ask.queries, ask.keys.width, plan.queries);
+    plan.pad(ask.top, -kDead, plan.tops);
+    plan.pad(ask.offset, 0, plan.offsets);
+    plan.pad(ask.inverse_total, 0, plan.inverse_totals);
+    if (plan.v) plan.pack(ask.output_grad, ask.values.width, plan.grads);
+    if (ask.key_grad) plan.copy_rows(ask.queries, ask.keys.width, plan.query_rows);
+    if (ask.value_grad) plan.copy_rows(ask.output_grad, ask.values.width, plan.grad_rows);
+    int64_t v_width = plan.few ? plan.v : ask.values.width;
+    float best[kPanel], totals[kPanel];
+    for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
+        int64_t count = min(plan.block, ask.part.high - i);
+        Block keys = load_keys(plan, i, count), values;
+        bool loaded = false;
+        for (int64_t first = 0; first < ask.q; first += kPanel) {
+            Panel panel = plan.panel(first);
+            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : ahead_of(ask.values, ask.part, i, count)))
+                continue;
+            if (ask.labels) {
+                along_labels(ask, panel, i, count, plan.along);
+            } else {
+                if (!loaded)
+                    values = load_block(ask.values, ask.part, i, count, nullptr, plan.values, plan.few, plan.few);
+                loaded = true;
+                compare<false>(plan, values, v_width, count, plan.grads, panel, plan.along, {});
+            }
+            weigh(plan, panel, count, totals);
+            pulls(plan, panel, count, plan.scores, plan.along, totals);
+            for (int j = 0; j < panel.size; j++) ask.mass[first + j] += double(totals[j]);
+            if (ask.value_grad)
+                send(ask, panel, plan.along, plan.grad_rows, ask.values.width, i, count, ask.value_grad);
+            if (ask.key_grad) send(ask, panel, plan.scores, plan.query_rows, ask.keys.width, i, count, ask.key_grad);
+            if (ask.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, plan.scores);
+            Ahead next = ahead_of(ask.keys, ask.part, i + count, plan.block);
+            pool(panel, plan.scores, keys, ask.keys.width, count, ask.query_grad, first ? Ahead{} : next);
+        }
+    }
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb

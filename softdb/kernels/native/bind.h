@@ -1,0 +1,23 @@
+// What the bindings share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "table.h"
+
+namespace softdb {
+
+namespace nb = nanobind;
+
+// Arrays as numpy has them: in memory, C order. Those of a kernel's results are written to.
+template <class T, int dimensions>
+using Read = nb::ndarray<const T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
+template <class T, int dimensions>
+using Write = nb::ndarray<T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
+
+void bind_attention(nb::module_& module);
+
+}  // namespace softdb

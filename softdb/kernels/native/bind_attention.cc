@@ -1,0 +1,144 @@
+// Exact attention as Python calls it.
+#include <optional>
+
+#include "bind.h"
+
+namespace softdb {
+namespace {
+
+using Rows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // float32 or float16
+
+Column column_of(const Rows& array) {
+    Column found;
+    found.half = array.dtype() == nb::dlpack::dtype{uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+    if (!found.half && array.dtype() != nb::dtype<float>()) throw nb::type_error("a column is float32 or float16");
+    found.data = array.data();
+    found.width = int64_t(array.shape(1));
+    return found;
+}
+
+// A piece of the records: columns, and which of their rows.
+struct Piece {
+    Rows keys;
+    std::optional<Rows> values;
+    std::optional<Read<int32_t, 1>> labels;
+    std::optional<Read<int64_t, 1>> rows, places;
+    std::optional<Read<bool, 2>> mask;
+    int64_t low, high;
+    Column key_column = column_of(keys), value_column = values ? column_of(*values) : Column{};
+
+    Piece(
+        Rows keys_, std::optional<Rows> values_, std::optional<Read<int32_t, 1>> labels_,
+        std::optional<Read<int64_t, 1>> rows_, std::optional<Read<int64_t, 1>> places_,
+        std::optional<Read<bool, 2>> mask_, int64_t low_, int64_t high_
+    ) : keys(keys_), values(values_), labels(labels_), rows(rows_), places(places_), mask(mask_), low(low_), high(high_) {}
+};
+
+// What queries ask of every piece.
+struct Attention {
+    Read<float, 2> queries;
+    std::optional<Read<float, 1>> centre;
+    Attend ask;
+
+    Attention(
+        Read<float, 2> queries_, const std::string& metric, float inverse_temperature, float negligible,
+        int64_t num_classes, std::optional<Read<float, 1>> centre_
+    ) : queries(queries_), centre(centre_) {
+        ask.queries = queries.data();
+        ask.q = int64_t(queries.shape(0));
+        if (metric == "cosine") ask.metric = Metric::cosine;
+        else if (metric == "l2") ask.metric = Metric::l2;
+        else if (metric != "dot") throw nb::value_error("a metric is dot, cosine or l2");
+        ask.inverse_temperature = inverse_temperature;
+        ask.negligible = negligible;
+        ask.num_classes = num_classes;
+        if (centre) ask.centre = centre->data();
+    }
+
+    Attend of(const Piece& piece) const {
+        Attend found = ask;
+        found.keys = piece.key_column;
+        found.values = piece.value_column;
+        if (piece.labels) found.labels = piece.labels->data();
+        if (piece.rows) found.part.rows = piece.rows->data();
+        if (piece.places) found.part.places = piece.places->data();
+        if (piece.mask) {
+            found.part.mask = piece.mask->data();
+            found.part.mask_width = int64_t(piece.mask->shape(1));
+        }
+        found.part.low = piece.low;
+        found.part.high = piece.high;
+        return found;
+    }
+
+    // float32 of memory that a thread needs; as much for forward as for backward with every gradient.
+    int64_t scratch(int64_t value_width) const {
+        Attend wanted = ask;
+        float any = 0;
+        wanted.keys.width = int64_t(queries.shape(1));
+        wanted.values.width = value_width;
+        wanted.backward = true;
+        wanted.key_grad = wanted.value_grad = &any;
+        return kernels().attend_scratch(wanted);
+    }
+
+    void forward(
+        const Piece& piece, Write<double, 2> output, Write<float, 1> top, Write<double, 1> total,
+        Write<float, 1> scratch
+    ) const {
+        Attend asked = of(piece);
+        asked.output = output.data();
+        asked.top = top.data();
+        asked.total = total.data();
+        asked.scratch = scratch.data();
+        kernels().attend_forward(asked);
+    }
+
+    void backward(
+        const Piece& piece, Read<float, 2> output_grad, Read<float, 1> offset, Read<float, 1> inverse_total,
+        Read<float, 1> top, Write<double, 2> query_grad, Write<double, 1> mass,
+        std::optional<Write<float, 2>> key_grad, std::optional<Write<float, 2>> value_grad, Write<float, 1> scratch
+    ) const {
+        Attend asked = of(piece);
+        asked.backward = true;
+        asked.output_grad = output_grad.data();
+        asked.offset = offset.data();
+        asked.inverse_total = inverse_total.data();
+        asked.top = const_cast<float*>(top.data());  // backward only reads it
+        asked.query_grad = query_grad.data();
+        asked.mass = mass.data();
+        if (key_grad) asked.key_grad = key_grad->data();
+        if (value_grad) asked.value_grad = value_grad->data();
+        asked.scratch = scratch.data();
+        kernels().attend_backward(asked);
+    }
+};
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+    using namespace nb::literals;
+    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    module.def("exponentials", [](Read<float, 1> x, Write<float, 1> out) {
+        nb::gil_scoped_release unlocked;
+        kernels().exponentials(x.data(), int64_t(x.shape(0)), out.data());
+    }, "x"_a.noconvert(), "out"_a.noconvert(), "e^x of numbers that are not positive, as attention computes them.");
+    nb::class_<Piece>(module, "Piece", "Records that are visited: columns, and which of their rows.")
+        .def(nb::init<Rows, std::optional<Rows>, std::optional<Read<int32_t, 1>>, std::optional<Read<int64_t, 1>>,
+                      std::optional<Read<int64_t, 1>>, std::optional<Read<bool, 2>>, int64_t, int64_t>(),
+             "keys"_a.noconvert(), "values"_a.none().noconvert(), "labels"_a.none().noconvert(),
+             "rows"_a.none().noconvert(), "places"_a.none().noconvert(), "mask"_a.none().noconvert(), "low"_a, "high"_a);
+    nb::class_<Attention>(module, "Attention", "What queries ask of every piece.")
+        .def(nb::init<Read<float, 2>, const std::string&, float, float, int64_t, std::optional<Read<float, 1>>>(),
+             "queries"_a.noconvert(), "metric"_a, "inverse_temperature"_a, "negligible"_a, "num_classes"_a = 0,
+             "centre"_a.none().noconvert() = nb::none())
+        .def("scratch", &Attention::scratch, "value_width"_a, "float32 of memory that a thread needs.")
+        .def("forward", &Attention::forward, Unlocked(), "piece"_a, "output"_a.noconvert(), "top"_a.noconvert(),
+             "total"_a.noconvert(), "scratch"_a.noconvert())
+        .def("backward", &Attention::backward, Unlocked(), "piece"_a, "output_grad"_a.noconvert(),
+             "offset"_a.noconvert(), "inverse_total"_a.noconvert(), "top"_a.noconvert(), "query_grad"_a.noconvert(),
+             "mass"_a.noconvert(), "key_grad"_a.none().noconvert(), "value_grad"_a.none().noconvert(),
+             "scratch"_a.noconvert());
+}
+
+}  // namespace softdb

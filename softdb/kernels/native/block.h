@@ -1,0 +1,64 @@
+// A block of a column's rows: where it lies if it can be read there, else a copy as float32 in whole vectors.
+#pragma once
+
+#include "arguments.h"
+#include "vec.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+struct Block {
+    const float* wide = nullptr;
+    const Half* half = nullptr;  // in place of `wide`
+    int64_t pitch = 0;           // from row to row
+};
+
+SOFTDB_INLINE int64_t padded(int64_t width, int64_t unit = kLanes) { return (width + unit - 1) / unit * unit; }
+
+SOFTDB_INLINE int64_t row_of(const Part& part, int64_t i) { return part.rows ? part.rows[i] : i; }
+
+// Whether the records at i ... i + count - 1 lie side by side in the columns.
+SOFTDB_INLINE bool side_by_side(const Part& part, int64_t i, int64_t count) {
+    return row_of(part, i + count - 1) - row_of(part, i) == count - 1;
+}
+
+// One row as float32, seen from a centre, filled up with zeros.
+template <class T>
+SOFTDB_INLINE void copy_row(const T* from, int64_t width, const float* centre, float* to) {
+    int64_t x = 0;
+    for (; x + kLanes <= width; x += kLanes) {
+        Vec found = load(from + x);
+        store(to + x, centre ? found - load(centre + x) : found);
+    }
+    for (int64_t rest = x; rest < width; rest++) to[rest] = widen(from[rest]) - (centre ? centre[rest] : 0);
+    for (int64_t rest = width; rest < padded(width); rest++) to[rest] = 0;
+}
+
+// Records i ... i + count - 1 of the part. Rows of whole vectors where these are needed; halves where they serve.
+inline Block load_block(
+    const Column& column, const Part& part, int64_t i, int64_t count, const float* centre, float* scratch,
+    bool whole_vectors, bool halves_serve
+) {
+    const float* wide = static_cast<const float*>(column.data);
+    const Half* half = static_cast<const Half*>(column.data);
+    int64_t width = column.width, pitch = padded(width);
+    Block found;
+    if (!centre && side_by_side(part, i, count) && (!whole_vectors || width == pitch) && (!column.half || halves_serve)) {
+        int64_t start = row_of(part, i) * width;
+        if (column.half) found.half = half + start;
+        else found.wide = wide + start;
+        found.pitch = width;
+        return found;
+    }
+    for (int64_t r = 0; r < count; r++) {
+        int64_t start = row_of(part, i + r) * width;
+        if (column.half) copy_row(half + start, width, centre, scratch + r * pitch);
+        else copy_row(wide + start, width, centre, scratch + r * pitch);
+    }
+    found.wide = scratch;
+    found.pitch = pitch;
+    return found;
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb

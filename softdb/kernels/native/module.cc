@@ -1,0 +1,22 @@
+// The module `softdb.kernels._native`. Each bind_*.cc binds the kernels of one subject.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, module) {
+    module.doc() = "softdb's kernels: pointers and sizes come in checked, the GIL is released while they run.";
+    module.def("levels", [] {
+        std::vector<std::string> found;
+        for (const char* const* level = softdb::levels(); *level; level++) found.emplace_back(*level);
+        return found;
+    }, "Instruction sets that this processor has and that kernels were built for, the best first.");
+    module.def("level", [] { return std::string(softdb::kernels().level); }, "The one in use.");
+    module.def("lanes", [] { return softdb::kernels().lanes; }, "float32 of one of its vectors.");
+    module.def("use", [](const std::string& level) { return softdb::use_level(level.c_str()); },
+               "Use another from now on; False where there is no such.");
+    softdb::bind_attention(module);
+}

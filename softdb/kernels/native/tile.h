@@ -1,0 +1,178 @@
+// Small matrix products that live in the registers; all products of attention and of its gradient are made of them
+// (Goto and van de Geijn 2008, figure 5; Van Zee and van de Geijn 2015).
+#pragma once
+
+#include "vec.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+constexpr int kRows = kRegisters == 32 ? 8 : 6;  // of a tile of two vectors, whose sums fit the registers
+constexpr int kSums = 2 * kRows;                 // vectors of sums of a tile
+constexpr int kFew = 4;                          // queries at most that `inner` compares
+
+// Memory that is fetched into the second cache while something else is computed: some of it after each tile.
+struct Ahead {
+    const char *at = nullptr, *end = nullptr;
+    int64_t step = 0;  // bytes a tile
+
+    SOFTDB_INLINE void go() {
+        const char* until = min(at + step, end);
+        for (; at < until; at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// sums[r][v] = sum over t of a[r row + t step] b[t pitch + v lanes ...], or of the squares of their differences.
+template <int R, int V, bool difference, class B>
+SOFTDB_INLINE void tile(
+    const float* a, int64_t row, int64_t step, const B* b, int64_t pitch, int64_t steps, Vec (&sums)[R][V]
+) {
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = Vec{};
+#pragma GCC unroll 2
+    for (int64_t t = 0; t < steps; t++, a += step, b += pitch) {
+        Vec columns[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) columns[v] = load(b + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            Vec one = everywhere(a[r * row]);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                if constexpr (difference) {
+                    Vec apart = one - columns[v];
+                    sums[r][v] += apart * apart;
+                } else {
+                    sums[r][v] += one * columns[v];
+                }
+            }
+        }
+    }
+}
+
+template <class B>
+struct Operands {
+    const float* a;
+    int64_t row, step;  // a[r, t] = a[r row + t step]
+    const B* b;
+    int64_t pitch;  // b[t, x] = b[t pitch + x]
+    int64_t steps;
+};
+
+// One tile of so many rows and V vectors, each vector of it given to out(row, column, sum).
+template <int R, int V, bool difference, class B, class Out>
+SOFTDB_INLINE void one_tile(int64_t rows, const Operands<B>& given, int64_t r, int64_t x, Out& out) {
+    if constexpr (R > 1) {
+        if (rows < R) return one_tile<R - 1, V, difference>(rows, given, r, x, out);
+    }
+    Vec sums[R][V];
+    tile<R, V, difference>(
+        given.a + r * given.row, given.row, given.step, given.b + x, given.pitch, given.steps, sums
+    );
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < V; v++) out(r + i, x + v * kLanes, sums[i][v]);
+}
+
+template <int V, bool difference, class B, class Out>
+void tiles_of(int64_t rows, const Operands<B>& given, int64_t& x, int64_t width, Out& out, Ahead& ahead) {
+    constexpr int height = kSums / V;
+    int64_t count = (rows + height - 1) / height;  // of nearly equal height
+    for (; x + V * kLanes <= width; x += V * kLanes)
+        for (int64_t i = 0; i < count; i++) {
+            int64_t r = rows * i / count;
+            one_tile<height, V, difference>(rows * (i + 1) / count - r, given, r, x, out);
+            ahead.go();
+        }
+}
+
+// out(r, x, vector) for all r < rows and all vectors below x < width, a multiple of the lanes. Few rows read more of a
+// row of b at once. The whole of `ahead` is fetched meanwhile.
+template <bool difference = false, class B, class Out>
+void multiply(int64_t rows, int64_t width, const Operands<B>& given, Out out, Ahead ahead = {}) {
+    int64_t x = 0;
+    if (ahead.at != ahead.end) {
+        int64_t tiles = ((rows + kRows - 1) / kRows) * (width / (2 * kLanes) + 1);
+        ahead.step = ((ahead.end - ahead.at) / tiles / 64 + 1) * 64;
+    }
+    if constexpr (!difference) {
+        if (rows <= kSums / 8) tiles_of<8, difference>(rows, given, x, width, out, ahead);
+        if (rows <= kSums / 4) tiles_of<4, difference>(rows, given, x, width, out, ahead);
+    }
+    tiles_of<2, difference>(rows, given, x, width, out, ahead);
+    tiles_of<1, difference>(rows, given, x, width, out, ahead);
+}
+
+struct Store {
+    float* to;
+    int64_t pitch;
+    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec found) const { store(to + r * pitch + x, found); }
+};
+
+// Adds to rows of float64 that are `width` long, whatever the vectors' length.
+struct Add {
+    double* to;
+    int64_t width;
+    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec found) const {
+        double* at = to + r * width + x;
+        if (x + kLanes <= width) {
+            Wide sum;
+            std::memcpy(&sum, at, sizeof sum);
+            sum += __builtin_convertvector(found, Wide);
+            std::memcpy(at, &sum, sizeof sum);
+        } else {
+            for (int i = 0; x + i < width; i++) at[i] += found[i];
+        }
+    }
+};
+
+// sum over t of a[r pitch + t] b[j b_pitch + t] for R keys and J queries, or of squared differences: keys are read as
+// whole vectors, where `tile` reads them number by number. For few queries memory is what counts.
+template <int R, int J, bool difference, class A>
+SOFTDB_INLINE void inner(const A* a, int64_t pitch, const float* b, int64_t b_pitch, int64_t steps, float* out, int64_t out_pitch) {
+    Vec sums[R][J];
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++) sums[r][j] = Vec{};
+    for (int64_t t = 0; t < steps; t += kLanes) {
+        Vec asked[J];
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) asked[j] = load(b + j * b_pitch + t);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            Vec key = load(a + r * pitch + t);
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) {
+                if constexpr (difference) {
+                    Vec apart = key - asked[j];
+                    sums[r][j] += apart * apart;
+                } else {
+                    sums[r][j] += key * asked[j];
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        Vec found{};
+        for (int j = 0; j < J; j++) found[j] = sum(sums[r][j]);
+        store(out + r * out_pitch, found);
+    }
+}
+
+// The same for any number of keys; each row of `out` gets a whole vector, zeros beyond J.
+template <int J, bool difference, class A>
+void inner_all(
+    int64_t count, const A* a, int64_t pitch, const float* b, int64_t b_pitch, int64_t steps, float* out,
+    int64_t out_pitch, Ahead ahead
+) {
+    constexpr int rows = J == 1 ? 4 : J == 2 ? 4 : 2;
+    if (count) ahead.step = ((ahead.end - ahead.at) * rows / count / 64 + 1) * 64;
+    int64_t i = 0;
+    for (; i + rows <= count; i += rows) {
+        inner<rows, J, difference>(a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch);
+        ahead.go();
+    }
+    for (; i < count; i++)
+        inner<1, J, difference>(a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch);
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb
