@@ -15,10 +15,10 @@ from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import score_rows
 from softdb.attend.source import Stored
 from softdb.check import Tolerance
-from softdb.kernels.threads import available
 from softdb.index.contract import prepared
 from softdb.index.flat import radius_search
 from softdb.index.tail import FEWEST, Tail
+from softdb.kernels.threads import available
 
 __all__ = ["counted"]
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.request import Positions
-from softdb.kernels.threads import by_lines
 from softdb.index.contract import Floats
+from softdb.kernels import native
+from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
 __all__ = ["SKEWED", "Bars", "ErrorEstimate", "bars", "f_quantile", "joined", "pooled_at", "spread_at", "sure"]
@@ -36,7 +37,7 @@ class ErrorEstimate(NamedTuple):
     noises: Numbers  # (q,) Σ c²
     variance: Numbers  # (q,) Σ c ‖v - o‖²
     first: Numbers  # (q, v) Σ c (v - o)
-    signed: Floats  # (q, SIGNS, v') Σ ±√c (v - o)
+    signed: Floats  # (q, SIGNS, v) Σ ±√c (v - o)
     roots: Numbers  # (q, SIGNS) Σ ±√c
     unseen: Numbers  # (q,) the largest term w / p that a record not drawn may be
     hidden: Numbers  # (q,) Σ w² / p over those that draws may not show
@@ -61,15 +62,12 @@ def pooled_at(
     width: int,  # v; 0: nothing is pooled
 ) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v."""
-    from softdb.compiled import pooling
-
     output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
-    column = _values(snapshot, width)
 
     def given(part: slice) -> tuple[Any, ...]:
-        return logits[part], positions[part], *column, output[part], lse[part]
+        return logits[part], positions[part], snapshot.value_column, output[part], lse[part]
 
-    by_lines(pooling.pooled, given, len(logits), logits.size * (4 * width + 64))
+    by_lines(native().pool, given, len(logits), logits.size * (4 * width + 64))
     return torch.from_numpy(output), torch.from_numpy(lse)
 
 
@@ -87,31 +85,27 @@ def spread_at(
     stderr² = Σ c ‖v - o‖², c = (1 - p) w² (Särndal, Swensson and Wretman 1992, section 5.6); of Z relative to it Σ c.
     Cost q k v SIGNS.
     """
-    from softdb.compiled import pooling
-
     (q, k), v = logits.shape, output.shape[1]
     weights, found = np.empty((q, k), logits.dtype), np.empty((3, q))
-    first, roots = np.empty((q, v)), np.empty((q, pooling.SIGNS))
-    signed = np.empty((q, pooling.SIGNS, -(-v // pooling.TILE) * pooling.TILE), np.float32)
-    column = _values(snapshot, v)
+    signs: int = native().SIGNS
+    first, roots, signed = np.empty((q, v)), np.empty((q, signs)), np.empty((q, signs * v), np.float32)
 
     def given(part: slice) -> tuple[Any, ...]:
         drawn = logits[part], log_weights[part], positions[part]
         written = weights[part], found[:, part], first[part], signed[part], roots[part]
-        return *drawn, *column, output[part], lse[part], salt, *written
+        return *drawn, snapshot.value_column, output[part], lse[part], salt, *written
 
-    by_lines(pooling.spread, given, q, logits.size * (4 * v * pooling.SIGNS + 64))
+    by_lines(native().spread, given, q, logits.size * (4 * v * signs + 64))
     noise, noises, variance = found
-    seen = output.astype(np.float64), lse.astype(np.float64), noise, noises, variance, first, signed, roots
+    sums = noise, noises, variance, first, signed.reshape(q, signs, v), roots
+    seen = output.astype(np.float64), lse.astype(np.float64), *sums
     return ErrorEstimate(*seen, *[np.zeros(q)] * 4), torch.from_numpy(weights)
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
     """The spread of an answer without error."""
-    from softdb.compiled import pooling
-
-    (q, v), signs = output.shape, pooling.SIGNS
-    none, signed = np.zeros(q), np.zeros((q, signs, -(-v // pooling.TILE) * pooling.TILE), np.float32)
+    (q, v), signs = output.shape, native().SIGNS
+    none, signed = np.zeros(q), np.zeros((q, signs, v), np.float32)
     no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
     return ErrorEstimate(output, lse, none, none, none, *no_sums, *[none] * 4)
 
@@ -140,11 +134,11 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
 
 def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)
     """The sums of a part, seen from the answer of the whole."""
-    square, v = share**2, shift.shape[1]
+    square = share**2
     far = np.einsum("qv,qv->q", shift, shift)
     variance = part.variance + 2 * np.einsum("qv,qv->q", shift, part.first) + far * part.noise
     signed = share[:, None, None].astype(np.float32) * part.signed
-    signed[:, :, :v] += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
+    signed += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
     least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
     scaled = (least, part.unseen), (lesser, part.hidden), (share, part.thinned)
     return (
@@ -166,17 +160,14 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a sum of
     positive terms), and at most L times the largest term. What is known but left to chance: L / 3 times its largest.
     """
-    from softdb.compiled import pooling
-
     z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
     squares = np.where((spread.noises > 0) & np.isfinite(spread.noises), spread.noises, np.inf)
     with np.errstate(invalid="ignore", over="ignore"):
         draws = np.nan_to_num(np.maximum(SKEWED * spread.noise**2 / squares, 2.0), nan=2.0, posinf=2.0)
-    many, few, wide = np.ones(len(draws)), np.empty(len(draws)), np.empty(len(draws))
-    pooling.directions(spread.signed, spread.variance, many)
+    many = np.empty(len(draws))
+    native().directions(spread.signed.reshape(len(draws), -1), np.ascontiguousarray(spread.variance), many)
     many = np.minimum(many, max(1, spread.output.shape[1]))
-    pooling.f_quantiles(z, many, draws, wide)
-    pooling.f_quantiles(z, np.ones(len(draws)), draws, few)
+    wide, few = _f_quantile(z, many, draws), _f_quantile(z, 1.0, draws)
     blind = np.minimum(np.sqrt(2 * doubt * spread.hidden), doubt * spread.unseen)
     known = doubt / 3 * spread.thinned
     return Bars(
@@ -190,15 +181,13 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
 
 def f_quantile(confidence: float, above: float, below: float) -> float:
     """The quantile of F with so many degrees of freedom above and below, to a tenth."""
-    from softdb.compiled import pooling
-
-    return float(pooling.f_quantile(statistics.NormalDist().inv_cdf(confidence), above, below))
+    return float(_f_quantile(statistics.NormalDist().inv_cdf(confidence), above, below))
 
 
-def _values(snapshot: Snapshot, width: int) -> tuple[Any, Any, int]:
-    """Where the values of each segment begin, the segments' first positions, and what a value is."""
-    from softdb.compiled import pooling
-
-    first = snapshot.segments[0].values_or_keys.dtype
-    kinds = {"float32": pooling.WIDE, "float16": pooling.HALF, "int32": pooling.LABEL}
-    return snapshot.value_addresses, snapshot.starts, kinds[first.name] if width else pooling.NONE
+def _f_quantile(z: float, above: Any, below: Any) -> Any:
+    """The same, z the quantile of the normal: the cube roots of both χ² are about normal (Paulson 1942)."""
+    a, b = 2 / (9 * above), 2 / (9 * below)
+    # ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3)
+    square, middle = np.maximum((1 - b) ** 2 - z * z * b, 1e-3), (1 - a) * (1 - b)
+    root = np.sqrt(np.maximum(middle * middle - square * ((1 - a) ** 2 - z * z * a), 0.0))
+    return np.maximum((middle + root if z >= 0 else middle - root) / square, 0.0) ** 3

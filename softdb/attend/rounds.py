@@ -17,9 +17,9 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
 from softdb.check import Tolerance
-from softdb.kernels.threads import available
 from softdb.index.contract import Floats, prepared
 from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
+from softdb.kernels import available, native
 from softdb.pool import State, merge
 from softdb.weights import Softmax, divisor, softmax
 
@@ -261,10 +261,8 @@ def _beyond(drawn: TailSample, logits: Numbers) -> tuple[Numbers, Numbers, Numbe
     Infinite where a record that was drawn is heavier than any was said to be. Where the squared terms drawn add up to
     more than was expected, so may those that were not.
     """
-    from softdb.compiled import beyond
-
     found = np.empty((3, len(logits)))
-    beyond.log_sums(logits, drawn.log_weights, found)
+    native().log_sums(logits, drawn.log_weights, found)
     total, squares, largest = found
     with np.errstate(invalid="ignore", over="ignore"):
         base = np.where(np.isneginf(total), 0, total)

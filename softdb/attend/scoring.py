@@ -1,4 +1,4 @@
-"""Candidates: found by comparing all, scored and pooled by compiled loops where the stored columns lie, else by torch.
+"""Candidates: found by comparing all, scored and pooled by kernels where the stored columns lie, else by torch.
 
 For the rows A_q (k, w) of a column that a query's candidates are, `dots` is x -> A_q x and `sums` its transpose, so
 each is the other's gradient, to any order.
@@ -18,8 +18,9 @@ from torch import Tensor
 from softdb.attend.blocks import scored_tiles, scores_of
 from softdb.attend.request import Positions, Request
 from softdb.check import Metric
+from softdb.index.rerank import CODES, scores_at
+from softdb.kernels import native
 from softdb.kernels.threads import available, by_lines
-from softdb.index.rerank import scores_at
 from softdb.pool import pool
 from softdb.scores import Dot, Score, ScoreFunction, score_of
 from softdb.store import Snapshot
@@ -80,7 +81,7 @@ def score_rows(
 
 
 def in_place(tensor: Tensor, snapshot: Snapshot) -> bool:
-    """Whether compiled loops read stored columns where they lie for it; else torch has to, from copies."""
+    """Whether kernels read stored columns where they lie for it; else torch has to, from copies."""
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.size > 0 and available()
 
 
@@ -90,7 +91,7 @@ _METRICS = {id(score_of(metric)): metric for metric in Metric}  # these objects 
 def metric_in_place(
     score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot, gradient: bool = False
 ) -> Metric | None:
-    """The metric by which compiled loops score candidates where the keys lie; None where torch has to."""
+    """The metric by which kernels score candidates where the keys lie; None where torch has to."""
     if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
         return None
     return Metric.DOT if type(score) is Dot else _METRICS.get(id(score))
@@ -148,26 +149,27 @@ class Rowwise(NamedTuple):
     values: bool  # of the values rather than the keys
 
     @property
-    def place(self) -> tuple[Any, Any, int, bool]:
-        """Where each segment begins, the segments' first positions, w, and whether the numbers are float16."""
+    def column(self) -> Any:
+        """It, as kernels read it."""
+        return self.snapshot.value_column if self.values else self.snapshot.key_column
+
+    @property
+    def width(self) -> int:
+        """Numbers of a record."""
         first = self.snapshot.segments[0]
-        column = first.values_or_keys if self.values else first.keys
-        addresses = self.snapshot.value_addresses if self.values else self.snapshot.key_addresses
-        return addresses, self.snapshot.starts, column.shape[1], column.dtype == np.float16
+        return int((first.values_or_keys if self.values else first.keys).shape[1])
 
 
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, column: Rowwise) -> Tensor:
-        from softdb.compiled import rerank
-
-        ctx.column, positions, place = column, column.positions, column.place
+        ctx.column, positions, code = column, column.positions, CODES[Metric.DOT]
         asked, found = np.ascontiguousarray(x.detach().numpy(), np.float32), np.empty(positions.shape, np.float32)
 
         def given(part: slice) -> tuple[Any, ...]:
-            return asked[part].reshape(-1), positions[part], *place, rerank.DOT, found[part]
+            return asked[part], positions[part], column.column, code, found[part]
 
-        by_lines(rerank.score, given, len(found), positions.size * asked.shape[1])
+        by_lines(native().score, given, len(found), positions.size * asked.shape[1])
         found[positions < 0] = 0
         return torch.from_numpy(found).to(x.dtype)
 
@@ -179,17 +181,14 @@ class _Dots(torch.autograd.Function):
 class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, column: Rowwise) -> Tensor:
-        from softdb.compiled import pooling
-
-        ctx.column, positions = column, column.positions
-        addresses, starts, width, halves = column.place
-        factors, kind = np.ascontiguousarray(weights.detach().numpy()), pooling.HALF if halves else pooling.WIDE
+        ctx.column, positions, width = column, column.positions, column.width
+        factors = np.ascontiguousarray(weights.detach().numpy())
         found = np.empty((len(factors), width), factors.dtype)
 
         def given(part: slice) -> tuple[Any, ...]:
-            return factors[part], positions[part], addresses, starts, kind, found[part]
+            return factors[part], positions[part], column.column, found[part]
 
-        by_lines(pooling.sums, given, len(found), positions.size * width)
+        by_lines(native().sums, given, len(found), positions.size * width)
         return torch.from_numpy(found)
 
     @staticmethod

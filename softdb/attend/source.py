@@ -52,7 +52,7 @@ class Source(Protocol):
 
     @property
     def columns(self) -> Snapshot | None:
-        """Keys and values as compiled loops read them where they lie; None: they come by `blocks` alone."""
+        """Keys and values as kernels read them where they lie; None: they come by `blocks` alone."""
 
     @property
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
@@ -177,11 +177,11 @@ class Stored(OfGeneration, AsStored):
         return Candidates(positions, finder)
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """By compiled loops where the keys lie, or by the score on copies of them."""
+        """By kernels where the keys lie, or by the score on copies of them."""
         return Scored(positions, score_rows(request.score, request.queries, self.columns, positions))
 
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
-        """By compiled loops where the values lie, or on copies of them."""
+        """By kernels where the values lie, or on copies of them."""
         if not self.columns.size:
             return pool(weights, weights.new_zeros(*found.positions.shape, self.width))
         return pool_rows(weights, self.columns, found.positions, self.num_classes)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from softdb.check import Metric
-from softdb.kernels.threads import available, by_lines, workers
 from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.rerank import ordered
+from softdb.kernels.threads import available, by_lines, workers
 from softdb.store import Snapshot
 
 __all__ = ["LEAST", "SHARE", "Outliers", "affordable", "lengths_of", "longest_of", "most_of", "outliers_of"]

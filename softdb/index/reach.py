@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.kernels.threads import share_out, workers
 from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared, sampled
+from softdb.kernels import native
+from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
 
-__all__ = ["Reach", "measured", "words_of"]
+__all__ = ["Reach", "flat", "measured", "words_of"]
 
 SHARE = 0.0002  # of the records that may be set apart for the error of the code, the radius, the value
 LONG = 0.01  # likewise for its length, where scores are products: a long key may carry most of the weight
@@ -135,13 +136,13 @@ class _InLists:
             yield _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
 
     def codes(self, which: int, size: int) -> tuple[NDArray[np.uint8], Floats, Floats]:
-        """How a list of so many records is coded, for the compiled loops: (blocks, bytes), the words, what is added."""
+        """How a list of so many records is coded, as kernels take it: (blocks, bytes), the words, what is added."""
         faiss = faiss_module()
         lists, (_, d) = faiss.downcast_InvertedLists(self.index.inner.invlists), self.centroids.shape
         blocks = -(-size // lists.n_per_block)
         packed: NDArray[np.uint8] = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size)
         base = self.centroids[which] if self.index.inner.by_residual else np.zeros(d, np.float32)
-        return packed.reshape(blocks, -1), self.words, base
+        return packed.reshape(blocks, -1), flat(self.words), base
 
 
 def _measure(
@@ -151,15 +152,13 @@ def _measure(
     means: Floats,  # (lists, d), written to
     out: _Measures,
 ) -> None:
-    from softdb.compiled import codes as loops
-
-    gone, nothing = batch.positions < 0, np.zeros(means.shape[1], np.float32)
+    loops, gone, nothing = native(), batch.positions < 0, np.zeros(means.shape[1])
     errors, radii, values, lengths = (one[batch.part] for one in out)
     for which, here in batch.lists:
         keys = batch.keys[here]
         if not gone[here].all():
             means[which] = keys[~gone[here]].mean(0, dtype=np.float64)
-        loops.distances(keys, means[which], radii[here])
+        loops.distances(keys, means[which].astype(np.float64), radii[here])
         if records.index.metric is Metric.DOT:
             loops.distances(keys, nothing, lengths[here])
         if len(records.words):
@@ -176,8 +175,7 @@ def _measure(
 
 def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
     """How far records reach in a single coordinate, or err in a single part of their codes: a second pass."""
-    from softdb.compiled import codes as loops
-
+    loops = native()
     extents, largest = np.zeros(means.shape, np.float32), np.zeros(len(records.words))
     for batch in records.batches(range(len(means))):
         skip = outside[batch.part] | (batch.positions < 0)
@@ -187,6 +185,11 @@ def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Num
             if len(records.words):
                 loops.part_errors(keys, *records.codes(which, len(keys)), skip[here], largest)
     return extents, largest
+
+
+def flat(words: Floats) -> Floats:  # (parts, 16, d / parts) -> (16 parts, d / parts)
+    """What codes stand for, as kernels take it."""
+    return words.reshape(-1, words.shape[2])
 
 
 def words_of(inner: Any) -> Floats:

@@ -10,15 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.kernels.threads import available, by_lines, workers
 from softdb.index.contract import Floats, Rows, prepared
+from softdb.kernels import native
+from softdb.kernels.threads import available, by_lines
 from softdb.scores import score_of
 from softdb.store import Snapshot
 
-__all__ = ["ordered", "scores_at"]
+__all__ = ["CODES", "ordered", "scores_at"]
 
-CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # what the loops call a metric
-GATHERED = 1 << 22  # numbers of keys copied at once, where there are no compiled loops: 16 MB
+CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # what the kernels call a metric
+GATHERED = 1 << 22  # numbers of keys copied at once, where there are no kernels: 16 MB
 
 
 def ordered(
@@ -33,24 +34,13 @@ def ordered(
 
     Keys are read where they lie. Cost q c d.
     """
-    kept = min(k, positions.shape[1])
-    if not available():
-        found, scores = _gathered(snapshot, queries, positions, kept, metric)
-    else:
-        import softdb.compiled.rerank as loops
-
-        found, scores = np.empty((len(queries), kept), np.int64), np.empty((len(queries), kept), np.float32)
-        if found.size:
-            asked = prepared(queries, metric) if asked is None else asked
-            given, products = _given(snapshot, asked, positions, metric, found, scores)
-            if workers(products) == 1:  # which feels microseconds
-                loops.rerank(*given(slice(len(queries))))
-            else:
-                by_lines(loops.rerank, given, len(queries), products)
-    if kept == k:
-        return found, scores
-    rest = ((0, 0), (0, k - kept))
-    return np.pad(found, rest, constant_values=-1), np.pad(scores, rest, constant_values=-np.inf)
+    if not available() or not snapshot.size:
+        return _gathered(snapshot, queries, positions, k, metric)
+    found, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
+    asked = prepared(queries, metric) if asked is None else asked
+    given, products = _given(snapshot, asked, positions, metric, found, scores)
+    by_lines(native().rerank, given, len(queries), products)
+    return found, scores
 
 
 def scores_at(
@@ -62,36 +52,33 @@ def scores_at(
 ) -> NDArray[Any]:  # (q, c)
     """Exact scores of candidates where they stand, -inf for none; in float32, or in float64 where `precise`.
 
-    Needs the compiled loops. Cost q c d.
+    Needs the kernels. Cost q c d.
     """
-    import softdb.compiled.rerank as loops
-
     scores = np.empty(positions.shape, np.float64 if precise else np.float32)
     if scores.size:
         given, products = _given(snapshot, prepared(queries, metric), positions, metric, scores)
-        by_lines(loops.score_precisely if precise else loops.score, given, len(scores), products)
+        by_lines(native().score, given, len(scores), products)
     return scores
 
 
 def _given(
     snapshot: Snapshot, asked: Floats, positions: Rows, metric: Metric, *out: Any
 ) -> tuple[Callable[[slice], tuple[Any, ...]], int]:
-    """What the loops take for a run of the queries, prepared; and how many products all of them cost."""
-    positions, keys = np.ascontiguousarray(positions), snapshot.segments[0].keys
-    layout = snapshot.key_addresses, snapshot.starts, keys.shape[1], keys.dtype == np.float16, CODES[metric]
+    """What the kernels take for a run of the queries, prepared; and how many products all of them cost."""
+    positions, keys, code = np.ascontiguousarray(positions), snapshot.key_column, CODES[metric]
 
     def given(part: slice) -> tuple[Any, ...]:
-        return asked[part].reshape(-1), positions[part], *layout, *(one[part] for one in out)
+        return asked[part], positions[part], keys, code, *(one[part] for one in out)
 
-    return given, positions.size * keys.shape[1]
+    return given, positions.size * asked.shape[1]
 
 
 def _gathered(
     snapshot: Snapshot, queries: Floats, positions: Rows, k: int, metric: Metric
 ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
     """The same by torch, on copies of the keys."""
-    score = score_of(metric)
-    found, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
+    score, kept = score_of(metric), min(k, positions.shape[1])
+    found, scores = np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), -np.inf, np.float32)
     chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
     for low in range(0, len(queries), chunk):
         part = slice(low, low + chunk)
@@ -99,6 +86,6 @@ def _gathered(
         own = score(torch.from_numpy(queries[part]), snapshot.keys_at(candidates).float())
         own = own.masked_fill(torch.from_numpy(candidates < 0), -torch.inf)
         top, order = own.sort(dim=1, descending=True, stable=True)
-        found[part] = np.take_along_axis(candidates, order[:, :k].numpy(), 1)
-        scores[part] = top[:, :k].numpy()
+        found[part, :kept] = np.take_along_axis(candidates, order[:, :kept].numpy(), 1)
+        scores[part, :kept] = top[:, :kept].numpy()
     return found, scores

@@ -28,10 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.kernels.threads import by_lines
 from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared, sampled
-from softdb.index.reach import Numbers, measured, words_of
+from softdb.index.reach import Numbers, flat, measured, words_of
 from softdb.index.rerank import scores_at
+from softdb.kernels import native
+from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
 __all__ = ["FEWEST", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
@@ -43,6 +44,7 @@ CERTAIN = 5.0  # deviations from what is thought of a record that none is expect
 SCANNED = 1 << 16  # codes that are looked at one by one, for a deviation of 1 of the logits in a list
 ROOM = 8.0  # standard deviations of the number drawn that there is room for
 PERMANENT = 1 << 40  # seed of the order inside the lists; draws shift it
+STEPS = 64  # products that a draw takes in the time of one list, or of one record, that is weighed
 ROUNDING = 1e-6  # of ‖q‖ + ‖c‖, squared: what a list's mean score may be off by in float32
 
 
@@ -101,7 +103,7 @@ class _Near(NamedTuple):
     positions: Rows  # (q, c + apart) theirs, then those of the records set apart
     scores: Numbers  # (q, c + apart)
     searched: NDArray[np.bool_]  # (q, lists)
-    others: Numbers  # (5, q) the score of the last by its code, the cap, and so on: see `compiled.beyond.caps`
+    others: Numbers  # (5, q) the score of the last by its code, the cap, and so on: see `Caps` in the kernels
 
 
 class Tail:
@@ -179,8 +181,6 @@ class Tail:
 
     def _near(self, ask: _Drawing, lists: _Lists) -> _Near:
         """Search the lists that may hold something heavy, and score what is found."""
-        from softdb.compiled import beyond as loops
-
         snapshot, queries = ask.snapshot, ask.queries
         order, searches = self._to_search(lists, ask.factor, ask.budget, ask.least)
         rows, codes = self._search(queries, lists.nearness, order, searches, ask.near)
@@ -194,7 +194,7 @@ class Tail:
         others, l2 = np.empty((5, len(rows))), self.index.metric is Metric.L2
         origin = self.origin if l2 else np.zeros_like(self.origin)
         known = reach.errors, reach.log_shares, usual, reach.part_errors, origin
-        loops.caps(queries, codes, scores, self._words, l2, *known, ask.factor, CERTAIN, ask.visible, others)
+        native().caps(queries, codes, scores, flat(self._words), l2, *known, ask.factor, CERTAIN, ask.visible, others)
         return _Near(rows, positions, scores, searched, others)
 
     def _to_search(
@@ -206,14 +206,12 @@ class Tail:
         are about equal, draws from it do as well. And so many that no term of those not searched, by their caps, is
         larger than a hundredth of what all lists are thought to hold. For a count all that may hold one.
         """
-        from softdb.compiled import beyond as loops
-
         q, n = lists.means.shape
         deviation = np.clip(factor * lists.deviations.mean(), 0.25, 16.0)
         enough = min(n, max(1, round(SCANNED * float(deviation) * n / max(1, int(self.sizes.sum())))))
-        order, counts = np.empty((q, n), np.int64), np.empty(q, np.int64)
+        order, counts = np.argsort(-lists.caps, axis=1, kind="stable"), np.empty(q, np.int64)
         small = 0.01 * CAPPED * budget
-        loops.to_search(lists.means, lists.deviations, lists.caps, self.sizes, factor, small, enough, order, counts)
+        native().to_search(lists.means, lists.deviations, lists.caps, order, self.sizes, factor, small, enough, counts)
         if not np.isnan(least):  # every list that may hold one
             counts = np.maximum(counts, (lists.caps >= least).sum(1))
         return order[:, : int(counts.max(initial=1))], counts
@@ -240,29 +238,25 @@ class Tail:
         self, ask: _Drawing, lists: _Lists, found: _Near
     ) -> tuple[Rows, Floats, Numbers]:  # (q, w), (q, w), (3, q)
         """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `TailSample` has it."""
-        from softdb.compiled import draw as loops
-
         q, factor, least = len(ask.queries), ask.factor, ask.factor * ask.least
         caps, logits, hiding, left = factor * lists.caps, *np.empty((3, *lists.caps.shape))
         seeds, bounds = seeds_of(ask.queries, ask.seed), np.empty((3, q))
         others = found.others * np.array([factor, factor, factor, 1, factor])[:, None]
         seen = (found.rows >= 0).sum(1), others, factor * lists.means, factor * lists.deviations, lists.excess
-        loops.list_proposals(*seen, self.sizes, found.searched, ask.visible, least, caps, logits, hiding, left)
+        native().propose(*seen, self.sizes, found.searched, ask.visible, least, caps, logits, hiding, left)
 
         def given(part: slice, *out: Any) -> tuple[Any, ...]:
-            asked = found.rows[part], logits[part], caps[part], hiding[part], left[part], self.frame
-            return *asked, float(ask.budget), PLAIN, CAPPED, least, seeds[part], *out, bounds[:, part]
+            asked = found.rows[part], logits[part], caps[part], hiding[part], left[part]
+            return *asked, *self.frame, float(ask.budget), PLAIN, CAPPED, least, seeds[part], *out, bounds[:, part]
 
-        each = (found.rows.shape[1] + len(self.sizes)) * loops.STEPS
-        return *_with_room(loops.draw, given, q, _room(ask.budget), q * each * 4), bounds
+        each = (found.rows.shape[1] + len(self.sizes)) * STEPS
+        return *_with_room(native().draw, given, q, _room(ask.budget), q * each), bounds
 
     def _seen_by(self, queries: Floats, counts: bool = False) -> _Lists:
         """Means, deviations and caps of the scores in each list. Cost q d (lists + d).
 
         For a count only what is certain is a cap: one record more is an error, however little it weighs.
         """
-        from softdb.compiled import beyond as loops
-
         reach, l2 = self.reach, self.index.metric is Metric.L2
         products = (queries @ reach.means.T).astype(np.float64)
         nearness = (queries @ self.centroids.T).astype(np.float64)
@@ -283,8 +277,8 @@ class Tail:
             certain = -np.square(np.maximum(np.sqrt(apart) - reach.radii, 0))
         deviations = deviations + 1e-12 * (1 + np.abs(means))
         peaks = np.empty(means.shape)
-        loops.peaks(queries, reach.means, reach.extents, l2, peaks)  # of features that few records have
-        excess = np.maximum(self.excess, (peaks / deviations + loops.MORE) / CERTAIN)
+        native().peaks(queries, reach.means, reach.extents, l2, peaks)  # of features that few records have
+        excess = np.maximum(self.excess, (peaks / deviations + native().MORE) / CERTAIN)
         likely = np.full_like(certain, np.inf) if counts else means + CERTAIN * deviations * excess
         if l2:
             likely = np.minimum(likely + reach.mean_radii**2, 0)
@@ -305,13 +299,11 @@ def _lists(lists: Any) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
 
 def _frame(rows: Rows, starts: Rows, is_apart: NDArray[np.bool_]) -> Frame:
     """Every list's rows, less those set apart, ordered by their random numbers."""
-    from softdb.compiled import draw as loops
-
     stays = ~is_apart[rows]
     ends = np.concatenate([[0], np.cumsum(stays)])
     rows, starts = rows[stays], ends[starts].astype(np.int64)
     chances = np.empty(len(rows), np.uint32)
-    loops.hashes(rows, PERMANENT, chances)
+    native().hashes(rows, PERMANENT, chances)
     for low, high in itertools.pairwise(starts):
         order = np.argsort(chances[low:high])
         rows[low:high], chances[low:high] = rows[low:high][order], chances[low:high][order]
@@ -357,8 +349,6 @@ def subsample(
 
     And the log of the term, weight over probability, of each that was not sure to be kept; -inf where all were.
     """
-    from softdb.compiled import draw as loops
-
     largest = np.empty(len(logits))
 
     def given(part: slice, *out: Any) -> tuple[Any, ...]:
@@ -366,4 +356,4 @@ def subsample(
         return *asked, seeds[part], *out, largest[part]
 
     room = min(logits.shape[1], _room(budget))
-    return *_with_room(loops.subsample, given, len(logits), room, logits.size * loops.STEPS * 4), largest
+    return *_with_room(native().subsample, given, len(logits), room, logits.size * STEPS), largest

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from softdb.kernels import native
 from softdb.lazy import cached_property
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from softdb.kernels._native import Column
 
 __all__ = ["Block", "Segment", "Snapshot"]
 
@@ -98,14 +101,14 @@ class Snapshot:
         )
 
     @cached_property
-    def key_addresses(self) -> Rows:
-        """Where each segment's keys begin in memory, (segments,); theirs for as long as this snapshot lives."""
-        return np.array([s.keys.ctypes.data for s in self.segments], np.int64)
+    def key_column(self) -> Column:
+        """The keys as kernels read them where they lie, for as long as this snapshot lives."""
+        return self._column([s.keys for s in self.segments])
 
     @cached_property
-    def value_addresses(self) -> Rows:
-        """Where each segment's values begin, (segments,), likewise."""
-        return np.array([s.values_or_keys.ctypes.data for s in self.segments], np.int64)
+    def value_column(self) -> Column:
+        """The values, likewise."""
+        return self._column([s.values_or_keys for s in self.segments])
 
     @cached_property
     def value_size(self) -> float:
@@ -181,6 +184,11 @@ class Snapshot:
             inside = (positions >= low) & (positions < high)
             if inside.any():
                 yield segment, int(low), inside
+
+    def _column(self, columns: list[NDArray[np.generic]]) -> Column:
+        kind = {"float32": 0, "float16": 1, "int32": 2}[columns[0].dtype.name]
+        addresses = np.array([column.ctypes.data for column in columns], np.int64)
+        return native().Column(addresses, self.starts, columns[0].shape[1] if columns[0].ndim == 2 else 1, kind)
 
     def _gather(self, columns: list[NDArray[np.generic]], positions: Rows) -> Tensor:
         import torch

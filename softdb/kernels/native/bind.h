@@ -19,5 +19,6 @@ template <class T, int dimensions>
 using Write = nb::ndarray<T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
 
 void bind_attention(nb::module_& module);
+void bind_records(nb::module_& module);
 
 }  // namespace softdb

@@ -19,4 +19,5 @@ NB_MODULE(_native, module) {
     module.def("use", [](const std::string& level) { return softdb::use_level(level.c_str()); },
                "Use another from now on; False where there is no such.");
     softdb::bind_attention(module);
+    softdb::bind_records(module);
 }

@@ -2,6 +2,10 @@
 #include "table.h"
 
 #include "attention.h"
+#include "beyond.h"
+#include "draw.h"
+#include "pooling.h"
+#include "rerank.h"
 #include "vec.h"
 
 #define SOFTDB_NAME_OF(level) #level
@@ -13,6 +17,10 @@ namespace SOFTDB_LEVEL {
 extern const Kernels kTable;
 const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
+    rerank, score, scan, settle,
+    pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
+    propose, draw, subsample, log_sums, hashes, log_normal,
+    to_search, peaks, caps, packed_errors, part_errors, extents, distances,
 };
 
 }  // namespace SOFTDB_LEVEL

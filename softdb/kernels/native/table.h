@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "records.h"
 
 namespace softdb {
 
@@ -13,6 +14,30 @@ struct Kernels {
     int64_t (*attend_scratch)(const Attend& ask);
     void (*attend_forward)(const Attend& ask);
     void (*attend_backward)(const Attend& ask);
+    bool (*rerank)(const Rerank& ask);
+    void (*score)(const Score& ask);
+    bool (*scan)(const Scan& ask);
+    void (*settle)(const Settle& ask);
+    void (*pool)(const Pool<float>& ask);
+    void (*pool_wide)(const Pool<double>& ask);
+    void (*sums)(const Sums<float>& ask);
+    void (*sums_wide)(const Sums<double>& ask);
+    void (*spread)(const Spread<float>& ask);
+    void (*spread_wide)(const Spread<double>& ask);
+    void (*directions)(const Directions& ask);
+    void (*propose)(const Propose& ask);
+    void (*draw)(const Draw& ask);
+    void (*subsample)(const Subsample& ask);
+    void (*log_sums)(const LogSums& ask);
+    void (*hashes)(const int64_t* numbers, int64_t count, uint64_t seed, uint32_t* out);
+    double (*log_normal)(double x);
+    void (*to_search)(const ToSearch& ask);
+    void (*peaks)(const Peaks& ask);
+    void (*caps)(const Caps& ask);
+    void (*packed_errors)(const Coded& ask);
+    void (*part_errors)(const Coded& ask);
+    void (*extents)(const Table<const float>& keys, const float* mean, const bool* skip, float* out);
+    void (*distances)(const Table<const float>& keys, const double* centre, double* out);
 };
 
 const Kernels& kernels();             // those in use; there are none where `levels` is empty

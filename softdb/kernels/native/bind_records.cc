@@ -1,0 +1,260 @@
+// Binds the kernels over single records. Arrays come as they lie: nothing is converted or copied.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "bind.h"
+#include "records.h"
+
+namespace softdb {
+
+// A line of numbers.
+template <class Number>
+struct Line {
+    Number* first = nullptr;
+    int64_t length = 0;
+};
+
+// What Python's buffers call a number.
+template <class Number>
+bool is_format(const char* format) {
+    using Plain = std::remove_const_t<Number>;
+    if (*format == '<' || *format == '=' || *format == '@') format++;
+    if (format[0] == 0 || format[1] != 0) return false;
+    if constexpr (std::is_same_v<Plain, bool>) return *format == '?';
+    else if constexpr (std::is_floating_point_v<Plain>) return *format == (sizeof(Plain) == 4 ? 'f' : 'd');
+    else if constexpr (sizeof(Plain) == 1) return *format == 'B';
+    else if constexpr (std::is_signed_v<Plain>) return *format == 'l' || *format == 'q' || (sizeof(Plain) == 4 && *format == 'i');
+    else return *format == 'L' || *format == 'Q' || (sizeof(Plain) == 4 && *format == 'I');
+}
+
+// An array's memory. The caller holds the array while a kernel runs, so the buffer may be given back at once.
+template <class Number>
+bool read(PyObject* from, int dimensions, Table<Number>& into) {
+    const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (std::is_const_v<Number> ? 0 : PyBUF_WRITABLE);
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(from, &buffer, flags)) {
+        PyErr_Clear();
+        return false;
+    }
+    bool fits = buffer.ndim == dimensions && buffer.itemsize == sizeof(Number) && is_format<Number>(buffer.format);
+    if (fits) {
+        into.first = (Number*)buffer.buf;
+        into.rows = dimensions == 1 ? 1 : buffer.shape[0];
+        into.width = buffer.shape[dimensions - 1];
+        into.pitch = dimensions == 1 || into.rows < 2 ? into.width : buffer.strides[0] / int64_t(sizeof(Number));
+        fits = into.width < 2 || buffer.strides[dimensions - 1] == sizeof(Number);
+    }
+    PyBuffer_Release(&buffer);
+    return fits;
+}
+
+}  // namespace softdb
+
+namespace nanobind::detail {
+
+template <class Number>
+struct type_caster<softdb::Table<Number>> {
+    NB_TYPE_CASTER(softdb::Table<Number>, const_name("numpy.ndarray"))
+    bool from_python(handle source, uint8_t, cleanup_list*) noexcept { return softdb::read(source.ptr(), 2, value); }
+};
+
+template <class Number>
+struct type_caster<softdb::Line<Number>> {
+    NB_TYPE_CASTER(softdb::Line<Number>, const_name("numpy.ndarray"))
+    bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+        softdb::Table<Number> table;
+        bool fits = softdb::read(source.ptr(), 1, table);
+        value = {table.first, table.width};
+        return fits;
+    }
+};
+
+}  // namespace nanobind::detail
+
+namespace softdb {
+
+namespace {
+
+template <class Number>
+std::unique_ptr<Number[]> memory(int64_t count) {
+    return std::unique_ptr<Number[]>(new Number[size_t(count)]);
+}
+
+// A stored column, and where its segments lie.
+struct StoredColumn {
+    std::vector<int64_t> addresses, starts;
+    Stored stored;
+
+    StoredColumn(Line<const int64_t> at, Line<const int64_t> from, int64_t width, int kind)
+        : addresses(at.first, at.first + at.length), starts(from.first, from.first + from.length) {
+        stored.addresses = addresses.data(), stored.starts = starts.data();
+        stored.segments = at.length, stored.width = width, stored.kind = Kind(kind);
+    }
+
+    // Labels are pooled into so many classes; of a column that is of no interest nothing is.
+    Stored as_wide(int64_t width) const {
+        Stored found = stored;
+        found.width = width;
+        if (!width) found.kind = Kind::none;
+        return found;
+    }
+};
+
+template <class Number>
+void bind_pooling(nb::module_& module) {
+    const auto free = nb::call_guard<nb::gil_scoped_release>();
+    module.def("pool", [](Table<const Number> logits, Table<const int64_t> positions, const StoredColumn& values,
+                          Table<Number> output, Line<Number> lse) {
+        auto scratch = memory<double>(output.width);
+        Pool<Number> ask;
+        ask.logits = logits, ask.positions = positions, ask.values = values.as_wide(output.width);
+        ask.output = output, ask.lse = lse.first, ask.scratch = scratch.get();
+        if constexpr (sizeof(Number) == 4) kernels().pool(ask);
+        else kernels().pool_wide(ask);
+    }, free);
+    module.def("sums", [](Table<const Number> weights, Table<const int64_t> positions, const StoredColumn& values,
+                          Table<Number> output) {
+        auto scratch = memory<double>(output.width);
+        Sums<Number> ask;
+        ask.weights = weights, ask.positions = positions, ask.values = values.stored;
+        ask.output = output, ask.scratch = scratch.get();
+        if constexpr (sizeof(Number) == 4) kernels().sums(ask);
+        else kernels().sums_wide(ask);
+    }, free);
+    module.def("spread", [](Table<const Number> logits, Table<const float> logs, Table<const int64_t> positions,
+                            const StoredColumn& values, Table<const Number> output, Line<const Number> lse, uint64_t salt,
+                            Table<Number> weights, Table<double> found, Table<double> first, Table<float> sums,
+                            Table<double> roots) {
+        const int64_t v = output.width;
+        auto centred = memory<double>(v);
+        auto parts = memory<float>(kChunk * (v + kWidest + kSigns));
+        Spread<Number> ask;
+        ask.logits = logits, ask.logs = logs, ask.positions = positions, ask.values = values.as_wide(v);
+        ask.output = output, ask.lse = lse.first, ask.salt = salt, ask.weights = weights, ask.found = found;
+        ask.first = first, ask.sums = sums, ask.roots = roots, ask.centred = centred.get(), ask.parts = parts.get();
+        if constexpr (sizeof(Number) == 4) kernels().spread(ask);
+        else kernels().spread_wide(ask);
+    }, free);
+}
+
+void bind_scores(nb::module_& module) {
+    const auto free = nb::call_guard<nb::gil_scoped_release>();
+    module.def("rerank", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
+                            Table<int64_t> found, Table<float> scores) {
+        return kernels().rerank({queries, positions, keys.stored, Metric(metric), found, scores});
+    }, free, "The best of each query's candidates by exact score; whether some score is NaN.");
+    module.def("score", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
+                           Table<float> scores) {
+        kernels().score({queries, positions, keys.stored, Metric(metric), scores, {}});
+    }, free);
+    module.def("score", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
+                           Table<double> scores) {
+        kernels().score({queries, positions, keys.stored, Metric(metric), {}, scores});
+    }, free);
+    module.def("scan", [](Table<const float> queries, const StoredColumn& keys, int metric, Line<const bool> keep, int64_t low,
+                          int64_t high, Table<int64_t> found, Table<float> scores) {
+        return kernels().scan({queries, keys.stored, Metric(metric), keep.first, low, high, found, scores});
+    }, free, "The best of the records by scores in float32; whether some score is NaN or infinite.");
+    module.def("settle", [](Table<const float> queries, Table<const int64_t> positions, Line<const double> floor,
+                            const StoredColumn& keys, int metric, Table<int64_t> found, Table<double> exact, int64_t k,
+                            Line<bool> unsure) {
+        kernels().settle({queries, positions, floor.first, keys.stored, Metric(metric), found, exact, k, unsure.first});
+    }, free, "Their order by scores in float64, and whether it is sure.");
+}
+
+void bind_draws(nb::module_& module) {
+    const auto free = nb::call_guard<nb::gil_scoped_release>();
+    module.def("propose", [](Line<const int64_t> found, Table<const double> near, Table<const double> means,
+                             Table<const double> deviations, Table<const double> excess, Line<const int64_t> sizes,
+                             Table<const bool> searched, double visible, double least, Table<double> caps,
+                             Table<double> logits, Table<double> hiding, Table<double> left) {
+        auto above = memory<double>(sizes.length);
+        Propose ask{found.first, near, means, deviations, excess, sizes.first, searched, visible, least, caps, logits,
+                    hiding, left, above.get()};
+        kernels().propose(ask);
+    }, free);
+    module.def("draw", [](Table<const int64_t> near, Table<const double> logits, Table<const double> caps,
+                          Table<const double> hiding, Table<const double> left, Line<const int64_t> frame_rows,
+                          Line<const uint32_t> chances, Line<const int64_t> starts, double budget, double plain,
+                          double capped, double least, Line<const uint64_t> seeds, Table<int64_t> rows,
+                          Table<float> logs, Line<int64_t> counts, Table<double> bounds) {
+        int64_t length = 64;
+        while (length < 2 * near.width) length *= 2;
+        auto table = memory<int64_t>(length);
+        auto shares = memory<double>(logits.width);
+        Draw ask{near, logits, caps, hiding, left, {frame_rows.first, chances.first, starts.first}, budget, plain,
+                 capped, least, seeds.first, rows, logs, counts.first, bounds, table.get(), length, shares.get()};
+        kernels().draw(ask);
+    }, free);
+    module.def("subsample", [](Table<const int64_t> rows, Table<const double> logits, Line<const double> scales,
+                               Table<const float> logs, double budget, Line<const uint64_t> seeds, Table<int64_t> kept,
+                               Table<float> kept_logs, Line<int64_t> counts, Line<double> largest) {
+        auto shares = memory<double>(2 * rows.width);
+        Subsample ask{rows, logits, scales.first, logs, budget, seeds.first, kept, kept_logs, counts.first,
+                      largest.first, shares.get()};
+        kernels().subsample(ask);
+    }, free);
+    module.def("log_sums", [](Table<const double> logits, Table<const float> log_weights, Table<double> found) {
+        kernels().log_sums({logits, log_weights, found});
+    }, free);
+    module.def("hashes", [](Line<const int64_t> numbers, uint64_t seed, Line<uint32_t> out) {
+        kernels().hashes(numbers.first, numbers.length, seed, out.first);
+    }, free);
+    module.def("log_normal", [](double x) { return kernels().log_normal(x); });
+    module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<double> out) {
+        kernels().directions({sums, variance.first, out.first});
+    }, free);
+}
+
+// What codes stand for, (parts · 16, d / parts).
+Words words_of(const Table<const float>& words) { return {words.first, words.rows / 16, 16, words.width}; }
+
+void bind_codes(nb::module_& module) {
+    const auto free = nb::call_guard<nb::gil_scoped_release>();
+    module.def("to_search", [](Table<const double> means, Table<const double> deviations, Table<const double> caps,
+                               Table<const int64_t> order, Line<const int64_t> sizes, double factor, double small,
+                               int64_t enough, Line<int64_t> counts) {
+        kernels().to_search({means, deviations, caps, order, sizes.first, factor, small, enough, counts.first});
+    }, free);
+    module.def("peaks", [](Table<const float> queries, Table<const float> means, Table<const float> extents, bool l2,
+                           Table<double> out) { kernels().peaks({queries, means, extents, l2, out}); }, free);
+    module.def("caps", [](Table<const float> queries, Table<const float> codes, Table<const double> scores,
+                          Table<const float> words, bool l2, Line<const double> errors, Line<const double> log_shares,
+                          double usual, Line<const double> parts, Line<const float> origin, double factor,
+                          double certain, double visible, Table<double> found) {
+        kernels().caps({queries, codes, scores, words_of(words), l2, errors.first, log_shares.first, errors.length,
+                        usual, parts.first, origin.first, factor, certain, visible, found});
+    }, free);
+    module.def("distances", [](Table<const float> keys, Line<const double> centre, Line<double> out) {
+        kernels().distances(keys, centre.first, out.first);
+    }, free);
+    module.def("extents", [](Table<const float> keys, Line<const float> mean, Line<const bool> skip, Line<float> out) {
+        kernels().extents(keys, mean.first, skip.first, out.first);
+    }, free);
+    module.def("packed_errors", [](Table<const float> keys, Table<const uint8_t> packed, Table<const float> words,
+                                   Line<const float> base, Line<double> out) {
+        kernels().packed_errors({keys, packed.first, packed.width, words_of(words), base.first, nullptr, out.first});
+    }, free);
+    module.def("part_errors", [](Table<const float> keys, Table<const uint8_t> packed, Table<const float> words,
+                                 Line<const float> base, Line<const bool> skip, Line<double> out) {
+        kernels().part_errors({keys, packed.first, packed.width, words_of(words), base.first, skip.first, out.first});
+    }, free);
+}
+
+}  // namespace
+
+void bind_records(nb::module_& module) {
+    nb::class_<StoredColumn>(module, "Column", "A stored column where it lies, for as long as its arrays live.")
+        .def(nb::init<Line<const int64_t>, Line<const int64_t>, int64_t, int>());
+    module.attr("SIGNS") = kSigns;
+    module.attr("MORE") = kMore;
+    bind_scores(module);
+    bind_pooling<float>(module);
+    bind_pooling<double>(module);
+    bind_draws(module);
+    bind_codes(module);
+}
+
+}  // namespace softdb

@@ -1,0 +1,64 @@
+// Records by exact score: stored keys are read where they lie, in one pass, and the best of each query kept.
+#include "rerank.h"
+
+#include "heap.h"
+#include "stored.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+namespace {
+
+template <class Number>
+bool reranked(const Rerank& ask) {
+    const int64_t k = ask.found.width, kept = min(k, ask.positions.width);
+    const Reader reader(ask.keys);
+    bool lost = false;
+    for (int64_t i = 0; i < ask.queries.rows; i++) {
+        const int64_t* positions = ask.positions[i];
+        int64_t* heap = ask.found[i];  // entries, until they are sorted
+        fill(heap, kept, kLast);
+        each_record(reader, positions, kept ? ask.positions.width : 0, [&](int64_t j, const char* at) {
+            float score = score_of<float>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+            lost |= score != score;
+            int64_t entry = entry_of(score, positions[j]);
+            if (entry < heap[0]) sink(heap, kept, entry);
+        });
+        sort(heap, kept);
+        unpack(heap, kept, ask.scores[i]);
+        fill(heap + kept, k - kept, int64_t(-1));
+        fill(ask.scores[i] + kept, k - kept, -__builtin_inff());
+    }
+    return lost;
+}
+
+template <class Number, class Sum>
+void scored(const Score& ask, const Table<Sum>& scores) {
+    const Reader reader(ask.keys);
+    for (int64_t i = 0; i < ask.queries.rows; i++) {
+        fill(scores[i], ask.positions.width, -(Sum)kInfinity);
+        each_record(reader, ask.positions[i], ask.positions.width, [&](int64_t j, const char* at) {
+            scores[i][j] = score_of<Sum>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+        });
+    }
+}
+
+}  // namespace
+
+// The best k of each query's candidates by exact score. Bytes moved: q c d numbers; operations: 2 q c d.
+bool rerank(const Rerank& ask) {
+    return ask.keys.kind == Kind::half ? reranked<Half>(ask) : reranked<float>(ask);
+}
+
+// Exact scores of candidates, where they stand; in float64 where the last digits decide, as at a low temperature.
+// Bytes moved: q c d numbers; operations: 2 q c d.
+void score(const Score& ask) {
+    bool half = ask.keys.kind == Kind::half, wide = ask.precisely.first;
+    if (half && wide) scored<Half, double>(ask, ask.precisely);
+    else if (half) scored<Half, float>(ask, ask.scores);
+    else if (wide) scored<float, double>(ask, ask.precisely);
+    else scored<float, float>(ask, ask.scores);
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb

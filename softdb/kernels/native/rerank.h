@@ -1,0 +1,15 @@
+// Records by exact score: stored keys are read where they lie.
+#pragma once
+
+#include "records.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+bool rerank(const Rerank& ask);  // whether some score is NaN
+void score(const Score& ask);
+bool scan(const Scan& ask);  // whether some score is NaN or infinite
+void settle(const Settle& ask);
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb

@@ -1,0 +1,127 @@
+// Exact search for few queries: every record is compared in float32, those that are found once more in float64.
+#include "heap.h"
+#include "rerank.h"
+#include "stored.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+namespace {
+
+template <class Number>
+SOFTDB_INLINE float length_of(const Number* key, int64_t d) {
+    auto product = [](auto a, auto b) { return a * b; };
+    float square;
+    if constexpr (sizeof(Number) == 4) square = summed(key, key, d, product);
+    else square = (float)summed_wide(key, key, d, product);
+    if (square > 1e-30f && square < 1e30f) return __builtin_sqrtf(square);
+    return (float)__builtin_sqrt(summed_wide(key, key, d, product));
+}
+
+template <class Number>
+bool scanned(const Scan& ask) {
+    const int64_t kept = ask.found.width, d = ask.keys.width, bytes = d * int64_t(sizeof(Number));
+    const bool cosine = ask.metric == Metric::cosine;
+    const Metric metric = cosine ? Metric::dot : ask.metric;
+    bool lost = false;
+    for (int64_t i = 0; i < ask.queries.rows; i++) fill(ask.found[i], kept, kLast);
+    for (int64_t s = 0; s < ask.keys.segments && kept; s++) {
+        const int64_t begin = ask.keys.starts[s];
+        for (int64_t p = max(begin, ask.low); p < min(ask.keys.starts[s + 1], ask.high); p++) {
+            if (!ask.keep[p]) continue;
+            const Number* key = (const Number*)((const char*)ask.keys.addresses[s] + (p - begin) * bytes);
+            float length = cosine ? length_of(key, d) : 1.0f, inverse = length > 0 ? 1 / length : 0.0f;
+            for (int64_t i = 0; i < ask.queries.rows; i++) {
+                float score = inverse * score_of<float>(ask.queries[i], key, d, metric);
+                lost |= !(score - score == 0);
+                int64_t entry = entry_of(score, p);
+                if (entry < ask.found[i][0]) sink(ask.found[i], kept, entry);
+            }
+        }
+    }
+    for (int64_t i = 0; i < ask.queries.rows; i++) {
+        sort(ask.found[i], kept);
+        unpack(ask.found[i], kept, ask.scores[i]);
+    }
+    return lost;
+}
+
+// Whether one record stands after another.
+SOFTDB_INLINE bool after(double score, int64_t position, double other, int64_t others) {
+    return score < other || (score == other && position > others);
+}
+
+// Sinks the last record stands first of a heap: from a place downwards.
+SOFTDB_INLINE void sink_pair(double* scores, int64_t* positions, int64_t size, int64_t place, double score,
+                             int64_t position) {
+    for (int64_t below; (below = 2 * place + 1) < size; place = below) {
+        if (below + 1 < size && after(scores[below + 1], positions[below + 1], scores[below], positions[below])) below++;
+        if (!after(scores[below], positions[below], score, position)) break;
+        scores[place] = scores[below], positions[place] = positions[below];
+    }
+    scores[place] = score, positions[place] = position;
+}
+
+// Best first, ties by position.
+void sort_pairs(double* scores, int64_t* positions, int64_t size) {
+    for (int64_t place = size / 2 - 1; place >= 0; place--)
+        sink_pair(scores, positions, size, place, scores[place], positions[place]);
+    for (int64_t last = size - 1; last > 0; last--) {
+        double score = scores[last];
+        int64_t position = positions[last];
+        scores[last] = scores[0], positions[last] = positions[0];
+        sink_pair(scores, positions, last, 0, score, position);
+    }
+}
+
+// How far a score in float32 may lie from the true one: |error| <= d u sum |a_i b_i| for a product of d terms at unit
+// rounding u (Higham 2002, section 3.1); for a sum of squared differences, relative to the sum itself.
+template <class Number>
+double slack_of(const Settle& ask, const Reader& reader, int64_t i) {
+    const int64_t d = ask.keys.width;
+    const double terms = 0x1p-24 * double(2 * d + 16), worst = ask.exact[i][ask.k - 1];
+    if (ask.metric != Metric::dot) return terms * (ask.metric == Metric::l2 ? -worst : 1.0);
+    auto product = [](auto a, auto b) { return a * b; };
+    double longest = 0;
+    for (int64_t j = 0; j < ask.k; j++) {
+        const Number* key = (const Number*)reader.at(ask.found[i][j]);
+        longest = max(longest, summed_wide(key, key, d, product));
+    }
+    return terms * __builtin_sqrt(longest * summed_wide(ask.queries[i], ask.queries[i], d, product));
+}
+
+template <class Number>
+void settled(const Settle& ask) {
+    const int64_t c = ask.positions.width;
+    const Reader reader(ask.keys);
+    for (int64_t i = 0; i < ask.queries.rows; i++) {
+        int64_t* found = ask.found[i];
+        double* exact = ask.exact[i];
+        int64_t count = 0;
+        each_record(reader, ask.positions[i], c, [&](int64_t j, const char* at) {
+            found[count] = ask.positions[i][j];
+            exact[count++] = score_of<double>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+        });
+        sort_pairs(exact, found, count);
+        fill(found + count, c - count, int64_t(-1));
+        fill(exact + count, c - count, -kInfinity);
+        ask.unsure[i] = ask.floor[i] > -kInfinity &&
+                        !(exact[ask.k - 1] > ask.floor[i] + slack_of<Number>(ask, reader, i));
+    }
+}
+
+}  // namespace
+
+// The best of some records for each query, by scores in float32. Cost q n d; keys are read once.
+bool scan(const Scan& ask) {
+    return ask.keys.kind == Kind::half ? scanned<Half>(ask) : scanned<float>(ask);
+}
+
+// The order of what was found by scores in float64, and whether it is that of all records. Cost q c d.
+void settle(const Settle& ask) {
+    if (ask.keys.kind == Kind::half) settled<Half>(ask);
+    else settled<float>(ask);
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb

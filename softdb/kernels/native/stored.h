@@ -1,0 +1,138 @@
+// Columns where they lie, and sums over the numbers of two rows.
+#pragma once
+
+#include <cmath>
+
+#include "records.h"
+#include "vec.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+constexpr int kPairs = kLanes / 2;  // float64 of a register
+typedef double Doubles __attribute__((vector_size(kPairs * 8)));
+typedef float Singles __attribute__((vector_size(kPairs * 4)));
+
+constexpr double kInfinity = __builtin_inf();
+
+// Half a vector, as float64.
+SOFTDB_INLINE Doubles load_wide(const float* at) {
+    Singles found;
+    std::memcpy(&found, at, sizeof found);
+    return __builtin_convertvector(found, Doubles);
+}
+
+SOFTDB_INLINE Doubles load_wide(const Half* at) {
+#if defined(__AVX512F__)
+    return (Doubles)_mm512_cvtps_pd(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)));
+#elif defined(__AVX2__)
+    return (Doubles)_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)at)));
+#else
+    Half block[kLanes] = {};
+    std::memcpy(block, at, kPairs * sizeof(Half));
+    Vec found = load(block);
+    return Doubles{double(found[0]), double(found[1])};
+#endif
+}
+
+SOFTDB_INLINE double sum(Doubles x) {
+    double total = x[0];
+    for (int i = 1; i < kPairs; i++) total += x[i];
+    return total;
+}
+
+// Σ term(a, b) over the numbers of two rows, in float32.
+template <class B, class Term>
+SOFTDB_INLINE float summed(const float* a, const B* b, int64_t d, Term term) {
+    Vec sums[4] = {};
+    int64_t j = 0;
+    for (; j + 4 * kLanes <= d; j += 4 * kLanes)
+        for (int u = 0; u < 4; u++) sums[u] += term(load(a + j + u * kLanes), load(b + j + u * kLanes));
+    for (; j + kLanes <= d; j += kLanes) sums[0] += term(load(a + j), load(b + j));
+    float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; j < d; j++) total += term(a[j], widen(b[j]));
+    return total;
+}
+
+// The same in float64.
+template <class A, class B, class Term>
+SOFTDB_INLINE double summed_wide(const A* a, const B* b, int64_t d, Term term) {
+    Doubles sums[4] = {};
+    int64_t j = 0;
+    for (; j + 4 * kPairs <= d; j += 4 * kPairs)
+        for (int u = 0; u < 4; u++) sums[u] += term(load_wide(a + j + u * kPairs), load_wide(b + j + u * kPairs));
+    for (; j + kPairs <= d; j += kPairs) sums[0] += term(load_wide(a + j), load_wide(b + j));
+    double total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; j < d; j++) total += term(double(widen(a[j])), double(widen(b[j])));
+    return total;
+}
+
+// The score of a query and a key: q.k, q.k / |k| or -|q - k|^2.
+template <class Sum, class Number>
+SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Metric metric) {
+    auto apart = [](auto a, auto b) { return (a - b) * (a - b); };
+    auto product = [](auto a, auto b) { return a * b; };
+    constexpr bool wide = sizeof(Sum) == 8;
+    if (metric == Metric::l2) {
+        if constexpr (wide) return -summed_wide(query, key, d, apart);
+        else return -summed(query, key, d, apart);
+    }
+    Sum found;
+    if constexpr (wide) found = summed_wide(query, key, d, product);
+    else found = summed(query, key, d, product);
+    if (metric == Metric::dot) return found;
+    double square = summed_wide(key, key, d, product);  // float64 holds the squares of every float32
+    return square > 0 ? Sum(found / __builtin_sqrt(square)) : Sum(0);
+}
+
+constexpr int64_t kLine = 64;     // bytes that come at once
+constexpr int64_t kFetched = 16;  // lines of a record that are asked for; the processor sees by itself that more follow
+constexpr int64_t kAhead = 6;     // records that are on their way from memory while one is worked on
+
+// Finds records in a column.
+class Reader {
+  public:
+    explicit Reader(const Stored& column) : column(column) {
+        bytes = column.kind == Kind::label ? 4 : column.width * (column.kind == Kind::half ? 2 : 4);
+        lines = min(kFetched, (bytes + kLine - 1) / kLine);
+    }
+
+    const char* at(int64_t position) const {
+        int64_t low = 0, high = column.segments;
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            if (column.starts[middle] <= position) low = middle;
+            else high = middle;
+        }
+        return (const char*)column.addresses[low] + (position - column.starts[low]) * bytes;
+    }
+
+    // Asks memory for a record of a list, where there is one.
+    void ask(const int64_t* positions, int64_t count, int64_t j) const {
+        if (j >= count || positions[j] < 0) return;
+        const char* place = at(positions[j]);
+        for (int64_t line = 0; line < lines; line++) __builtin_prefetch(place + line * kLine, 0, 3);
+    }
+
+  private:
+    const Stored& column;
+    int64_t bytes, lines;
+};
+
+// Calls visit(j, record) for the records at positions (count,) that there are; later ones are on their way meanwhile.
+template <class Visit>
+SOFTDB_INLINE void each_record(const Reader& reader, const int64_t* positions, int64_t count, Visit visit) {
+    for (int64_t j = 0; j < kAhead; j++) reader.ask(positions, count, j);
+    for (int64_t j = 0; j < count; j++) {
+        reader.ask(positions, count, j + kAhead);
+        if (positions[j] >= 0) visit(j, reader.at(positions[j]));
+    }
+}
+
+template <class Number>
+SOFTDB_INLINE void fill(Number* out, int64_t count, Number with) {
+    for (int64_t i = 0; i < count; i++) out[i] = with;
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb
