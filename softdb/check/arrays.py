@@ -18,7 +18,20 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Array", "Encoder", "device", "encoded", "finite", "mask", "matrix", "precise", "queries", "values"]
+__all__ = [
+    "Array",
+    "Encoder",
+    "all_finite",
+    "device",
+    "encoded",
+    "finite",
+    "mask",
+    "matrix",
+    "precise",
+    "queries",
+    "values",
+    "vectors",
+]
 
 Array: TypeAlias = NDArray[Any]
 Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
@@ -112,14 +125,19 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
     return cast
 
 
+def all_finite(array: Array) -> bool:
+    """Whether all numbers are finite, for sure: their sum of squares is, which costs far less than asking each."""
+    flat = array.reshape(-1)
+    return math.isfinite(np.dot(flat, flat))
+
+
 def finite(array: Array, name: str, remedy: str = "; remove or repair those rows") -> None:
     """BadInput, naming the first row, where a number is NaN or infinite."""
     if array.dtype.kind != "f":
         return
-    if array.itemsize > 2:  # the sum of squares is finite only if all are, and several times cheaper than asking each
-        flat = array.reshape(-1)
+    if array.itemsize > 2:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            if np.isfinite(np.dot(flat, flat)):
+            if all_finite(array):
                 return
     bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
     if len(bad):
@@ -155,6 +173,23 @@ def _labels(value: object, num_classes: int, count: int) -> Array:
             f"label {array[outside[0]]} in row {outside[0]} is out of range; expected 0 to {num_classes - 1}"
         )
     return filled(array.astype(np.int32), "values", count)
+
+
+def vectors(value: object, width: int) -> NDArray[np.float32] | None:
+    """Queries (q, width) that are float32 in memory already, as numpy has them; None: ask `queries`.
+
+    They may hold NaN or infinity.
+    """
+    if is_tensor(value) and not value.requires_grad and value.is_cpu:
+        try:
+            value = value.numpy()
+        except (RuntimeError, TypeError):  # sparse, of a transform, or of a dtype that numpy lacks
+            return None
+    if type(value) is not np.ndarray or value.dtype != np.float32 or not value.flags.c_contiguous:
+        return None
+    if value.ndim == 1:
+        value = value[None]
+    return value if value.ndim == 2 and value.shape[1] == width and len(value) else None
 
 
 def queries(

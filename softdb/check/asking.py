@@ -15,7 +15,7 @@ from softdb.errors import BadInput
 if TYPE_CHECKING:
     from torch import Generator
 
-__all__ = ["Asked", "Tolerance", "asked", "excluded", "generator", "least_score", "tolerance"]
+__all__ = ["DEFAULT_K", "Asked", "Tolerance", "asked", "excluded", "generator", "least_score", "tolerance"]
 
 DEFAULT_K = 10
 

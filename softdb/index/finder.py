@@ -18,12 +18,12 @@ from softdb.errors import BadInput
 from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Progress, Target, build, checked, possible, tuned
-from softdb.index.contract import Found, Index, Live, Rows, Selected, faiss_module
+from softdb.index.contract import Floats, Found, Index, Live, Rows, Selected, faiss_module
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, hosted, place, placed
 from softdb.index.gpu_search import find_there
 from softdb.index.ivf import IVF
-from softdb.index.search import find, indexed_until
+from softdb.index.search import find, find_among_all, indexed_until
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
 from softdb.reports import IndexReport
@@ -99,14 +99,37 @@ class Finder:
         if index is None or found is None:
             return Found((board or flat).nearest(snapshot, queries, k, metric, allowed), None, "flat")
         if certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
-
-            def exactly(which: int) -> Rows:
-                alone: Rows = (board or flat).nearest(snapshot, queries[which : which + 1], k, metric, allowed)[0]
-                return alone
-
-            seconds = time.perf_counter() - start
-            self.watch.saw(index, seconds, found.positions, snapshot.count * queries.shape[1], exactly)
+            self._watched(snapshot, index, found, time.perf_counter() - start, queries, allowed)
         return found
+
+    def find_among_all(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
+        """As `find` on the CPU, with no filter, in the few steps that a single query should take; None: ask `find`."""
+        index, since = self._in_use
+        if self._board is not None or not self._looked or since > snapshot.generation or index is None:
+            return None
+        start = time.perf_counter()
+        found = find_among_all(snapshot, index, vectors, k)
+        if found is not None:
+            self._watched(snapshot, index, found, time.perf_counter() - start, vectors)
+        return found
+
+    def _watched(
+        self,
+        snapshot: Snapshot,
+        index: Index,
+        found: Found,
+        seconds: float,  # that the search took
+        queries: Tensor | Floats,  # (q, d)
+        allowed: Live | None = None,
+    ) -> None:
+        """Tell the watch of a search by the index."""
+
+        def exactly(which: int) -> Rows:
+            asked, k = torch.as_tensor(queries[which : which + 1]), found.positions.shape[1]
+            alone: Rows = (self._board or flat).nearest(snapshot, asked, k, index.metric, allowed)[0]
+            return alone
+
+        self.watch.saw(index, seconds, found.positions, snapshot.count * queries.shape[1], exactly)
 
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""

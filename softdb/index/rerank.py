@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.kernels import native
-from softdb.kernels.threads import available, by_lines
+from softdb.kernels.threads import available, by_lines, workers
 from softdb.scores import score_of
 from softdb.store import Snapshot
 
-__all__ = ["CODES", "ordered", "scores_at"]
+__all__ = ["CODES", "best_of", "ordered", "scores_at"]
 
 CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # what the kernels call a metric
 GATHERED = 1 << 22  # numbers of keys copied at once, where there are no kernels: 16 MB
@@ -36,11 +36,24 @@ def ordered(
     """
     if not available() or not snapshot.size:
         return _gathered(snapshot, queries, positions, k, metric)
-    found, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
     asked = prepared(queries, metric) if asked is None else asked
+    return best_of(snapshot, asked, np.ascontiguousarray(positions), k, metric)[:2]
+
+
+def best_of(
+    snapshot: Snapshot,
+    asked: Floats,  # (q, d) as `prepared` gives them
+    positions: Rows,  # (q, c), -1 = none
+    k: int,
+    metric: Metric,
+) -> tuple[Rows, Floats, bool]:  # (q, k), (q, k)
+    """The same by the kernels; and whether there were k for every query, and all scores could be computed."""
+    found, scores = np.empty((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
+    rerank, keys, code = native().rerank, snapshot.key_column, CODES[metric]
+    if workers(positions.size * asked.shape[1]) == 1:  # which feels microseconds
+        return found, scores, rerank(asked, positions, keys, code, found, scores)
     given, products = _given(snapshot, asked, positions, metric, found, scores)
-    by_lines(native().rerank, given, len(queries), products)
-    return found, scores
+    return found, scores, all(by_lines(rerank, given, len(asked), products))
 
 
 def scores_at(
@@ -56,7 +69,8 @@ def scores_at(
     """
     scores = np.empty(positions.shape, np.float64 if precise else np.float32)
     if scores.size:
-        given, products = _given(snapshot, prepared(queries, metric), positions, metric, scores)
+        asked, positions = prepared(queries, metric), np.ascontiguousarray(positions)
+        given, products = _given(snapshot, asked, positions, metric, scores)
         by_lines(native().score, given, len(scores), products)
     return scores
 
@@ -65,7 +79,7 @@ def _given(
     snapshot: Snapshot, asked: Floats, positions: Rows, metric: Metric, *out: Any
 ) -> tuple[Callable[[slice], tuple[Any, ...]], int]:
     """What the kernels take for a run of the queries, prepared; and how many products all of them cost."""
-    positions, keys, code = np.ascontiguousarray(positions), snapshot.key_column, CODES[metric]
+    keys, code = snapshot.key_column, CODES[metric]
 
     def given(part: slice) -> tuple[Any, ...]:
         return asked[part], positions[part], keys, code, *(one[part] for one in out)

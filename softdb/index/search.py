@@ -13,10 +13,11 @@ from softdb.check import Metric
 from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
-from softdb.index.rerank import ordered
+from softdb.index.rerank import best_of, ordered
+from softdb.kernels import available, native
 from softdb.store import Snapshot
 
-__all__ = ["find", "indexed_until"]
+__all__ = ["find", "find_among_all", "indexed_until"]
 
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are rescored at least
@@ -47,13 +48,12 @@ def find(
     """
     coverage, metric = _coverage(snapshot, index), index.metric
     eligible = coverage.of(snapshot, index, allowed)
-    listed = eligible.listed if pairwise else None
-    if listed is not None and len(queries) * len(listed) <= PAIRS and _pairwise_is_cheaper(index, k, len(listed)):
-        vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
-        return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
-    if k > index.covered // 8 or eligible.count <= max(FEW, 4 * k):
-        return None
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
+    if not _is_asked(index, eligible, len(queries), k, pairwise):
+        listed = eligible.listed
+        if listed is None or not pairwise or not _one_by_one(index, listed, len(queries), k):
+            return None
+        return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
     found, scores = _Search(snapshot, index, coverage, eligible, allowed).find(vectors, k, min(certain or k, k))
     if coverage.until < snapshot.size:
         newer = nearest(snapshot, queries, min(k, snapshot.size - coverage.until), metric, allowed, coverage.until)
@@ -61,6 +61,37 @@ def find(
     short = found[:, -1] < 0  # the index gave out before the records did
     if short.any():
         found[short], scores = nearest(snapshot, queries[np.flatnonzero(short)], k, metric, allowed), None
+    return Found(found, scores, index.kind)
+
+
+def find_among_all(
+    snapshot: Snapshot,
+    index: Index,
+    vectors: Floats,  # (q, d)
+    k: int,
+) -> Found | None:  # (q, k)
+    """As `find`, where there is no filter and the index holds every record: with as little as one query needs.
+
+    None where `find` has to be asked. Scores are those of `ordered`.
+    """
+    coverage: _Coverage | None = index.coverage
+    if coverage is None or not coverage.whole or coverage.snapshot() is not snapshot or not available():
+        return None
+    metric, eligible, tuned_for = index.metric, coverage.every, index.tuned_for
+    if coverage.covered != index.covered or not _is_asked(index, eligible, len(vectors), k):
+        return None
+    asked = vectors
+    if metric is Metric.COSINE:
+        asked = np.empty_like(vectors)
+        native().prepare(vectors, True, asked)
+    candidates = index.find(asked, max(FLOOR, index.fetch_k * k, k), None, index.effort * max(1, -(-k // tuned_for)))
+    found, scores, whole = best_of(snapshot, asked, candidates, k, metric)
+    if not whole:
+        return None
+    if metric is Metric.DOT:
+        outliers, positions = _Search(snapshot, index, coverage, eligible, None).outliers()
+        if outliers.count and outliers.take_part(vectors, positions, found, scores):
+            found, scores, whole = best_of(snapshot, asked, found, k, metric)
     return Found(found, scores, index.kind)
 
 
@@ -93,13 +124,15 @@ class _Coverage:
         # whether rows are positions; an index of another database may name rows that are nowhere
         self.aligned = snapshot.contiguous and index.covered <= snapshot.size
         self.until = sum(_below(s.first_row, s.rows, len(s), index.covered) for s in snapshot.segments)
-        self._every = _Eligible(snapshot, index, snapshot.live, self.until)
+        self.every = _Eligible(snapshot, index, snapshot.live, self.until)
+        # whether rows are positions, and every one of them is in the index, and nothing else
+        self.whole = self.aligned and self.until == snapshot.size and self.every.selected is None
         self._filtered: Recent[_Eligible] = Recent()
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
         """Which rows the index may return for a filter."""
         if allowed is None:
-            return self._every
+            return self.every
         return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self.until), allowed)
 
 
@@ -142,7 +175,7 @@ class _Search:
         found, scores = ordered(snapshot, queries, candidates, k, index.metric, asked)
         changed = False
         if index.metric is Metric.DOT:
-            outliers, positions = self._outliers()
+            outliers, positions = self.outliers()
             changed = outliers.take_part(queries, positions, found, scores)
         if unfound is not None and len(unfound):
             keep = (snapshot.live if allowed is None else allowed).copy()
@@ -151,7 +184,7 @@ class _Search:
             changed = True
         return found, None if changed else scores
 
-    def _outliers(self) -> tuple[Outliers, Rows]:
+    def outliers(self) -> tuple[Outliers, Rows]:
         """The outliers of norm and their positions, -1 for those that do not count."""
         index, known = self.index, self.eligible.outliers
         if known is not None and known[0].named is index.longest:
@@ -208,6 +241,18 @@ class _Search:
         rarer = np.maximum(0, np.log2(eligible.share / share))
         plenty = (share >= ENOUGH) & (rarer <= 1)
         return np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer)).astype(np.int64)
+
+
+def _is_asked(index: Index, eligible: _Eligible, queries: int, k: int, pairwise: bool = True) -> bool:
+    """Whether the index is asked, sooner than records are compared."""
+    if k > index.covered // 8 or eligible.count <= max(FEW, 4 * k):
+        return False
+    return not pairwise or eligible.listed is None or not _one_by_one(index, eligible.listed, queries, k)
+
+
+def _one_by_one(index: Index, listed: Rows, queries: int, k: int) -> bool:
+    """Whether every match is scored for each query, one by one."""
+    return queries * len(listed) <= PAIRS and _pairwise_is_cheaper(index, k, len(listed))
 
 
 def _pairwise_is_cheaper(index: Index, k: int, matches: int) -> bool:

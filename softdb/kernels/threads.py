@@ -31,17 +31,16 @@ def workers(products: int) -> int:
     return max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
 
 
-def by_lines(loop: Callable[..., None], given: Callable[[slice], tuple[Any, ...]], lines: int, products: int) -> None:
+def by_lines(
+    loop: Callable[..., Found], given: Callable[[slice], tuple[Any, ...]], lines: int, products: int
+) -> list[Found]:
     """Runs a kernel over so many lines, which cost so many products together, in runs: one a thread.
 
-    `given` makes the kernel's arguments for a run of lines.
+    `given` makes the kernel's arguments for a run of lines. Returns what it returned for each.
     """
     count = max(1, min(lines, workers(products)))
-    if count == 1:
-        loop(*given(slice(lines)))
-    else:
-        runs = [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)]
-        share_out(lambda part: loop(*given(part)), runs)
+    runs = [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)]
+    return share_out(lambda part: loop(*given(part)), runs)
 
 
 def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:

@@ -188,7 +188,9 @@ class Snapshot:
     def _column(self, columns: list[NDArray[np.generic]]) -> Column:
         kind = {"float32": 0, "float16": 1, "int32": 2}[columns[0].dtype.name]
         addresses = np.array([column.ctypes.data for column in columns], np.int64)
-        return native().Column(addresses, self.starts, columns[0].shape[1] if columns[0].ndim == 2 else 1, kind)
+        width = columns[0].shape[1] if columns[0].ndim == 2 else 1
+        column: Column = native().Column(addresses, self.starts, width, kind)
+        return column
 
     def _gather(self, columns: list[NDArray[np.generic]], positions: Rows) -> Tensor:
         import torch

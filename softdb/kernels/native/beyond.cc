@@ -126,7 +126,7 @@ void caps(const Caps& ask) {
         if (largest > 0 && last > -kInfinity) wide = max(wide, (peak + kMore * noise) / (ask.certain * largest));
         auto shown = [&](int64_t level) {
             double spread = ask.factor * wide * ask.errors[level];
-            return 2 * spread * spread + log_normal_of(2 * spread - ask.visible) + ask.log_shares[level];
+            return 2 * spread * spread + log_normal(2 * spread - ask.visible) + ask.log_shares[level];
         };
         double top = -kInfinity, hidden = 0;
         for (int64_t level = 0; level < ask.levels; level++) top = max(top, shown(level));

@@ -144,7 +144,10 @@ void bind_scores(nb::module_& module) {
     module.def("rerank", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
                             Table<int64_t> found, Table<float> scores) {
         return kernels().rerank({queries, positions, keys.stored, Metric(metric), found, scores});
-    }, free, "The best of each query's candidates by exact score; whether some score is NaN.");
+    }, free, "The best of each query's candidates by exact score; whether all were found, and no score is NaN.");
+    module.def("prepare", [](Table<const float> queries, bool cosine, Table<float> out) {
+        return kernels().prepare({queries, cosine, out});
+    }, "Queries of length 1 for the cosine; whether all numbers are finite.");
     module.def("score", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
                            Table<float> scores) {
         kernels().score({queries, positions, keys.stored, Metric(metric), scores, {}});
@@ -202,7 +205,6 @@ void bind_draws(nb::module_& module) {
     module.def("hashes", [](Line<const int64_t> numbers, uint64_t seed, Line<uint32_t> out) {
         kernels().hashes(numbers.first, numbers.length, seed, out.first);
     }, free);
-    module.def("log_normal", [](double x) { return kernels().log_normal(x); });
     module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<double> out) {
         kernels().directions({sums, variance.first, out.first});
     }, free);

@@ -131,14 +131,14 @@ void propose(const Propose& ask) {
             const double mean = ask.means[i][j], deviation = ask.deviations[i][j], size = double(ask.sizes[j]);
             const double variance = deviation * deviation, wide = deviation * ask.excess[i][j];
             const bool searched = ask.searched[i][j];
-            double log_mean = mean + variance, hidden = mean + wide * wide + 0.5 * log_normal_of(2 * wide - visible);
+            double log_mean = mean + variance, hidden = mean + wide * wide + 0.5 * log_normal(2 * wide - visible);
             double chance = 0.5 * erfc((least - mean) / deviation * M_SQRT1_2), away = (least - mean) / wide;
             above[j] = 0;
             if (searched && last > -kInfinity) {
                 const double coded = __builtin_sqrt(max(variance - noise * noise, 0.25 * variance));
-                const double below = (last - mean) / coded, inside = log_normal_of(below);
+                const double below = (last - mean) / coded, inside = log_normal(below);
                 // the codes of those left lie below the last; what they weigh differs from that by the noise
-                const double cut = 0.5 * min(log_normal_of(below - 2 * coded) - max(inside, -1e6), 0.0);
+                const double cut = 0.5 * min(log_normal(below - 2 * coded) - max(inside, -1e6), 0.0);
                 log_mean = min(mean + coded * coded + cut, last) + noise * noise;
                 chance = max(chance + expm1(inside), 0.0) / max(exp(inside), 1e-300);
                 hidden = min(log_mean, edge + noise * noise) + share;
@@ -152,7 +152,7 @@ void propose(const Propose& ask) {
             double& most = ask.caps[i][j];
             if (searched) most = min(most, cap);
             ask.logits[i][j] = counts ? 0.5 * log(max(chance, 1e-12)) : min(log_mean, most);
-            ask.hiding[i][j] = counts ? 0.5 * log_normal_of(-max(away, visible)) : min(hidden, most);
+            ask.hiding[i][j] = counts ? 0.5 * log_normal(-max(away, visible)) : min(hidden, most);
             total += above[j];
         }
         const double found = min(1.0, double(ask.found[i]) / max(total, 1.0));
@@ -243,8 +243,6 @@ void log_sums(const LogSums& ask) {
 void hashes(const int64_t* numbers, int64_t count, uint64_t seed, uint32_t* out) {
     for (int64_t i = 0; i < count; i++) out[i] = hashed(uint64_t(numbers[i]), seed);
 }
-
-double log_normal(double x) { return log_normal_of(x); }
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

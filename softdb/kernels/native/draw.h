@@ -11,7 +11,6 @@ void draw(const Draw& ask);
 void subsample(const Subsample& ask);
 void log_sums(const LogSums& ask);
 void hashes(const int64_t* numbers, int64_t count, uint64_t seed, uint32_t* out);
-double log_normal(double x);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

@@ -17,7 +17,7 @@ SOFTDB_INLINE uint32_t hashed(uint64_t x, uint64_t seed) {
 }
 
 // log Φ(x); far below 0 by its asymptotic series (Abramowitz and Stegun 1964, 26.2.12).
-SOFTDB_INLINE double log_normal_of(double x) {
+SOFTDB_INLINE double log_normal(double x) {
     if (x > 0) return log1p(-0.5 * erfc(x * M_SQRT1_2));
     if (x > -10) return log(0.5 * erfc(-x * M_SQRT1_2));
     double square = 1 / (x * x), series = 1 - square * (1 - square * (3 - 15 * square));

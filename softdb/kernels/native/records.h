@@ -37,6 +37,12 @@ struct Rerank {
     Table<float> scores;   // (q, k), written to; then -inf
 };
 
+struct Prepare {
+    Table<const float> queries;  // (q, d)
+    bool cosine = false;
+    Table<float> out;  // (q, d), written to for the cosine: of length 1, or zeros
+};
+
 struct Score {
     Table<const float> queries;      // (q, d); of length 1 for the cosine
     Table<const int64_t> positions;  // (q, c), negative = none

@@ -13,23 +13,24 @@ template <class Number>
 bool reranked(const Rerank& ask) {
     const int64_t k = ask.found.width, kept = min(k, ask.positions.width);
     const Reader reader(ask.keys);
-    bool lost = false;
+    bool whole = kept == k;
     for (int64_t i = 0; i < ask.queries.rows; i++) {
         const int64_t* positions = ask.positions[i];
         int64_t* heap = ask.found[i];  // entries, until they are sorted
         fill(heap, kept, kLast);
         each_record(reader, positions, kept ? ask.positions.width : 0, [&](int64_t j, const char* at) {
             float score = score_of<float>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
-            lost |= score != score;
+            whole &= score == score;
             int64_t entry = entry_of(score, positions[j]);
             if (entry < heap[0]) sink(heap, kept, entry);
         });
+        whole &= !kept || heap[0] != kLast;
         sort(heap, kept);
         unpack(heap, kept, ask.scores[i]);
         fill(heap + kept, k - kept, int64_t(-1));
         fill(ask.scores[i] + kept, k - kept, -__builtin_inff());
     }
-    return lost;
+    return whole;
 }
 
 template <class Number, class Sum>
@@ -48,6 +49,21 @@ void scored(const Score& ask, const Table<Sum>& scores) {
 // The best k of each query's candidates by exact score. Bytes moved: q c d numbers; operations: 2 q c d.
 bool rerank(const Rerank& ask) {
     return ask.keys.kind == Kind::half ? reranked<Half>(ask) : reranked<float>(ask);
+}
+
+// Queries as an index sees them: of length 1 for the cosine, in float64, which holds the squares of every float32.
+bool prepare(const Prepare& ask) {
+    const int64_t d = ask.queries.width;
+    bool finite = true;
+    for (int64_t i = 0; i < ask.queries.rows; i++) {
+        const float* query = ask.queries[i];
+        double square = summed_wide(query, query, d, [](auto a, auto b) { return a * b; });
+        finite &= square - square == 0;
+        if (!ask.cosine) continue;
+        double length = square > 0 ? __builtin_sqrt(square) : 1;
+        for (int64_t j = 0; j < d; j++) ask.out[i][j] = float(query[j] / length);
+    }
+    return finite;
 }
 
 // Exact scores of candidates, where they stand; in float64 where the last digits decide, as at a low temperature.

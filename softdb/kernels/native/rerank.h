@@ -6,7 +6,8 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-bool rerank(const Rerank& ask);  // whether some score is NaN
+bool rerank(const Rerank& ask);    // whether k were found for every query, and no score is NaN
+bool prepare(const Prepare& ask);  // whether all numbers are finite
 void score(const Score& ask);
 bool scan(const Scan& ask);  // whether some score is NaN or infinite
 void settle(const Settle& ask);

@@ -17,9 +17,9 @@ namespace SOFTDB_LEVEL {
 extern const Kernels kTable;
 const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
-    rerank, score, scan, settle,
+    rerank, prepare, score, scan, settle,
     pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
-    propose, draw, subsample, log_sums, hashes, log_normal,
+    propose, draw, subsample, log_sums, hashes,
     to_search, peaks, caps, packed_errors, part_errors, extents, distances,
 };
 

@@ -15,6 +15,7 @@ struct Kernels {
     void (*attend_forward)(const Attend& ask);
     void (*attend_backward)(const Attend& ask);
     bool (*rerank)(const Rerank& ask);
+    bool (*prepare)(const Prepare& ask);
     void (*score)(const Score& ask);
     bool (*scan)(const Scan& ask);
     void (*settle)(const Settle& ask);
@@ -30,7 +31,6 @@ struct Kernels {
     void (*subsample)(const Subsample& ask);
     void (*log_sums)(const LogSums& ask);
     void (*hashes)(const int64_t* numbers, int64_t count, uint64_t seed, uint32_t* out);
-    double (*log_normal)(double x);
     void (*to_search)(const ToSearch& ask);
     void (*peaks)(const Peaks& ask);
     void (*caps)(const Caps& ask);

@@ -12,9 +12,9 @@ import pytest
 import softdb
 
 pytest.importorskip("faiss")
-pytest.importorskip("numba")
+pytest.importorskip("softdb.kernels._native")
 
-CALLS, FRAMES = 80, 7  # Python calls of a search; frames of softdb from the verb to FAISS
+CALLS, FRAMES = 45, 7  # Python calls of a search; frames of softdb from the verb to FAISS
 
 
 @pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
