@@ -1,9 +1,9 @@
 """Threads that share the kernels' work, which release the GIL.
 
 Python's own threads, not OpenMP or a pool of ours in C++: they sleep when there is nothing to do (OpenMP's spin, beside
-FAISS' and torch's), a forked child simply has none and makes its own (GNU's OpenMP hangs there), and who does which part
-never depends on who is first, so that for one number of threads the same question gives the same bits. Handing out the
-work takes some 50 µs, and work below WORTH_A_THREAD is not handed out.
+FAISS' and torch's); a forked child has none and makes its own (GNU's OpenMP hangs there); and who does which part never
+depends on who is first, so that for one number of threads the same question gives the same bits. To hand out the work
+takes some 50 µs, so work below WORTH_A_THREAD is not handed out.
 """
 
 from __future__ import annotations

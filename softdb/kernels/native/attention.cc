@@ -50,10 +50,13 @@ struct Plan {
         grad_rows = take(ask.value_grad ? lanes * v : 0);
     }
 
-    // Records whose keys and values fill half of the second cache; many enough that what is done once a block is little.
+    // Records of a block. For many queries it fills half of the second cache; so many that what is done once a block is
+    // little. Few queries wait for memory: their blocks are short, so that the next one is fetched in time.
     int64_t block_rows() const {
-        int64_t fit = cache_bytes(2) / 2 / (4 * (d + v + kPanel));
-        return min<int64_t>(max<int64_t>(fit, 96), 480) / 48 * 48;
+        bool one_panel = ask.q <= kPanel;
+        int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (one_panel ? 8 : 2);
+        int64_t fit = bytes / (4 * (d + v + kPanel)), least = few ? 12 : one_panel ? 48 : 96;
+        return min<int64_t>(max(fit, least), 480) / 12 * 12;
     }
 
     float* take(int64_t count) {
@@ -301,10 +304,12 @@ void attend_forward(const Attend& ask) {
     for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
         int64_t count = min(plan.block, ask.part.high - i);
         Block keys = load_keys(plan, i, count), values;
+        Ahead next_keys = ahead_of(ask.keys, ask.part, i + count, plan.block);
+        Ahead next_values = ahead_of(ask.values, ask.part, i + count, plan.block);
         bool loaded = false;
         for (int64_t first = 0; first < ask.q; first += kPanel) {
             Panel panel = plan.panel(first);
-            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : ahead_of(ask.values, ask.part, i, count)))
+            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : next_keys))
                 continue;
             raise_top(plan, panel, best);
             weigh(plan, panel, count, totals);
@@ -315,8 +320,7 @@ void attend_forward(const Attend& ask) {
                 if (!loaded)
                     values = load_block(ask.values, ask.part, i, count, nullptr, plan.values, true, plan.few);
                 loaded = true;
-                Ahead next = ahead_of(ask.keys, ask.part, i + count, plan.block);
-                pool(panel, plan.scores, values, ask.values.width, count, ask.output, first ? Ahead{} : next);
+                pool(panel, plan.scores, values, ask.values.width, count, ask.output, first ? Ahead{} : next_values);
             }
         }
     }
@@ -400,10 +404,12 @@ void attend_backward(const Attend& ask) {
     for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
         int64_t count = min(plan.block, ask.part.high - i);
         Block keys = load_keys(plan, i, count), values;
+        Ahead next_keys = ahead_of(ask.keys, ask.part, i + count, plan.block);
+        Ahead next_values = ahead_of(ask.values, ask.part, i + count, plan.block);
         bool loaded = false;
         for (int64_t first = 0; first < ask.q; first += kPanel) {
             Panel panel = plan.panel(first);
-            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : ahead_of(ask.values, ask.part, i, count)))
+            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : next_keys))
                 continue;
             if (ask.labels) {
                 along_labels(ask, panel, i, count, plan.along);
@@ -420,8 +426,7 @@ void attend_backward(const Attend& ask) {
                 send(ask, panel, plan.along, plan.grad_rows, ask.values.width, i, count, ask.value_grad);
             if (ask.key_grad) send(ask, panel, plan.scores, plan.query_rows, ask.keys.width, i, count, ask.key_grad);
             if (ask.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, plan.scores);
-            Ahead next = ahead_of(ask.keys, ask.part, i + count, plan.block);
-            pool(panel, plan.scores, keys, ask.keys.width, count, ask.query_grad, first ? Ahead{} : next);
+            pool(panel, plan.scores, keys, ask.keys.width, count, ask.query_grad, first ? Ahead{} : next_values);
         }
     }
 }

@@ -11,39 +11,57 @@ constexpr int kRows = kRegisters == 32 ? 8 : 6;  // of a tile of two vectors, wh
 constexpr int kSums = 2 * kRows;                 // vectors of sums of a tile
 constexpr int kFew = 4;                          // queries at most that `inner` compares
 
-// Memory that is fetched into the second cache while something else is computed: some of it after each tile.
+// Rows of a tile so many vectors broad. Broad ones are for few rows, and leave registers for the vectors themselves.
+constexpr int tile_height(int vectors) {
+    return vectors <= 2 ? kSums / vectors : vectors == 4 ? kRegisters / 8 : 1;
+}
+
+constexpr int64_t kChunk = 8;  // steps of a tile between which memory is fetched ahead
+
+// Memory that is fetched into the second cache while something else is computed: evenly, because a processor remembers
+// only some twenty lines that are on their way.
 struct Ahead {
     const char *at = nullptr, *end = nullptr;
-    int64_t step = 0;  // bytes a tile
+    int64_t step = 0;  // bytes at a time
+
+    SOFTDB_INLINE void in(int64_t times) { step = times > 0 ? (end - at) / times + 1 : 0; }
 
     SOFTDB_INLINE void go() {
         const char* until = min(at + step, end);
-        for (; at < until; at += 64) __builtin_prefetch(at, 0, 2);
+        for (const char* line = round_up(at); line < until; line += 64) __builtin_prefetch(line, 0, 2);
+        at = until;
+    }
+
+    SOFTDB_INLINE static const char* round_up(const char* at) {
+        return reinterpret_cast<const char*>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
     }
 };
 
 // sums[r][v] = sum over t of a[r row + t step] b[t pitch + v lanes ...], or of the squares of their differences.
 template <int R, int V, bool difference, class B>
 SOFTDB_INLINE void tile(
-    const float* a, int64_t row, int64_t step, const B* b, int64_t pitch, int64_t steps, Vec (&sums)[R][V]
+    const float* a, int64_t row, int64_t step, const B* b, int64_t pitch, int64_t steps, Vec (&sums)[R][V], Ahead& ahead
 ) {
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sums[r][v] = Vec{};
+    for (int64_t chunk = 0; chunk < steps; chunk += kChunk, ahead.go()) {
+        int64_t count = min(kChunk, steps - chunk);
 #pragma GCC unroll 2
-    for (int64_t t = 0; t < steps; t++, a += step, b += pitch) {
-        Vec columns[V];
+        for (int64_t t = 0; t < count; t++, a += step, b += pitch) {
+            Vec columns[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) columns[v] = load(b + v * kLanes);
+            for (int v = 0; v < V; v++) columns[v] = load(b + v * kLanes);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                Vec one = everywhere(a[r * row]);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            Vec one = everywhere(a[r * row]);
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                if constexpr (difference) {
-                    Vec apart = one - columns[v];
-                    sums[r][v] += apart * apart;
-                } else {
-                    sums[r][v] += one * columns[v];
+                for (int v = 0; v < V; v++) {
+                    if constexpr (difference) {
+                        Vec apart = one - columns[v];
+                        sums[r][v] += apart * apart;
+                    } else {
+                        sums[r][v] += one * columns[v];
+                    }
                 }
             }
         }
@@ -61,13 +79,13 @@ struct Operands {
 
 // One tile of so many rows and V vectors, each vector of it given to out(row, column, sum).
 template <int R, int V, bool difference, class B, class Out>
-SOFTDB_INLINE void one_tile(int64_t rows, const Operands<B>& given, int64_t r, int64_t x, Out& out) {
+SOFTDB_INLINE void one_tile(int64_t rows, const Operands<B>& given, int64_t r, int64_t x, Out& out, Ahead& ahead) {
     if constexpr (R > 1) {
-        if (rows < R) return one_tile<R - 1, V, difference>(rows, given, r, x, out);
+        if (rows < R) return one_tile<R - 1, V, difference>(rows, given, r, x, out, ahead);
     }
     Vec sums[R][V];
     tile<R, V, difference>(
-        given.a + r * given.row, given.row, given.step, given.b + x, given.pitch, given.steps, sums
+        given.a + r * given.row, given.row, given.step, given.b + x, given.pitch, given.steps, sums, ahead
     );
     for (int i = 0; i < R; i++)
         for (int v = 0; v < V; v++) out(r + i, x + v * kLanes, sums[i][v]);
@@ -75,13 +93,12 @@ SOFTDB_INLINE void one_tile(int64_t rows, const Operands<B>& given, int64_t r, i
 
 template <int V, bool difference, class B, class Out>
 void tiles_of(int64_t rows, const Operands<B>& given, int64_t& x, int64_t width, Out& out, Ahead& ahead) {
-    constexpr int height = kSums / V;
+    constexpr int height = tile_height(V);
     int64_t count = (rows + height - 1) / height;  // of nearly equal height
     for (; x + V * kLanes <= width; x += V * kLanes)
         for (int64_t i = 0; i < count; i++) {
             int64_t r = rows * i / count;
-            one_tile<height, V, difference>(rows * (i + 1) / count - r, given, r, x, out);
-            ahead.go();
+            one_tile<height, V, difference>(rows * (i + 1) / count - r, given, r, x, out, ahead);
         }
 }
 
@@ -90,13 +107,13 @@ void tiles_of(int64_t rows, const Operands<B>& given, int64_t& x, int64_t width,
 template <bool difference = false, class B, class Out>
 void multiply(int64_t rows, int64_t width, const Operands<B>& given, Out out, Ahead ahead = {}) {
     int64_t x = 0;
-    if (ahead.at != ahead.end) {
-        int64_t tiles = ((rows + kRows - 1) / kRows) * (width / (2 * kLanes) + 1);
-        ahead.step = ((ahead.end - ahead.at) / tiles / 64 + 1) * 64;
-    }
+    int vectors = difference || rows > tile_height(4) ? 2 : rows > tile_height(8) ? 4 : 8;
+    while (vectors > 1 && vectors * kLanes > width) vectors /= 2;
+    int64_t height = tile_height(vectors), tiles = (rows + height - 1) / height * (width / kLanes / vectors);
+    ahead.in(tiles * ((given.steps + kChunk - 1) / kChunk));
     if constexpr (!difference) {
-        if (rows <= kSums / 8) tiles_of<8, difference>(rows, given, x, width, out, ahead);
-        if (rows <= kSums / 4) tiles_of<4, difference>(rows, given, x, width, out, ahead);
+        if (rows <= tile_height(8)) tiles_of<8, difference>(rows, given, x, width, out, ahead);
+        if (rows <= tile_height(4)) tiles_of<4, difference>(rows, given, x, width, out, ahead);
     }
     tiles_of<2, difference>(rows, given, x, width, out, ahead);
     tiles_of<1, difference>(rows, given, x, width, out, ahead);
@@ -164,7 +181,7 @@ void inner_all(
     int64_t out_pitch, Ahead ahead
 ) {
     constexpr int rows = J == 1 ? 4 : J == 2 ? 4 : 2;
-    if (count) ahead.step = ((ahead.end - ahead.at) * rows / count / 64 + 1) * 64;
+    ahead.in((count + rows - 1) / rows);
     int64_t i = 0;
     for (; i + rows <= count; i += rows) {
         inner<rows, J, difference>(a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch);
