@@ -18,7 +18,8 @@ import torch
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.rerank import ordered
-from softdb.kernels.threads import available, by_lines, workers
+from softdb.kernels import available, native
+from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
 __all__ = ["LEAST", "SHARE", "Outliers", "affordable", "lengths_of", "longest_of", "most_of", "outliers_of"]
@@ -26,6 +27,7 @@ __all__ = ["LEAST", "SHARE", "Outliers", "affordable", "lengths_of", "longest_of
 SHARE = 0.04  # of the time of a search that comparing them may take, alone and in a batch
 LEAST = 32  # that are compared all the same: in half a microsecond
 MOST = 0.01  # of the records
+WIDEST = 16  # float32 of the widest vector there is
 CLEARLY = 1.5  # times as long as the median key that an outlier is at least
 BLOCK = 1 << 14  # keys measured at once
 TIMED, BATCHES = 64, 5  # queries that are timed, one by one and together, and how often together
@@ -41,14 +43,10 @@ class Outliers:
         lengths = np.sqrt(np.einsum("md,md->m", keys, keys, dtype=np.float64))
         order = np.argsort(-lengths, kind="stable")
         order = order[positions[order] >= 0]
-        self.count, (self.take_in, unit) = len(order), _compiled()
-        padded = -(-self.count // unit) * unit
-        self.rows = np.full(padded, -1, np.int64)  # the longest first, then -1
-        self.rows[: self.count] = rows[order]
-        self.lengths = np.zeros(padded)
-        self.lengths[: self.count] = lengths[order]
-        self.keys = np.zeros((padded, -(-keys.shape[1] // unit) * unit), np.float32)
-        self.keys[: self.count, : keys.shape[1]] = keys[order]
+        self.count = len(order)
+        self.rows, self.lengths = rows[order], lengths[order]  # the longest first
+        self.keys = np.zeros((self.count, -(-keys.shape[1] // WIDEST) * WIDEST), np.float32)
+        self.keys[:, : keys.shape[1]] = keys[order]
 
     def positions(self, snapshot: Snapshot, allowed: Live | None) -> Rows:  # (m,)
         """Where those lie that are live and allowed, -1 for the others."""
@@ -67,39 +65,27 @@ class Outliers:
         Returns whether this changed anything. Cost 2 q m d at most, less where the longest are far longer than the
         others.
         """
-        (m, width), (q, d), take_in = self.keys.shape, queries.shape, self.take_in
+        (m, width), (q, d) = self.keys.shape, queries.shape
         if not found.size or not self.count:
             return False
         before = found.copy()
-        if take_in is None:
+        if not available():
             _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
             return bool((before != found).any())
-        keys, lengths, asked = self.keys.reshape(-1), self.lengths, queries
+        asked = queries
         if d < width:
             asked = np.zeros((q, width), np.float32)
             asked[:, :d] = queries
 
         def given(part: slice) -> tuple[Any, ...]:
-            return asked[part].reshape(-1), positions, keys, lengths, found[part], scores[part]
+            return asked[part], positions, self.keys, self.lengths, found[part], scores[part]
 
-        if workers(q * m * width) == 1:  # which feels microseconds
-            take_in(*given(slice(q)))
-        else:
-            by_lines(take_in, given, q, q * m * width)
+        by_lines(native().take_in, given, q, q * m * width)
         return bool((before != found).any())
 
 
-def _compiled() -> tuple[Callable[..., None] | None, int]:
-    """The compiled comparison, None without numba; what the numbers of keys and their width are multiples of."""
-    if not available():
-        return None, 1
-    from softdb.compiled.longest import LANES, ROWS, take_in
-
-    return take_in, max(LANES, ROWS)
-
-
 def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -> None:
-    """`Outliers.take_part` without compiled loops, from the products (q, m)."""
+    """`Outliers.take_part` without kernels, from the products (q, m)."""
     products[:, positions < 0] = -np.inf
     better = (products >= scores[:, -1:]) & (found[:, -1:] >= 0)
     k = found.shape[1]

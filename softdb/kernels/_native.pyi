@@ -73,6 +73,14 @@ class Column:
         kind: int,  # 0 float32, 1 float16, 2 int32 labels
     ) -> None: ...
 
+def take_in(
+    queries: NDArray[float32],  # (q, d) filled up with zeros to whole vectors
+    positions: NDArray[int64],  # (m,) negative = takes no part
+    keys: NDArray[float32],  # (m, d), likewise
+    lengths: NDArray[float64],  # (m,) descending
+    found: NDArray[int64],  # (q, k), changed: best first, ties by position, negative = none
+    scores: NDArray[float32],  # (q, k), changed
+) -> None: ...
 def prepare(queries: NDArray[float32], cosine: bool, out: NDArray[float32]) -> bool: ...
 def rerank(
     queries: NDArray[float32],  # (q, d)

@@ -37,6 +37,16 @@ struct Rerank {
     Table<float> scores;   // (q, k), written to; then -inf
 };
 
+// The longest keys, and answers among whose k best they are put. Rows are filled up with zeros to whole vectors.
+struct TakeIn {
+    Table<const float> queries;          // (q, d)
+    const int64_t* positions = nullptr;  // (m,) negative = takes no part
+    Table<const float> keys;             // (m, d)
+    const double* lengths = nullptr;     // (m,) |k|, descending
+    Table<int64_t> found;                // (q, k) positions, best first, ties by position, negative = none
+    Table<float> scores;                 // (q, k)
+};
+
 struct Prepare {
     Table<const float> queries;  // (q, d)
     bool cosine = false;

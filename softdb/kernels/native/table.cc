@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "beyond.h"
 #include "draw.h"
+#include "longest.h"
 #include "pooling.h"
 #include "rerank.h"
 #include "vec.h"
@@ -17,7 +18,7 @@ namespace SOFTDB_LEVEL {
 extern const Kernels kTable;
 const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
-    rerank, prepare, score, scan, settle,
+    rerank, take_in, prepare, score, scan, settle,
     pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
     propose, draw, subsample, log_sums, hashes,
     to_search, peaks, caps, packed_errors, part_errors, extents, distances,

@@ -1,1 +1,0 @@
-"""Loops that numba compiles when they are first needed and keeps on disk; to import this package compiles nothing."""

@@ -1,0 +1,78 @@
+// The longest keys among the k best: a copy of them is compared with every query, from the longest on. Operations: 2 q m d
+// at most. A key shorter than every query's k-th score over |q| cannot come in (Cauchy and Schwarz), nor can those after it.
+#include "longest.h"
+
+#include "tile.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+namespace {
+
+constexpr int kKeys = 8;  // compared at once
+constexpr double kRounding = 0x1p-23;  // of float32, for each of the products in a score
+
+// Puts one record where it belongs among the k best of query i, unless it is there.
+void put(const TakeIn& ask, int64_t i, int64_t position, float score) {
+    int64_t *found = ask.found[i], k = ask.found.width;
+    float* scores = ask.scores[i];
+    for (int64_t place = 0; place < k; place++)
+        if (found[place] == position) return;
+    int64_t place = k;
+    while (place &&
+           (scores[place - 1] < score || (scores[place - 1] == score && found[place - 1] > position)))
+        place--;
+    for (int64_t other = k - 1; other > place; other--) {
+        found[other] = found[other - 1];
+        scores[other] = scores[other - 1];
+    }
+    if (place < k) {
+        found[place] = position;
+        scores[place] = score;
+    }
+}
+
+// The length below which no key scores as much as the worst that was found.
+double least_length(const TakeIn& ask, int64_t i) {
+    float worst = ask.scores[i][ask.scores.width - 1];
+    if (!(worst > 0)) return -1;
+    Wide squares{};  // float64 holds the square of every float32
+    for (int64_t x = 0; x < ask.queries.width; x += kLanes) {
+        Wide part = __builtin_convertvector(load(ask.queries[i] + x), Wide);
+        squares += part * part;
+    }
+    double total = 0;
+    for (int lane = 0; lane < kLanes; lane++) total += squares[lane];
+    return worst / (__builtin_sqrt(total) * (1 + double(ask.queries.width) * kRounding));
+}
+
+// The same for J queries, from the first of them on.
+template <int J>
+void compare(const TakeIn& ask, int64_t first) {
+    double least = __builtin_inf();
+    for (int64_t i = first; i < first + J; i++) least = min(least, least_length(ask, i));
+    float products[kKeys * kLanes];
+    const Table<const float>&queries = ask.queries, &keys = ask.keys;
+    int64_t last = ask.found.width - 1;
+    for (int64_t j = 0; j < keys.rows && !(ask.lengths[j] < least); j += kKeys) {
+        int64_t count = min<int64_t>(kKeys, keys.rows - j);
+        inner_all<J, false>(
+            count, keys[j], keys.pitch, queries[first], queries.pitch, keys.width, products, kLanes, {}
+        );
+        for (int64_t x = 0; x < count * J; x++) {
+            int64_t position = ask.positions[j + x / J], i = first + x % J;
+            float score = products[x / J * kLanes + x % J];
+            if (score >= ask.scores[i][last] && position >= 0 && ask.found[i][last] >= 0) put(ask, i, position, score);
+        }
+    }
+}
+
+}  // namespace
+
+void take_in(const TakeIn& ask) {
+    int64_t first = 0;
+    for (; first + kFew <= ask.queries.rows; first += kFew) compare<kFew>(ask, first);
+    for (; first < ask.queries.rows; first++) compare<1>(ask, first);
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb
