@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.index.contract import Live, Rows
+from softdb.index.contract import Live, Rows, prepared
 from softdb.index.products import Best, BlockKeys, KeyBlock, Probe, merge, pair_scores
+from softdb.index.rerank import CODES
+from softdb.kernels import available, native
+from softdb.kernels.threads import WORTH_A_THREAD, share_out, workers
 from softdb.store.snapshot import Snapshot
 
 __all__ = ["Scan", "nearest", "radius_search"]
 
 _BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
+ONE_BY_ONE = 4  # queries that are compared with each key as it comes: of more, matrix products make more
+PIECE = 1 << 18  # records visited by one call of a kernel: milliseconds, between which Ctrl-C is heard
 _QUERIES = 256  # compared with a block at once
 _SECOND = 16  # queries of the second round at once
 
@@ -44,7 +49,7 @@ def nearest(
         return found
     queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
     scan = Scan(snapshot, keep, start, count, metric)
-    near, worst, unsure = scan.nearest(queries, k)
+    near, worst, unsure = scan.compared(queries, k) or scan.nearest(queries, k)
     found[:, :k] = near.numpy()
     if metric is not Metric.L2:  # for a query of zeros every record scores 0: nothing but the row decides
         zero = ~queries.any(1)
@@ -130,6 +135,43 @@ class Scan:
             found.append((positions, worst, unsure))
         positions, worst, unsure = (torch.cat(parts) for parts in zip(*found, strict=True))
         return positions, worst, unsure
+
+    def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `nearest`, by the kernels: for a few queries, or few records, and without waking torch's threads.
+
+        None where matrix products are faster, and where there are no kernels or scores too large for float32.
+        """
+        products = len(queries) * self.count * self.dim
+        few = len(queries) <= ONE_BY_ONE or products < WORTH_A_THREAD
+        sparse = 4 * self.count <= len(self.keep) - self.start
+        if sparse or not few or queries.dtype is not torch.float32 or not available():
+            return None
+        kept, size, metric = min(k + 8 + k // 8, self.count), self.snapshot.size, CODES[self.metric]
+        plain = np.ascontiguousarray(queries.numpy())
+        asked, keys, kernels = prepared(plain, self.metric), self.snapshot.key_column, native()
+        threads = workers(products)
+        pieces = np.linspace(self.start, size, max(threads, -(-(size - self.start) // PIECE)) + 1).astype(int)
+        found = np.empty((len(pieces) - 1, len(asked), kept), np.int64)
+        scores = np.empty(found.shape, np.float32)
+
+        def work(mine: range) -> bool:
+            bounds = ((i, int(pieces[i]), int(pieces[i + 1])) for i in mine)
+            lost = [
+                kernels.scan(asked, keys, metric, self.keep, low, high, found[i], scores[i]) for i, low, high in bounds
+            ]
+            return any(lost)
+
+        if any(share_out(work, [range(first, len(found), threads) for first in range(threads)])):
+            return None
+        floor = np.full(len(asked), -np.inf)
+        if kept < self.count:  # no record that was left out scored more
+            floor = scores[:, :, -1].max(0).astype(np.float64)
+        candidates = np.ascontiguousarray(found.transpose(1, 0, 2)).reshape(len(asked), -1)
+        ordered, exact = np.empty_like(candidates), np.empty(candidates.shape)
+        unsure = np.empty(len(asked), np.bool_)
+        kernels.settle(plain, candidates, floor, keys, metric, ordered, exact, k, unsure)
+        near, worst = ordered[:, :k], np.ascontiguousarray(exact[:, k - 1])
+        return torch.from_numpy(near), torch.from_numpy(worst), torch.from_numpy(unsure)
 
     def _candidates(self, probes: list[Probe], kept: int) -> list[Best]:
         best: list[Best | None] = [None] * len(probes)

@@ -74,7 +74,7 @@ struct Scan {
 };
 
 struct Settle {
-    Table<const float> queries;      // (q, d); of length 1 for the cosine
+    Table<const float> queries;      // (q, d)
     Table<const int64_t> positions;  // (q, c), -1 = none, at least k others
     const double* floor = nullptr;   // (q,) no record beyond the candidates scored more in float32; -inf: there is none
     Stored keys;

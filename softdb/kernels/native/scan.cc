@@ -98,9 +98,12 @@ void settled(const Settle& ask) {
         int64_t* found = ask.found[i];
         double* exact = ask.exact[i];
         int64_t count = 0;
+        auto product = [](auto a, auto b) { return a * b; };
+        double square = ask.metric == Metric::cosine ? summed_wide(ask.queries[i], ask.queries[i], ask.keys.width, product) : 1;
+        const double inverse = square > 0 ? 1 / __builtin_sqrt(square) : 0;
         each_record(reader, ask.positions[i], c, [&](int64_t j, const char* at) {
             found[count] = ask.positions[i][j];
-            exact[count++] = score_of<double>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+            exact[count++] = inverse * score_of<double>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
         });
         sort_pairs(exact, found, count);
         fill(found + count, c - count, int64_t(-1));
