@@ -214,7 +214,7 @@ def main() -> None:
     db, half = world.database(), world.database("float16")
     result: dict[str, Any] = {
         "machine": machine(),
-        "versions": versions(["softdb", "torch", "numba", "numpy", "pykeops"]),
+        "versions": versions(["softdb", "torch", "numpy", "pykeops"]),
         "command": command(),
         "commit": commit(),
         "n": given.n,

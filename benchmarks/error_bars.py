@@ -276,7 +276,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     result: dict[str, Any] = {
         "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
         "command": command(),
         "commit": commit(),
         "cells": [],

@@ -272,7 +272,7 @@ def main() -> None:
         world = World(given.data, given.n, given.dim, given.queries, Path(folder))
         result: dict[str, Any] = {
             "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
             "command": command(),
             "commit": commit(),
             "data": {"name": given.data.split(":")[0], "n": len(world.keys), "dim": world.keys.shape[1]},

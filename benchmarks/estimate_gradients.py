@@ -100,7 +100,7 @@ def main() -> None:
         found = [measured(world.dbs["keys"], x, given.draws, candidates) for candidates in (100, 200, 400)]
         print(*found, sep="\n")
     if given.out:
-        head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"])}
+        head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
         write_json(given.out, {**head, "command": command(), "commit": commit(), "gradients": found})
 
 

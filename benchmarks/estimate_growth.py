@@ -77,7 +77,7 @@ def main() -> None:
         print(sizes[-1], flush=True)
     result = {
         "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
         "command": command(),
         "commit": commit(),
         "sizes": sizes,

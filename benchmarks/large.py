@@ -135,7 +135,7 @@ def main() -> None:
         return
     result: dict[str, Any] = {
         "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
         "command": command(),
         "commit": commit(),
     }

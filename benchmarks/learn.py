@@ -255,7 +255,7 @@ def main() -> None:
                 print(split, way, one["before"], one["after"], one["ms_a_step"], "ms a step", flush=True)
         result = {
             "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu", "numba"]),
+            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
             "command": command(),
             "commit": commit(),
             "data": {"name": name, "n": len(world.keys), "dim": world.keys.shape[1], "queries": len(world.queries)},

@@ -1,6 +1,6 @@
 """A request over every record that takes part: memory that does not grow with the source.
 
-The one place that picks the path: compiled loops where the score is a product, a cosine or a squared distance of
+The one place that picks the path: kernels where the score is a product, a cosine or a squared distance of
 float32 queries on a CPU; else blocks of torch operations; where blocks carry a graph, blocks that are computed again
 in backward.
 """

@@ -7,12 +7,13 @@ sets is the processor's, torch serves in their place.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from types import ModuleType
 
 from softdb.errors import BadInput
 
-__all__ = ["available", "level", "native"]
+__all__ = ["available", "in_use", "native"]
 
 VARIABLE = "SOFTDB_SIMD_LEVEL"  # forces one of the levels
 
@@ -49,7 +50,11 @@ def native() -> ModuleType:
     return found
 
 
-def level() -> str | None:
-    """The instruction set of the kernels in use: "v4", "v3", "v2" of x86-64, or "neon"; None where torch serves."""
+def in_use() -> str:
+    """The instruction set of the kernels in use: "v4", "v3" or "v2" of x86-64, or "neon"; else why there are none."""
     found = loaded()
-    return None if found is None else str(found.level())
+    if found is not None:
+        return str(found.level())
+    if importlib.util.find_spec("softdb.kernels._native") is not None:
+        return "none: they need x86-64-v2 or NEON, which this processor lacks; torch serves"
+    return "none: softdb was installed without a compiler; torch serves. Install g++ or clang++, then softdb again"

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import apsw
 
@@ -55,7 +55,6 @@ class _Fork:
         self.lock = threading.Lock()  # one fork at a time; while it lasts, nothing new is watched
         self.mine = False
         self.acquired: dict[int, Callable[[], None]] = {}  # by the handle's id, how to let the others in again
-        self.compiler: Any = None  # numba's lock
 
     def begin(self, seconds: float) -> None:
         """Wait until no other thread is inside a handle, or imports something."""
@@ -75,26 +74,17 @@ class _Fork:
             self.acquired[id(handle)] = release
 
     def _keep_from_importing(self, deadline: float) -> None:
-        """Wait until no other thread imports or compiles, as a first search does, and let none begin."""
+        """Wait until no other thread imports, as a first search does, and let none begin."""
         while True:
-            self.compiler = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
-            if self.compiler is not None:
-                self.compiler.acquire()
             _imp.acquire_lock()
             if not _importing() or time.monotonic() > deadline:
                 return
-            self.let_import()
+            _imp.release_lock()
             time.sleep(0.01)
-
-    def let_import(self) -> None:
-        """Let other threads import and compile again."""
-        _imp.release_lock()
-        if self.compiler is not None:
-            self.compiler.release()
 
     def end(self) -> None:
         """Let the other threads go on."""
-        self.let_import()
+        _imp.release_lock()
         while self.acquired:
             self.acquired.popitem()[1]()
         if self.mine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from softdb.kernels import in_use
 from softdb.reports import IndexReport, Stats
 from softdb.store.snapshot import Snapshot
 from softdb.store.store import Store
@@ -31,6 +32,7 @@ def stats(store: Store, index: IndexReport | None) -> Stats:
         segments=len(snapshot.segments),
         fields=list(store.fields()),
         bytes=store.occupied(),
+        kernels=in_use(),
         index=index,
     )
 

@@ -258,7 +258,7 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
             errors.append(error)
 
     query = torch.zeros(1, batches.DIM)
-    db.search(query, k=5)  # what is compiled now is not compiled at a fork: another test is of that
+    db.search(query, k=5)  # what is made when first needed is made
     db.attend(query.requires_grad_()).output.sum().backward()  # type: ignore[no-untyped-call]
     query = query.detach()
     works: list[Callable[[int], Any]] = [
@@ -373,7 +373,7 @@ def searches(line: Connection, path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_while_another_thread_makes_the_compiled_loops(path: Path) -> None:
+def test_a_fork_while_another_thread_searches_for_the_first_time(path: Path) -> None:
     with other(searches, path) as process:
         assert process.hear() == [["0:0"]]
 

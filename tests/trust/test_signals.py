@@ -263,7 +263,7 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
     """Uses every verb while another thread sends signals; then says how many came, and which batches it holds."""
     random, db = np.random.default_rng(seed), made(path)
     for name in VERBS:
-        VERBS[name](db, 99, path.parent)  # what is compiled is compiled
+        VERBS[name](db, 99, path.parent)  # what is made when first needed is made
     over, main, sent, number = threading.Event(), threading.main_thread().ident, 0, 100
     assert main is not None
 

@@ -37,68 +37,71 @@ struct Ahead {
     }
 };
 
-// sums[r][v] = sum over t of a[r row + t step] b[t pitch + v lanes ...], or of the squares of their differences.
-template <int R, int V, bool difference, class B>
-SOFTDB_INLINE void tile(
-    const float* a, int64_t row, int64_t step, const B* b, int64_t pitch, int64_t steps, Vec (&sums)[R][V], Ahead& ahead
-) {
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sums[r][v] = Vec{};
-    for (int64_t chunk = 0; chunk < steps; chunk += kChunk, ahead.go()) {
-        int64_t count = min(kChunk, steps - chunk);
-#pragma GCC unroll 2
-        for (int64_t t = 0; t < count; t++, a += step, b += pitch) {
-            Vec columns[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) columns[v] = load(b + v * kLanes);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                Vec one = everywhere(a[r * row]);
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) {
-                    if constexpr (difference) {
-                        Vec apart = one - columns[v];
-                        sums[r][v] += apart * apart;
-                    } else {
-                        sums[r][v] += one * columns[v];
-                    }
-                }
-            }
-        }
-    }
-}
-
 template <class B>
 struct Operands {
     const float* a;
     int64_t row, step;  // a[r, t] = a[r row + t step]
     const B* b;
-    int64_t pitch;  // b[t, x] = b[t pitch + x]
+    int64_t pitch;  // b[t, x] = b[t pitch + x], float32 or float16
     int64_t steps;
 };
 
-// One tile of so many rows and V vectors, each vector of it given to out(row, column, sum).
-template <int R, int V, bool difference, class B, class Out>
-SOFTDB_INLINE void one_tile(int64_t rows, const Operands<B>& given, int64_t r, int64_t x, Out& out, Ahead& ahead) {
-    if constexpr (R > 1) {
-        if (rows < R) return one_tile<R - 1, V, difference>(rows, given, r, x, out, ahead);
-    }
+// out[r, x] = sum over t of a[r, t] b[t, x], or of the squares of their differences, for R rows and V vectors of x.
+template <int R, int V, bool difference, class B>
+__attribute__((noinline)) void tile(const Operands<B>& given, int64_t r, int64_t x, float* out, Ahead& ahead) {
     Vec sums[R][V];
-    tile<R, V, difference>(
-        given.a + r * given.row, given.row, given.step, given.b + x, given.pitch, given.steps, sums, ahead
-    );
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < V; v++) out(r + i, x + v * kLanes, sums[i][v]);
+        for (int v = 0; v < V; v++) sums[i][v] = Vec{};
+    const float* a = given.a + r * given.row;
+    const B* b = given.b + x;
+    const int64_t row = given.row, step = given.step, pitch = given.pitch;
+    for (int64_t chunk = 0; chunk < given.steps; chunk += kChunk, ahead.go()) {
+        int64_t count = min(kChunk, given.steps - chunk);
+#pragma GCC unroll 1
+        for (int64_t t = 0; t < count; t++, a += step, b += pitch) {
+            Vec columns[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) columns[v] = load(b + v * kLanes);
+#pragma GCC unroll 16
+            for (int i = 0; i < R; i++) {
+                Vec one = everywhere(a[i * row]);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) {
+                    if constexpr (difference) {
+                        Vec apart = one - columns[v];
+                        sums[i][v] += apart * apart;
+                    } else {
+                        sums[i][v] += one * columns[v];
+                    }
+                }
+            }
+        }
+    }
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < V; v++) store(out + (i * V + v) * kLanes, sums[i][v]);
+}
+
+// The same for a number of rows that is known when it runs, R at most.
+template <int R, int V, bool difference, class B>
+void tile_of(int64_t rows, const Operands<B>& given, int64_t r, int64_t x, float* out, Ahead& ahead) {
+    if constexpr (R > 1) {
+        if (rows < R) return tile_of<R - 1, V, difference>(rows, given, r, x, out, ahead);
+    }
+    tile<R, V, difference>(given, r, x, out, ahead);
 }
 
 template <int V, bool difference, class B, class Out>
 void tiles_of(int64_t rows, const Operands<B>& given, int64_t& x, int64_t width, Out& out, Ahead& ahead) {
-    constexpr int height = tile_height(V);
+    constexpr int fits = tile_height(V), height = sizeof(B) == 4 ? fits : fits < kFew ? fits : kFew;
+    alignas(64) float sums[height * V * kLanes];
     int64_t count = (rows + height - 1) / height;  // of nearly equal height
     for (; x + V * kLanes <= width; x += V * kLanes)
         for (int64_t i = 0; i < count; i++) {
-            int64_t r = rows * i / count;
-            one_tile<height, V, difference>(rows * (i + 1) / count - r, given, r, x, out, ahead);
+            int64_t first = rows * i / count, end = rows * (i + 1) / count;
+            tile_of<height, V, difference>(end - first, given, first, x, sums, ahead);
+            for (int64_t r = first; r < end; r++)
+                for (int v = 0; v < V; v++)
+                    out(r, x + v * kLanes, load(sums + ((r - first) * V + v) * kLanes));
         }
 }
 

@@ -1,4 +1,4 @@
-"""How many frames of softdb stand between a soft query and FAISS, or a compiled loop."""
+"""How many frames of softdb stand between a soft query and FAISS, or a kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import softdb
+from softdb import kernels
 
 pytest.importorskip("faiss")
-dispatcher = pytest.importorskip("numba.core.dispatcher")
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="softdb was built without its kernels")
 
 FRAMES = 7  # the verb, what guards it, and whatever stands between it and the work
 
@@ -39,25 +40,41 @@ def db() -> Iterator[softdb.SoftDB]:
         yield opened
 
 
+class Noted:
+    """The kernels, or one of their objects; each call is noted with the frame that it came from."""
+
+    def __init__(self, inner: Any, note: Callable[[str, FrameType], None]) -> None:
+        self.inner, self.note = inner, note
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name == "Attention":
+            return lambda *args: Noted(found(*args), self.note)
+        if isinstance(found, type) or not callable(found):
+            return found
+
+        def call(*args: Any) -> Any:
+            self.note(name, sys._getframe(1))
+            return found(*args)
+
+        return call
+
+
 def deepest(run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Frames of softdb on the stack when FAISS, and when each compiled loop, is called."""
+    """Frames of softdb on the stack when FAISS, and when each kernel, is called."""
     for _ in range(2):
-        run()  # what is compiled or made when first needed is none of it
+        run()  # what is made when first needed is none of it
     depths: dict[str, int] = {}
-    call = dispatcher.Dispatcher.__call__
 
     def note(name: str, frame: FrameType) -> None:
         depths[name] = max(depths.get(name, 0), depth(frame))
-
-    def loop(self: Any, *args: Any) -> Any:
-        note(self.__name__, sys._getframe(1))
-        return call(self, *args)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and "/faiss/" in frame.f_code.co_filename:
             note("faiss", frame)
 
-    monkeypatch.setattr(dispatcher.Dispatcher, "__call__", loop, raising=False)
+    noted = Noted(kernels.native(), note)
+    monkeypatch.setattr(kernels, "loaded", lambda: noted)
     sys.setprofile(profile)
     try:
         run()
