@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from with_kernels import NEEDS_KERNELS
 
 import softdb
 from softdb import kernels
 
 pytest.importorskip("faiss")
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="softdb was built without its kernels")
+pytestmark = NEEDS_KERNELS
 
 FRAMES = 7  # the verb, what guards it, and whatever stands between it and the work
 

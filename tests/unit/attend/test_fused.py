@@ -10,6 +10,7 @@ import pytest
 import torch
 from sources import stream
 from torch import Tensor
+from with_kernels import NEEDS_KERNELS
 from worlds import snapshot
 
 from softdb import kernels
@@ -21,7 +22,7 @@ from softdb.kernels import threads
 from softdb.scores import Additive, Cosine, Dot, General, LinearAdditive, NegativeL2, ScaledDot
 from softdb.store.snapshot import Snapshot
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="softdb was built without its kernels")
+pytestmark = NEEDS_KERNELS
 
 Array = np.ndarray
 

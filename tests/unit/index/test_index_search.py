@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from with_kernels import WITH_AND_WITHOUT
 from worlds import awkward, snapshot
 
 from softdb.check import Metric
@@ -89,7 +90,7 @@ def test_positive_and_negative_zeros_are_ties() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", WITH_AND_WITHOUT)
 def test_candidates_are_scored_in_parts_with_and_without_compiled_loops(
     metric: Metric, compiled: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reports import index_report
+from with_kernels import WITH_AND_WITHOUT
 from worlds import snapshot
 
 import softdb
@@ -112,7 +113,7 @@ def union(queries: Array, keys: Array, found: Array, longest: Array, k: int) -> 
     return best
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", WITH_AND_WITHOUT)
 @pytest.mark.parametrize("d", [5, 16, 48])
 @pytest.mark.parametrize("q", [1, 3, 11])
 def test_outliers_take_their_places_among_the_best(
@@ -142,7 +143,7 @@ def test_outliers_take_their_places_among_the_best(
             assert (scores == np.einsum("qd,qkd->qk", queries, keys[among])).all()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", WITH_AND_WITHOUT)
 def test_an_answer_that_is_short_stays_short(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever searches sees that the index gave out, and looks elsewhere."""
     monkeypatch.setattr(outliers, "available", lambda: compiled)

@@ -1,0 +1,176 @@
+"""Exact attention beside what the machine can do: how fast it reads memory, multiplies matrices and takes exponentials.
+
+    python benchmarks/floors.py --n 1000000 --dim 128 --out benchmarks/results/floors.json
+
+The floor of a question is the longer of the time to read its bytes once, and the time of its products at the rate of
+torch's sgemm and of its exponentials at that of a bare loop over them. Rates and questions are timed in turn, round by
+round, and each ratio is the median of the rounds' own. Every level that the processor has is measured in a process of
+its own, with torch's libraries kept to the same instruction set. Answers are checked before a time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attend import World, checked, gradient
+from common import command, commit, machine, versions, write_json
+
+from softdb.kernels import native
+from softdb.kernels.threads import share_out
+
+LIBRARIES = {  # what keeps torch and its libraries to a level
+    "v2": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "v3": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+SIDE = 2048  # of the matrices of sgemm
+COUNT, REPEATS = 1 << 14, 200  # exponentials at a time: they stay in the cache
+
+Times = dict[str, list[float]]
+
+
+def rates(world: World, threads: int) -> dict[str, Callable[[], object]]:
+    """What a floor is made of."""
+    one, other = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    arrays = [np.linspace(-20, 0, COUNT, dtype=np.float32) for _ in range(threads)]
+
+    def exponentials(x: Any) -> None:
+        out = np.empty_like(x)
+        for _ in range(REPEATS):
+            native().exponentials(x, out)
+
+    return {
+        "read": lambda: world.keys.sum() + world.values.sum(),
+        "sgemm": lambda: one @ other,
+        "exp": lambda: share_out(exponentials, arrays),
+    }
+
+
+def floor(world: World, q: int, half: bool, backward: bool, seconds: dict[str, float], threads: int) -> float:
+    """The least seconds that a question can take, from the seconds of the three rates in the same round."""
+    passes, products, bytes_each = (2, 5, 2 if half else 4) if backward else (1, 2, 2 if half else 4)
+    read = passes * seconds["read"] * bytes_each / 4
+    multiply = 2 * q * world.n * world.dim * products * seconds["sgemm"] / (2 * SIDE**3)
+    return max(read, multiply + passes * q * world.n * seconds["exp"] / (COUNT * REPEATS * threads))
+
+
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> Times:
+    """Seconds of each call in each round; the first round warms up."""
+    found: Times = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if i:
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
+def told(times: Times, floors: Callable[[dict[str, float]], float]) -> dict[str, Any]:
+    """Medians in milliseconds, and the median ratios to the floor and to torch."""
+    rounds = [dict(zip(times, line, strict=True)) for line in zip(*times.values(), strict=True)]
+    least = [floors(line) for line in rounds]
+
+    def ratio(name: str) -> float:
+        return round(statistics.median(line["softdb"] / line[name] for line in rounds), 3)
+
+    return {
+        "floor_ms": round(statistics.median(least) * 1e3, 2),
+        "ms": {name: round(statistics.median(values) * 1e3, 2) for name, values in times.items()},
+        "to the floor": round(
+            statistics.median(line["softdb"] / here for line, here in zip(rounds, least, strict=True)), 3
+        ),
+        "to torch": ratio("torch") if "torch" in times else None,
+    }
+
+
+def measure(n: int, dim: int, threads: int, rounds: int) -> dict[str, Any]:
+    """All questions at the level in use."""
+    torch.set_num_threads(threads)
+    world = World(n, dim)
+    db, half = world.database(), world.database("float16")
+    base, found = rates(world, threads), dict[str, Any]()
+    for q in (1, 8, 64, 256):
+        queries, some = world.queries(q), rounds if q < 64 else max(3, rounds // 2)
+        with torch.no_grad():
+            truth = world.truth(queries[:8])
+            error = checked(f"softdb, q = {q}", db.attend(queries).output[:8], truth, world.values)
+            calls = {"torch": lambda q=queries: world.torch(q), "softdb": lambda q=queries: db.attend(q).output}
+            times = in_turn({**base, **calls}, some)
+            found[f"forward, q = {q}"] = told(times, lambda s, q=q: floor(world, q, False, False, s, threads)) | {
+                "error": error
+            }
+            halved = in_turn({**base, "softdb": lambda q=queries: half.attend(q).output}, some)
+            found[f"float16, q = {q}"] = told(halved, lambda s, q=q: floor(world, q, True, False, s, threads)) | {
+                "to float32": round(statistics.median(halved["softdb"]) / statistics.median(times["softdb"]), 3)
+            }
+        print(found[f"forward, q = {q}"], found[f"float16, q = {q}"], file=sys.stderr, flush=True)
+    for q in (8, 64):
+        queries, grad = world.queries(q), torch.randn(q, dim, generator=world.generator)
+        answers = {
+            "torch": lambda q=queries, g=grad: gradient(world.torch, q, g),
+            "softdb": lambda q=queries, g=grad: gradient(lambda leaf: db.attend(leaf).output, q, g),
+        }
+        one, other = answers["torch"](), answers["softdb"]()
+        error = float((one - other).norm(dim=1).max() / one.norm(dim=1).max())
+        if not error <= 1e-4:
+            raise SystemExit(f"the gradient is wrong by {error:.1e}; no time counts")
+        times = in_turn({**base, **answers}, max(3, rounds // 2))
+        here = found[f"forward and backward, q = {q}"] = told(
+            times, lambda s, q=q: floor(world, q, False, True, s, threads)
+        )
+        print(here, file=sys.stderr, flush=True)
+    medians = {name: statistics.median(values) for name, values in in_turn(base, rounds).items()}
+    found["rates"] = {
+        "read GB/s": round(8 * n * dim / medians["read"] / 1e9, 1),
+        "sgemm GFLOP/s": round(2 * SIDE**3 / medians["sgemm"] / 1e9, 1),
+        "exp G/s": round(COUNT * REPEATS * threads / medians["exp"] / 1e9, 2),
+    }
+    return found
+
+
+def main() -> None:
+    """Measure every level and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--levels", help="some of the processor's, with commas between")
+    parser.add_argument("--here", action="store_true", help="the level in use alone, on standard output")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.here:
+        print(json.dumps(measure(given.n, given.dim, given.threads, given.rounds)))
+        return
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(["softdb", "torch", "numpy"]),
+        "command": command(),
+        "commit": commit(),
+        "n": given.n,
+        "dim": given.dim,
+        "threads": given.threads,
+    }
+    for level in given.levels.split(",") if given.levels else native().levels():
+        arguments = [f"--{name}={getattr(given, name)}" for name in ("n", "dim", "rounds", "threads")]
+        environment = {**os.environ, **LIBRARIES.get(level, {}), "SOFTDB_SIMD_LEVEL": level}
+        run = [sys.executable, __file__, "--here", *arguments]
+        result[level] = json.loads(subprocess.run(run, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+        print(level, json.dumps(result[level], indent=1), flush=True)
+    if given.out:
+        write_json(given.out, result)
+
+
+if __name__ == "__main__":
+    main()
