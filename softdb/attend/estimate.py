@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -33,9 +34,10 @@ def estimated(request: Request, source: Stored) -> Pooled:
     if request.pools:
         _require_estimator(request)
     estimator = Estimator.of(request, source)
-    if estimator is None:
+    if estimator is None or estimator.hopeless():
         return exact(request, source)
-    tolerance, rest, answers = estimator.tolerance, [np.arange(0)], list[tuple[Positions, Estimated]]()
+    start, tolerance = time.perf_counter(), estimator.tolerance
+    rest, answers = [np.arange(0)], list[tuple[Positions, Estimated]]()
     tasks = [Round(np.arange(len(request.queries)), min(FIRST, tolerance.most or FIRST))]
     while tasks:
         task = tasks.pop()
@@ -46,22 +48,17 @@ def estimated(request: Request, source: Stored) -> Pooled:
         if len(parts) > 1:
             tasks += parts
             continue
-        drawn = estimator.tail.draw(
-            source.columns, estimator.asked[task.which], estimator.factor,
-            estimator.near(task), estimator.draws(task), 2 * request.seed, 1 - tolerance.confidence,
-        )  # fmt: skip
-        chosen = estimator.chosen(task, drawn)
-        found, *judged = estimator.judged(task, chosen, *estimator.pooled(task, chosen))
+        found, *judged = estimator.found(task)
         done, further = estimator.after(task, found, *judged)
         tasks += further
         if bool(done.any()):
             answers.append((task.which[done.cpu().numpy()], found.of(done)))
-    if not answers:
-        return exact(request, source)
     left = np.sort(np.concatenate(rest))
-    if len(left):
+    if answers and len(left):
         answers.append((left, _exactly(request.at(left), source)))
-    return _joined(estimator, answers, left)
+    answer = _joined(estimator, answers, left) if answers else exact(request, source)
+    estimator.tell(time.perf_counter() - start)
+    return answer
 
 
 def log_partition(request: Request, source: Stored) -> Estimate:

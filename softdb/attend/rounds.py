@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.error import Bars, ErrorEstimate, bars, joined, pooled_at, spread_at, sure
+from softdb.attend.pace import Pace, measured
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
@@ -21,6 +23,7 @@ from softdb.index.contract import Floats, prepared
 from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.kernels import available, native
 from softdb.pool import State, merge
+from softdb.store import Segment, Snapshot
 from softdb.weights import Softmax, divisor, softmax
 
 __all__ = ["FIRST", "Estimator", "Round"]
@@ -33,8 +36,7 @@ NEAR = 3  # times as many are scored because their codes are nearest
 LOOKS, WIDER = 3, 8  # how often it is looked wider for what is heavy, and how much wider
 BLIND, BLINDER = 0.3, 0.8  # of the bar, at most, may be for what was not drawn: else it is looked wider
 MARGIN = 1.3  # more than the error bar says will be needed
-READ, PASSED = 1e-10, 6e-12  # seconds to read a number of a record in a stream, and to use it for one query
-CALLED, SPENT, GATHERED = 1e-3, 1e-6, 2e-9  # seconds an estimate takes, for each record pooled, each number of it
+MEASURED = 1 << 23  # numbers of records that a pass is measured over
 LEAST = 25  # records that must be pooled, or their spread tells nothing of the others'
 AT_ONCE = 1 << 22  # records scored at once, of all queries
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
@@ -147,16 +149,70 @@ class Estimator(NamedTuple):
 
         A round costs its first look, and whatever more a wider one scores.
         """
-        q, dim = len(task.which), int(self.asked.shape[1])
-        more = max(0, self.near(task) - NEAR * task.budget) + len(self.tail.reach.apart)
-        seconds = CALLED + q * task.budget * (SPENT + GATHERED * (dim + self._width))
-        seconds += q * more * (READ * dim + SPENT / 50)
-        return self.tolerance.most is None and seconds > self._exact_seconds(q)
+        if self.tolerance.most is not None:
+            return False
+        q, first = len(task.which), Round(task.which, FIRST)
+        records, usual = (self.near(one) + self.draws(one) + len(self.tail.reach.apart) for one in (task, first))
+        return self._pace.round(q * records / usual) > self._exact_seconds(q)
 
     def _exact_seconds(self, queries: int) -> float:
         """What a pass over every record costs."""
-        numbers = float(self.taking_part * (self.asked.shape[1] + self._width))
-        return numbers * (READ + PASSED * queries)
+        return self._pace.exact(self.taking_part * (self.asked.shape[1] + self._width), queries)
+
+    @property
+    def _kind(self) -> object:
+        """What estimates are alike in, so that they take about as long."""
+        rtol, atol = self.tolerance.rtol, self.tolerance.atol
+        scales = self.factor, rtol, atol, float(len(self.asked)), self.taking_part / self.source.count
+        return tuple(math.frexp(scale)[1] for scale in scales)
+
+    def hopeless(self) -> bool:
+        """Whether estimates of this kind have taken longer than a pass over every record."""
+        return self.tolerance.most is None and self._pace.hopeless(self._kind)
+
+    def tell(self, seconds: float) -> None:
+        """How long an estimate took, a pass for what it left included."""
+        if self.tolerance.most is None:
+            self._pace.tell(self._kind, seconds / max(self._exact_seconds(len(self.asked)), 1e-9))
+
+    @property
+    def _pace(self) -> Pace:
+        """What costs how much here, measured when it is first asked for."""
+        known = self.tail.paces.get(self._width)
+        if known is None:
+            known = self.tail.paces[self._width] = self._measured()
+        return known
+
+    def _measured(self) -> Pace:
+        plain, snapshot = replace(self.request.detached, allowed=None, tolerance=None), self.source.columns
+        first = snapshot.segments[0]
+        size = min(len(first), max(1, MEASURED // (self.asked.shape[1] + self._width)))
+        values = None if first.values is None else first.values[:size]
+        few = Segment(0, 0, None, first.keys[:size], values)
+        some = replace(self.source, snapshot=Snapshot.of(0, (few,), np.ones(size, np.bool_)))
+        asked = self.request.detached.queries
+
+        def repeated(count: int) -> Tensor:
+            return asked[torch.arange(count) % len(asked)]
+
+        def pass_over(count: int) -> object:
+            return stream(replace(plain, queries=repeated(count)), some)
+
+        def one_round(count: int) -> object:
+            estimator = Estimator.of(replace(self.request.detached, queries=repeated(count)), self.source)
+            return estimator and estimator.found(Round(np.arange(count), FIRST))
+
+        with torch.no_grad():
+            return measured(pass_over, size * (self.asked.shape[1] + self._width), one_round)
+
+    def found(self, task: Round) -> tuple[Estimated, Tensor, Tensor]:
+        """A round: as `judged`."""
+        drawn = self.tail.draw(
+            self.source.columns, self.asked[task.which], self.factor, self.near(task), self.draws(task),
+            2 * self.request.seed, 1 - self.tolerance.confidence,
+        )  # fmt: skip
+        chosen = self.chosen(task, drawn)
+        return self.judged(task, chosen, *self.pooled(task, chosen))
 
     def chosen(self, task: Round, drawn: TailSample) -> Subsample:
         """Which records to pool."""

@@ -117,6 +117,7 @@ class Index(ABC):
     effort_most: int  # beyond this more effort changes nothing
     on_gpu: ClassVar[bool] = False
     coverage: Any = None  # what the last snapshot has of it, kept by `softdb.index.search`
+    costs: Any = None  # what searches by it cost here, kept by `softdb.index.costs`
     outliers: Any = None  # the copy of the longest keys, kept by `softdb.index.outliers`
 
     def __init__(self, metric: Metric, inner: Any) -> None:

@@ -26,7 +26,7 @@ from softdb.store.snapshot import Snapshot
 __all__ = ["Scan", "nearest", "radius_search"]
 
 _BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
-ONE_BY_ONE = 4  # queries that are compared with each key as it comes: of more, matrix products make more
+ONE_BY_ONE = 64  # queries that are compared with each key as it comes: of more, matrix products make more
 PIECE = 1 << 18  # records visited by one call of a kernel: milliseconds, between which Ctrl-C is heard
 _QUERIES = 256  # compared with a block at once
 _SECOND = 16  # queries of the second round at once

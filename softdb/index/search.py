@@ -11,6 +11,7 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
+from softdb.index.costs import Costs, codes_of, costs_of
 from softdb.index.flat import nearest
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
 from softdb.index.rerank import best_of, ordered
@@ -21,13 +22,11 @@ __all__ = ["find", "find_among_all", "indexed_until"]
 
 FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are rescored at least
+CODES = 8  # that are compared in the time of one exact score, where outliers were not timed
 MOSTLY = 0.9  # share of the records: a filter that allows so many is searched with a little more effort
 LISTED = 1 << 16  # matches of a filter whose positions are kept
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
-CODES = 8  # that are compared in the time of one exact score
-FETCHED = 40  # and in the time in which a match is fetched, once for all queries, where they are compared in blocks
 ENOUGH = 0.25  # share of a query's neighbours that count, from which on the usual effort finds enough
-VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 
 
 def find(
@@ -49,9 +48,9 @@ def find(
     coverage, metric = _coverage(snapshot, index), index.metric
     eligible = coverage.of(snapshot, index, allowed)
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
-    if not _is_asked(index, eligible, len(queries), k, pairwise):
-        listed = eligible.listed
-        if listed is None or not pairwise or not _one_by_one(index, listed, len(queries), k):
+    if not _is_asked(snapshot, index, eligible, len(queries), k, pairwise):
+        listed, costs = eligible.listed, costs_of(snapshot, index)
+        if listed is None or not pairwise or not _one_by_one(costs, index, eligible, len(queries), k):
             return None
         return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
     found, scores = _Search(snapshot, index, coverage, eligible, allowed).find(vectors, k, min(certain or k, k))
@@ -77,14 +76,14 @@ def find_among_all(
     coverage: _Coverage | None = index.coverage
     if coverage is None or not coverage.whole or coverage.snapshot() is not snapshot or not available():
         return None
-    metric, eligible, tuned_for = index.metric, coverage.every, index.tuned_for
-    if coverage.covered != index.covered or not _is_asked(index, eligible, len(vectors), k):
+    metric, eligible = index.metric, coverage.every
+    if coverage.covered != index.covered or not _is_asked(snapshot, index, eligible, len(vectors), k):
         return None
     asked = vectors
     if metric is Metric.COSINE:
         asked = np.empty_like(vectors)
         native().prepare(vectors, True, asked)
-    candidates = index.find(asked, max(FLOOR, index.fetch_k * k, k), None, index.effort * max(1, -(-k // tuned_for)))
+    candidates = index.find(asked, max(FLOOR, index.fetch_k * k, k), None, _effort(index, k))
     found, scores, whole = best_of(snapshot, asked, candidates, k, metric)
     if not whole:
         return None
@@ -104,6 +103,7 @@ class _Eligible:
     """The records of a snapshot that may be found."""
 
     def __init__(self, snapshot: Snapshot, index: Index, keep: Live, until: int) -> None:
+        self.filtered = keep is not snapshot.live
         self.count = int(np.count_nonzero(keep))
         self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # their positions, where they are few
         self.inside = int(np.count_nonzero(keep[:until]))  # of them in the index
@@ -158,10 +158,15 @@ class _Search:
     eligible: _Eligible
     allowed: Live | None  # (size,) over positions
 
+    @property
+    def costs(self) -> Costs:
+        """Those of the index."""
+        return costs_of(self.snapshot, self.index)
+
     def find(self, queries: Floats, k: int, certain: int) -> tuple[Rows, Floats | None]:  # (q, d) -> (q, k), (q, k)
         """The k best of them, and their scores where none was computed in another way."""
         snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
-        effort = index.effort * max(1, -(-certain // index.tuned_for))  # farther neighbours lie in more places
+        effort = _effort(index, certain)
         c, asked = max(FLOOR, index.fetch_k * certain, k), prepared(queries, index.metric)
         unfound, selected = None, eligible.selected
         if selected is not None:
@@ -192,7 +197,7 @@ class _Search:
         room = index.room
         if room is None:  # of an older softdb, or tuned on a GPU: by operations
             scored = index.fetch_k * index.tuned_for
-            room = max(LEAST, int(SHARE * (scored + _codes(index, index.effort) / CODES)))
+            room = max(LEAST, int(SHARE * (scored + codes_of(index, index.effort) / CODES)))
         outliers = outliers_of(self.snapshot, index, self.coverage.until, room)
         self.eligible.outliers = known = outliers, outliers.positions(self.snapshot, self.allowed)
         return known
@@ -214,7 +219,7 @@ class _Search:
     def _selected(self, vectors: Floats, c: int, effort: int) -> Rows | None:  # (q, c)
         """Candidates among the rows that count; None where to compare all of these costs less."""
         found, short = np.full((len(vectors), c), -1, np.int64), np.arange(len(vectors))
-        while not _exact_is_cheaper(self.index, effort, self.eligible.inside, len(vectors)):
+        while not _exact_is_cheaper(self.costs, self.index, effort, self.eligible.inside, len(vectors)):
             found[short] = self.index.find(vectors[short], c, self.eligible.selected, effort)
             short = short[found[short].min(axis=1) < 0]  # what counts lies elsewhere: look farther
             if not len(short) or effort >= self.index.effort_most:
@@ -231,7 +236,7 @@ class _Search:
         nearest codes of all.
         """
         snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
-        if _exact_is_cheaper(index, effort, eligible.inside, len(vectors)):
+        if _exact_is_cheaper(self.costs, index, effort, eligible.inside, len(vectors)):
             return np.zeros(len(vectors), np.int64)
         near = snapshot.positions(index.find(vectors, FLOOR, None, max(1, effort // 4)))
         counts = snapshot.live[near] & (near >= 0)
@@ -243,30 +248,33 @@ class _Search:
         return np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer)).astype(np.int64)
 
 
-def _is_asked(index: Index, eligible: _Eligible, queries: int, k: int, pairwise: bool = True) -> bool:
+def _is_asked(
+    snapshot: Snapshot, index: Index, eligible: _Eligible, queries: int, k: int, pairwise: bool = True
+) -> bool:
     """Whether the index is asked, sooner than records are compared."""
-    if k > index.covered // 8 or eligible.count <= max(FEW, 4 * k):
+    costs, count = costs_of(snapshot, index), eligible.count
+    if k > index.covered // 8 or count <= max(costs.few, 4 * k):
         return False
-    return not pairwise or eligible.listed is None or not _one_by_one(index, eligible.listed, queries, k)
+    if eligible.filtered:
+        return count > FEW and not (pairwise and _one_by_one(costs, index, eligible, queries, k))
+    others = [costs.blocks(count, queries)]
+    if pairwise and queries * count <= PAIRS and eligible.listed is not None:
+        others.append(costs.one_by_one(count, queries))
+    return min(others) > costs.search(index, _effort(index, k), queries)
 
 
-def _one_by_one(index: Index, listed: Rows, queries: int, k: int) -> bool:
-    """Whether every match is scored for each query, one by one."""
-    return queries * len(listed) <= PAIRS and _pairwise_is_cheaper(index, k, len(listed))
+def _one_by_one(costs: Costs, index: Index, eligible: _Eligible, queries: int, k: int) -> bool:
+    """Whether every match is scored for each query, one by one, sooner than the index is searched with more effort."""
+    if eligible.listed is None or queries * eligible.count > PAIRS:
+        return False
+    return eligible.count <= FEW or costs.one_by_one(eligible.count) <= costs.search(index, 2 * _effort(index, k))
 
 
-def _pairwise_is_cheaper(index: Index, k: int, matches: int) -> bool:
-    """Whether scoring every match one by one costs less than a search with twice the usual effort."""
-    effort = 2 * index.effort * max(1, -(-k // index.tuned_for))
-    return CODES * matches <= max(CODES * FEW, _codes(index, effort))
+def _effort(index: Index, k: int) -> int:
+    """How hard to look for so many: farther neighbours lie in more places."""
+    return index.effort * max(1, -(-k // index.tuned_for))
 
 
-def _exact_is_cheaper(index: Index, effort: int, matches: int, queries: int) -> bool:
+def _exact_is_cheaper(costs: Costs, index: Index, effort: int, matches: int, queries: int) -> bool:
     """Whether comparing every match costs less than a search with that effort."""
-    return matches * (CODES + FETCHED / max(1, queries)) <= _codes(index, effort)
-
-
-def _codes(index: Index, effort: int) -> float:
-    """About how many codes a search with that effort compares."""
-    effort = min(effort, index.effort_most)
-    return effort / index.effort_most * index.inner.ntotal if index.effort_name == "nprobe" else VISITED * effort
+    return costs.blocks(matches, queries) <= costs.search(index, effort, queries)

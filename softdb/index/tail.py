@@ -124,6 +124,7 @@ class Tail:
         keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
         self._shape(keys - self.reach.means[inner.quantizer.search(keys, 1)[1][:, 0]])
         self._words = words_of(inner)
+        self.paces: dict[int, Any] = {}  # what an estimate costs, by the width of values: see `softdb.attend.pace`
 
     def _shape(self, left: Floats) -> None:
         """How keys (m, d), seen from the means of their lists, lie: one covariance, scaled for each list."""

@@ -18,27 +18,103 @@ SOFTDB_INLINE float length_of(const Number* key, int64_t d) {
     return (float)__builtin_sqrt(summed_wide(key, key, d, product));
 }
 
+constexpr int kBlock = 64;  // keys that are compared with all queries while they lie in a cache
+
+// Some of the keys.
 template <class Number>
-bool scanned(const Scan& ask) {
-    const int64_t kept = ask.found.width, d = ask.keys.width, bytes = d * int64_t(sizeof(Number));
-    const bool cosine = ask.metric == Metric::cosine;
-    const Metric metric = cosine ? Metric::dot : ask.metric;
-    bool lost = false;
-    for (int64_t i = 0; i < ask.queries.rows; i++) fill(ask.found[i], kept, kLast);
-    for (int64_t s = 0; s < ask.keys.segments && kept; s++) {
-        const int64_t begin = ask.keys.starts[s];
-        for (int64_t p = max(begin, ask.low); p < min(ask.keys.starts[s + 1], ask.high); p++) {
-            if (!ask.keep[p]) continue;
-            const Number* key = (const Number*)((const char*)ask.keys.addresses[s] + (p - begin) * bytes);
-            float length = cosine ? length_of(key, d) : 1.0f, inverse = length > 0 ? 1 / length : 0.0f;
-            for (int64_t i = 0; i < ask.queries.rows; i++) {
-                float score = inverse * score_of<float>(ask.queries[i], key, d, metric);
-                lost |= !(score - score == 0);
-                int64_t entry = entry_of(score, p);
-                if (entry < ask.found[i][0]) sink(ask.found[i], kept, entry);
+struct Keys {
+    const Number* at[kBlock];
+    int64_t positions[kBlock];
+    float inverse[kBlock];  // of their lengths, for the cosine; else 1
+    int count = 0;
+};
+
+// Scores of some queries, side by side, and some keys: as many of both as the registers hold sums for.
+template <int queries, int keys, bool l2, class Number>
+SOFTDB_INLINE void score_tile(const Table<const float>& asked, int64_t first, const Number* const* at, int64_t d,
+                              float (*scores)[keys]) {
+    Vec sums[queries][keys] = {};
+    const float* query[queries];
+    for (int i = 0; i < queries; i++) query[i] = asked[first + i];
+    int64_t j = 0;
+    for (; j + kLanes <= d; j += kLanes) {
+        Vec key[keys];
+        for (int k = 0; k < keys; k++) key[k] = load(at[k] + j);
+        for (int i = 0; i < queries; i++) {
+            Vec one = load(query[i] + j);
+            for (int k = 0; k < keys; k++) {
+                Vec apart = l2 ? one - key[k] : key[k];
+                sums[i][k] += (l2 ? apart : one) * apart;
             }
         }
     }
+    for (int i = 0; i < queries; i++)
+        for (int k = 0; k < keys; k++) {
+            float total = sum(sums[i][k]);
+            for (int64_t t = j; t < d; t++) {
+                float key = widen(at[k][t]), apart = l2 ? query[i][t] - key : key;
+                total += (l2 ? apart : query[i][t]) * apart;
+            }
+            scores[i][k] = l2 ? -total : total;
+        }
+}
+
+// Compares some queries with a block of keys. Returns whether some score is NaN or infinite.
+template <int queries, int keys, bool l2, class Number>
+bool compare(const Scan& ask, int64_t first, const Keys<Number>& block) {
+    bool lost = false;
+    for (int begin = 0; begin < block.count; begin += keys) {
+        const int last = block.count - keys;  // the last tile begins earlier, sooner than to be shorter
+        const int start = begin <= last ? begin : max(last, 0);
+        const Number* at[keys];
+        for (int k = 0; k < keys; k++) at[k] = block.at[min(start + k, block.count - 1)];
+        float scores[queries][keys];
+        score_tile<queries, keys, l2>(ask.queries, first, at, ask.keys.width, scores);
+        for (int i = 0; i < queries; i++) {
+            int64_t* heap = ask.found[first + i];
+            for (int k = begin - start; k < keys && start + k < block.count; k++) {
+                const float score = scores[i][k] * block.inverse[start + k];
+                lost |= !(score - score == 0);
+                const int64_t entry = entry_of(score, block.positions[start + k]);
+                if (entry < heap[0]) sink(heap, ask.found.width, entry);
+            }
+        }
+    }
+    return lost;
+}
+
+template <bool l2, class Number>
+bool compare_all(const Scan& ask, const Keys<Number>& block) {
+    bool lost = false;
+    int64_t i = 0;
+    for (; i + 4 <= ask.queries.rows; i += 4) lost |= compare<4, 2, l2>(ask, i, block);
+    for (; i < ask.queries.rows; i++) lost |= compare<1, 4, l2>(ask, i, block);
+    return lost;
+}
+
+template <class Number>
+bool scanned(const Scan& ask) {
+    const int64_t kept = ask.found.width, d = ask.keys.width, bytes = d * int64_t(sizeof(Number));
+    const bool cosine = ask.metric == Metric::cosine, l2 = ask.metric == Metric::l2;
+    bool lost = false;
+    Keys<Number> block;
+    auto flush = [&] {
+        lost |= l2 ? compare_all<true>(ask, block) : compare_all<false>(ask, block);
+        block.count = 0;
+    };
+    for (int64_t i = 0; i < ask.queries.rows; i++) fill(ask.found[i], kept, kLast);
+    for (int64_t s = 0; s < ask.keys.segments && kept; s++) {
+        const int64_t begin = ask.keys.starts[s], end = min(ask.keys.starts[s + 1], ask.high);
+        for (int64_t p = max(begin, ask.low); p < end; p++) {
+            if (!ask.keep[p]) continue;
+            const Number* key = (const Number*)((const char*)ask.keys.addresses[s] + (p - begin) * bytes);
+            const float length = cosine ? length_of(key, d) : 1;
+            block.at[block.count] = key, block.positions[block.count] = p;
+            block.inverse[block.count++] = length > 0 ? 1 / length : 0;
+            if (block.count == kBlock) flush();
+        }
+    }
+    if (block.count) flush();
     for (int64_t i = 0; i < ask.queries.rows; i++) {
         sort(ask.found[i], kept);
         unpack(ask.found[i], kept, ask.scores[i]);

@@ -1,0 +1,111 @@
+"""What it costs to find: measured on the machine and the index at hand, when that is first searched, and kept with it.
+
+Ten milliseconds of measuring, once for an index: single queries and a batch by the index, and by comparing records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from softdb.index.contract import Floats, Index, prepared, sampled
+from softdb.index.flat import nearest
+from softdb.index.rerank import ordered
+from softdb.store import Segment, Snapshot
+
+__all__ = ["Costs", "codes_of", "costs_of", "measured"]
+
+NUMBERS = 1 << 21  # of keys that are compared: beyond the inner caches
+LISTED = 512  # records that are scored one by one
+BATCH = 16  # queries
+TURNS = 3  # of which the fastest counts
+VISITED = 256  # codes' worth of work for each record that a graph keeps in view
+K = 10
+
+
+class Costs(NamedTuple):
+    """Of one index and its records, in seconds, or in any other unit: they are only held against each other."""
+
+    called: float  # a search by the index, whatever it looks at
+    code: float  # of a code that it compares, for a query, and of the candidates that go with it
+    scored: float  # of a record that is scored for a query, one by one
+    fetched: float  # of a record that is compared in a block, once for all queries
+    compared: float  # and for each query
+    few: int = 0  # records that are compared sooner than an index is asked, whatever it costs
+
+    def search(self, index: Index, effort: int, queries: int = 1) -> float:
+        """Of a search by the index."""
+        return self.called + queries * self.code * codes_of(index, effort)
+
+    def one_by_one(self, records: int, queries: int = 1) -> float:
+        """Of scoring records for each query."""
+        return queries * records * self.scored
+
+    def blocks(self, records: int, queries: int = 1) -> float:
+        """Of comparing records with all queries at once."""
+        return records * (self.fetched + queries * self.compared)
+
+
+def codes_of(index: Index, effort: int) -> float:
+    """About how many codes a search with that effort compares."""
+    effort = min(effort, index.effort_most)
+    return effort / index.effort_most * index.inner.ntotal if index.effort_name == "nprobe" else VISITED * effort
+
+
+def costs_of(snapshot: Snapshot, index: Index) -> Costs:
+    """Those of an index, measured when it is first searched."""
+    if index.costs is None:
+        index.costs = measured(snapshot, index)
+    costs: Costs = index.costs
+    return costs
+
+
+def measured(snapshot: Snapshot, index: Index) -> Costs:
+    """By the clock, on stored keys."""
+    size = min(snapshot.size, max(256, NUMBERS // snapshot.segments[0].keys.shape[1]))
+    few = sampled(snapshot.live, size, 5)
+    keys = np.ascontiguousarray(snapshot.keys_at(few).float().numpy())
+    some = Snapshot.of(0, (Segment(0, 0, None, keys, None),), np.ones(len(keys), np.bool_))
+    queries: Floats = keys[np.linspace(0, len(keys) - 1, BATCH).astype(int)]
+    listed = few[np.linspace(0, len(few) - 1, LISTED).astype(int)][None]
+    c = max(64, index.fetch_k * index.tuned_for)
+
+    def search(count: int) -> Callable[[], object]:
+        def run() -> None:
+            asked = prepared(queries[:count], index.metric)
+            positions = snapshot.positions(index.find(asked, c))
+            ordered(snapshot, queries[:count], positions, index.tuned_for, index.metric, asked)
+
+        return run
+
+    def compare(count: int) -> Callable[[], object]:
+        asked = torch.from_numpy(queries[:count])
+        return lambda: nearest(some, asked, min(K, len(keys)), index.metric)
+
+    alone, together = _fastest(search(1)), _fastest(search(BATCH))
+    each = max((together - alone) / (BATCH - 1), 0.1 * alone)
+    one, many = _fastest(compare(1)) / len(keys), _fastest(compare(BATCH)) / len(keys)
+    for_each = max((many - one) / (BATCH - 1), 0.01 * one)
+    return Costs(
+        called=max(alone - each, 0.0),
+        code=each / max(1.0, codes_of(index, index.effort)),
+        scored=_fastest(lambda: ordered(snapshot, queries[:1], listed, K, index.metric)) / LISTED,
+        fetched=max(one - for_each, 0.0),
+        compared=for_each,
+    )
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few turns; the first one warms up."""
+    run()
+    return min(_seconds(run) for _ in range(TURNS))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
