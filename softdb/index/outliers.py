@@ -68,8 +68,8 @@ class Outliers:
         (m, width), (q, d) = self.keys.shape, queries.shape
         if not found.size or not self.count:
             return False
-        before = found.copy()
         if not available():
+            before = found.copy()
             _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
             return bool((before != found).any())
         asked = queries
@@ -80,8 +80,7 @@ class Outliers:
         def given(part: slice) -> tuple[Any, ...]:
             return asked[part], positions, self.keys, self.lengths, found[part], scores[part]
 
-        by_lines(native().take_in, given, q, q * m * width)
-        return bool((before != found).any())
+        return any(by_lines(native().take_in, given, q, q * m * width))
 
 
 def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -> None:

@@ -147,7 +147,7 @@ void bind_scores(nb::module_& module) {
     }, free, "The best of each query's candidates by exact score; whether all were found, and no score is NaN.");
     module.def("take_in", [](Table<const float> queries, Line<const int64_t> positions, Table<const float> keys,
                              Line<const double> lengths, Table<int64_t> found, Table<float> scores) {
-        kernels().take_in({queries, positions.first, keys, lengths.first, found, scores});
+        return kernels().take_in({queries, positions.first, keys, lengths.first, found, scores});
     }, free, "The k best of those found and of the longest keys.");
     module.def("prepare", [](Table<const float> queries, bool cosine, Table<float> out) {
         return kernels().prepare({queries, cosine, out});

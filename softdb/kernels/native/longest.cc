@@ -11,12 +11,12 @@ namespace {
 constexpr int kKeys = 8;  // compared at once
 constexpr double kRounding = 0x1p-23;  // of float32, for each of the products in a score
 
-// Puts one record where it belongs among the k best of query i, unless it is there.
-void put(const TakeIn& ask, int64_t i, int64_t position, float score) {
+// Puts one record where it belongs among the k best of query i, unless it is there. Returns whether it came in.
+bool put(const TakeIn& ask, int64_t i, int64_t position, float score) {
     int64_t *found = ask.found[i], k = ask.found.width;
     float* scores = ask.scores[i];
     for (int64_t place = 0; place < k; place++)
-        if (found[place] == position) return;
+        if (found[place] == position) return false;
     int64_t place = k;
     while (place &&
            (scores[place - 1] < score || (scores[place - 1] == score && found[place - 1] > position)))
@@ -29,6 +29,7 @@ void put(const TakeIn& ask, int64_t i, int64_t position, float score) {
         found[place] = position;
         scores[place] = score;
     }
+    return place < k;
 }
 
 // The length below which no key scores as much as the worst that was found.
@@ -45,14 +46,15 @@ double least_length(const TakeIn& ask, int64_t i) {
     return worst / (__builtin_sqrt(total) * (1 + double(ask.queries.width) * kRounding));
 }
 
-// The same for J queries, from the first of them on.
+// Compares J queries, from the first of them on.
 template <int J>
-void compare(const TakeIn& ask, int64_t first) {
+bool compare(const TakeIn& ask, int64_t first) {
     double least = __builtin_inf();
     for (int64_t i = first; i < first + J; i++) least = min(least, least_length(ask, i));
     float products[kKeys * kLanes];
     const Table<const float>&queries = ask.queries, &keys = ask.keys;
     int64_t last = ask.found.width - 1;
+    bool changed = false;
     for (int64_t j = 0; j < keys.rows && !(ask.lengths[j] < least); j += kKeys) {
         int64_t count = min<int64_t>(kKeys, keys.rows - j);
         inner_all<J, false>(
@@ -61,17 +63,21 @@ void compare(const TakeIn& ask, int64_t first) {
         for (int64_t x = 0; x < count * J; x++) {
             int64_t position = ask.positions[j + x / J], i = first + x % J;
             float score = products[x / J * kLanes + x % J];
-            if (score >= ask.scores[i][last] && position >= 0 && ask.found[i][last] >= 0) put(ask, i, position, score);
+            if (score >= ask.scores[i][last] && position >= 0 && ask.found[i][last] >= 0)
+                changed |= put(ask, i, position, score);
         }
     }
+    return changed;
 }
 
 }  // namespace
 
-void take_in(const TakeIn& ask) {
+bool take_in(const TakeIn& ask) {
     int64_t first = 0;
-    for (; first + kFew <= ask.queries.rows; first += kFew) compare<kFew>(ask, first);
-    for (; first < ask.queries.rows; first++) compare<1>(ask, first);
+    bool changed = false;
+    for (; first + kFew <= ask.queries.rows; first += kFew) changed |= compare<kFew>(ask, first);
+    for (; first < ask.queries.rows; first++) changed |= compare<1>(ask, first);
+    return changed;
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -6,7 +6,7 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-void take_in(const TakeIn& ask);
+bool take_in(const TakeIn& ask);  // whether that changed anything
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

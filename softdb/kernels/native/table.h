@@ -15,7 +15,7 @@ struct Kernels {
     void (*attend_forward)(const Attend& ask);
     void (*attend_backward)(const Attend& ask);
     bool (*rerank)(const Rerank& ask);
-    void (*take_in)(const TakeIn& ask);
+    bool (*take_in)(const TakeIn& ask);
     bool (*prepare)(const Prepare& ask);
     void (*score)(const Score& ask);
     bool (*scan)(const Scan& ask);

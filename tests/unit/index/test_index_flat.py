@@ -14,6 +14,7 @@ from worlds import awkward, snapshot
 
 from softdb.check import Metric
 from softdb.index.flat import nearest
+from softdb.kernels import available
 from softdb.store.snapshot import Segment, Snapshot
 
 Array = np.ndarray[Any, Any]
@@ -60,10 +61,20 @@ def same(found: Array, metric: Metric, queries: Array, keys: Array, k: int, allo
     assert (np.abs(there - wanted) <= 1e-13 * lengths)[swapped].all()
 
 
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Few queries are compared by the kernels, where there are any, and by torch elsewhere: both answer the same."""
+    if request.param == "torch":
+        monkeypatch.setattr("softdb.index.flat.available", lambda: False)
+    elif not available():
+        pytest.skip("there are no kernels here")
+    return str(request.param)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, chunks of queries and rounds in a small world."""
-    for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SECOND": 2}.items():
+    for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SECOND": 2, "PIECE": 64}.items():
         monkeypatch.setattr(f"softdb.index.flat.{name}", size)
 
 

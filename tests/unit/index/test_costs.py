@@ -1,0 +1,134 @@
+"""What decides between the index and comparing records is measured here and now; and a plain search in few steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import softdb
+from softdb.attend.pace import DEAR, Pace, measured
+from softdb.index import costs
+from softdb.index.costs import Costs
+
+pytest.importorskip("faiss")
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
+def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
+    rng = np.random.default_rng(0)
+    keys = (2 * rng.standard_normal((100, 24)))[rng.integers(0, 100, 12_000)] + rng.standard_normal((12_000, 24))
+    with softdb.open(None, dim=24, metric=request.param) as db:
+        db.insert(range(len(keys)), keys)
+        db.build_index("ivf")
+        db.watch(share=0)
+        yield db
+
+
+def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, rng: np.random.Generator) -> None:
+    queries = rng.standard_normal((5, 24)).astype(np.float32)
+    every = db.search(queries.tolist(), k=7)  # a list takes them all
+    for asked in (queries, torch.from_numpy(queries)):
+        found = db.search(asked, k=7)
+        assert found.rows.tolist() == every.rows.tolist()
+        assert found.scores.tolist() == every.scores.tolist()
+        assert found.ids == every.ids
+    for i in range(5):
+        alone = db.search(queries[i], k=7)
+        assert alone.rows.tolist() == every.rows[i : i + 1].tolist()
+        torch.testing.assert_close(alone.scores, every.scores[i : i + 1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_is_refused_as_ever(db: softdb.SoftDB, bad: float) -> None:
+    queries = np.ones((2, 24), np.float32)
+    queries[1, 3] = bad
+    with pytest.raises(softdb.BadInput, match="NaN or infinity, first in query 1"):
+        db.search(queries)
+    with pytest.raises(softdb.BadInput, match="k is 0"):
+        db.search(queries[:1], k=0)
+
+
+def test_what_was_inserted_or_deleted_since_is_seen(db: softdb.SoftDB) -> None:
+    """The plain way is not taken then: the index does not hold what is young, and holds what is dead."""
+    query = np.full((1, 24), 9, np.float32)
+    before = db.search(query, k=3).ids[0]
+    db.insert(["young"], 10 * query if db.metric == "dot" else query)
+    assert db.search(query, k=3).ids[0][0] == "young"
+    db.delete(["young", before[0]])
+    after = db.search(query, k=3).ids[0]
+    assert not {"young", before[0]} & set(after)
+    assert after[:2] == before[1:]
+
+
+@pytest.mark.measured
+def test_costs_are_measured_once_for_an_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = db.finder.index
+    assert index is not None
+    index.costs = None
+    start = time.process_time()
+    db.search(np.ones((1, 24), np.float32))
+    assert time.process_time() - start < 5  # some ten milliseconds; the machine may be busy
+    found: Any = index.costs
+    assert isinstance(found, Costs)
+    assert min(found.code, found.scored, found.compared) > 0
+    assert min(found.called, found.fetched) >= 0
+    monkeypatch.setattr(costs, "measured", lambda *_: pytest.fail("measured again"))
+    db.search(np.ones((1, 24), np.float32))
+    assert index.costs is found
+
+
+@pytest.mark.parametrize("dear", ["index", "records"])
+def test_what_costs_less_is_taken(db: softdb.SoftDB, dear: str, rng: np.random.Generator) -> None:
+    index, snapshot = db.finder.index, db.view()[0]
+    assert index is not None
+    index.costs = Costs(called=1, code=0, scored=1, fetched=1, compared=1)
+    if dear == "index":
+        index.costs = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
+    try:
+        for q in (1, 100):
+            queries = torch.from_numpy(rng.standard_normal((q, 24)).astype(np.float32))
+            finder = db.finder.find(snapshot, queries, 10, None).finder
+            assert finder == ("flat" if dear == "index" else index.kind)
+            plain = db.finder.find_among_all(snapshot, queries.numpy(), 10)
+            assert (plain is None) == (dear == "index")
+    finally:
+        index.costs = None
+
+
+def test_a_pace_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("softdb.attend.pace.time.perf_counter", lambda: clock[0])
+
+    def taking(called: float, each: float) -> Any:
+        def run(queries: int) -> None:
+            clock[0] += called + each * queries
+
+        return run
+
+    pace = measured(taking(100.0, 20.0), 10, taking(3.0, 0.5))
+    assert pace.exact(1000, 4) == pytest.approx(100 * (100 + 4 * 20))
+    assert pace.round(6) == pytest.approx(3 + 6 * 0.5)
+
+
+@pytest.mark.measured
+def test_estimates_that_take_longer_than_a_pass_are_left_alone_for_a_while() -> None:
+    pace = Pace(1, 1, 1, 1)
+    for _ in range(20):
+        pace.tell("dear", 1.9)
+        pace.tell("cheap", 0.3)
+        pace.tell("alike", DEAR - 0.01)
+    assert pace.hopeless("dear")
+    assert not any(pace.hopeless(kind) for kind in ("cheap", "alike", "new"))
+    left_alone = 1
+    while pace.hopeless("dear"):
+        left_alone += 1
+    assert 50 < left_alone < 500
+    pace.tell("dear", 1.9)
+    assert pace.hopeless("dear")
