@@ -50,7 +50,11 @@ def find(
     vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
     if not _is_asked(snapshot, index, eligible, len(queries), k, pairwise):
         listed, costs = eligible.listed, costs_of(snapshot, index)
-        if listed is None or not pairwise or not _one_by_one(costs, index, eligible, len(queries), k):
+        if (
+            listed is None
+            or not (pairwise and eligible.filtered)
+            or not _one_by_one(costs, index, eligible, len(queries), k)
+        ):
             return None
         return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
     found, scores = _Search(snapshot, index, coverage, eligible, allowed).find(vectors, k, min(certain or k, k))
@@ -257,10 +261,7 @@ def _is_asked(
         return False
     if eligible.filtered:
         return count > FEW and not (pairwise and _one_by_one(costs, index, eligible, queries, k))
-    others = [costs.blocks(count, queries)]
-    if pairwise and queries * count <= PAIRS and eligible.listed is not None:
-        others.append(costs.one_by_one(count, queries))
-    return min(others) > costs.search(index, _effort(index, k), queries)
+    return costs.blocks(count, queries) > costs.search(index, _effort(index, k), queries)
 
 
 def _one_by_one(costs: Costs, index: Index, eligible: _Eligible, queries: int, k: int) -> bool:
