@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.errors import MissingDependency
+from softdb.kernels import available, native
 
 __all__ = [
     "Floats",
@@ -82,11 +83,19 @@ def prepared(vectors: NDArray[np.floating], metric: Metric) -> Floats:  # (n, d)
     """Vectors as an index sees them: float32, of length 1 for the cosine (zero vectors stay)."""
     found = np.ascontiguousarray(vectors, np.float32)
     if metric is Metric.COSINE:
-        # float64 holds the squares of every float32
-        lengths = np.sqrt(np.einsum("ij,ij->i", found, found, dtype=np.float64))[:, None]
-        lengths[lengths == 0] = 1
-        found = np.divide(found, lengths, dtype=np.float32, casting="same_kind")
+        found = _unit(found)
     return found
+
+
+def _unit(vectors: Floats) -> Floats:
+    """Of length 1, or zeros; float64 holds the squares of every float32."""
+    found = np.empty_like(vectors)
+    if available():
+        native().prepare(vectors, True, found)
+        return found
+    lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))[:, None]
+    lengths[lengths == 0] = 1
+    return np.divide(vectors, lengths, out=found, casting="same_kind")
 
 
 def sampled(live: Live, most: int, seed: int) -> Rows:  # (m,)

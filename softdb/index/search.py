@@ -15,7 +15,7 @@ from softdb.index.costs import Costs, codes_of, costs_of
 from softdb.index.flat import nearest
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
 from softdb.index.rerank import best_of, ordered
-from softdb.kernels import available, native
+from softdb.kernels import available
 from softdb.store import Snapshot
 
 __all__ = ["find", "find_among_all", "indexed_until"]
@@ -24,6 +24,7 @@ FEW = 4096  # records that are compared exactly sooner than an index is asked
 FLOOR = 64  # candidates that are rescored at least
 CODES = 8  # that are compared in the time of one exact score, where outliers were not timed
 MOSTLY = 0.9  # share of the records: a filter that allows so many is searched with a little more effort
+KINDS = 256  # of searches for which it is known whether the index is asked
 LISTED = 1 << 16  # matches of a filter whose positions are kept
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 ENOUGH = 0.25  # share of a query's neighbours that count, from which on the usual effort finds enough
@@ -81,18 +82,18 @@ def find_among_all(
     if coverage is None or not coverage.whole or coverage.snapshot() is not snapshot or not available():
         return None
     metric, eligible = index.metric, coverage.every
-    if coverage.covered != index.covered or not _is_asked(snapshot, index, eligible, len(vectors), k):
+    if coverage.covered != index.covered or not coverage.asks(snapshot, index, len(vectors), k):
         return None
-    asked = vectors
-    if metric is Metric.COSINE:
-        asked = np.empty_like(vectors)
-        native().prepare(vectors, True, asked)
+    asked = prepared(vectors, metric)
     candidates = index.find(asked, max(FLOOR, index.fetch_k * k, k), None, _effort(index, k))
     found, scores, whole = best_of(snapshot, asked, candidates, k, metric)
     if not whole:
         return None
     if metric is Metric.DOT:
-        outliers, positions = _Search(snapshot, index, coverage, eligible, None).outliers()
+        known = eligible.outliers
+        if known is None or known[0].named is not index.longest:
+            known = _Search(snapshot, index, coverage, eligible, None).outliers()
+        outliers, positions = known
         if outliers.count and outliers.take_part(vectors, positions, found, scores):
             found, scores, whole = best_of(snapshot, asked, found, k, metric)
     return Found(found, scores, index.kind)
@@ -132,6 +133,16 @@ class _Coverage:
         # whether rows are positions, and every one of them is in the index, and nothing else
         self.whole = self.aligned and self.until == snapshot.size and self.every.selected is None
         self._filtered: Recent[_Eligible] = Recent()
+        self._asks: dict[object, bool] = {}
+
+    def asks(self, snapshot: Snapshot, index: Index, queries: int, k: int) -> bool:
+        """Whether the index is asked where there is no filter, as `_is_asked` says: worked out once."""
+        kind = queries, k, index.effort, index.costs
+        if kind not in self._asks:
+            if len(self._asks) >= KINDS:
+                self._asks = {}
+            self._asks[kind] = _is_asked(snapshot, index, self.every, queries, k)
+        return self._asks[kind]
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
         """Which rows the index may return for a filter."""

@@ -20,14 +20,19 @@ pytest.importorskip("faiss")
 Array = np.ndarray[Any, Any]
 
 
-@pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
-def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
+def made(metric: str) -> softdb.SoftDB:
     rng = np.random.default_rng(0)
     keys = (2 * rng.standard_normal((100, 24)))[rng.integers(0, 100, 12_000)] + rng.standard_normal((12_000, 24))
-    with softdb.open(None, dim=24, metric=request.param) as db:
-        db.insert(range(len(keys)), keys)
-        db.build_index("ivf")
-        db.watch(share=0)
+    db = softdb.open(None, dim=24, metric=metric)
+    db.insert(range(len(keys)), keys)
+    db.build_index("ivf")
+    db.watch(share=0)
+    return db
+
+
+@pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
+def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
+    with made(request.param) as db:
         yield db
 
 
@@ -55,8 +60,10 @@ def test_what_is_no_number_is_refused_as_ever(db: softdb.SoftDB, bad: float) -> 
         db.search(queries[:1], k=0)
 
 
-def test_what_was_inserted_or_deleted_since_is_seen(db: softdb.SoftDB) -> None:
+@pytest.mark.parametrize("metric", ["dot", "l2"])
+def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
     """The plain way is not taken then: the index does not hold what is young, and holds what is dead."""
+    db = made(metric)
     query = np.full((1, 24), 9, np.float32)
     before = db.search(query, k=3).ids[0]
     db.insert(["young"], 10 * query if db.metric == "dot" else query)
