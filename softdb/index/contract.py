@@ -95,7 +95,8 @@ def _unit(vectors: Floats) -> Floats:
         return found
     lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))[:, None]
     lengths[lengths == 0] = 1
-    return np.divide(vectors, lengths, out=found, casting="same_kind")
+    np.divide(vectors, lengths, out=found, casting="same_kind")
+    return found
 
 
 def sampled(live: Live, most: int, seed: int) -> Rows:  # (m,)

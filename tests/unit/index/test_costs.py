@@ -20,7 +20,7 @@ pytest.importorskip("faiss")
 Array = np.ndarray[Any, Any]
 
 
-def made(metric: str) -> softdb.SoftDB:
+def made(metric: Any) -> softdb.SoftDB:
     rng = np.random.default_rng(0)
     keys = (2 * rng.standard_normal((100, 24)))[rng.integers(0, 100, 12_000)] + rng.standard_normal((12_000, 24))
     db = softdb.open(None, dim=24, metric=metric)
