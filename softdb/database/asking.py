@@ -87,8 +87,8 @@ class AskingVerbs(Handle):
 
         What is wrong with an argument is for those to say.
         """
-        schema, snapshot = self._store.schema, self._store.snapshot
-        vectors = check.vectors(queries, schema.dim) if self._device is None else None
+        snapshot, keyed = self._store.loader.loaded
+        vectors = check.vectors(queries, keyed.schema.dim) if self._device is None else None
         count = check.DEFAULT_K if k is None else k
         if vectors is None or type(count) is not int or count < 1 or not check.all_finite(vectors):
             return None
