@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 from attend import World, checked, gradient
 from common import command, commit, machine, versions, write_json
+from torch import Tensor
 
+import softdb
 from softdb.kernels import native
 from softdb.kernels.threads import share_out
 
@@ -37,9 +40,10 @@ SIDE = 2048  # of the matrices of sgemm
 COUNT, REPEATS = 1 << 14, 200  # exponentials at a time: they stay in the cache
 
 Times = dict[str, list[float]]
+Calls = dict[str, Callable[[], object]]
 
 
-def rates(world: World, threads: int) -> dict[str, Callable[[], object]]:
+def rates(world: World, threads: int) -> Calls:
     """What a floor is made of."""
     one, other = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     arrays = [np.linspace(-20, 0, COUNT, dtype=np.float32) for _ in range(threads)]
@@ -56,15 +60,16 @@ def rates(world: World, threads: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def floor(world: World, q: int, half: bool, backward: bool, seconds: dict[str, float], threads: int) -> float:
+def floor(world: World, q: int, half: bool, backward: bool, threads: int, seconds: dict[str, float]) -> float:
     """The least seconds that a question can take, from the seconds of the three rates in the same round."""
     passes, products, bytes_each = (2, 5, 2 if half else 4) if backward else (1, 2, 2 if half else 4)
     read = passes * seconds["read"] * bytes_each / 4
-    multiply = 2 * q * world.n * world.dim * products * seconds["sgemm"] / (2 * SIDE**3)
-    return max(read, multiply + passes * q * world.n * seconds["exp"] / (COUNT * REPEATS * threads))
+    multiply = 2 * q * world.n * world.dim * products * seconds["sgemm"] / (2.0 * SIDE**3)
+    weigh = passes * q * world.n * seconds["exp"] / (COUNT * REPEATS * threads)
+    return max(read, multiply + weigh)
 
 
-def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> Times:
+def in_turn(calls: Calls, rounds: int) -> Times:
     """Seconds of each call in each round; the first round warms up."""
     found: Times = {name: [] for name in calls}
     for i in range(rounds + 1):
@@ -94,6 +99,45 @@ def told(times: Times, floors: Callable[[dict[str, float]], float]) -> dict[str,
     }
 
 
+def forward(
+    world: World, db: softdb.SoftDB, half: softdb.SoftDB, q: int, base: Calls, rounds: int, threads: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One answer over all records, of float32 and of float16."""
+    queries = world.queries(q)
+
+    def asked(database: softdb.SoftDB) -> Tensor:
+        return database.attend(queries).output
+
+    with torch.no_grad():
+        error = checked(f"softdb, q = {q}", asked(db)[:8], world.truth(queries[:8]), world.values)
+        times = in_turn({**base, "torch": partial(world.torch, queries), "softdb": partial(asked, db)}, rounds)
+        halved = in_turn({**base, "softdb": partial(asked, half)}, rounds)
+    to_float32 = statistics.median(halved["softdb"]) / statistics.median(times["softdb"])
+    return (
+        told(times, partial(floor, world, q, False, False, threads)) | {"error": error},
+        told(halved, partial(floor, world, q, True, False, threads)) | {"to float32": round(to_float32, 3)},
+    )
+
+
+def both_ways(world: World, db: softdb.SoftDB, q: int, base: Calls, rounds: int, threads: int) -> dict[str, Any]:
+    """The answer and the gradient of the queries."""
+    queries, grad = world.queries(q), torch.randn(q, world.dim, generator=world.generator)
+
+    def asked(leaf: Tensor) -> Tensor:
+        return db.attend(leaf).output
+
+    answers: Calls = {
+        "torch": partial(gradient, world.torch, queries, grad),
+        "softdb": partial(gradient, asked, queries, grad),
+    }
+    one, other = gradient(world.torch, queries, grad), gradient(asked, queries, grad)
+    error = float((one - other).norm(dim=1).max() / one.norm(dim=1).max())
+    if not error <= 1e-4:
+        raise SystemExit(f"the gradient is wrong by {error:.1e}; no time counts")
+    times = in_turn({**base, **answers}, rounds)
+    return told(times, partial(floor, world, q, False, True, threads)) | {"error": error}
+
+
 def measure(n: int, dim: int, threads: int, rounds: int) -> dict[str, Any]:
     """All questions at the level in use."""
     torch.set_num_threads(threads)
@@ -101,35 +145,13 @@ def measure(n: int, dim: int, threads: int, rounds: int) -> dict[str, Any]:
     db, half = world.database(), world.database("float16")
     base, found = rates(world, threads), dict[str, Any]()
     for q in (1, 8, 64, 256):
-        queries, some = world.queries(q), rounds if q < 64 else max(3, rounds // 2)
-        with torch.no_grad():
-            truth = world.truth(queries[:8])
-            error = checked(f"softdb, q = {q}", db.attend(queries).output[:8], truth, world.values)
-            calls = {"torch": lambda q=queries: world.torch(q), "softdb": lambda q=queries: db.attend(q).output}
-            times = in_turn({**base, **calls}, some)
-            found[f"forward, q = {q}"] = told(times, lambda s, q=q: floor(world, q, False, False, s, threads)) | {
-                "error": error
-            }
-            halved = in_turn({**base, "softdb": lambda q=queries: half.attend(q).output}, some)
-            found[f"float16, q = {q}"] = told(halved, lambda s, q=q: floor(world, q, True, False, s, threads)) | {
-                "to float32": round(statistics.median(halved["softdb"]) / statistics.median(times["softdb"]), 3)
-            }
-        print(found[f"forward, q = {q}"], found[f"float16, q = {q}"], file=sys.stderr, flush=True)
+        some = rounds if q < 64 else max(3, rounds // 2)
+        wide, narrow = forward(world, db, half, q, base, some, threads)
+        found |= {f"forward, q = {q}": wide, f"float16, q = {q}": narrow}
+        print(q, wide, narrow, file=sys.stderr, flush=True)
     for q in (8, 64):
-        queries, grad = world.queries(q), torch.randn(q, dim, generator=world.generator)
-        answers = {
-            "torch": lambda q=queries, g=grad: gradient(world.torch, q, g),
-            "softdb": lambda q=queries, g=grad: gradient(lambda leaf: db.attend(leaf).output, q, g),
-        }
-        one, other = answers["torch"](), answers["softdb"]()
-        error = float((one - other).norm(dim=1).max() / one.norm(dim=1).max())
-        if not error <= 1e-4:
-            raise SystemExit(f"the gradient is wrong by {error:.1e}; no time counts")
-        times = in_turn({**base, **answers}, max(3, rounds // 2))
-        here = found[f"forward and backward, q = {q}"] = told(
-            times, lambda s, q=q: floor(world, q, False, True, s, threads)
-        )
-        print(here, file=sys.stderr, flush=True)
+        found[f"forward and backward, q = {q}"] = here = both_ways(world, db, q, base, max(3, rounds // 2), threads)
+        print(q, here, file=sys.stderr, flush=True)
     medians = {name: statistics.median(values) for name, values in in_turn(base, rounds).items()}
     found["rates"] = {
         "read GB/s": round(8 * n * dim / medians["read"] / 1e9, 1),

@@ -138,7 +138,7 @@ def _importing() -> bool:
 def _after_in_child() -> None:
     global _fork
     acquired = set(_fork.acquired)
-    _fork.let_import()
+    _imp.release_lock()
     _fork = _Fork()
     handles = list(_handles)
     if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
