@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -150,17 +150,19 @@ def _chunks(queries: Array) -> list[slice]:
 
 def forward(queries: Array, what: Pass) -> _PassSums:  # (q, d) float32
     """One pass over every record that takes part."""
-    q, layout = len(queries), _Layout(queries, what)
+    q, layout = len(queries), _PassLayout(queries, what)
     attention = layout.attention(queries)
+    floats = attention.scratch(layout.value_width)
 
     def work(pieces: Iterator[Any]) -> tuple[Array, Array, Array]:
         output = np.zeros((what.num_classes or 0, q) if what.labels else (q, layout.value_width))
-        top, total, scratch = np.full(q, LOWEST), np.zeros(q), layout.scratch(attention)
+        top, total, scratch = np.full(q, LOWEST), np.zeros(q), _aligned(floats)
         for piece in pieces:
             attention.forward(piece, output, top, total, scratch)
         return output.T if what.labels else output, top, total
 
-    found = layout.shared(work)
+    parts = layout.shares()
+    found = [work(parts[0])] if len(parts) == 1 else share_out(work, parts)
     top = np.maximum.reduce([one[1] for one in found])  # NaN where a score overflowed
     decays = [np.exp((one[1] - top).astype(np.float64) / what.temperature) for one in found]
     total = sum(decay * one[2] for decay, one in zip(decays, found, strict=True))
@@ -182,11 +184,12 @@ def backward(
 
     Threads share the records, so that each adds to rows of its own.
     """
-    layout = _Layout(queries, what)
+    layout = _PassLayout(queries, what)
     # a gradient is a difference of keys: around the queries it loses nothing to cancellation
     centre = queries.mean(0) if what.metric is Metric.L2 else None
     seen = queries if centre is None else queries - centre
     attention = layout.attention(seen, centre)
+    floats = attention.scratch(layout.value_width)
     empty = sums.total == 0
     output_grad = np.where(empty[:, None], 0, output_grad).astype(np.float32)
     offset = np.where(empty, 0, lse_grad - (output_grad * sums.output).sum(1, dtype=np.float64)).astype(np.float32)
@@ -195,24 +198,32 @@ def backward(
     grads = np.ascontiguousarray(output_grad.T) if what.labels else output_grad
 
     def work(pieces: Iterator[Any]) -> tuple[Array, Array]:
-        pulled, mass, scratch = np.zeros(queries.shape), np.zeros(len(queries)), layout.scratch(attention)
+        pulled, mass, scratch = np.zeros(queries.shape), np.zeros(len(queries)), _aligned(floats)
         for piece in pieces:
             attention.backward(
                 piece, grads, offset, inverse_total, top, pulled, mass, key_grad, value_grad, scratch
             )  # fmt: skip
         return pulled, mass
 
-    pulled, mass = (np.sum(column, axis=0) for column in zip(*layout.shared(work), strict=True))
+    parts = layout.shares()
+    found = [work(parts[0])] if len(parts) == 1 else share_out(work, parts)
+    pulled, mass = (np.sum(column, axis=0) for column in zip(*found, strict=True))
     if what.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
         pulled = 2 * (pulled - mass[:, None] * seen)
     return np.asarray(pulled, np.float32)
 
 
 LOWEST = np.finfo(np.float32).min  # below every score
-Found = TypeVar("Found")
 
 
-class _Layout:
+def _aligned(size: int) -> Array:
+    """Memory of one thread, which begins with a line of the cache."""
+    found = np.empty(size + 16, np.float32)
+    start = -found.ctypes.data % 64 // 4
+    return found[start : start + size]
+
+
+class _PassLayout:
     """How the records are shared among threads, and their pieces as the kernels take them."""
 
     def __init__(self, queries: Array, what: Pass) -> None:
@@ -231,18 +242,11 @@ class _Layout:
             queries, what.metric.value, 1 / what.temperature, negligible, what.num_classes or 0, centre
         )
 
-    def scratch(self, attention: Any) -> Array:
-        """One thread's memory."""
-        size = attention.scratch(self.value_width)
-        found = np.empty(size + 16, np.float32)
-        start = -found.ctypes.data % 64 // 4
-        return found[start : start + size]
-
-    def shared(self, work: Callable[[Iterator[Any]], Found]) -> list[Found]:
-        """What each thread finds in its share: all have equally many records."""
+    def shares(self) -> list[Iterator[Any]]:
+        """The pieces in equal shares of the records, one a thread."""
         size = len(self.what.keep)
         bounds = [size * i // self.threads for i in range(self.threads + 1)]
-        return share_out(work, [self.pieces(low, high) for low, high in itertools.pairwise(bounds)])
+        return [self.pieces(low, high) for low, high in itertools.pairwise(bounds)]
 
     def pieces(self, low: int, high: int) -> Iterator[Any]:
         """The records at positions from low to high that take part."""

@@ -39,6 +39,8 @@ def by_lines(
     `given` makes the kernel's arguments for a run of lines. Returns what it returned for each.
     """
     count = max(1, min(lines, workers(products)))
+    if count == 1:
+        return [loop(*given(slice(lines)))]
     runs = [slice(lines * i // count, lines * (i + 1) // count) for i in range(count)]
     return share_out(lambda part: loop(*given(part)), runs)
 

@@ -58,7 +58,7 @@ def db() -> Iterator[softdb.SoftDB]:
 
 QUERIES = np.random.default_rng(1).standard_normal((64, 16)).astype(np.float32)
 WAYS: dict[str, Callable[[softdb.SoftDB], object]] = {
-    "A search by an index": lambda db: db.search(QUERIES, k=10),
+    "A search by an index": lambda db: db.search(QUERIES, k=10, exclude_ids=[]),  # more than the plain one
     "An exact soft query": lambda db: db.attend(QUERIES, temperature=4.0),
     "An estimated soft query": lambda db: db.attend(QUERIES[:1], temperature=4.0, rtol=0.5, max_draws=400),
     "A training step": lambda db: softdb.train.fit(db, QUERIES, list(range(64)), epochs=1, patience=None),
