@@ -34,7 +34,7 @@ __all__ = ["Fused", "Pass", "backward", "forward", "pass_of"]
 
 Array: TypeAlias = NDArray[Any]
 
-WORTH = 1 << 14  # products: fewer take no less time than the arrays around them
+WORTH = 1 << 16  # products: fewer take no less time than the arrays around them
 PIECE = 1 << 18  # records visited by one call of a kernel: a few milliseconds, between which Ctrl-C is heard
 CHUNK = 1024  # queries that share a pass; their sums are float64
 
@@ -254,11 +254,11 @@ class _PassLayout:
         place = 0 if what.mask is None else int(np.count_nonzero(what.columns.live[:low]))
         for segment, start in zip(what.columns.segments, what.columns.starts.tolist(), strict=False):
             begin, end = max(low, start), min(high, start + len(segment))
-            keys, values, labels = segment.keys, None, None
+            keys, values, labels = np.ascontiguousarray(segment.keys), None, None
             if what.pools and segment.values is not None and segment.values.ndim == 1:
                 labels = np.ascontiguousarray(segment.values, np.int32)
             elif what.pools:
-                values = keys if segment.values is None else segment.values
+                values = keys if segment.values is None else np.ascontiguousarray(segment.values)
             for first in range(begin, end, PIECE):
                 last = min(first + PIECE, end)
                 keep, live = what.keep[first:last], what.columns.live[first:last]

@@ -327,7 +327,7 @@ def test_others_are_not(used: list[str], rng: np.random.Generator, monkeypatch: 
     assert used.pop() == "blocks"
 
 
-def test_little_work_does_not_wait_for_a_compiler(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_work_is_left_to_torch(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, stored = _records(rng)
     monkeypatch.setattr(fused, "forward", lambda *args: pytest.fail("compiled"))
     stream(queries, stored, Dot(), 1.0)
