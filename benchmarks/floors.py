@@ -87,7 +87,7 @@ def told(times: Times, floors: Callable[[dict[str, float]], float]) -> dict[str,
     least = [floors(line) for line in rounds]
 
     def ratio(name: str) -> float:
-        return round(statistics.median(line["softdb"] / line[name] for line in rounds), 3)
+        return float(round(statistics.median(line["softdb"] / line[name] for line in rounds), 3))
 
     return {
         "floor_ms": round(statistics.median(least) * 1e3, 2),
