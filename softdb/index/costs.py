@@ -21,8 +21,9 @@ __all__ = ["Costs", "codes_of", "costs_of", "measured"]
 
 NUMBERS = 1 << 21  # of keys that are compared: beyond the inner caches
 LISTED = 512  # records that are scored one by one
+LEAST = 64  # records that are compared to know what a comparison costs that compares next to nothing
 BATCH = 16  # queries
-TURNS = 3  # of which the fastest counts
+TURNS = 5  # of which the fastest counts
 VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 K = 10
 
@@ -35,6 +36,7 @@ class Costs(NamedTuple):
     scored: float  # of a record that is scored for a query, one by one
     fetched: float  # of a record that is compared in a block, once for all queries
     compared: float  # and for each query
+    begun: float = 0  # of comparing records at all
     few: int = 0  # records that are compared sooner than an index is asked, whatever it costs
 
     def search(self, index: Index, effort: int, queries: int = 1) -> float:
@@ -47,7 +49,7 @@ class Costs(NamedTuple):
 
     def blocks(self, records: int, queries: int = 1) -> float:
         """Of comparing records with all queries at once."""
-        return records * (self.fetched + queries * self.compared)
+        return self.begun + records * (self.fetched + queries * self.compared)
 
 
 def codes_of(index: Index, effort: int) -> float:
@@ -69,7 +71,10 @@ def measured(snapshot: Snapshot, index: Index) -> Costs:
     size = min(snapshot.size, max(256, NUMBERS // snapshot.segments[0].keys.shape[1]))
     few = sampled(snapshot.live, size, 5)
     keys = np.ascontiguousarray(snapshot.keys_at(few).float().numpy())
-    some = Snapshot.of(0, (Segment(0, 0, None, keys, None),), np.ones(len(keys), np.bool_))
+    some, least = (
+        Snapshot.of(0, (Segment(0, 0, None, part, None),), np.ones(len(part), np.bool_))
+        for part in (keys, keys[:LEAST])
+    )
     queries: Floats = keys[np.linspace(0, len(keys) - 1, BATCH).astype(int)]
     listed = few[np.linspace(0, len(few) - 1, LISTED).astype(int)][None]
     c = max(64, index.fetch_k * index.tuned_for)
@@ -82,30 +87,29 @@ def measured(snapshot: Snapshot, index: Index) -> Costs:
 
         return run
 
-    def compare(count: int) -> Callable[[], object]:
+    def compare(records: Snapshot, count: int) -> Callable[[], object]:
         asked = torch.from_numpy(queries[:count])
-        return lambda: nearest(some, asked, min(K, len(keys)), index.metric)
+        return lambda: nearest(records, asked, K, index.metric)
 
-    alone, together = _fastest(search(1)), _fastest(search(BATCH))
-    each = max((together - alone) / (BATCH - 1), 0.1 * alone)
-    one, many = _fastest(compare(1)) / len(keys), _fastest(compare(BATCH)) / len(keys)
-    for_each = max((many - one) / (BATCH - 1), 0.01 * one)
+    ways: dict[str, Callable[[], object]] = {
+        "alone": search(1), "together": search(BATCH), "few": compare(least, 1),
+        "one": compare(some, 1), "many": compare(some, BATCH),
+        "listed": lambda: ordered(snapshot, queries[:1], listed, K, index.metric),
+    }  # fmt: skip
+    took = dict.fromkeys(ways, np.inf)
+    for turn in range(TURNS + 1):  # the first one warms up; in turn, so that whatever else runs slows all of them
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                took[name] = min(took[name], time.perf_counter() - start)
+    each = max((took["together"] - took["alone"]) / (BATCH - 1), 0.1 * took["alone"])
+    alike = max((took["many"] - took["one"]) / (BATCH - 1), 0.01 * took["one"]) / len(keys)
     return Costs(
-        called=max(alone - each, 0.0),
+        called=max(took["alone"] - each, 0.0),
         code=each / max(1.0, codes_of(index, index.effort)),
-        scored=_fastest(lambda: ordered(snapshot, queries[:1], listed, K, index.metric)) / LISTED,
-        fetched=max(one - for_each, 0.0),
-        compared=for_each,
+        scored=took["listed"] / LISTED,
+        fetched=max((took["one"] - took["few"]) / len(keys) - alike, 0.0),
+        compared=alike,
+        begun=took["few"],
     )
-
-
-def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few turns; the first one warms up."""
-    run()
-    return min(_seconds(run) for _ in range(TURNS))
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

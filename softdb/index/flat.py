@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.index.contract import Live, Rows, prepared
+from softdb.index.contract import Floats, Live, Rows, prepared
 from softdb.index.products import Best, BlockKeys, KeyBlock, Probe, merge, pair_scores
 from softdb.index.rerank import CODES
 from softdb.kernels import available, native
-from softdb.kernels.threads import WORTH_A_THREAD, share_out, workers
+from softdb.kernels.threads import share_out, workers
 from softdb.store.snapshot import Snapshot
 
 __all__ = ["Scan", "nearest", "radius_search"]
 
 _BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
-ONE_BY_ONE = 64  # queries that are compared with each key as it comes: of more, matrix products make more
-PIECE = 1 << 18  # records visited by one call of a kernel: milliseconds, between which Ctrl-C is heard
+MANY, WIDE, LARGE = 64, 256, 1 << 28  # queries, numbers of a key, products, from which on torch is the faster one
+PIECE = 1 << 30  # products of one call of a kernel: a tenth of a second, between which Ctrl-C is heard
 _QUERIES = 256  # compared with a block at once
 _SECOND = 16  # queries of the second round at once
 
@@ -137,27 +137,37 @@ class Scan:
         return positions, worst, unsure
 
     def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `nearest`, by the kernels: for a few queries, or few records, and without waking torch's threads.
+        """As `nearest`, by the kernels, without waking torch's threads.
 
-        None where matrix products are faster, and where there are no kernels or scores too large for float32.
+        None for float64, where few records take part, where there are no kernels or scores too large for float32, and
+        where many narrow products are faster made as matrices.
         """
-        products = len(queries) * self.count * self.dim
-        few = len(queries) <= ONE_BY_ONE or products < WORTH_A_THREAD
-        sparse = 4 * self.count <= len(self.keep) - self.start
-        if sparse or not few or queries.dtype is not torch.float32 or not available():
+        if 4 * self.count <= len(self.keep) - self.start or queries.dtype is not torch.float32 or not available():
             return None
+        if len(queries) > MANY and self.dim < WIDE and len(queries) * self.count * self.dim > LARGE:
+            return None
+        found = []
+        for part in torch.split(queries, self.queries):
+            one = self._compared(np.ascontiguousarray(part.numpy()), k)
+            if one is None:
+                return None
+            found.append(one)
+        near, worst, unsure = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*found, strict=True))
+        return near, worst, unsure
+
+    def _compared(self, plain: Floats, k: int) -> tuple[Rows, NDArray[np.float64], Live] | None:
         kept, size, metric = min(k + 8 + k // 8, self.count), self.snapshot.size, CODES[self.metric]
-        plain = np.ascontiguousarray(queries.numpy())
         asked, keys, kernels = prepared(plain, self.metric), self.snapshot.key_column, native()
+        products = len(plain) * self.count * self.dim
         threads = workers(products)
-        pieces = np.linspace(self.start, size, max(threads, -(-(size - self.start) // PIECE)) + 1).astype(int)
+        pieces = np.linspace(self.start, size, max(threads, -(-products // PIECE)) + 1).astype(int)
         found = np.empty((len(pieces) - 1, len(asked), kept), np.int64)
         scores = np.empty(found.shape, np.float32)
 
         def work(mine: range) -> bool:
-            bounds = ((i, int(pieces[i]), int(pieces[i + 1])) for i in mine)
             lost = [
-                kernels.scan(asked, keys, metric, self.keep, low, high, found[i], scores[i]) for i, low, high in bounds
+                kernels.scan(asked, keys, metric, self.keep, *pieces[i : i + 2].tolist(), found[i], scores[i])
+                for i in mine
             ]
             return any(lost)
 
@@ -170,8 +180,7 @@ class Scan:
         ordered, exact = np.empty_like(candidates), np.empty(candidates.shape)
         unsure = np.empty(len(asked), np.bool_)
         kernels.settle(plain, candidates, floor, keys, metric, ordered, exact, k, unsure)
-        near, worst = ordered[:, :k], np.ascontiguousarray(exact[:, k - 1])
-        return torch.from_numpy(near), torch.from_numpy(worst), torch.from_numpy(unsure)
+        return ordered[:, :k], exact[:, k - 1], unsure
 
     def _candidates(self, probes: list[Probe], kept: int) -> list[Best]:
         best: list[Best | None] = [None] * len(probes)

@@ -63,7 +63,7 @@ def same(found: Array, metric: Metric, queries: Array, keys: Array, k: int, allo
 
 @pytest.fixture(autouse=True, params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Few queries are compared by the kernels, where there are any, and by torch elsewhere: both answer the same."""
+    """Records are compared by the kernels, where there are any, and by torch elsewhere: both answer the same."""
     if request.param == "torch":
         monkeypatch.setattr("softdb.index.flat.available", lambda: False)
     elif not available():
@@ -74,7 +74,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, chunks of queries and rounds in a small world."""
-    for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SECOND": 2, "PIECE": 64}.items():
+    for name, size in {"_BLOCK": 256, "_QUERIES": 5, "_SECOND": 2, "PIECE": 1024}.items():
         monkeypatch.setattr(f"softdb.index.flat.{name}", size)
 
 
