@@ -49,11 +49,13 @@ class Suite(NamedTuple):
     files: tuple[str, ...]
     share: int  # of the minutes
     lines: tuple[Line, ...]
+    only: str = ""  # which of their tests
 
     @property
     def command(self) -> str:
         """What is run, less the options of the run."""
-        return f'pytest -m "{self.marks}" {" ".join(f"tests/trust/test_{name}.py" for name in self.files)}'
+        only = f'-k "{self.only}" ' if self.only else ""
+        return f'pytest -m "{self.marks}" {only}{" ".join(f"tests/trust/test_{name}.py" for name in self.files)}'
 
 
 def counted(*names: str) -> Callable[[Figures], str]:
@@ -74,17 +76,25 @@ SUITES = {
             none_of("kills: acknowledged records lost", "kills: deleted records back", "kills: half batches"),
         ),
     )),
-    "power": Suite("exhaustive", ("power",), 25, (
+    "power": Suite("exhaustive", ("power",), 18, (
         Line(
-            "states of the disk after a power cut",
+            "states of the disk after a power cut, or one after a kill",
             counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
         ),
+    ), "no_cut_loses or after_a_kill"),
+    "recovery": Suite("exhaustive", ("power",), 6, (
+        Line(
+            "states after a second cut, within the recovery from the first",
+            counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
+        ),
+    ), "within_the_recovery"),
+    "protocol": Suite("exhaustive", ("power",), 8, (
         Line(
             "a sync left away, or two neighbouring steps swapped",
             counted("power loss: mutations tried"),
             lambda f: f"{f['power loss: mutations found']:,} shown to lose data, the others each with a reason not to",
         ),
-    )),
+    ), "each_sync"),
     "faults": Suite("", ("faults",), 5, (
         Line("EIO, ENOSPC and short writes", counted("faults injected"), none_of("faults: acknowledged records lost")),
     )),

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,10 +171,12 @@ class Explorer:
     judge: Judge
     seed: int = 0
     seen: set[bytes] = field(default_factory=set)  # digests of images: each counts once
+    tally: Counter[str] = field(default_factory=Counter)
 
     def cut(self, disk: Disk, place: int, fates: Fates, step: Step, allowed: list[range]) -> Violation | None:
         """Cut the power after `place` steps."""
         image, digests = disk.after(lambda one: fates.get(one, KEEP))
+        self.tally["power loss: states explored"] += hash_of(digests) not in self.seen
         self.seen.add(hash_of(digests))
         for outcome, right in zip(self.judge.outcomes(image, digests), allowed, strict=True):
             if isinstance(outcome, str):
