@@ -74,7 +74,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
     line.recv()
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("how", "handles"), [("close", 1), ("close", 3), ("kill", 1), ("kill", 3)])
 def test_a_child_reads_on_when_its_parent_is_gone_and_another_writes(path: Path, how: str, handles: int) -> None:
     """The parent's last close takes the WAL away, unless the child has a connection that is really its own."""
