@@ -79,7 +79,7 @@ def elsewhere(work: Callable[[], Any]) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(SECONDS)
     assert not thread.is_alive(), "another thread waits for ever"
     if raised:
         raise raised[0]
