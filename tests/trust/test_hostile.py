@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import softdb
 from softdb import check
 from softdb.formats import numbers_in, read_records
 from softdb.index import cache
-from softdb.store import files
+from softdb.store import disk, files
 
 pytest_plugins = ["hostile_world"]
 
@@ -57,6 +60,39 @@ def test_what_stands_in_the_place_of_a_file_leads_nowhere(
     tally["hostile: files tried"] += 1
     assert ended.decent, ended
     assert contents(outside) == before, "something outside was written, made or removed"
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [lambda path: files.open_regular(path).close(), lambda path: os.close(disk.open(path, os.O_RDWR | os.O_CREAT))],
+    ids=["to read", "to write"],
+)
+def test_no_function_that_opens_a_file_follows_a_link(tmp_path: Path, opened: Callable[[Path], None]) -> None:
+    (tmp_path / "outside").write_text("precious")
+    for target in ("outside", "made through a link"):
+        (tmp_path / "link").symlink_to(target)
+        with pytest.raises(OSError, match="symbolic links"):
+            opened(tmp_path / "link")
+        (tmp_path / "link").unlink()
+    assert os.listdir(tmp_path) == ["outside"]
+
+
+@pytest.mark.parametrize("folder", [None, "by its descriptor"])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read(tmp_path: Path, folder: str | None) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    opened, raised = os.open(tmp_path, os.O_RDONLY), list[OSError]()
+
+    def read() -> None:
+        try:
+            files.open_regular(tmp_path / "pipe", opened if folder else None)
+        except OSError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+    os.close(opened)
+    assert [str(error) for error in raised] == ["pipe is not a regular file"]
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
