@@ -164,11 +164,14 @@ def run(suite: Suite, minutes: float) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The table of docs/durability.md."""
     rows = ["| tried | how much | lost, or answered wrongly | command |", "|---|---:|---|---|"]
-    for name, suite in SUITES.items():
-        found = results[name]
-        for line in suite.lines:
-            much = line.much(found["figures"]) + ("" if found["whole"] else " (cut off)")
-            rows.append(f"| {line.tried} | {much} | {line.wrong(found['figures'])} | `{found['command']}` |")
+    for name, found in results.items():
+        for line in SUITES[name].lines:
+            try:
+                much, wrong = line.much(found["figures"]), line.wrong(found["figures"])
+            except KeyError:  # it was cut off before the first of them
+                much, wrong = "none", ""
+            cut = "" if found["whole"] else " (cut off)"
+            rows.append(f"| {line.tried} | {much}{cut} | {wrong} | `{found['command']}` |")
     return "\n".join(rows) + "\n"
 
 
@@ -193,8 +196,8 @@ def main() -> None:
         print(
             f"{name}: {found['minutes']} min, {'whole' if found['whole'] else 'cut off'}", found["figures"], flush=True
         )
-        results = json.loads(RESULTS.read_text())
-        results[name] = found
+        results = {**json.loads(RESULTS.read_text()), name: found}
+        results = {one: results[one] for one in SUITES if one in results}
         write_json(RESULTS, results)
         DOCS.write_text(shown(DOCS.read_text(), results))
 

@@ -173,9 +173,9 @@ class Catalog:
         """Generation and next row number. Raises CorruptionError."""
         if self._state is not None and self.connection.in_transaction:
             return self._state
-        found: list[Any] = self.connection.execute("SELECT generation, next_row, crc FROM state LIMIT 1").fetchall()
-        if not found:
-            raise damaged_catalog("has lost its state row")
+        found: list[Any] = self.connection.execute("SELECT generation, next_row, crc FROM state LIMIT 2").fetchall()
+        if len(found) != 1:  # more would all be written by `advance`, and pages may form a cycle
+            raise damaged_catalog("has lost its state row" if not found else "has several state rows")
         generation, next_row, crc = found[0]
         sound = all(type(one) is int and 0 <= one < _MOST for one in (generation, next_row))
         if not sound or crc != format.state_crc(generation, next_row):

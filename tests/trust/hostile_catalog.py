@@ -161,6 +161,47 @@ def sparse(name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Craft:
     return craft
 
 
+def page_of(path: Path, table: str) -> tuple[int, int]:
+    """Page size, and the number of a table's root page."""
+    with opened(path) as connection:
+        (root,) = one(connection, "SELECT rootpage FROM sqlite_schema WHERE name = ?", table)
+        return int(connection.pragma("page_size")), int(root)
+
+
+def tower(table: str, claimed: int = 0) -> Craft:
+    """A table of eight levels of pages, each the child of the next 400 times over; the file may claim to be larger."""
+
+    def craft(path: Path) -> None:
+        size, root = page_of(path, table)
+        file = path / "catalog.sqlite"
+        data = bytearray(file.read_bytes())
+        leaf = data[(root - 1) * size : root * size]
+        pages = len(data) // size
+        data += leaf  # becomes page pages + 1
+        children = pages + 1
+        for _ in range(8):
+            data += _interior(size, children, 400)
+            children = len(data) // size
+        data[(root - 1) * size : root * size] = _interior(size, children, 400)
+        data[28:32] = struct.pack(">I", max(len(data), claimed) // size)
+        file.write_bytes(data)
+        os.truncate(file, max(len(data), claimed))
+
+    return craft
+
+
+def _interior(size: int, child: int, count: int) -> bytes:
+    cells = [struct.pack(">I", child) + bytes([1]) for _ in range(count)]
+    page, at, pointers = bytearray(size), size, []
+    for cell in cells:
+        at -= len(cell)
+        page[at : at + len(cell)] = cell
+        pointers.append(at)
+    page[:12] = struct.pack(">BHHHBI", 5, 0, count, at, 0, child)
+    page[12 : 12 + 2 * count] = struct.pack(f">{count}H", *pointers)
+    return bytes(page)
+
+
 def journal(victim: str | None, pages: bool = False) -> Craft:
     """A hot rollback journal; it may claim to be part of a larger one, `victim`, which SQLite then would delete."""
 

@@ -21,8 +21,9 @@ from hostile_catalog import (
     sparse,
     sql,
     state,
+    tower,
 )
-from hostile_child import Ended, Nursery
+from hostile_child import SECONDS, Ended, Nursery
 
 ENDLESS = "WITH RECURSIVE c(x) AS (VALUES(1) UNION ALL SELECT x + 1 FROM c) SELECT x FROM c"
 TABLES = ("settings", "state", "records", "segments", "tombstones", "indexes", "gaps")
@@ -41,13 +42,14 @@ def tried(
     craft: Craft,
     mode: tuple[str, bool],
     tally: Counter[str],
+    seconds: float = SECONDS,
 ) -> Ended:
     """How a spoilt copy is met; nothing but it may have changed."""
     path, victim = place / "db", place / "victim"
     shutil.copytree(source, path)
     victim.write_text("precious")
     craft(path)
-    ended = asked.run("hostile_child:explore", path, *mode)
+    ended = asked.run("hostile_child:explore", path, *mode, seconds=seconds)
     tally["hostile: directories tried"] += 1
     tally["hostile: code runs"] += (place / "mark").exists()
     assert ended.decent, f"{mode[0]}: {ended}"
@@ -342,6 +344,16 @@ def test_pages_and_logs_that_cannot_be_end_decently(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     tried(asked, goods["good"], tmp_path, PAGES[name], mode, tally)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("table", ["segments", "records", "state", "tombstones", "gaps"])
+def test_a_table_that_leads_into_itself_is_not_read_for_ever(
+    asked: Nursery, goods: dict[str, Path], tmp_path: Path, table: str, mode: tuple[str, bool], tally: Counter[str]
+) -> None:
+    """A few pages that are each other's children are 400^8 leaves to whoever reads on."""
+    tried(asked, goods["compacted"], tmp_path, tower(table), mode, tally, seconds=120)
 
 
 @pytest.mark.parametrize("mode", MODES)

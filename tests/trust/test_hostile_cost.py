@@ -13,7 +13,7 @@ from typing import Any
 import apsw
 import hostile_catalog
 import pytest
-from hostile_catalog import sql
+from hostile_catalog import sql, tower
 
 import softdb
 from softdb.store.generation import SnapshotLoader
@@ -98,6 +98,15 @@ def test_pages_in_a_circle_in_a_sparse_catalogue(path: Path, mode: str, table: s
             page[at : at + 10] = struct.pack(">I", root) + bytes([5, 2, 1, 1, 1, 1])
         raw.write(page)
     bounded(lambda: opened_or_refused(path, mode))
+
+
+@pytest.mark.parametrize("claimed", [0, HUGE])
+@pytest.mark.parametrize("table", ["segments", "tombstones", "state", "records", "gaps"])
+def test_pages_that_are_each_others_children(path: Path, table: str, claimed: int) -> None:
+    with softdb.open(path) as db:
+        db.compact()
+    tower(table, claimed)(path)
+    bounded(lambda: opened_or_refused(path, "r"))
 
 
 def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:
