@@ -170,8 +170,9 @@ def table(results: dict[str, Any]) -> str:
                 much, wrong = line.much(found["figures"]), line.wrong(found["figures"])
             except KeyError:  # it was cut off before the first of them
                 much, wrong = "none", ""
-            cut = "" if found["whole"] else " (cut off)"
-            rows.append(f"| {line.tried} | {much}{cut} | {wrong} | `{found['command']}` |")
+            said = [*([] if found["whole"] else ["cut off"]), *([found["note"]] if "note" in found else [])]
+            more = f" ({', '.join(said)})" if said else ""
+            rows.append(f"| {line.tried} | {much}{more} | {wrong} | `{found['command']}` |")
     return "\n".join(rows) + "\n"
 
 
