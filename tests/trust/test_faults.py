@@ -114,14 +114,14 @@ def test_a_creation_that_fails_at_any_step_is_told_and_made_up_for(
         create(tmp_path / f"{at}", Fault(at, error, stays=stays))
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.parametrize("case", [case for case in CASES if case.base == "plain"], ids=str)
 def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_all(
-    bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch
+    bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     whole = disk.write
     monkeypatch.setattr(disk, "write", lambda descriptor, data, offset: whole(descriptor, data[:13], offset))
-    for case in (one for one in CASES if one.base == "plain"):
-        attempt(case, bases[case.base], bases[case.base].folder.with_name("bytes"), None)
+    attempt(case, bases[case.base], bases[case.base].folder.with_name("bytes"), None)
 
 
 @pytest.mark.parametrize("verb", READS)

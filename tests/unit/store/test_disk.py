@@ -17,6 +17,7 @@ import pytest
 
 import softdb
 from softdb.store import disk, files
+from softdb.store.catalog import Catalog
 from softdb.store.format import FORMAT
 
 
@@ -297,6 +298,30 @@ def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_fo
         monkeypatch.setattr(disk, "sync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
         softdb.open(found).close()
     assert log in synced
+
+
+def test_a_log_that_could_not_be_checkpointed_at_opening_is_before_the_first_write(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk: what a sync has failed on may only look as if on disk, and nothing may come after it."""
+    make(path)
+    with softdb.open(path) as db:
+        db.insert(["last"], np.ones((1, 4)))
+        shutil.copytree(path, tmp_path / "found")  # as a kill leaves it
+    log, real, full = tmp_path / "found" / "catalog.sqlite-wal", Catalog.checkpoint, [True]
+
+    def checkpoint(catalog: Catalog) -> None:
+        if full and full.pop():
+            raise apsw.FullError("database or disk is full")
+        real(catalog)
+        assert not log.stat().st_size
+        full.append(False)
+
+    monkeypatch.setattr(Catalog, "checkpoint", checkpoint)
+    with softdb.open(tmp_path / "found") as db:
+        assert log.stat().st_size
+        db.insert(["next"], np.ones((1, 4)))
+        assert full == [False], "the first write has not tried again"
 
 
 def test_too_many_open_files_are_no_corruption(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
