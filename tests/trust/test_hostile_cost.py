@@ -13,7 +13,7 @@ from typing import Any
 import apsw
 import hostile_catalog
 import pytest
-from hostile_catalog import sql, tower
+from hostile_catalog import sparse, sql, state, tower
 
 import softdb
 from softdb.store.generation import SnapshotLoader
@@ -56,6 +56,17 @@ def test_empty_segments_are_refused_unread(path: Path, mode: str) -> None:
     many = "WITH RECURSIVE n(i) AS (SELECT 100 UNION ALL SELECT i + 1 FROM n WHERE i < 300100)"
     sql(f"INSERT INTO segments {many} SELECT i, 0, 64, 0 FROM n")(path)
     bounded(lambda: refused(path, mode))
+
+
+def test_rows_of_files_that_are_all_holes_are_refused(path: Path) -> None:
+    """More of them than a catalogue of this size can tell the live from the dead."""
+    rows, count = 1 << 20, 600
+    for number in range(1, count + 1):
+        sparse(f"keys-{number:08d}.npy", (rows, hostile_catalog.WIDTH))(path)
+    many = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})"
+    sql("DELETE FROM segments", f"INSERT INTO segments {many} SELECT i, (i - 1) * {rows}, {rows}, {rows} FROM n")(path)
+    state(3, rows * count)(path)
+    bounded(lambda: refused(path, "r"))
 
 
 def test_a_missing_file_is_looked_for_at_most_twice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
