@@ -36,12 +36,14 @@ class Costs(NamedTuple):
     scored: float  # of a record that is scored for a query, one by one
     fetched: float  # of a record that is compared in a block, once for all queries
     compared: float  # and for each query
+    alone: float = 0  # of a code for a single query, all else included; 0: as for several, which threads share
     begun: float = 0  # of comparing records at all
     few: int = 0  # records that are compared sooner than an index is asked, whatever it costs
 
     def search(self, index: Index, effort: int, queries: int = 1) -> float:
         """Of a search by the index."""
-        return self.called + queries * self.code * codes_of(index, effort)
+        codes = codes_of(index, effort)
+        return self.alone * codes if queries == 1 and self.alone else self.called + queries * self.code * codes
 
     def one_by_one(self, records: int, queries: int = 1) -> float:
         """Of scoring records for each query."""
@@ -108,6 +110,7 @@ def measured(snapshot: Snapshot, index: Index) -> Costs:
     return Costs(
         called=max(took["alone"] - each, 0.0),
         code=each / max(1.0, codes_of(index, index.effort)),
+        alone=took["alone"] / max(1.0, codes_of(index, index.effort)),
         scored=took["listed"] / LISTED,
         fetched=max((took["one"] - took["few"]) / len(keys) - alike, 0.0),
         compared=alike,

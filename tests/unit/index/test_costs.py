@@ -36,6 +36,15 @@ def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
         yield db
 
 
+@pytest.fixture(autouse=True)
+def anew(request: pytest.FixtureRequest) -> None:
+    """What was measured before, or set, counts no more."""
+    if "db" in request.fixturenames:
+        index = request.getfixturevalue("db").finder.index
+        assert index is not None
+        index.costs = None
+
+
 def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, rng: np.random.Generator) -> None:
     queries = rng.standard_normal((5, 24)).astype(np.float32)
     every = db.search(queries.tolist(), k=7)  # a list takes them all
@@ -78,7 +87,6 @@ def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
 def test_costs_are_measured_once_for_an_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     index = db.finder.index
     assert index is not None
-    index.costs = None
     start = time.process_time()
     db.search(np.ones((1, 24), np.float32))
     assert time.process_time() - start < 5  # some ten milliseconds; the machine may be busy
@@ -98,15 +106,12 @@ def test_what_costs_less_is_taken(db: softdb.SoftDB, dear: str, rng: np.random.G
     index.costs = Costs(called=1, code=0, scored=1, fetched=1, compared=1)
     if dear == "index":
         index.costs = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
-    try:
-        for q in (1, 100):
-            queries = torch.from_numpy(rng.standard_normal((q, 24)).astype(np.float32))
-            finder = db.finder.find(snapshot, queries, 10, None).finder
-            assert finder == ("flat" if dear == "index" else index.kind)
-            plain = db.finder.find_among_all(snapshot, queries.numpy(), 10)
-            assert (plain is None) == (dear == "index")
-    finally:
-        index.costs = None
+    for q in (1, 100):
+        queries = torch.from_numpy(rng.standard_normal((q, 24)).astype(np.float32))
+        finder = db.finder.find(snapshot, queries, 10, None).finder
+        assert finder == ("flat" if dear == "index" else index.kind)
+        plain = db.finder.find_among_all(snapshot, queries.numpy(), 10)
+        assert (plain is None) == (dear == "index")
 
 
 def test_a_pace_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
