@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.store import budget, catalog, files, segments
+from softdb.store import budget, catalog, files, keyed, segments
 from softdb.store import writer as writing
 
 DIM = 4
@@ -323,7 +323,7 @@ def test_a_child_forked_while_another_thread_opens_keeps_nobody_out(
         within.set()
         forked.wait(0.5)  # a fork waits for whoever is in the middle of something
 
-    after(monkeypatch, catalog.Catalog, "schema", pause)
+    after(monkeypatch, keyed, "read", pause)
     handles: list[softdb.SoftDB] = []
     thread = threading.Thread(target=lambda: handles.append(softdb.open(path)))
     thread.start()
