@@ -23,13 +23,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from softdb.visible import CONTROLS, visible
+
 __all__ = ["counted", "dumps", "listed", "number", "print_json", "print_table", "progress", "safe", "size", "terminal"]
 
-# control characters and those that reverse the order of letters: text from a database must not reach a terminal so
-_CONTROLS = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS}
-_SHOWN |= dict.fromkeys(b"\t\n\r", " ")
-_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS if code > 31}  # JSON has them in strings alone
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # JSON has them in strings alone
 PIPED = 1 << 16  # columns where there is no terminal: lines are not wrapped
 
 
@@ -107,7 +105,7 @@ def print_json(value: object) -> None:
 def safe(text: str, room: int | None = None) -> str:
     """Text from a database or a file, cut to a width, with its control characters and markup escaped."""
     cut = text if room is None or len(text) <= room else text[: max(1, room - 1)] + "…"
-    return escape(cut.translate(_SHOWN))
+    return escape(visible(cut))
 
 
 def listed(facts: dict[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""What queries return: records, hits and pooled values; one entry a query, ids and payloads read when asked.
+"""Records, and hits of queries: one entry a query, ids and payloads read when asked.
 
 Arrays are rectangular, padded with row -1 and score -inf; lists, `len`, iteration and `[i]` give what is there.
 """
@@ -6,22 +6,22 @@ Arrays are rectangular, padded with row -1 and score -inf; lists, `len`, iterati
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import zip_longest
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Id, integer, precise, shown
-from softdb.errors import CorruptionError, StaleRead
+from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape, table
+from softdb.check import Id, shown
+from softdb.errors import BadInput, CorruptionError, MissingDependency, StaleRead
 from softdb.lazy import cached_property
 
-__all__ = ["Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples", "parsed"]
-
-SHOWN = 3  # queries, hits or records that a repr shows
+__all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 
 Resolve = Callable[[NDArray[np.int64]], dict[int, tuple[Id, str | None]]]
 
@@ -54,8 +54,12 @@ class Record:
     payload: Any
 
     def __repr__(self) -> str:
-        value = _shape(self.value) if isinstance(self.value, Tensor) else self.value
-        return f"Record({self.id!r}, key {_shape(self.key)}, value {value}, payload {shown(self.payload)})"
+        value = shape(self.value) if isinstance(self.value, Tensor) else self.value
+        return f"Record({self.id!r}, key {shape(self.key)}, value {value}, payload {shown(self.payload)})"
+
+    def _repr_html_(self) -> str:
+        values = None if self.value is None else torch.as_tensor(self.value)[None]
+        return Records([self.id], self.key[None], values, [json_cell(self.payload)])._repr_html_()
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,9 +92,16 @@ class Records(Sequence[Record]):
         return Record(self.ids[i], self.keys[i], value, self.payloads[i])
 
     def __repr__(self) -> str:
-        values = "none" if self.values is None else _shape(self.values)
-        ids = _listed(map(repr, self.ids), len(self))
-        return f"<{len(self)} Records: {ids}; keys {_shape(self.keys)}, values {values}>"
+        values = "none" if self.values is None else shape(self.values)
+        ids = listed(map(repr, self.ids), len(self))
+        return f"<{len(self)} Records: {ids}; keys {shape(self.keys)}, values {values}>"
+
+    def _repr_html_(self) -> str:
+        most, values = LINES, () if self.values is None else self.values[:LINES]
+        columns = zip_longest(self.ids[:most], self.keys[:most], values, self.payload_texts[:most])
+        lines = [[repr(name), numbers(key), numbers(value), text or ""] for name, key, value, text in columns]
+        caption = f"records {part_of(len(lines), len(self))}, keys {shape(self.keys)}"
+        return table(["id", "key", "value", "payload"], lines, caption)
 
 
 class Hit(NamedTuple):
@@ -162,17 +173,67 @@ class Hits(Sequence["QueryHits"]):
         """For each query the payloads of its hits. Raises StaleRead as `ids` does."""
         return [[self._payload_of[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
 
+    def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
+        """A pandas DataFrame with one line a hit: query (from 0), rank (from 1), id, score and payload.
+
+        fields: names of fields, each a column in place of `payload`; None where a payload has no such field. Scores
+        are plain numbers. Raises MissingDependency without pandas, StaleRead as `ids` does.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise MissingDependency("to_pandas needs pandas; pip install pandas") from None
+        places, payloads = self.live.cpu().nonzero(), [one for mine in self.payloads for one in mine]
+        columns: dict[str, Any] = {
+            "query": places[:, 0].numpy(),
+            "rank": np.array([i for mine in self.ids for i in range(1, len(mine) + 1)], np.int64),
+            "id": pandas.Series([one for mine in self.ids for one in mine], dtype=object),
+            "score": self.scores.detach().cpu()[self.live.cpu()].numpy(),
+        }
+        if fields is None:
+            return pandas.DataFrame({**columns, "payload": pandas.Series(payloads, dtype=object)})
+        if isinstance(fields, str) or not isinstance(fields, Iterable):
+            raise BadInput(f'to_pandas: fields are {shown(fields)}; expected a list of names such as ["year", "lang"]')
+        for name in fields:
+            if not isinstance(name, str) or name in columns:
+                raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
+            columns[name] = [one.get(name) if isinstance(one, dict) else None for one in payloads]
+        return pandas.DataFrame(columns)
+
+    def _named(self, rows: list[int]) -> dict[int, tuple[Id, str | None]]:
+        """Ids and payload texts of some rows, to be shown; of those that are gone none."""
+        try:
+            return self.resolve(np.unique(np.array(rows, np.int64)))
+        except Exception:  # the database is closed or damaged: rows say which records these were
+            return {}
+
     def __repr__(self) -> str:
-        return (
-            f"<Hits of {len(self)} {'query' if len(self) == 1 else 'queries'}: {_listed(map(repr, self), len(self))}>"
-        )
+        return f"<Hits of {len(self)} {'query' if len(self) == 1 else 'queries'}: {listed(map(repr, self), len(self))}>"
+
+    def _repr_html_(self) -> str:
+        return _hits_table(self, range(len(self)))
+
+
+def _hits_table(hits: Hits, queries: range) -> str:
+    """A table of the hits of some queries. Looks up those that it shows."""
+    each = max(SHOWN, LINES // max(1, len(queries)))
+    mine = {i: QueryHits(hits, i) for i in queries[: LINES // each]}
+    names = hits._named([row for one in mine.values() for row in one._rows[:each]])
+    lines = []
+    for i, one in mine.items():
+        for rank, (row, score) in enumerate(zip(one._rows[:each], one._scores, strict=False), 1):
+            name, text = (repr(names[row][0]), names[row][1] or "") if row in names else (f"row {row}", "")
+            lines.append([str(i), str(rank), name, f"{score:.4g}", text])
+    found = int(hits.live[queries.start : queries.stop].sum())
+    caption = f"hits {part_of(len(lines), found)}, queries {part_of(len(mine), len(queries))}"
+    return table(["query", "rank", "id", "score", "payload"], lines, caption)
 
 
 class QueryHits(Sequence[Hit]):
     """The hits of one query, best first; ids and payloads are read with those of the other queries, when asked."""
 
     def __init__(self, hits: Hits, query: int) -> None:
-        self._hits = hits
+        self._hits, self._query = hits, query
         self._places = hits.live[query].nonzero()[:, 0].tolist()
         self._rows: list[int] = hits.rows[query, self._places].tolist()
         self._scores: list[float] = hits.scores[query, self._places].tolist()
@@ -191,101 +252,10 @@ class QueryHits(Sequence[Hit]):
         return Hit(self._hits._found[row][0], self._scores[i], row, self._hits._payload_of[row])
 
     def __repr__(self) -> str:
-        try:
-            names = self._hits.resolve(np.unique(np.array(self._rows[:SHOWN], np.int64)))
-        except Exception:  # the database is closed or damaged: rows say which records these were
-            names = {}
+        names = self._hits._named(self._rows[:SHOWN])
         hits = zip(self._rows, self._scores, strict=True)
         each = (f"{names[row][0]!r} {score:.4g}" if row in names else f"row {row} {score:.4g}" for row, score in hits)
-        return f"[{_listed(each, len(self))}]"
+        return f"[{listed(each, len(self))}]"
 
-
-def _listed(each: Iterator[str], count: int) -> str:
-    """The first of some texts."""
-    return ", ".join([*islice(each, SHOWN), *(["…"] if count > SHOWN else [])])
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True, repr=False)
-class Explanation:
-    """What carries the answer to one query: its heaviest records, heaviest first. Prints as a table."""
-
-    ids: list[Id]
-    weights: list[float]  # of all weight, not of what is listed
-    payloads: list[Any]
-    scores: list[float]
-    mass: float  # Σ of the weights listed, from 0 to 1
-    effective: float  # exp(entropy): among how many equal records the weight would be as spread out
-
-    def __repr__(self) -> str:
-        pairs = zip(self.ids, self.weights, strict=True)
-        heaviest = _listed((f"{name!r} {weight:.2%}" for name, weight in pairs), len(self.ids))
-        return f"<Explanation: {heaviest}; {self.mass:.2%} in {len(self.ids)} records>"
-
-    def __str__(self) -> str:
-        lines = [
-            f"{weight:7.2%}  {name}  {shown(what)}"
-            for name, weight, what in zip(self.ids, self.weights, self.payloads, strict=True)
-        ]
-        return "\n".join([*lines, f"{self.mass:7.2%}  in {len(self.ids)} records, of effectively {self.effective:.1f}"])
-
-
-@dataclass(frozen=True, repr=False)
-class Samples:
-    """Records drawn from the soft distribution, with replacement; row -1 where a query has none to draw from."""
-
-    hits: Hits  # the records, (q, n), in the order of drawing
-    log_prob: Tensor  # (q, n) score / temperature - lse, differentiable
-
-    def __repr__(self) -> str:
-        return f"<Samples {_shape(self.log_prob)}: {self.hits!r}>"
-
-
-@dataclass(frozen=True, repr=False)
-class Estimate:
-    """A number for each query, and how far it may be off."""
-
-    value: Tensor  # (q,) differentiable
-    bar: Tensor  # (q,) the error that `confidence` of all answers stay below; 0 where exact
-    met: Tensor  # (q,) bool: whether the tolerance asked for is met
-    exact: Tensor  # (q,) bool
-
-    def __repr__(self) -> str:
-        pairs = zip(self.value[:SHOWN].tolist(), self.bar[:SHOWN].tolist(), strict=True)
-        return f"<Estimate: {_listed((f'{value:.6g} ± {bar:.2g}' for value, bar in pairs), len(self.value))}>"
-
-
-@dataclass(frozen=True, repr=False)
-class Pooled:
-    """The answer of a soft query, one entry a query."""
-
-    output: Tensor  # (q, v) weighted mean of the values, or (q, num_classes) distribution; differentiable
-    lse: Tensor  # (q,) log-normaliser, the smoothed largest score / temperature; -inf for none; differentiable
-    exact: Tensor  # (q,) bool: whether this is the answer over every record that takes part, proven
-    missed_mass: Tensor  # (q,) estimated share of the weight of other records; 0 where exact, NaN where unknown
-    n_pooled: Tensor  # (q,) int64: how many records were weighed
-    hits: Hits | None  # the records that were weighed, best first; None when all took part in one stream
-    weights: Tensor | None  # (q, k) of those hits, differentiable
-    finder: str  # what found them: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), or an index
-    explanation: Callable[[int], list[Explanation]]
-    bar: Tensor  # (q,) the error ‖ô - o‖ that `confidence` of all answers stay below; 0 where exact, NaN for `k=`
-    stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)
-    lse_stderr: Tensor  # (q,) standard error of lse
-    met: Tensor  # (q,) bool: whether the tolerance asked for is met; for `k=` as `exact`
-
-    def explain(self, k: int = 10) -> list[Explanation]:
-        """For each query the k records that carry most of its answer.
-
-        Costs a search and one pass over the records where they were all weighed in a stream. Raises StaleRead when one
-        of them was deleted since.
-        """
-        with precise():
-            return self.explanation(integer(k, "k"))
-
-    def __repr__(self) -> str:
-        exact = f"{int(self.exact.sum())} of {len(self.exact)} exact"
-        hits = "" if self.hits is None else f", hits {list(self.hits[:SHOWN])}"
-        return f"<Pooled: output {_shape(self.output)}, {exact}, finder {self.finder!r}{hits}>"
+    def _repr_html_(self) -> str:
+        return _hits_table(self._hits, range(self._query, self._query + 1))

@@ -1,0 +1,16 @@
+"""Text from a database or a file, fit for a terminal or a page."""
+
+from __future__ import annotations
+
+__all__ = ["CONTROLS", "visible"]
+
+# control characters, those that reverse the order of letters, and halves of characters
+CONTROLS = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F)]
+CONTROLS += [*range(0x2066, 0x206A), *range(0xD800, 0xE000)]
+_VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROLS}
+_VISIBLE |= dict.fromkeys(b"\t\n\r", " ")
+
+
+def visible(text: str) -> str:
+    """A text with its control characters written out, in one line."""
+    return text.translate(_VISIBLE)
