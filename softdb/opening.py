@@ -13,7 +13,7 @@ from softdb.database import SoftDB
 from softdb.encoders import name_of, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.store import Store
-from softdb.store.filters import field_names
+from softdb.store.paths import field_names
 from softdb.typing import Device
 
 __all__ = ["open"]

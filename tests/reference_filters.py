@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 MISSING = object()
@@ -35,8 +37,44 @@ OPERATORS = {
     "$in": lambda v, o: any(same(v, one) for one in o),
     "$nin": lambda v, o: not any(same(v, one) for one in o),
     "$exists": lambda v, o: (v is not MISSING) == o,
+    "$startswith": lambda v, o: isinstance(v, str) and v.startswith(o),
     "$contains": contains,
 }
+
+
+def spelled(parts: Sequence[str]) -> str:
+    """A field's name as a filter writes it."""
+    return ".".join(part.replace("\\", "\\\\").replace(".", "\\.") for part in parts)
+
+
+@cache
+def parts_of(name: str) -> list[str]:
+    """The names on the way, letter by letter."""
+    parts, i = [""], 0
+    while i < len(name):
+        if name[i] == "\\" and name[i + 1 : i + 2] in ("\\", "."):
+            i += 1
+            parts[-1] += name[i]
+        elif name[i] == ".":
+            parts.append("")
+        else:
+            parts[-1] += name[i]
+        i += 1
+    return parts
+
+
+def at(payload: Any, name: str) -> Any:
+    """What a payload holds there."""
+    first, *rest = parts_of(name)
+    found = payload.get(first, MISSING) if isinstance(payload, dict) else MISSING
+    for part in rest:
+        if isinstance(found, dict):
+            found = found.get(part, MISSING)
+        elif isinstance(found, list) and len(part) < 10 and part in map(str, range(len(found))):
+            found = found[int(part)]
+        else:
+            return MISSING
+    return found
 
 
 def meets(payload: Any, where: dict[str, Any]) -> bool:
@@ -50,13 +88,30 @@ def clause(payload: Any, name: str, condition: Any) -> bool:
         return any(meets(payload, one) for one in condition)
     if name == "$not":
         return not meets(payload, condition)
-    value = payload.get(name, MISSING) if isinstance(payload, dict) else MISSING
+    return holds(at(payload, name), condition)
+
+
+def holds(value: Any, condition: Any) -> bool:
+    """Whether a value meets what is asked of it."""
     if not isinstance(condition, dict):
         return same(value, condition)
     return all(
-        not clause(payload, name, operand) if operator == "$not" else OPERATORS[operator](value, operand)
+        not holds(value, operand)
+        if operator == "$not"
+        else matches_element(value, operand)
+        if operator == "$elemMatch"
+        else OPERATORS[operator](value, operand)
         for operator, operand in condition.items()
     )
+
+
+def matches_element(value: Any, operand: dict[str, Any]) -> bool:
+    of_itself = operand
+    while list(of_itself) == ["$not"]:
+        of_itself = of_itself["$not"]
+    if any(name in OPERATORS or name == "$elemMatch" for name in of_itself):
+        return isinstance(value, list) and any(holds(one, operand) for one in value)
+    return isinstance(value, list) and any(isinstance(one, dict) and meets(one, operand) for one in value)
 
 
 def as_filtered(payload: Any) -> Any:

@@ -16,8 +16,8 @@ from softdb.check import Array, Id
 from softdb.database.handle import Handle, verb
 from softdb.errors import BadInput, StaleRead
 from softdb.store import Batch, Snapshot
-from softdb.store.filters import field_names
 from softdb.store.keyed import Keyed
+from softdb.store.paths import field_names
 from softdb.typing import Ids, Numbers, Vectors
 
 __all__ = ["RecordVerbs"]

@@ -361,7 +361,7 @@ class Catalog:
     def fields(self) -> tuple[str, ...]:
         """The fields of the payload that have an index."""
         found = self.all("SELECT name FROM sqlite_schema WHERE type = 'index' AND name GLOB 'field_*'")
-        return tuple(sorted(bytes.fromhex(name.removeprefix("field_")).decode() for (name,) in found))
+        return tuple(sorted(field for (name,) in found for field in format.indexed_field(name)))
 
     def index_field(self, name: str) -> None:
         """Index a field, if it is not. Cost: one pass over the payloads."""

@@ -2,33 +2,37 @@
 
     {"year": {"$gte": 2020, "$lt": 2024}, "lang": "de"}        several fields and operators: all must hold
     {"$or": [{"lang": {"$in": ["de", "fr"]}}, {"tags": {"$contains": "new"}}], "$not": {"draft": True}}
+    {"author.name": {"$startswith": "Sch"}, "reviews": {"$elemMatch": {"by": "Ann", "stars": {"$gt": 3}}}}
 
 Numbers compare with numbers, strings with strings, booleans with booleans; anything else does not match (SQLite's own
-order would call "1999" >= 2020 true). `$ne` and `$nin` match records without the field. Fields are those of a payload
-that is an object, by their exact names ("a.b" is one name, not a way into "a").
+order would call "1999" >= 2020 true). `$ne` and `$nin` match records without the field. What a field's name means, is
+in `softdb.store.paths`; a payload that is no object has no fields.
 
-A field that is declared has an SQLite index over `field_sql(name)`, its type and its value. These are the expressions
-of every condition, to the letter, so SQLite answers them from the index; `$contains` alone always reads the payloads.
+A field that is declared has an SQLite index over `field_sql`, its type and its value. These are the expressions of
+every condition, to the letter, so SQLite answers them from the index; `$contains` and `$elemMatch` always read the
+payloads.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from softdb.check import MAX_DEPTH, shown
-from softdb.errors import BadFilter, BadInput
+from softdb.errors import BadFilter
+from softdb.store.paths import field_sql, parts_of, spelled, utf8
 
-__all__ = ["All", "Condition", "Either", "Node", "Not", "field_names", "field_sql", "fields_in", "parse", "statement"]
+__all__ = ["All", "Condition", "Either", "Node", "Not", "parse", "statement"]
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
-_OPERATORS = "$eq $ne $gt $gte $lt $lte $in $nin $exists $contains $not"
+_OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]
+_AROUND = ["$and", "$or", "$not"]
 _TYPES = {"number": "('integer', 'real')", "string": "('text')"}
 _MOST = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
-_NO_PATH = '"\\\0'  # a JSON path has no way to write names with these marks
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,10 @@ class Condition:
 
     sql: str
     bindings: tuple[Any, ...]
-    field: str | None  # whose index answers it, if there is one; None: no index can
+    field: str | None  # spelled; None: it is of a list's element
+    indexed: bool = True  # whether an index of the field answers it, if there is one
     narrow: bool = False  # whether it is an equality, which likely matches less than a comparison
+    size: int = 1  # the conditions it consists of
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,8 @@ class Either:
 Node = Condition | Not | All | Either
 
 
-def parse(where: object, depth: int = 1) -> Node:
-    """The tree of a whole filter. Raises BadFilter for what is not of the grammar."""
+def parse(where: object, depth: int = 1, of: str = "payload") -> Node:
+    """The tree of a whole filter, over the JSON that the SQL `of` gives. Raises BadFilter for what is no filter."""
     if depth > MAX_DEPTH:
         raise BadFilter(f"where nests deeper than {MAX_DEPTH}; flatten it")
     if not isinstance(where, dict):
@@ -76,33 +82,34 @@ def parse(where: object, depth: int = 1) -> Node:
         if name in ("$and", "$or"):
             if not isinstance(condition, list | tuple):
                 raise BadFilter(f"{name} is given {shown(condition)}; expected a list of filters")
-            inner = tuple(parse(one, depth + 1) for one in condition)
+            inner = tuple(parse(one, depth + 1, of) for one in condition)
             parts.append(All(inner) if name == "$and" else Either(inner))
         elif name == "$not":
-            parts.append(Not(parse(condition, depth + 1)))
+            parts.append(Not(parse(condition, depth + 1, of)))
         elif not isinstance(name, str):
             raise BadFilter(f"where has the field name {shown(name)}; field names are str")
+        elif name in _OPERATORS:
+            raise BadFilter(f'where has {name} without a field; write {{"field": {{"{name}": …}}}}')
         elif name.startswith("$"):
-            raise BadFilter(f"where has the unknown operator {shown(name)}; around fields stand $and, $or and $not")
+            raise BadFilter(
+                f"where has the unknown operator {shown(name)}{_meant(name, _AROUND)}; around fields stand "
+                "$and, $or and $not"
+            )
         else:
-            parts.append(_Field(name).asked(condition, depth + 1))
+            names = parts_of(name)
+            field = _Field(spelled(names), *field_sql(names, of), indexed=of == "payload" and "\0" not in name)
+            parts.append(field.asked(condition, depth + 1))
     return _all(parts)
 
 
+@dataclass(frozen=True)
 class _Field:
-    """One field, and the conditions that can be asked of it."""
+    """One field, or one element of a list, and the conditions that can be asked of it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = _text(name)
-        self.key: tuple[str, ...]  # what each mention of type or value binds
-        if any(mark in name for mark in _NO_PATH):  # a walk over the fields has a way
-            self.key, self.field = (name,), None
-            self.type, self.value = (
-                f"(SELECT {column} FROM json_each(payload) WHERE key = ?)" for column in ("type", "value")
-            )
-        else:
-            self.key, self.field = (), name
-            self.type, self.value = field_sql(name)
+    name: str  # spelled
+    type: str  # SQL
+    value: str
+    indexed: bool
 
     def asked(self, condition: object, depth: int) -> Node:
         """Everything asked of the field."""
@@ -110,7 +117,8 @@ class _Field:
             return self.equal(condition)
         if not condition:
             raise BadFilter(
-                f"field {shown(self.name)} is given an empty dict; expected operators, one or more of {_OPERATORS}"
+                f"field {shown(self.name)} is given an empty dict; expected operators, one or more of "
+                f"{' '.join(_OPERATORS)}"
             )
         return _all([self.operator(one, operand, depth) for one, operand in condition.items()])
 
@@ -124,17 +132,36 @@ class _Field:
             return _unless(operator == "$ne", self.equal(operand))
         if operator in ("$in", "$nin"):
             return _unless(operator == "$nin", self.among(operand))
-        if operator == "$exists":
-            if not isinstance(operand, bool):
-                raise BadFilter(f"$exists is given {shown(operand)}; expected True or False")
-            return _unless(operand, Condition(f"{self.type} IS NULL", self.key, self.field))
-        if operator == "$contains":
-            return self.contains(operand)
         if operator == "$not":
             return Not(self.asked(operand, depth + 1))
-        raise BadFilter(
-            f"field {shown(self.name)} is given the unknown operator {shown(operator)}; there are {_OPERATORS}"
+        if operator == "$elemMatch":
+            return self.element(operand, depth + 1)
+        found = {"$exists": self.exists, "$startswith": self.starts, "$contains": self.contains}.get(str(operator))
+        if found is None:
+            raise BadFilter(self.unknown(operator))
+        return found(operand)
+
+    def unknown(self, operator: object) -> str:
+        """What is wrong with what is no operator."""
+        if isinstance(operator, str) and not operator.startswith("$"):
+            inner = shown(f"{self.name}.{operator}")
+            return (
+                f"field {shown(self.name)} is given {shown(operator)}, which is no operator; a field in it is {inner}"
+            )
+        return (
+            f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_meant(operator, _OPERATORS)}; "
+            f"there are {' '.join(_OPERATORS)}"
         )
+
+    def exists(self, operand: object) -> Node:
+        """The field is there, whatever it holds; or is not."""
+        if not isinstance(operand, bool):
+            raise BadFilter(f"$exists is given {shown(operand)}; expected True or False")
+        return _unless(operand, self.condition(f"{self.type} IS NULL"))
+
+    def condition(self, sql: str, *bindings: object, narrow: bool = False) -> Condition:
+        """One that the field's index answers, if it has one."""
+        return Condition(sql, bindings, self.name, self.indexed, narrow)
 
     def equal(self, operand: object) -> Node:
         """The field is there, of the operand's kind, and equal to it."""
@@ -143,7 +170,7 @@ class _Field:
 
     def is_of(self, kind: str) -> Node:
         """The field is true, false or null."""
-        return Condition(f"{self.type} = '{kind}'", self.key, self.field)
+        return self.condition(f"{self.type} = '{kind}'")
 
     def ordered(self, comparison: str, operand: object) -> Node:
         """A comparison within numbers or within strings."""
@@ -157,9 +184,19 @@ class _Field:
     def compared(self, test: str, operand: object, kind: str) -> Node:
         """The value first: where no index helps, it sorts out more records than the type."""
         sql = f"{self.value} {test} AND {self.type} IN {_TYPES[kind]}"
-        return Condition(
-            sql, (*self.key, _plain(operand), *self.key), self.field, narrow=not test.startswith(("<", ">"))
-        )
+        return self.condition(sql, _plain(operand), narrow=not test.startswith(("<", ">")))
+
+    def starts(self, operand: object) -> Node:
+        """The field is a text that begins so: those from that text on, up to the next that does not."""
+        if not isinstance(operand, str):
+            raise BadFilter(f"field {shown(self.name)}: $startswith takes a text; got {shown(operand)}")
+        first = str(utf8(operand))
+        kept = first.rstrip(chr(0x10FFFF))  # nothing is above that
+        if not kept:
+            return self.ordered(">=", first)
+        above = chr(0xE000 if kept[-1] == "\ud7ff" else ord(kept[-1]) + 1)  # between them are no characters
+        sql = f"{self.value} >= ? AND {self.value} < ? AND {self.type} IN {_TYPES['string']}"
+        return self.condition(sql, first, kept[:-1] + above, narrow=True)
 
     def among(self, operand: object) -> Node:
         """The field equals one of a list."""
@@ -180,45 +217,46 @@ class _Field:
     def contains(self, operand: object) -> Node:
         """The field is a list with that member, or a string with that part."""
         kind = _kind(operand, self.name)
-        inner = f"type IS '{kind}'"
-        bound: tuple[object, ...] = (*self.key, *self.key)
+        inner, bound = f"type IS '{kind}'", list[object]()
         if kind in _TYPES:
-            inner, bound = f"type IN {_TYPES[kind]} AND atom = ?", (*bound, _plain(operand))
+            inner, bound = f"type IN {_TYPES[kind]} AND atom = ?", [_plain(operand)]
         sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) WHERE {inner})"
         if kind == "string":
             sql = f"{sql} OR {self.type} = 'text' AND instr({self.value}, ?) > 0"
-            bound = (*bound, *self.key, *self.key, _plain(operand))
+            bound *= 2
         # IS TRUE keeps SQLite from taking the parts apart: a text that is no list must not reach json_each
-        return Condition(f"({sql}) IS TRUE", bound, None)
+        return Condition(f"({sql}) IS TRUE", tuple(bound), self.name, indexed=False)
 
-
-def field_sql(name: str) -> tuple[str, str]:
-    """SQL of a field's JSON type and of its value, for a name that a JSON path can write."""
-    path = f"'$.\"{name}\"'".replace("'", "''")[1:-1]
-    return f"json_type(payload, {path})", f"json_extract(payload, {path})"
-
-
-def fields_in(where: dict[str, Any]) -> set[str]:
-    """The fields that a filter, which has been parsed, asks about."""
-    parts = [([one] if name == "$not" else one) if name[0:1] == "$" else name for name, one in where.items()]
-    return set().union(*({part} if isinstance(part, str) else set().union(*map(fields_in, part)) for part in parts))
-
-
-def field_names(fields: object) -> tuple[str, ...]:
-    """Fields to be declared, checked. Raises BadInput."""
-    if isinstance(fields, str) or not isinstance(fields, Iterable):
-        raise BadInput(f'fields are {shown(fields)}; expected a list of field names such as ["year", "lang"]')
-    names = tuple(fields)
-    for name in names:
-        if not isinstance(name, str):
-            raise BadInput(f"fields hold {shown(name)}; field names are str")
-        _text(name)
-        if any(mark in name for mark in _NO_PATH):
-            raise BadInput(
-                f"field {shown(name)} has a quotation mark, a backslash or NUL in its name and can have no index; "
-                "it can be filtered on without, or be stored under another name"
+    def element(self, operand: object, depth: int) -> Node:
+        """The field is a list, and one element of it meets all that is asked: operators, or a filter over objects."""
+        if not isinstance(operand, dict) or not operand:
+            raise BadFilter(
+                f"field {shown(self.name)}: $elemMatch takes a filter over a list's elements, or operators; got "
+                f"{shown(operand)}"
             )
-    return names
+        each = f"e{depth}"  # elements within elements are of other tables
+        if _of_itself(operand):
+            node = _Field(f"{self.name}[]", f"{each}.type", f"{each}.value", indexed=False).asked(operand, depth)
+            bindings = list[Any]()
+            inner = _sql(node, bindings, certain=False)
+        else:
+            node, bindings = parse(operand, depth, f"{each}.value"), []
+            # CASE: what is no object must not be read as one
+            inner = f"CASE {each}.type WHEN 'object' THEN {_sql(node, bindings, certain=False)} END"
+        sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) {each} WHERE {inner})"
+        return Condition(f"({sql}) IS TRUE", tuple(bindings), self.name, indexed=False, size=_conditions(node))
+
+
+def _of_itself(operand: dict[Any, Any]) -> bool:
+    """Whether operators ask about an element as it is, not about its fields."""
+    while "$not" in operand and isinstance(operand["$not"], dict) and len(operand) == 1:
+        operand = operand["$not"]
+    return any(one in _OPERATORS and one != "$not" for one in operand)
+
+
+def _meant(operator: object, known: list[str]) -> str:
+    near = difflib.get_close_matches(operator, known, 1) if isinstance(operator, str) else []
+    return "".join(f" (did you mean {one}?)" for one in near)
 
 
 def statement(node: Node) -> tuple[str, list[Any]]:
@@ -232,7 +270,7 @@ def statement(node: Node) -> tuple[str, list[Any]]:
 
 def _conditions(node: Node) -> int:
     if isinstance(node, Condition):
-        return 1
+        return node.size
     return _conditions(node.of) if isinstance(node, Not) else sum(map(_conditions, node.of))
 
 
@@ -268,14 +306,6 @@ def _unless(negated: bool, node: Node) -> Node:
     return Not(node) if negated else node
 
 
-def _text(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadFilter(f"where holds {text!a}, which is not Unicode text; decode the source rightly") from None
-    return text
-
-
 def _plain(operand: object) -> object:
     """A text or a number without its own class: NumPy's float64 is a float, its str_ a str."""
     return next((kind(operand) for kind in (str, int, float) if isinstance(operand, kind)), operand)
@@ -288,12 +318,17 @@ def _kind(operand: object, name: str) -> str:
     if isinstance(operand, bool):
         return "true" if operand else "false"
     if isinstance(operand, str):
-        _text(operand)
+        utf8(operand)
         return "string"
     if isinstance(operand, int) and -(2**63) <= operand < 2**63:
         return "number"
     if isinstance(operand, float) and math.isfinite(operand):
         return "number"
+    if isinstance(operand, date):
+        raise BadFilter(
+            f"field {shown(name)} is compared with {shown(operand)}, which JSON cannot hold; "
+            "store and compare dates as ISO text: .isoformat()"
+        )
     raise BadFilter(
         f"field {shown(name)} is compared with {shown(operand)} ({type(operand).__name__}); "
         "expected str, bool, None or a number of at most 64 bits (for lists: $in, $contains)"

@@ -4,7 +4,8 @@ The format, as MUSTs:
 
 * application_id MUST be `APPLICATION`, user_version the format version; any other MUST be refused.
 * The schema MUST be exactly `TABLES`, to the letter, and indexes of declared fields: one named `field_` + the
-  hexadecimal UTF-8 of a name, over the two expressions of `filters.field_sql`; any of those may be dropped at any time.
+  hexadecimal UTF-8 of the names that lead to it, with NUL between them, over the two expressions of `paths.field_sql`;
+  any of those may be dropped at any time.
   Whatever else there is (a trigger, a view, a table more) MUST be refused: it would run in the writes of who opens it.
 * `records` holds exactly the live records. `key_crc`, `value_crc` and `payload_crc` are the CRC-32 of the stored bytes
   of the key, of the value (NULL where the key serves) and of the payload's UTF-8 (NULL where there is none).
@@ -24,6 +25,7 @@ setting, which commits with the rows that it tells of).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cache, lru_cache
 from typing import Any
@@ -31,9 +33,9 @@ from zlib import crc32
 
 import apsw
 
-from softdb.errors import CorruptionError, FormatTooNew, NotADatabase
+from softdb.errors import BadInput, CorruptionError, FormatTooNew, NotADatabase
 from softdb.store.connect import damaged_catalog
-from softdb.store.filters import field_sql
+from softdb.store.paths import field_names, field_sql, parts_of, spelled
 
 __all__ = [
     "APPLICATION",
@@ -42,6 +44,7 @@ __all__ = [
     "TABLES",
     "field_index",
     "field_index_sql",
+    "indexed_field",
     "payload_crc",
     "recognise",
     "setting_crc",
@@ -102,11 +105,8 @@ def _ours(kind: str, name: str, what: tuple[str, str | None], expected: dict[tup
         return bool(expected[kind, name] == what)
     if kind != "index" or what[0] != "records" or not name.startswith("field_"):
         return False
-    try:
-        field = bytes.fromhex(name.removeprefix("field_")).decode()
-    except ValueError:
-        return False
-    return field_index(field) == name and field_index_sql(field) == what[1]
+    fields = indexed_field(name)
+    return bool(fields) and field_index_sql(fields[0]) == what[1]
 
 
 @cache
@@ -123,12 +123,20 @@ def _schema() -> dict[tuple[str, str], tuple[str, str | None]]:
 
 def field_index(name: str) -> str:
     """The name of a field's index."""
-    return f"field_{name.encode().hex()}"  # SQLite's names are case-blind, a field's are not
+    return f"field_{chr(0).join(parts_of(name)).encode().hex()}"  # SQLite's names are case-blind, a field's are not
+
+
+def indexed_field(index: str) -> tuple[str, ...]:
+    """The field that an index of that name is of, if it is of one."""
+    with contextlib.suppress(ValueError, BadInput):
+        names = field_names([spelled(bytes.fromhex(index.removeprefix("field_")).decode().split("\0"))])
+        return names if field_index(names[0]) == index else ()
+    return ()
 
 
 def field_index_sql(name: str) -> str:
     """The statement that makes it, as SQLite remembers it."""
-    of_type, value = field_sql(name)
+    of_type, value = field_sql(parts_of(name))
     return f"CREATE INDEX {field_index(name)} ON records({of_type}, {value})"
 
 

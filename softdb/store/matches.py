@@ -8,6 +8,7 @@ compaction, void what is remembered.
 from __future__ import annotations
 
 import difflib
+import json
 import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from softdb.check import json_text, shown
 from softdb.errors import UnknownField
 from softdb.store.catalog import Catalog
-from softdb.store.filters import All, Condition, Node, Not, fields_in, parse, statement
+from softdb.store.filters import All, Condition, Node, Not, parse, statement
+from softdb.store.paths import field_sql, parts_of, spelled
 from softdb.store.snapshot import Snapshot
 
 __all__ = ["Matches"]
@@ -68,7 +70,7 @@ class Matches:
             if len(self._known) > FILTERS_KEPT:
                 self._known.popitem(last=False)
             if snapshot.count and not matching.any():
-                self._warn_of_unknown(fields_in(where), catalog)
+                self._warn_of_unknown(_named(node), catalog)
         self._known.move_to_end(text)
         return known.matching
 
@@ -82,11 +84,32 @@ class Matches:
                 warnings.warn(message, UnknownField, stacklevel=2)
 
 
+def _named(node: Node) -> set[str]:
+    """The fields that a filter asks about."""
+    if isinstance(node, Condition):
+        return set() if node.field is None else {node.field}
+    return _named(node.of) if isinstance(node, Not) else set().union(*map(_named, node.of))
+
+
 def _nearest(name: str, catalog: Catalog) -> str:
-    """The most similar field of some records, for a message; empty where none is similar."""
-    some = f"SELECT payload FROM records WHERE json_type(payload) = 'object' LIMIT {SAMPLED}"
-    names = [key for (key,) in catalog.all(f"SELECT DISTINCT j.key FROM ({some}) s, json_each(s.payload) j")]
-    return "".join(f"; did you mean {shown(one)}?" for one in difflib.get_close_matches(name, names, 1))
+    """What was likely meant by a name that no record has, for a message; empty where nothing is near."""
+    parts = parts_of(name)
+    for i, part in enumerate(parts):
+        of_type, value = field_sql(parts[:i]) if i else ("json_type(payload)", "payload")
+        some = f"FROM (SELECT {of_type} AS kind, {value} AS held FROM (SELECT payload FROM records LIMIT {SAMPLED}))"
+        within = f"SELECT DISTINCT j.key {some}, json_each(CASE WHEN kind IN ('object', 'array') THEN held END) j"
+        keys = [key for (key,) in catalog.all(within)]
+        if part in map(str, keys):
+            continue
+        names = [key for key in keys if isinstance(key, str)]  # of a list they are numbers
+        if (plain := ".".join(parts[i:])) in names:
+            return f"; a dot in a name is written {shown(spelled([*parts[:i], plain]))}"
+        near = [spelled([*parts[:i], one, *parts[i + 1 :]]) for one in difflib.get_close_matches(part, names, 1)]
+        if i and not near and len(names) < len(keys):
+            inner = json.dumps({spelled(parts[:i]): {"$elemMatch": {spelled(parts[i:]): "…"}}}, ensure_ascii=False)
+            return f"; {shown(spelled(parts[:i]))} is a list, whose elements are asked by {inner}"
+        return "".join(f"; did you mean {shown(one)}?" for one in near)
+    return ""
 
 
 def _layout(snapshot: Snapshot) -> Layout:
@@ -126,7 +149,7 @@ def _extends(layout: Layout, old: Layout) -> bool:
 def _fields(node: Node) -> set[str | None]:
     """The fields whose indexes answer a filter without the payloads; None stands for one that cannot have any."""
     if isinstance(node, Condition):
-        return {node.field}
+        return {node.field if node.indexed else None}
     return _fields(node.of) if isinstance(node, Not) else set().union(*map(_fields, node.of))
 
 

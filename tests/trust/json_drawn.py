@@ -6,12 +6,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from reference_filters import OPERATORS
+from reference_filters import MISSING, OPERATORS, at, spelled
 
 NAMES = [
     "x", "y", "", "a.b", 'quo"te', "back\\slash", "nul\0", "[0]", "é", "e\u0301", "\N{FAMILY}", "__proto__", "$",
     "'; DROP TABLE records; --", "new\nline", "\t", "\u2028", "\x7f", "%s", "n" * 300, "null", "0", "payload", "#-1",
-    "\N{ARABIC LETTER ALEF}\u202e", "constructor", "a\u200db", "\ufeff",
+    "\N{ARABIC LETTER ALEF}\u202e", "constructor", "a\u200db", "\ufeff", "1", "a", 'a"\n', "\\.", "c\\",
+    "\\\\", "4294967296",
 ]  # fmt: skip
 TEXTS = [
     "", "a", "b", "ab", "A", "1999", "2020", "true", "null", "nul\0", "nul", "\0", "é", "e\u0301", "\N{GRINNING FACE}",
@@ -61,25 +62,60 @@ def _orderable(operand: Any) -> bool:
     return isinstance(operand, str | float) or (type(operand) is int and -(2**63) <= operand < 2**63)
 
 
+def field(draw: Draw, names: Sequence[str] = NAMES, payloads: Sequence[Any] = ()) -> str:
+    """The name of a field, of a payload's or not."""
+    parts: list[str] = [draw.choice(names) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
+    inner = draw.choice(payloads) if payloads and draw.random() < 0.7 else None
+    if isinstance(inner, dict) and inner:
+        parts = []
+    while isinstance(inner, dict | list) and inner and (not parts or draw.random() < 0.7):
+        part = draw.choice(list(inner)) if isinstance(inner, dict) else draw.randrange(len(inner))
+        inner = inner[part]
+        parts.append(str(part))
+    if parts[0].startswith("$") or not all(parts) or "\0" in "".join(parts[:-1]):  # what a path cannot lead through
+        parts = [one for one in parts if not one.startswith("$")][:1] or [""]
+    if sum(one.isdigit() for one in parts[1:]) > 4:
+        parts = parts[:5]
+    return spelled(parts)
+
+
 def condition(draw: Draw, stored: Sequence[Any] = (), depth: int = 0) -> Any:
     """What is asked of a field; operands are often what is stored in it."""
-    ordered = [one for one in stored if _orderable(one)] or [draw.choice(TEXTS), draw.choice(NUMBERS), _number(draw)]
-    some = [one for one in stored if one is None or isinstance(one, bool) or _orderable(one)]
-
-    def operand(name: str) -> Any:
-        if name in ("$in", "$nin"):
-            return [operand("$eq") for _ in range(draw.randint(0, 5))]
-        if name == "$exists":
-            return draw.random() < 0.5
-        if name == "$not":
-            return condition(draw, stored, depth + 1) if depth < 3 else operand("$eq")
-        if name in ("$gt", "$gte", "$lt", "$lte"):
-            return draw.choice(ordered)
-        return draw.choice(some) if some and draw.random() < 0.7 else scalar(draw)
-
+    stored = [one for one in stored if one is not MISSING]
     if draw.random() < 0.25:
-        return operand("$eq")
-    return {name: operand(name) for name in draw.sample([*OPERATORS, "$not"], draw.choice([1, 1, 1, 2]))}
+        return _operand(draw, "$eq", stored, depth)
+    names = draw.sample([*OPERATORS, "$not", "$elemMatch"], draw.choice([1, 1, 1, 2]))
+    return {name: _operand(draw, name, stored, depth) for name in names}
+
+
+def _operand(draw: Draw, name: str, stored: Sequence[Any], depth: int) -> Any:
+    members = [inner for one in stored if isinstance(one, list) for inner in one]
+    known = [*stored, *members]
+    if name in ("$in", "$nin"):
+        return [_operand(draw, "$eq", stored, depth) for _ in range(draw.randint(0, 5))]
+    if name == "$exists":
+        return draw.random() < 0.5
+    if name == "$elemMatch":
+        return _element(draw, members, depth)
+    if name == "$startswith":
+        return draw.choice([one for one in known if isinstance(one, str)] or TEXTS)[: draw.randint(0, 3)]
+    if name in ("$gt", "$gte", "$lt", "$lte"):
+        ordered = [one for one in known if _orderable(one)]
+        return draw.choice(ordered or [draw.choice(TEXTS), draw.choice(NUMBERS), _number(draw)])
+    if name == "$not" and depth < 3:
+        return condition(draw, stored, depth + 1)
+    some = [one for one in known if one is None or isinstance(one, bool) or _orderable(one)]
+    return draw.choice(some) if some and draw.random() < 0.7 else scalar(draw)
+
+
+def _element(draw: Draw, members: Sequence[Any], depth: int) -> dict[str, Any]:
+    """What is asked of a list's elements: of themselves, or of their fields."""
+    found: Any = None
+    if draw.random() < 0.5:
+        found = where(draw, payloads=[one for one in members if isinstance(one, dict)], depth=3)
+    elif depth < 3:
+        found = condition(draw, members, depth + 1)
+    return found if isinstance(found, dict) and found and found.keys() != {"$not"} else {"$eq": scalar(draw)}
 
 
 def where(draw: Draw, names: Sequence[str] = NAMES, payloads: Sequence[Any] = (), depth: int = 0) -> dict[str, Any]:
@@ -93,6 +129,6 @@ def where(draw: Draw, names: Sequence[str] = NAMES, payloads: Sequence[Any] = ()
         elif depth < 4 and kind < 0.45:
             found["$not"] = where(draw, names, payloads, depth + 1)
         else:
-            name = draw.choice([one for one in names if not one.startswith("$")])
-            found[name] = condition(draw, [one[name] for one in payloads if isinstance(one, dict) and name in one])
+            name = field(draw, names, payloads)
+            found[name] = condition(draw, [at(one, name) for one in payloads])
     return found

@@ -25,6 +25,8 @@ from hostile_catalog import (
 )
 from hostile_child import SECONDS, Ended, Nursery
 
+from softdb.store.format import field_index_sql
+
 ENDLESS = "WITH RECURSIVE c(x) AS (VALUES(1) UNION ALL SELECT x + 1 FROM c) SELECT x FROM c"
 TABLES = ("settings", "state", "records", "segments", "tombstones", "indexes", "gaps")
 NO_INDEX = "DROP INDEX field_78"
@@ -84,6 +86,15 @@ TAMPERED: dict[str, Craft] = {
         "CREATE INDEX field_78 ON records(json_type(payload, '$.\"x\"'), json_extract(payload, '$.\"x\"')) "
         "WHERE row > 1",
     ),
+    **{
+        f"a path's index {what}": sql(f"CREATE INDEX field_{name.encode().hex()} ON records({over})")
+        for what, name, over in [
+            ("on another field", "x\0y", field_index_sql("x.z").partition("(")[2][:-1]),
+            ("over one name", "x\0y", field_index_sql(r"x\.y").partition("(")[2][:-1]),
+            ("with an empty part", "x\0", field_index_sql("x").partition("(")[2][:-1]),
+            ("of 20 numbers", "x" + "\0" + "\0".join("0" * 20), field_index_sql("x.0").partition("(")[2][:-1]),
+        ]
+    },
     "a unique index": sql("CREATE UNIQUE INDEX field_7a ON records(payload)"),
     "a heavy CHECK": sql(
         "DROP TABLE gaps",

@@ -15,10 +15,9 @@ from typing import Any
 
 import apsw
 
-from softdb.errors import BadInput, NotADatabase
+from softdb.errors import NotADatabase
 from softdb.store import files, format
 from softdb.store.catalog import CatalogState
-from softdb.store.filters import field_names
 from softdb.store.salvage.cells import Value
 from softdb.store.salvage.log import Log
 from softdb.store.salvage.pages import PAGE, Cell, Pages
@@ -91,7 +90,7 @@ class Remains:
             elif isinstance(root, int) and kind == "table":
                 self._strange.append(root)
             elif isinstance(name, str) and kind == "index":
-                self.fields += _field(name)
+                self.fields += format.indexed_field(name)
         self._named = "records" in self._roots
         self._roots = {**dict(_laid_out()), **self._roots}
 
@@ -225,13 +224,6 @@ def _opened(path: Path) -> apsw.VFSFile:
 def _numbers(row: tuple[Value, ...]) -> list[int]:
     """The whole numbers of a row that are none below zero."""
     return [one for one in row if isinstance(one, int) and one >= 0]
-
-
-def _field(index: str) -> list[str]:
-    """The field that an index of that name is of, if it is of one."""
-    with contextlib.suppress(ValueError, BadInput):
-        return [name for name in field_names([bytes.fromhex(index[6:]).decode()]) if format.field_index(name) == index]
-    return []
 
 
 def _laid_out() -> list[tuple[str, int]]:

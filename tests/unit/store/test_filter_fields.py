@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from reference_filters import meets
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_filters import meets, parts_of, spelled
 
 import softdb
 from softdb.store import matches as matches_file
+from softdb.store import paths
 from softdb.store.filters import parse, statement
 
 FILTERS: list[dict[str, Any]] = [
@@ -96,15 +100,24 @@ def agrees(db: softdb.SoftDB, truth: dict[int, Any]) -> None:
         {"year": {"$exists": False}},
         {"year": 2020, "note": "odd"},
         {"$or": [{"year": 2020}, {"year": {"$lt": 1990}}]},
+        {"year": {"$startswith": "20"}},
+        {"year": {"$startswith": ""}},
     ],
     ids=repr,
 )
-def test_sqlite_answers_from_the_index(where: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["year", "author.year", "tags.0", r"a\.b", "n.0.x.1"])
+def test_sqlite_answers_from_the_index(where: dict[str, Any], name: str) -> None:
+    where = json.loads(json.dumps(where).replace('"year"', json.dumps(name)))
     with softdb.open(None, dim=1) as db:
         assert "INDEX field_" not in plan(db, where)
-        db.index_field("year")
-        assert f"INDEX field_{b'year'.hex()}" in plan(db, where)
+        db.index_field(name)
+        assert "INDEX field_" in plan(db, where)
         assert "SCAN records" not in plan(db, where)
+
+
+def test_a_text_that_begins_so_bounds_one_search_on_both_sides() -> None:
+    with softdb.open(None, dim=1, fields=["name.last"]) as db:
+        assert plan(db, {"name.last": {"$startswith": "Sch"}}).count("<expr>>? AND <expr><?") == 1
 
 
 @pytest.mark.parametrize(
@@ -175,18 +188,47 @@ NAMES = [
     "naïve 😀",
     "field_00",
     "?",
+    'q"uote',
+    "back\\slash",
+    "two.names",
+    r"dot\.ted",
+    r"\.",
+    "list.0.2.x",
+    r"end\\",
 ]
 
 
-def test_fields_of_any_name() -> None:
-    with softdb.open(None, dim=1, fields=NAMES) as db:
+def holding(name: str) -> Any:
+    found: Any = 1
+    for part in reversed(parts_of(name)):
+        found = {part: found}
+    return found
+
+
+def test_fields_of_any_name(tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "db", dim=1, fields=NAMES) as db:
         assert db.stats().fields == sorted(NAMES)
-        db.insert(NAMES, np.ones((len(NAMES), 1)), payloads=[{name: 1} for name in NAMES])
+        db.insert(NAMES, np.ones((len(NAMES), 1)), payloads=[holding(name) for name in NAMES])
+    with softdb.open(tmp_path / "db", verify=True) as db:  # the schema is looked through, to the letter
+        assert db.stats().fields == sorted(NAMES)
         for name in NAMES:
             assert "INDEX field_" in plan(db, {name: 1})
             assert [one for batch in db.scan(where={name: 1}) for one in batch.ids] == [name]
             db.drop_field(name)
             assert [one for batch in db.scan(where={name: {"$gt": 0}}) for one in batch.ids] == [name]
+
+
+def test_a_field_has_one_index_however_it_is_spelled() -> None:
+    with softdb.open(None, dim=1, fields=[r"a\b", r"a\\b", r"c.d"]) as db:
+        assert db.stats().fields == ["a\\b", "c.d"]
+        db.drop_field(r"a\\b")
+        assert db.stats().fields == ["c.d"]
+
+
+@given(st.lists(st.text("ab.\\0\"'", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_each_field_is_spelled_in_one_way(parts: list[str]) -> None:
+    name = paths.spelled(parts)
+    assert paths.parts_of(name) == tuple(parts) == tuple(parts_of(name)) == paths.parts_of(spelled(parts))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +237,9 @@ def test_fields_of_any_name() -> None:
         ("year", "expected a list of field names"),
         (7, "expected a list of field names"),
         ([1], "field names are str"),
-        (['q"uote'], "can have no index"),
-        (["back\\slash"], "can have no index"),
+        (["a..b"], "a dot with no name beside it"),
+        (["a.0.0.0.0.0"], "more than 4 numbers"),
+        ([".".join("a" * 65)], "65 names deep"),
         (["nul\0"], "can have no index"),
         (["\ud800"], "not Unicode"),
     ],

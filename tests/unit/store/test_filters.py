@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,15 @@ PAYLOADS: list[Any] = [
     {'q"uote': 1, "back\\slash": 2, "do.t": 3, "$dollar": 4, "é": 5, "": 6, "new\nline": 7, "[0]": 8, "nul\0": 9},
     {"year": 2**62, "nested": {"year": 2020}},
     {"year": "x' OR 1=1 --", "lang": "naïve 😀"},
+    {
+        "do": {"t": 10},
+        "do.t": 11,
+        "a": {"b.c": [1, {"d": 12}], "0": {"": 13}},
+        "n": [[1, 2], {"0": 14}],
+        "back\\.slash": 15,
+    },
+    {"0": 16, "a": [{"b": "Ann", "c": 1}, {"b": "Bob", "c": 2}, "Ann", None, [17, 18]], "n": {"0": {"1": 19}}},
+    {"day": "2024-02-29", "at": "2024-02-29T10:00:00+00:00", "a": {"b": "\ud7ffx", "c": "\U0010ffffy", "nul\0": 20}},
 ]
 
 
@@ -41,7 +51,8 @@ def declared() -> softdb.SoftDB:
     """The same records, with an index on every field that can have one."""
     db = softdb.open(None, dim=2, fields=["year", "lang", "draft", "tags"])
     db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
-    db.index_field("nested", "absent", "do.t", "é", "", "new\nline", "[0]")
+    db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
+    db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
     return db
 
 
@@ -54,7 +65,22 @@ def oracle(where: dict[str, Any], payloads: list[Any] = PAYLOADS) -> list[int]:
 
 
 FIELDS = st.sampled_from(
-    ["year", "lang", "draft", "tags", "nested", "absent", 'q"uote', "back\\slash", "do.t", "é", ""]
+    [
+        "year",
+        "lang",
+        "draft",
+        "tags",
+        "nested",
+        "absent",
+        'q"uote',
+        "back\\slash",
+        "do.t",
+        r"do\.t",
+        "é",
+        "",
+        "a.b",
+        "n.0",
+    ]
 )
 ORDERED = st.sampled_from([2020, 2020.5, -1, 0, 2**62, "1999", "de", "", "x' OR 1=1 --", "naïve 😀", "new"])
 SCALARS = ORDERED | st.sampled_from([True, False, None, 1, "1"])
@@ -77,7 +103,7 @@ FILTERS = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(FILTERS)
 def test_a_filter_matches_what_the_oracle_matches(where: dict[str, Any]) -> None:
     for db in _DATABASES:
@@ -101,7 +127,48 @@ _DATABASES: list[softdb.SoftDB] = []
         {"$or": [{"lang": "fr"}, {"tags": {"$contains": "new"}}], "$not": {"draft": True}},
         {'q"uote': 1},
         {"back\\slash": {"$gt": 1}},
+        {"do.t": 10},
+        {"do.t": 11},
         {"do.t": 3},
+        {r"do\.t": 3},
+        {r"do\.t": {"$gt": 3}},
+        {r"a.b\.c.1.d": 12},
+        {r"a.b\.c.0": 1},
+        {r"back\\\.slash": 15},
+        {"a.nul\0": 20},
+        {"0": 16},
+        {"n.0": {"$exists": True}},
+        {"n.0.1": 2},
+        {"n.0.1": 19},
+        {"n.1.0": 14},
+        {"n.4294967296.0": {"$exists": True}},
+        {"n.00": {"$exists": True}},
+        {"a.0.b": "Ann"},
+        {"a.b": "Ann"},
+        {"a.b": {"$ne": "Ann"}},
+        {"a.4.1": 18},
+        {"a.1.b.c.d": {"$exists": False}},
+        {"year.a.b": {"$exists": True}},
+        {"a": {"$elemMatch": {"b": "Ann", "c": 1}}},
+        {"a": {"$elemMatch": {"b": "Ann", "c": 2}}},
+        {"a": {"$elemMatch": {"b": {"$ne": "Ann"}}}},
+        {"a": {"$not": {"$elemMatch": {"b": "Ann"}}}},
+        {"a": {"$elemMatch": {"$or": [{"b": "Zoe"}, {"$not": {"c": {"$lt": 2}}}]}}},
+        {"a": {"$elemMatch": {"$eq": None}}},
+        {"a": {"$elemMatch": {"$contains": 17}}},
+        {"a": {"$elemMatch": {"$elemMatch": {"$gt": 17, "$lt": 19}}}},
+        {"tags": {"$elemMatch": {"$startswith": "r"}}},
+        {"tags": {"$elemMatch": {"$not": {"$startswith": "r"}}}},
+        {"tags": {"$startswith": "re"}},
+        {"lang": {"$startswith": ""}},
+        {"lang": {"$not": {"$startswith": "d"}}},
+        {"lang": {"$startswith": "naïve \U0001f600"}},
+        {"a.b": {"$startswith": "\ud7ff"}},
+        {"a.c": {"$startswith": "\U0010ffff"}},
+        {"a.c": {"$startswith": "\U0010ffffz"}},
+        {"day": {"$gte": "2024-02-28", "$lt": "2024-03-01"}},
+        {"day": {"$startswith": "2024-02"}},
+        {"at": {"$gt": "2024-02-29T09:59:59.999999+00:00"}},
         {"": 6},
         {"new\nline": 7},
         {"nul\0": 9},
@@ -132,7 +199,25 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_asked(db: softdb.S
     ("where", "message"),
     [
         ("year > 2020", "expected a dict"),
-        ({"year": {"$near": 1}}, r"unknown operator '\$near'"),
+        ({"year": {"$near": 1}}, r"unknown operator '\$near'.*; there are \$eq \$ne"),
+        ({"year": {"$gtee": 1}}, r"unknown operator '\$gtee' \(did you mean \$gte\?\)"),
+        ({"year": {"$startsWith": "x"}}, r"did you mean \$startswith\?"),
+        ({"$adn": []}, r"unknown operator '\$adn' \(did you mean \$and\?\)"),
+        ({"$gte": 1}, r'\$gte without a field; write \{"field": \{"\$gte": …\}\}'),
+        ({"author": {"name": "Ann"}}, "no operator; a field in it is 'author.name'"),
+        ({"a..b": 1}, r"'a\.\.b' has a dot with no name beside it; .* is written '\\\.'"),
+        ({".a": 1}, "a dot with no name beside it"),
+        ({"a.": 1}, "a dot with no name beside it"),
+        ({".".join("a" * 65): 1}, "is 65 names deep; payloads nest to 64"),
+        ({"a." * 100_000 + "a": 1}, "100,001 names deep"),
+        ({"a.0.0.0.0.0": 1}, "more than 4 numbers"),
+        ({"nul\0.a": 1}, "leads through a name with NUL"),
+        ({"year": {"$startswith": 2}}, r"\$startswith takes a text; got 2"),
+        ({"year": {"$startswith": "\ud800"}}, "not Unicode"),
+        ({"tags": {"$elemMatch": "new"}}, r"\$elemMatch takes a filter"),
+        ({"tags": {"$elemMatch": {}}}, r"\$elemMatch takes a filter"),
+        ({"tags": {"$elemMatch": {"$gte": 1, "by": "Ann"}}}, r"'tags\[\]' is given 'by', which is no operator"),
+        ({"day": datetime.date(2024, 2, 29)}, r"store and compare dates as ISO text: \.isoformat\(\)"),
         ({"$xor": []}, r"unknown operator '\$xor'"),
         ({"$and": {}}, "expected a list of filters"),
         ({"year": {}}, "empty dict"),
@@ -160,6 +245,52 @@ def test_a_filter_nested_too_deep_is_refused(db: softdb.SoftDB) -> None:
         where = {"$not": where}
     with pytest.raises(softdb.BadFilter, match="deeper than 64"):
         db.count(where)
+
+
+@pytest.mark.parametrize("inner", [{"year": 1}, {"$gt": 1}], ids=["fields", "itself"])
+def test_elements_within_elements_nest_as_filters_do(db: softdb.SoftDB, inner: dict[str, Any]) -> None:
+    for levels in (20, 100):
+        where = inner
+        for _ in range(levels):
+            where = {"$elemMatch": where} if "$gt" in inner else {"a": {"$elemMatch": where}}
+        where = where if "a" in where else {"a": where}
+        if levels == 20:
+            assert ids(db, where) == []
+            continue
+        with pytest.raises(softdb.BadFilter, match="deeper than 64"):
+            db.count(where)
+
+
+@pytest.mark.parametrize(
+    ("where", "hint"),
+    [
+        ({"yaer": 2020}, "'yaer'; did you mean 'year'?"),
+        ({"nested.yaer": 2020}, "'nested.yaer'; did you mean 'nested.year'?"),
+        ({"nestde.year": 2020}, "'nestde.year'; did you mean 'nested.year'?"),
+        ({"$dollar.x": 1}, None),
+        ({r"new\.line": 1}, r"'new\\.line'; did you mean 'new\nline'?"),
+        ({"dot.ted": 1}, r"'dot.ted'; a dot in a name is written 'dot\\.ted'"),
+        (
+            {"by.name": "Ann"},
+            '\'by.name\'; \'by\' is a list, whose elements are asked by {"by": {"$elemMatch": {"name": "…"}}}',
+        ),
+        ({"by.0.naem": "Ann"}, "'by.0.naem'; did you mean 'by.0.name'?"),
+        ({"year.month": 1}, "'year.month'"),
+        ({"qqqq": 1}, "'qqqq'"),
+    ],
+    ids=repr,
+)
+def test_a_name_that_no_record_has_is_met_with_the_nearest(where: dict[str, Any], hint: str | None) -> None:
+    payload = {"year": 1, "nested": {"year": 2}, "dot.ted": 3, "new\nline": 4, "by": [{"name": "Ann"}]}
+    with softdb.open(None, dim=1) as db:
+        db.insert(["a", "b", "c"], [[1], [1], [1]], payloads=[payload, None, [7]])
+        if hint is None:
+            with pytest.raises(softdb.BadFilter, match="unknown operator"):
+                db.count(where)
+            return
+        with pytest.warns(softdb.UnknownField) as warned:
+            assert db.count(where) == 0
+        assert [str(one.message) for one in warned] == [f"no record has the field {hint}"]
 
 
 def test_a_remembered_filter_sees_the_next_commit() -> None:
