@@ -80,6 +80,7 @@ class Stats(Report):
     durability: str  # "full" or "relaxed"
     unflushed: int  # changes that are not on disk yet
     records: int
+    keyless: int  # of them without a key: no vector meets these
     dead: int  # rows of deleted and replaced records, until `compact()`
     dim: int  # d
     value_dim: int | None  # v

@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Numbers", "Vectors"]
+__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "Texts", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
 # a row of numbers or a table of them; queries that are tensors keep their graph
 Numbers: TypeAlias = "Array | Sequence[float] | Sequence[Sequence[float]] | Sequence[Array]"
 # the same, or texts where the database has an encoder
 Vectors: TypeAlias = "Numbers | str | Sequence[str]"
+# keys of new records: the same, with None in a list for a record without one
+Keys: TypeAlias = "Vectors | Sequence[Sequence[float] | Array | str | None]"
+# texts of records, None for one that has none; one alone is a batch of one
+Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # one id alone is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
 # one list of ids for every query, or one for each

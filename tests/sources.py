@@ -24,7 +24,7 @@ def stored(snapshot: Snapshot, dim: int = 1, num_classes: int | None = None, val
         num_classes = num_classes if labels else None
     schema = Schema(dim, value_dim, num_classes, np.dtype(np.float32), Metric.DOT)
     finder: Any = None  # nobody searches
-    return Stored(snapshot, schema, finder, lambda rows: {})
+    return Stored(snapshot, schema, finder, lambda rows, payloads=True, texts=False: {})
 
 
 def stream(

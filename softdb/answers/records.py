@@ -6,10 +6,10 @@ Arrays are rectangular, padded with row -1 and score -inf; lists, `len`, iterati
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -20,10 +20,17 @@ from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_
 from softdb.check import Id, shown
 from softdb.errors import BadInput, CorruptionError, MissingDependency, StaleRead
 from softdb.lazy import cached_property
+from softdb.store.entry import Entry
 
 __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 
-Resolve = Callable[[NDArray[np.int64]], dict[int, tuple[Id, str | None]]]
+
+class Resolve(Protocol):
+    """Looks records up by their rows; those that are gone are absent."""
+
+    def __call__(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> Mapping[int, Entry]:
+        """Ids, and payloads and texts where asked for."""
+        ...
 
 
 def parsed(texts: list[str | None]) -> list[Any]:
@@ -49,17 +56,21 @@ class Record:
     """One stored record, copied out."""
 
     id: Id
-    key: Tensor  # (d,)
+    key: Any  # a Tensor (d,); None: it has none
     value: Tensor | int | None  # (v,), a class label, or None where the key serves
     payload: Any
+    text: str | None = None
 
     def __repr__(self) -> str:
-        value = shape(self.value) if isinstance(self.value, Tensor) else self.value
-        return f"Record({self.id!r}, key {shape(self.key)}, value {value}, payload {shown(self.payload)})"
+        key, value = (shape(part) if isinstance(part, Tensor) else part for part in (self.key, self.value))
+        text = "" if self.text is None else f", text {shown(self.text)}"
+        return f"Record({self.id!r}, key {key}, value {value}, payload {shown(self.payload)}{text})"
 
     def _repr_html_(self) -> str:
         values = None if self.value is None else torch.as_tensor(self.value)[None]
-        return Records([self.id], self.key[None], values, [json_cell(self.payload)])._repr_html_()
+        keyed = torch.tensor([self.key is not None])
+        keys = torch.zeros(1, 0) if self.key is None else self.key[None]
+        return Records([self.id], keys, values, [json_cell(self.payload)], [self.text], keyed)._repr_html_()
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,9 +78,11 @@ class Records(Sequence[Record]):
     """Stored records, copied out, in the order asked for: a sequence of `Record`, and one column a field."""
 
     ids: list[Id]  # n
-    keys: Tensor  # (n, d) in the database's dtype
+    keys: Tensor  # (n, d) in the database's dtype; zeros where a record has none
     values: Tensor | None  # (n, v), (n,) int64 labels, or None where the key serves
     payload_texts: list[str | None]  # n JSON texts
+    texts: list[str | None]  # n
+    keyed: Tensor  # (n,) bool: which have a key
 
     @cached_property
     def payloads(self) -> list[Any]:
@@ -86,10 +99,13 @@ class Records(Sequence[Record]):
     def __getitem__(self, i: int | slice) -> Record | Records:
         value: Any = None if self.values is None else self.values[i]
         if isinstance(i, slice):
-            return Records(self.ids[i], self.keys[i], value, self.payload_texts[i])
+            return Records(self.ids[i], self.keys[i], value, self.payload_texts[i], self.texts[i], self.keyed[i])
         if isinstance(value, Tensor) and value.ndim == 0:
             value = int(value)
-        return Record(self.ids[i], self.keys[i], value, self.payloads[i])
+        own = bool(self.keyed[i])
+        return Record(
+            self.ids[i], self.keys[i] if own else None, value if own else None, self.payloads[i], self.texts[i]
+        )
 
     def __repr__(self) -> str:
         values = "none" if self.values is None else shape(self.values)
@@ -98,10 +114,11 @@ class Records(Sequence[Record]):
 
     def _repr_html_(self) -> str:
         most, values = LINES, () if self.values is None else self.values[:LINES]
-        columns = zip_longest(self.ids[:most], self.keys[:most], values, self.payload_texts[:most])
-        lines = [[repr(name), numbers(key), numbers(value), text or ""] for name, key, value, text in columns]
+        keys = (key if own else None for key, own in zip(self.keys[:most], self.keyed, strict=False))
+        columns = zip_longest(self.ids[:most], keys, values, self.payload_texts[:most], self.texts[:most])
+        lines = [[repr(one), numbers(key), numbers(value), *rest] for one, key, value, *rest in columns]
         caption = f"records {part_of(len(lines), len(self))}, keys {shape(self.keys)}"
-        return table(["id", "key", "value", "payload"], lines, caption)
+        return _with_texts(["id", "key", "value", "payload", "text"], lines, caption)
 
 
 class Hit(NamedTuple):
@@ -111,9 +128,11 @@ class Hit(NamedTuple):
     score: float
     row: int
     payload: Any
+    text: str | None = None
 
     def __repr__(self) -> str:
-        return f"Hit(id={self.id!r}, score={self.score:.6g}, row={self.row}, payload={shown(self.payload)})"
+        text = "" if self.text is None else f", text={shown(self.text)}"
+        return f"Hit(id={self.id!r}, score={self.score:.6g}, row={self.row}, payload={shown(self.payload)}{text})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,7 +143,7 @@ class Hits(Sequence["QueryHits"]):
     a search with a radius, k is the most that one of the queries has; with diversity, hits stand in the order in which
     they were chosen.
 
-        for id, score, row, payload in hits[0]: ...
+        for id, score, row, payload, text in hits[0]: ...
     """
 
     rows: Tensor  # (q, k) int64 permanent row numbers, -1 = none
@@ -150,9 +169,16 @@ class Hits(Sequence["QueryHits"]):
         return self.rows >= 0
 
     @cached_property
-    def _found(self) -> dict[int, tuple[Id, str | None]]:
+    def _found(self) -> Mapping[int, Entry]:
+        return self._looked_up()
+
+    @cached_property
+    def _text_of(self) -> Mapping[int, Entry]:
+        return self._looked_up(payloads=False, texts=True)
+
+    def _looked_up(self, **what: bool) -> Mapping[int, Entry]:
         wanted = np.unique(self.rows[self.rows >= 0].cpu().numpy())
-        found = self.resolve(wanted)
+        found = self.resolve(wanted, **what)
         if len(found) < len(wanted):
             raise StaleRead(
                 f"{len(wanted) - len(found)} of {len(wanted)} hits are gone or replaced since the search; search again"
@@ -161,17 +187,22 @@ class Hits(Sequence["QueryHits"]):
 
     @cached_property
     def _payload_of(self) -> dict[int, Any]:
-        return dict(zip(self._found, parsed([text for _, text in self._found.values()]), strict=True))
+        return dict(zip(self._found, parsed([one.payload for one in self._found.values()]), strict=True))
 
     @cached_property
     def ids(self) -> list[list[Id]]:
         """For each query the ids of its hits. Raises StaleRead when one was deleted or replaced since the search."""
-        return [[self._found[row][0] for row in rows if row >= 0] for rows in self.rows.tolist()]
+        return [[self._found[row].id for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     @cached_property
     def payloads(self) -> list[list[Any]]:
         """For each query the payloads of its hits. Raises StaleRead as `ids` does."""
         return [[self._payload_of[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
+
+    @cached_property
+    def texts(self) -> list[list[str | None]]:
+        """For each query the texts of its hits, None where one has none. Raises StaleRead as `ids` does."""
+        return [[self._text_of[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
         """A pandas DataFrame with one line a hit: query (from 0), rank (from 1), id, score and payload.
@@ -200,10 +231,10 @@ class Hits(Sequence["QueryHits"]):
             columns[name] = [one.get(name) if isinstance(one, dict) else None for one in payloads]
         return pandas.DataFrame(columns)
 
-    def _named(self, rows: list[int]) -> dict[int, tuple[Id, str | None]]:
-        """Ids and payload texts of some rows, to be shown; of those that are gone none."""
+    def _named(self, rows: list[int], texts: bool = False) -> Mapping[int, Entry]:
+        """Some rows, to be shown, without those that are gone."""
         try:
-            return self.resolve(np.unique(np.array(rows, np.int64)))
+            return self.resolve(np.unique(np.array(rows, np.int64)), texts=texts)
         except Exception:  # the database is closed or damaged: rows say which records these were
             return {}
 
@@ -218,19 +249,25 @@ def _hits_table(hits: Hits, queries: range) -> str:
     """A table of the hits of some queries. Looks up those that it shows."""
     each = max(SHOWN, LINES // max(1, len(queries)))
     mine = {i: QueryHits(hits, i) for i in queries[: LINES // each]}
-    names = hits._named([row for one in mine.values() for row in one._rows[:each]])
-    lines = []
+    names = hits._named([row for one in mine.values() for row in one._rows[:each]], texts=True)
+    lines: list[list[str | None]] = []
     for i, one in mine.items():
         for rank, (row, score) in enumerate(zip(one._rows[:each], one._scores, strict=False), 1):
-            name, text = (repr(names[row][0]), names[row][1] or "") if row in names else (f"row {row}", "")
-            lines.append([str(i), str(rank), name, f"{score:.4g}", text])
+            name, *rest = (repr(names[row].id), *names[row][2:]) if row in names else (f"row {row}", None, None)
+            lines.append([str(i), str(rank), name, f"{score:.4g}", *rest])
     found = int(hits.live[queries.start : queries.stop].sum())
     caption = f"hits {part_of(len(lines), found)}, queries {part_of(len(mine), len(queries))}"
-    return table(["query", "rank", "id", "score", "payload"], lines, caption)
+    return _with_texts(["query", "rank", "id", "score", "payload", "text"], lines, caption)
+
+
+def _with_texts(heads: list[str], lines: list[list[str | None]], caption: str) -> str:
+    """A table whose last column, of texts, is there where one of them is."""
+    width = len(heads) if any(line[-1] for line in lines) else -1
+    return table(heads[:width], [[cell or "" for cell in line[:width]] for line in lines], caption)
 
 
 class QueryHits(Sequence[Hit]):
-    """The hits of one query, best first; ids and payloads are read with those of the other queries, when asked."""
+    """The hits of one query, best first; ids, payloads and texts are read with those of the other queries, when asked."""
 
     def __init__(self, hits: Hits, query: int) -> None:
         self._hits, self._query = hits, query
@@ -249,12 +286,13 @@ class QueryHits(Sequence[Hit]):
         if isinstance(i, slice):
             return [self[j] for j in range(len(self))[i]]
         row = self._rows[i]
-        return Hit(self._hits._found[row][0], self._scores[i], row, self._hits._payload_of[row])
+        hits = self._hits
+        return Hit(hits._found[row].id, self._scores[i], row, hits._payload_of[row], hits._text_of[row].text)
 
     def __repr__(self) -> str:
         names = self._hits._named(self._rows[:SHOWN])
         hits = zip(self._rows, self._scores, strict=True)
-        each = (f"{names[row][0]!r} {score:.4g}" if row in names else f"row {row} {score:.4g}" for row, score in hits)
+        each = (f"{names[row].id!r} {score:.4g}" if row in names else f"row {row} {score:.4g}" for row, score in hits)
         return f"[{listed(each, len(self))}]"
 
     def _repr_html_(self) -> str:

@@ -227,7 +227,7 @@ def queries(
 
 
 def mask(value: object, shape: tuple[int, int]) -> Tensor:
-    """A boolean (q, len(db)) mask in row order, True = takes part; (len(db),) serves all queries."""
+    """A boolean (q, n) mask of the n records with a key, in row order, True = takes part; (n,) serves all queries."""
     import torch
 
     tensor = dense(value, "mask") if is_tensor(value) else torch.from_numpy(np.array(value))

@@ -17,7 +17,9 @@ __all__ = ["reembed"]
 def reembed(
     path: Database,
     encoder: EncoderName = None,
-    field: Annotated[str, Option(metavar="FIELD", help="The field of the payload with the text.")] = "text",
+    field: Annotated[
+        str | None, Option(metavar="FIELD", help="The field of the payload with the text; else the records' own texts.")
+    ] = None,
     missing: Annotated[
         str | None, Option(metavar="TEXT", help="Embedded of records that have no text; else the first is an error.")
     ] = None,

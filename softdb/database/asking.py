@@ -42,7 +42,7 @@ class AskingVerbs(Handle):
         diversity: float | None = None,
         fetch_k: int | None = None,
     ) -> Hits:
-        """The k nearest records of each query, best first, as an answer min(k, len(db)) wide.
+        """The k nearest records of each query, best first, as an answer min(k, n) wide, n the records with a key.
 
         Where fewer records take part, a line ends in row -1, score -inf.
 
@@ -143,7 +143,7 @@ class AskingVerbs(Handle):
                 queries want a gradient.
             generator: draws anew with each call, as training wants; None: the same draw every time.
             where: a filter on the payload.
-            mask: (q, len(db)) bool in row order, True = takes part; (len(db),) serves every query.
+            mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) serves every query.
             need_weights: hold the weights of an exact answer: `weights` (q, n) of `hits`, every record that takes part,
                 in row order. Memory q n; without it they are never held. With `k` and tolerances they always are.
 

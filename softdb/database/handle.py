@@ -24,6 +24,7 @@ from softdb.reports import CompactReport, SnapshotReport, Stats
 from softdb.store import Snapshot, Store
 from softdb.store.backup import backup
 from softdb.store.compact import compact
+from softdb.store.entry import Entry
 from softdb.store.stats import stats
 from softdb.store.verify import verify
 from softdb.typing import Vectors
@@ -213,7 +214,7 @@ class Handle:
         if self._store.closed:
             return f"<SoftDB {where}, closed>"
         schema = self._store.schema
-        return f"<SoftDB {where}: {self._store.snapshot.count} records, dim {schema.dim}, {schema.metric.value}>"
+        return f"<SoftDB {where}: {self._store.snapshot.records} records, dim {schema.dim}, {schema.metric.value}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A handle travels to another process as its path, and opens there for reading."""
@@ -264,13 +265,29 @@ class Handle:
         """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
         return (self._store.loader.loaded.snapshot, None) if where is None else self._store.matching(where)
 
-    def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
-        """The newest generation and the rows (n,) of ids in it; -1, or UnknownId if required, for those not stored."""
-        return (self._store.require if required else self._store.locate)(ids)[:2]
+    @property
+    def keyed(self) -> int:
+        """How many records have a key: all that vectors meet."""
+        return self._store.snapshot.count
 
-    def resolve(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
-        """Id and payload text of rows; those that were deleted or replaced are absent."""
-        return self._store.read(rows)
+    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
+        """Which of ids (n,) are stored, with a key or without."""
+        return self._store.locate(ids).rows >= 0
+
+    def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
+        """The newest generation and the rows (n,) of ids in it; -1 for those not stored, or without a key.
+
+        Raises, if required, UnknownId or BadInput for those.
+        """
+        snapshot, rows, *_ = (self._store.require if required else self._store.locate)(ids)
+        without = ~snapshot.keyed(rows)
+        if required and without.any():
+            raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
+        return snapshot, np.where(without, -1, rows)
+
+    def resolve(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, Entry]:
+        """Ids of rows, and their payloads and texts if asked for; those that were deleted or replaced are absent."""
+        return self._store.read(rows, payloads, texts)
 
     def note_encoder(self, name: str) -> None:
         """Keep the name of the encoder that will make the keys, without having it."""

@@ -14,19 +14,21 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.answers import Record, parsed
-from softdb.check import Array, Id, Schema
+from softdb.check import Array, Schema
+from softdb.database.embedding import telling
 from softdb.database.handle import verb
 from softdb.database.records import RecordVerbs
 from softdb.encoders import name_of
-from softdb.errors import BadInput, MissingDependency, SoftDBError, WriteFailed
+from softdb.errors import BadInput, SoftDBError, WriteFailed
 from softdb.index.choose import Progress
 from softdb.reports import ReembedReport
 from softdb.store import Snapshot, reembed
+from softdb.store.entry import Entry
 from softdb.store.gathered import Gathered, digest
 
 __all__ = ["ReembedVerbs", "TextOf"]
 
-TextOf: TypeAlias = "str | Callable[[Record], str | None]"
+TextOf: TypeAlias = "str | Callable[[Record], str | None] | None"
 
 READ = 4096  # records whose texts are looked at together
 PASSES = 10  # over the records; then what is written meanwhile is embedded with the switch
@@ -42,24 +44,26 @@ class ReembedVerbs(RecordVerbs):
         self,
         encoder: check.Encoder,
         *,
-        field: TextOf = "text",
+        field: TextOf = None,
         missing: str | None = None,
         batch_size: int = 256,
         progress: Progress | bool | None = None,
     ) -> ReembedReport:
-        """Make every key anew with another encoder, also of another width; ids, rows, values and payloads stay.
+        """Make every key anew with another encoder, also of another width; everything else of a record stays.
 
         Until all of them are there, every answer is by the old keys; then one commit changes keys, width and encoder.
         New keys are kept on disk batch by batch: where the process is killed, the encoder fails or the disk is full,
         nothing has changed, and calling it again with an encoder of the same name goes on where it stopped. Others read
         and write on meanwhile; what they write is embedded, too. Readers see the new keys after `refresh()`.
 
-            db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), field="text", progress=True)
+            db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
 
         Args:
             encoder: n texts -> (n, d). One without an attribute `name` may be any, so a run by it always begins anew.
-            field: of the payload, the one with the text; or a callable that gives the text of a `Record`.
+            field: None: the text of a record, or, where it has none, the field "text" of its payload. Or the name of a
+                field of the payload, or a callable that gives the text of a `Record`.
             missing: what is embedded of a record that has no text; None: that is an error, before anything is embedded.
+                A record without a key gets one, if it has a text; in a database with values it stays without.
             batch_size: texts that are given to the encoder at once, and kept with one sync.
             progress: called with what is being done, how much of it is done, and the whole; True draws a bar.
 
@@ -76,24 +80,13 @@ class ReembedVerbs(RecordVerbs):
         self._store.require_writable()
         if not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
-        if not (callable(field) or isinstance(field, str)):
+        if not (callable(field) or isinstance(field, str | None)):
             raise BadInput(f"field is {check.shown(field)}; expected a field's name, or a callable, Record -> text")
         if not (missing is None or isinstance(missing, str)):
             raise BadInput(f"missing is {check.shown(missing)}; expected a text, or None")
         size = check.integer(batch_size, "batch_size")
-        if progress is True:
-            with _bar() as say:
-                return _Run(self, encoder, field, missing, size, say).report()
-        say = progress if callable(progress) else (lambda what, done, whole: None)
-        return _Run(self, encoder, field, missing, size, say).report()
-
-
-def _bar() -> contextlib.AbstractContextManager[Progress]:
-    try:
-        from softdb.terminal import progress
-    except ModuleNotFoundError:
-        raise MissingDependency("a progress bar needs rich; pip install 'softdb[cli]', or give a callable") from None
-    return progress("embed", rate=True)
+        with telling(progress) as say:
+            return _Run(self, encoder, field, missing, size, say).report()
 
 
 class _Run:
@@ -107,7 +100,7 @@ class _Run:
         self.size, self.say = size, say
         self.progress = reembed.Progress()
         self.present = self.embedded = 0  # rows with a new key; those of them that this run has encoded
-        self.total = self.store.snapshot.count
+        self.total = self.store.snapshot.records
 
     def report(self) -> ReembedReport:
         """Do it, and say what was done."""
@@ -142,31 +135,38 @@ class _Run:
                 some = some or text
         return some
 
-    def _texts(self, snapshot: Snapshot, rows: Rows) -> tuple[Rows, list[str], Rows]:
-        """Those of rows (m,) that are still there, their texts, and their payloads' checksums."""
-        found = self.store.read(rows)
-        kept = rows[[row in found for row in rows.tolist()]]
-        names = [found[row][0] for row in kept.tolist()]
-        payloads = [found[row][1] for row in kept.tolist()]
-        if callable(self.field):
-            records = self.db._records(snapshot, snapshot.positions(kept), names, payloads)
-            texts = [self.field(record) for record in records]
-        else:
-            name = self.field
-            texts = [one.get(name) if isinstance(one, dict) else None for one in parsed(payloads)]
-        crcs = [-1 if payload is None else crc32(payload.encode()) for payload in payloads]
-        checked = [self._text(one, text) for one, text in zip(names, texts, strict=True)]
-        return kept, checked, np.array(crcs, np.int64)
+    def _texts(self, snapshot: Snapshot, rows: Rows) -> tuple[Rows, list[str | None], Rows]:
+        """Those of rows (m,) that are still there, their texts, and the checksums (m, 2) of payloads and texts.
 
-    def _text(self, name: Id, text: object) -> str:
+        The text is None for a record without a key that stays so.
+        """
+        found = self.store.read(rows, texts=True)
+        kept = rows[[row in found for row in rows.tolist()]]
+        records = [found[row] for row in kept.tolist()]
+        payloads = [one.payload for one in records]
+        if callable(self.field):
+            texts = [self.field(record) for record in self.db._records(snapshot, records)]
+        else:
+            name = "text" if self.field is None else self.field
+            texts = [one.get(name) if isinstance(one, dict) else None for one in parsed(payloads)]
+        if self.field is None:
+            texts = [text if one.text is None else one.text for one, text in zip(records, texts, strict=True)]
+        crcs = [[-1 if part is None else crc32(part.encode()) for part in (one.payload, one.text)] for one in records]
+        keyed = snapshot.keyed(kept).tolist()
+        checked = [self._text(*one) for one in zip(records, texts, keyed, strict=True)]
+        return kept, checked, np.array(crcs, np.int64).reshape(-1, 2)
+
+    def _text(self, record: Entry, text: object, keyed: bool) -> str | None:
+        if not keyed and self.store.schema.has_values:
+            return None
         if isinstance(text, str):
             return text
-        if text is None and self.missing is not None:
+        if text is None and (self.missing is not None or not keyed):
             return self.missing
-        where = "the callable gave" if callable(self.field) else f"its field {check.shown(self.field)} is"
+        where = "the callable gave" if callable(self.field) else f"its field {check.shown(self.field or 'text')} is"
         raise BadInput(
-            f"record {check.shown(name)} has no text: {where} {check.shown(text)}; name the field of the payload that "
-            "has it with field=, or give a text for such records with missing="
+            f"record {check.shown(record.id)} has no text: {where} {check.shown(text)}; name the field of the payload "
+            "that has it with field=, or give a text for such records with missing="
         )
 
     # -- keys ------------------------------------------------------------------------------------------------------
@@ -204,8 +204,11 @@ class _Run:
         for low in range(0, len(rows), READ):
             mine, texts, crcs = self._texts(snapshot, rows[low : low + READ])
             if len(mine):
-                self._gather_some(mine, texts)
-                self.progress.add(mine, crcs)
+                own = np.array([text is not None for text in texts], np.bool_)
+                self._gather_some(mine[own], [text for text in texts if text is not None])
+                if not own.all():
+                    self._tell(int(np.count_nonzero(~own)))
+                self.progress.add(mine, crcs, own)
         self.progress.generation = snapshot.generation
 
     def _gather_some(self, rows: Rows, texts: list[str]) -> None:

@@ -25,7 +25,7 @@ from softdb.formats.lines import Fields, Header, Row, kind_of, read_header, read
 __all__ = ["Rows", "export_records", "import_records", "is_vector", "read_records"]
 
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
-Parsed = tuple[float, int, Id, Any, Any, Any]  # share of the file, line, id, key, value, payload
+Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file, line, id, key, value, payload, text
 
 
 @dataclass
@@ -37,9 +37,10 @@ class Rows:
     share: float  # of the file, read so far
     lines: list[int]  # n, where each stands
     ids: list[Id]  # n
-    keys: Any  # (n, d) numbers, or n texts to encode
+    keys: Any  # (n, d) numbers, or n texts to encode; in a list None where a record has none
     values: list[Any] | None  # n, where the fields name one
     payloads: list[Any]  # n
+    texts: list[str | None]  # n, which the records keep
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,6 +60,7 @@ class Rows:
             keys=self.keys[kept] if isinstance(self.keys, np.ndarray) else [self.keys[i] for i in kept],
             values=None if self.values is None else [self.values[i] for i in kept],
             payloads=[self.payloads[i] for i in kept],
+            texts=[self.texts[i] for i in kept],
         )
 
 
@@ -92,7 +94,8 @@ def read_records(
     header = read_header(path)
     if header is not None and fields.value is None and (header.value_dim or header.num_classes):
         fields = replace(fields, value="value")
-    return _batches(path, size, fields.value is not None, _records(path, fields, vectors), header)
+    records = _records(path, fields, vectors, header is not None)
+    return _batches(path, size, fields.value is not None, records, header)
 
 
 def import_records(
@@ -123,7 +126,7 @@ def import_records(
             _require_same_encoder(db, rows)
             fresh = _missing(db, rows, upsert) if resume else rows
             if len(fresh):
-                put(fresh.ids, fresh.keys, fresh.values, fresh.payloads)
+                put(fresh.ids, fresh.keys, fresh.values, fresh.payloads, texts=fresh.texts)
             done += len(rows)
             if progress is not None:
                 progress(rows)
@@ -139,7 +142,7 @@ def import_records(
 
 def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
     """The records that the database lacks, or with `upsert` has otherwise. Raises BadInput where it has one so."""
-    stored = np.flatnonzero(db.locate(rows.ids)[1] >= 0)
+    stored = np.flatnonzero(db.stored(rows.ids))
     if not len(stored):
         return rows
     there = rows.some(stored.tolist())
@@ -158,12 +161,17 @@ def _differ(db: SoftDB, rows: Rows) -> list[bool]:
     found, schema = db.get(rows.ids), db.schema
     texts = check.payloads(rows.payloads, len(rows))
     differ = np.array([one != other for one, other in zip(texts, found.payload_texts, strict=True)], np.bool_)
-    if not isinstance(rows.keys[0], str):  # else the text is in the payload
-        keys = check.matrix(rows.keys, "keys", schema.dim, schema.dtype)
-        differ |= (keys != found.keys.numpy()).any(1)
-    values = check.values(rows.values, schema, len(rows))
-    if values is not None and found.values is not None:
-        differ |= (values != found.values.numpy()).reshape(len(rows), -1).any(1)
+    differ |= [one != other for one, other in zip(rows.texts, found.texts, strict=True)]
+    keyed = np.array([one is not None for one in rows.keys])
+    differ |= keyed != found.keyed.numpy()
+    both = np.flatnonzero(keyed & found.keyed.numpy())
+    there = rows.some(both.tolist())
+    if len(both) and not isinstance(there.keys[0], str):  # else the text is in the payload
+        keys = check.matrix(there.keys, "keys", schema.dim, schema.dtype)
+        differ[both] |= (keys != found.keys.numpy()[both]).any(1)
+    if len(both) and (values := check.values(there.values, schema, len(both))) is not None:
+        own = np.asarray(found.values)[both]
+        differ[both] |= (values != own).reshape(len(both), -1).any(1)
     return [bool(one) for one in differ]
 
 
@@ -197,8 +205,8 @@ def export_records(
     """Write records as JSON lines (gzipped where the name ends in `.gz`) and return how many.
 
     The first line, `{"softdb": {…}}`, holds what `read_header` reads: the schema, the declared fields and the name of
-    the encoder. Then a line is `{"id": …, "key": […], "value": …, "payload": …}`, without what a record has not;
-    numbers are exact, and `read_records(path)` gives the same records back. The file appears when it is whole.
+    the encoder. Then a line is `{"id": …, "key": […], "value": …, "payload": …, "text": …}`, without what a record has
+    not; numbers are exact, and `read_records(path)` gives the same records back. The file appears when it is whole.
     """
     path = Path(path)
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -213,8 +221,12 @@ def export_records(
         file.write(json.dumps({"softdb": header}, ensure_ascii=False) + "\n")
         for records in db.scan(batch_size, where):
             values = [None] * len(records) if records.values is None else records.values.tolist()
-            for record in zip(records.ids, records.keys.tolist(), values, records.payloads, strict=True):
-                row = zip(("id", "key", "value", "payload"), record, strict=True)
+            columns = (records.keys.tolist(), values)
+            keys, values = (
+                [one if own else None for one, own in zip(column, records.keyed, strict=True)] for column in columns
+            )
+            for record in zip(records.ids, keys, values, records.payloads, records.texts, strict=True):
+                row = zip(("id", "key", "value", "payload", "text"), record, strict=True)
                 kept = {name: part for name, part in row if part is not None}
                 file.write(json.dumps(kept, ensure_ascii=False, separators=(",", ":")) + "\n")
             done += len(records)
@@ -237,25 +249,31 @@ def _batches(
 
     rest = good()
     while batch := list(islice(rest, size)):
-        shares, lines, ids, keys, values, payloads = map(list, zip(*batch, strict=True))
-        yield Rows(path, header, shares[-1], lines, ids, keys, values if has_values else None, payloads)
+        shares, lines, ids, keys, values, payloads, texts = map(list, zip(*batch, strict=True))
+        yield Rows(path, header, shares[-1], lines, ids, keys, values if has_values else None, payloads, texts)
     if failure is not None:
         raise failure
 
 
-def _records(path: Path, fields: Fields, vectors: Array | None) -> Iterator[Parsed]:
-    """What the lines of a file hold. Raises BadInput naming the line."""
-    key: Any = None
+def _records(path: Path, fields: Fields, vectors: Array | None, exported: bool) -> Iterator[Parsed]:
+    """What the lines of a file hold; those of an export have texts, and may lack keys.
+
+    Raises BadInput naming the line.
+    """
+    last: Any = None
     for i, (number, share, row, _) in enumerate(read_rows(path, fields)):
         try:
             name = check.identifiers([_taken(row, fields.id, "id")])[0]
-            key = _key(row, fields, key) if vectors is None else vectors[i]
-            value = None if fields.value is None else _taken(row, fields.value, "value")
+            text = row.pop("text", None) if exported and fields.text is None else None
+            keyless = exported and vectors is None and fields.text is None and fields.key not in row
+            key = None if keyless else _key(row, fields, last) if vectors is None else vectors[i]
+            last = last if keyless else key
+            value = None if fields.value is None or keyless else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None
             check.json_text(payload, "the payload")
         except BadInput as error:
             raise BadInput(f"{path.name} line {number}: {error}") from None
-        yield share, number, name, key, value, payload
+        yield share, number, name, key, value, payload, text
 
 
 def _key(row: Row, fields: Fields, before: Any) -> Any:
@@ -295,4 +313,5 @@ def _bare(path: Path, vectors: Array, size: int) -> Iterator[Rows]:
         part = vectors[start : start + size]
         end = start + len(part)
         places = range(start, end)
-        yield Rows(path, None, end / len(vectors), list(places), list(places), part, None, [None] * len(part))
+        none = [None] * len(part)
+        yield Rows(path, None, end / len(vectors), list(places), list(places), part, None, none, list(none))

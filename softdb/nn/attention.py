@@ -132,8 +132,8 @@ class Attention(torch.nn.MultiheadAttention):
         one); or they are floats, added to the scores: with a database only 0 and -inf. A head in which nothing may
         attend is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
 
-        With a database, every batch entry attends to the same n = len(db) records, in row order. Without one, memory is
-        that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
+        With a database, every batch entry attends to the same n records, all that have a key, in row order. Without
+        one, memory is that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
 
         Args:
             query: what asks.
@@ -180,7 +180,7 @@ class Attention(torch.nn.MultiheadAttention):
             self._needs_candidates(k, need_weights)
             temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
-            blocked = records_blocked(x, len(self.db), key_padding_mask, attn_mask, self.num_heads)
+            blocked = records_blocked(x, self.db.keyed, key_padding_mask, attn_mask, self.num_heads)
             words: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
             words["mask"] = None if blocked is None else ~blocked
             heads, weights = self._over_records(self.db, x, temperature, need_weights, words)

@@ -109,7 +109,7 @@ class Encoding:
         if not math.isfinite(float(plain.sum())) and not bool(plain.isfinite().all()):
             bad = int(rows[int((~plain.isfinite().all(1)).nonzero()[0])])
             known = self.read(np.array([bad]))
-            name = f"id {shown(known[bad][0])}" if known else "an id deleted since"
+            name = f"id {shown(known[bad].id)}" if known else "an id deleted since"
             raise BadInput(
                 f"the encoder gave NaN or infinity for the key of the record with {name}; repair that key or the "
                 "encoder (a division by a length of 0, a learning rate too large)"

@@ -72,7 +72,7 @@ class Origin:
         for low in range(0, len(names), BLOCK):
             part = self.rows[low : low + BLOCK]
             known = self.db.resolve(part)
-            names[low : low + BLOCK] = [_digest(known[row][0]) if row in known else UNKNOWN for row in part.tolist()]
+            names[low : low + BLOCK] = [_digest(known[row].id) if row in known else UNKNOWN for row in part.tolist()]
         return names
 
     @cached_property

@@ -122,7 +122,7 @@ class _NadarayaWatson(torch.nn.Module):
         """
         count, width = check.integer(steps, "steps"), check.integer(batch_size, "batch_size")
         lr = check.positive(lr, "lr")
-        n, draws = len(self.db), torch.Generator().manual_seed(check.integer(seed, "seed", low=0))
+        n, draws = self.db.keyed, torch.Generator().manual_seed(check.integer(seed, "seed", low=0))
         if not self.kernel.learnable:
             raise BadInput("fit: the bandwidth is not learnt; make the module with learnable=True")
         if n < 2:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from softdb.check import Array, Id
 from softdb.store import gaps
@@ -21,6 +24,8 @@ class Batch(NamedTuple):
     keys: Array  # (n, d) in the column's dtype
     values: Array | None  # (n, v), labels (n,), or None
     payloads: list[str | None]  # n JSON texts
+    texts: list[str | None] | None = None  # n; None: no record has one
+    keyed: NDArray[np.bool_] | None = None  # (n,) which have a key and a value; zeros stand for those of the others
 
 
 def append(
@@ -34,12 +39,20 @@ def append(
     pieces = _place(catalog, columns, batch, entries, state.next_row)
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
     with columns.appending(pieces):  # the disk works while SQLite and the checksums do
-        values = itertools.repeat(None, len(batch.ids)) if batch.values is None else checksums(batch.values)
-        catalog.add(state.next_row, batch.ids, batch.payloads, checksums(batch.keys), values)
+        keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
+        catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
+        if batch.keyed is not None:
+            catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
         for entry in filled:
             catalog.put_segment(entry)
     kept = entries[:-1] if entries and entries[-1].number == filled[0].number else entries
     return catalog.advance(len(batch.ids)), [*kept, *filled]
+
+
+def _crcs(column: Array | None, keyed: NDArray[np.bool_] | None, count: int) -> Iterable[int | None]:
+    """The checksums (count,) of a column, None where there is none, or where a record has no key."""
+    found = [None] * count if column is None else checksums(column)
+    return found if keyed is None else (crc if own else None for crc, own in zip(found, keyed.tolist(), strict=True))
 
 
 def _place(

@@ -78,7 +78,7 @@ def _copied(store: Store, path: Path) -> SnapshotReport:
     if lost:
         _forget_indexes(unfinished, lost)
     files.publish(unfinished, path / "catalog.sqlite")
-    return SnapshotReport(str(path), snapshot.count, snapshot.generation, files.occupied(path))
+    return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
 
 
 def _copied_catalog(

@@ -17,6 +17,7 @@ from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
 from softdb.store.budget import Budget, occupied
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
+from softdb.store.entry import Entry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
@@ -206,16 +207,13 @@ class Catalog:
         """Record a new segment or a new watermark."""
         self.connection.execute("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?)", entry)
 
-    def delete(self, rows: NDArray[np.int64]) -> None:
-        """Delete records and set their rows' tombstones."""
+    def delete(self, rows: NDArray[np.int64], in_slots: NDArray[np.int64]) -> None:
+        """Delete records, and set the tombstones of those rows that lie in segments."""
         self.connection.execute("DELETE FROM records WHERE row IN (SELECT value FROM json_each(?))", (_json(rows),))
-        self._set_tombstones(rows, True)
+        self.set_tombstones(in_slots)
 
-    def clear_tombstones(self, rows: NDArray[np.int64]) -> None:
-        """Clear the tombstones of rows that no segment has any more."""
-        self._set_tombstones(rows, False)
-
-    def _set_tombstones(self, rows: NDArray[np.int64], dead: bool) -> None:
+    def set_tombstones(self, rows: NDArray[np.int64], dead: bool = True) -> None:
+        """Set the tombstones of rows, or clear those of rows that no segment has any more."""
         rows = np.sort(rows)
         chunks, starts = np.unique(rows // CHUNK, return_index=True)
         for chunk, part in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
@@ -291,25 +289,35 @@ class Catalog:
         first_row: int,
         ids: Iterable[Id],
         payloads: list[str | None],
-        key_crcs: Iterable[int],
+        texts: list[str | None],
+        key_crcs: Iterable[int | None],
         value_crcs: Iterable[int | None],
     ) -> None:
         """Insert records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
-        rows = range(first_row, first_row + len(payloads))
-        records = zip(rows, ids, payloads, key_crcs, value_crcs, map(format.payload_crc, payloads), strict=True)
-        self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?)", records)
+        rows, crcs = (
+            range(first_row, first_row + len(payloads)),
+            (map(format.text_crc, one) for one in (payloads, texts)),
+        )
+        records = zip(rows, ids, payloads, key_crcs, value_crcs, *crcs, texts, strict=True)
+        self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?, ?, ?)", records)
 
-    def lookup(self, ids: Sequence[Id]) -> dict[Id, tuple[int, str | None]]:
-        """Row and payload text of those ids that are stored."""
+    def lookup(self, ids: Sequence[Id], whole: bool = False) -> dict[Id, Entry]:
+        """Where those ids are that are stored; `whole`: with payload and text."""
         with contextlib.suppress(TypeError):  # str and int mixed have no order
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
-        sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
-        return {one: (row, text) for row, one, text in _plain(self._looked_up(sql, json.dumps(ids)))}
+        columns = "r.payload, r.text" if whole else "NULL, NULL"
+        sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
+        return {one.id: one for one in plain(self._looked_up(sql, json.dumps(ids)))}
 
-    def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
-        """Id and payload text of those rows that hold a record. Raises CorruptionError."""
-        sql = "SELECT r.row, r.id, r.payload FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
-        return {row: (one, text) for row, one, text in _plain(self._looked_up(sql, _json(rows)))}
+    def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, Entry]:
+        """What those rows hold that hold a record: ids, and what is asked for. Raises CorruptionError."""
+        columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
+        sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
+        return {one.row: one for one in plain(self._looked_up(sql, _json(rows)))}
+
+    def keyless(self) -> NDArray[np.int64]:
+        """The rows of records without a key, ascending. Cost: those alone are read."""
+        return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
     def _looked_up(self, sql: str, keys: str) -> list[Any]:
         """Rows of a query that goes down a tree for each key: SQLite bounds that itself, and no Python runs within."""
@@ -319,19 +327,25 @@ class Catalog:
         finally:
             self.connection.set_progress_handler(self._budget, 1000)
 
-    def checksums(self, first: int, last: int) -> list[tuple[int, bytes | None, int, int | None, int | None]]:
-        """(row, payload, key_crc, value_crc, payload_crc) of the records in rows first … last, ascending."""
-        columns = "row, CAST(payload AS BLOB), key_crc, value_crc, payload_crc"
-        return self.all(f"SELECT {columns} FROM records WHERE row BETWEEN ? AND ? ORDER BY row", (first, last))
+    def checksums(self, first: int, last: int) -> list[tuple[int, int, int | None]]:
+        """(row, key_crc, value_crc) of the records with a key in rows first … last, ascending."""
+        where = "row BETWEEN ? AND ? AND key_crc NOTNULL ORDER BY row"
+        return self.all(f"SELECT row, key_crc, value_crc FROM records WHERE {where}", (first, last))
 
-    def set_payloads(self, rows: Iterable[int], payloads: Iterable[str | None]) -> None:
-        """Replace the payloads of stored records."""
-        new = ((text, format.payload_crc(text), row) for text, row in zip(payloads, rows, strict=True))
-        self.connection.executemany("UPDATE records SET payload = ?, payload_crc = ? WHERE row = ?", new)
+    def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
+        """The rows, all or among some, whose payload or text (the column) differs from its checksum, ascending."""
+        where, bound = ("", ()) if among is None else ("row IN (SELECT value FROM json_each(?)) AND", (_json(among),))
+        unlike = f"crc32(CAST({column} AS BLOB)) IS NOT {column}_crc"
+        return [row for (row,) in self.all(f"SELECT row FROM records WHERE {where} {unlike} ORDER BY row", bound)]
+
+    def replace_texts(self, column: str, rows: Iterable[int], texts: Iterable[str | None]) -> None:
+        """Replace the payloads or texts (the column) of stored records."""
+        new = ((text, format.text_crc(text), row) for text, row in zip(texts, rows, strict=True))
+        self.connection.executemany(f"UPDATE records SET {column} = ?, {column}_crc = ? WHERE row = ?", new)
         self.put_setting("payloads_replaced", self.state().generation + 1)
 
     def payloads_replaced(self) -> int:
-        """The generation that last replaced payloads in place, 0 if none has."""
+        """The generation that last replaced payloads or texts in place, 0 if none has."""
         return self.setting("payloads_replaced")
 
     def matching(
@@ -349,12 +363,15 @@ class Catalog:
         elif first:
             source, before = "records NOT INDEXED WHERE row >= ? AND", [first]
         bound = [*before, *bindings]
-        try:  # one text is three times as fast as a Python object a row
-            text = self.one(f"SELECT group_concat(row) FROM {source} {condition}", bound)[0]
-            return np.fromstring(text or "", np.int64, sep=",")
+        try:
+            return self._rows(f"SELECT group_concat(row) FROM {source} {condition}", bound)
         except apsw.TooBigError:
             found = self.connection.execute(f"SELECT row FROM {source} {condition}", bound)
             return np.fromiter((row for (row,) in found), np.int64)
+
+    def _rows(self, sql: str, bindings: Sequence[Any] = ()) -> NDArray[np.int64]:
+        """Rows as one text, which is three times as fast as a Python object a row."""
+        return np.fromstring(self.one(sql, bindings)[0] or "", np.int64, sep=",")
 
     # -- declared fields -------------------------------------------------------------------------------------------
 
@@ -377,14 +394,6 @@ def _bits(packed: bytes) -> NDArray[np.bool_]:
     if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
         raise damaged_catalog("has a tombstone of the wrong size")
     return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
-
-
-def _plain(records: list[tuple[int, Id, str | None]]) -> list[tuple[int, Id, str | None]]:
-    """Records as they came, if they are of the types that softdb writes."""
-    for row, one, text in records:
-        if type(one) not in (str, int) or not (text is None or type(text) is str):
-            raise damaged_catalog(f"has a damaged record in row {row}")
-    return records
 
 
 def _json(rows: NDArray[np.int64]) -> str:

@@ -1,5 +1,7 @@
 """Compaction: new segments with the live rows alone take the place of old ones. Rows keep their numbers.
 
+The slots of records without a key go, too; these records stay, in rows that no segment holds.
+
 Group after group of neighbouring segments: the live rows are copied into one new segment, fsynced; one SQLite
 transaction swaps the segments, their checksums and tombstones; then the old files are unlinked. A crash leaves each
 group old or new, and orphans that the next writer removes. Whoever has an older generation open keeps its maps.
@@ -41,7 +43,7 @@ def compact(store: Store) -> CompactReport:
     removed = sum(_replace(store, group) for group in _groups(store.snapshot))
     store.shrink()
     after = store.snapshot
-    return CompactReport(after.count, removed, segments, len(after.segments), before, store.occupied())
+    return CompactReport(after.records, removed, segments, len(after.segments), before, store.occupied())
 
 
 def _groups(snapshot: Snapshot) -> list[set[int]]:
@@ -135,7 +137,7 @@ def _swapped(store: Store, numbers: set[int], group: _Group, number: int, writte
         _swap(store, group, written)
     with contextlib.suppress(OSError):  # the swap has happened; the next writer removes what is left
         store.columns.remove(numbers)
-    return len(group.dropped)
+    return int(np.count_nonzero(~np.isin(group.dropped, group.snapshot.keyless)))
 
 
 def _written_aside(store: Store, group: _Group, number: int) -> _Written | None:
@@ -189,5 +191,5 @@ def _swap(store: Store, group: _Group, written: _Written | None) -> None:
     gaps.put(catalog, old, len(group.dropped), crc)
     if written is not None:
         catalog.put_segment(written.entry)
-    catalog.clear_tombstones(group.dropped)
+    catalog.set_tombstones(group.dropped, False)
     catalog.advance(0)

@@ -7,20 +7,22 @@ The format, as MUSTs:
   hexadecimal UTF-8 of the names that lead to it, with NUL between them, over the two expressions of `paths.field_sql`;
   any of those may be dropped at any time.
   Whatever else there is (a trigger, a view, a table more) MUST be refused: it would run in the writes of who opens it.
-* `records` holds exactly the live records. `key_crc`, `value_crc` and `payload_crc` are the CRC-32 of the stored bytes
-  of the key, of the value (NULL where the key serves) and of the payload's UTF-8 (NULL where there is none).
+* `records` holds exactly the live records. `key_crc`, `value_crc`, `payload_crc` and `text_crc` are the CRC-32 of the
+  stored bytes of the key, of the value (NULL where the key serves), and of the UTF-8 of payload and text (NULL where
+  there is none).
 * A bit set in `tombstones` (chunk c, bit i, low bits first: row c * CHUNK + i) marks a row as dead; a row below
   `state.next_row` without one is live, if a segment holds it; what compaction adds is in `softdb.store.gaps`.
+* A record without a key has `key_crc` and `value_crc` NULL. Its row MUST have a tombstone, or no segment may hold it:
+  whatever lies in its slot is never read. Every other record MUST lie in a segment, without a tombstone.
 * `segments` say how many slots are `used` (the watermark). Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
 * What made the keys stands in settings, too: `softdb.store.keyed`.
-* `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads in place MUST set
-  `payloads_replaced` to the generation it makes: what was worked out from payloads before is void.
+* `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads or texts in place MUST
+  set `payloads_replaced` to the generation it makes: what was worked out from them before is void.
 
-Room is left for what is to come; each is a new format version: a text beside the payload (a column and its checksum
-more in `records`); a record without a key (`key_crc` NULL and a slot of zeros that no vector meets); columns of int8 or
-bfloat16 (a `dtype` among the settings, and the `.npy` header of that); the version number of another system's table (a
-setting, which commits with the rows that it tells of).
+Room is left for what is to come; each is a new format version: columns of int8 or bfloat16 (a `dtype` among the
+settings, and the `.npy` header of that); the version number of another system's table (a setting, which commits with
+the rows that it tells of).
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ __all__ = [
     "field_index",
     "field_index_sql",
     "indexed_field",
-    "payload_crc",
     "recognise",
     "setting_crc",
     "state_crc",
+    "text_crc",
 ]
 
 APPLICATION = 0x736F6674  # "soft"
@@ -58,8 +60,9 @@ CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
 TABLES = """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE state(generation INTEGER NOT NULL, next_row INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT;
-CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT, key_crc INTEGER NOT NULL,
-                     value_crc INTEGER, payload_crc INTEGER) STRICT;
+CREATE TABLE records(row INTEGER PRIMARY KEY, id ANY NOT NULL UNIQUE, payload TEXT, key_crc INTEGER,
+                     value_crc INTEGER, payload_crc INTEGER, text_crc INTEGER, text TEXT) STRICT;
+CREATE INDEX keyless ON records(key_crc, value_crc) WHERE key_crc IS NULL;
 CREATE TABLE segments(segment INTEGER PRIMARY KEY, first_row INTEGER NOT NULL, capacity INTEGER NOT NULL,
                       used INTEGER NOT NULL) STRICT;
 CREATE TABLE tombstones(chunk INTEGER PRIMARY KEY, dead BLOB NOT NULL) STRICT;
@@ -151,6 +154,6 @@ def setting_crc(name: str, value: object) -> int:
     return crc32(json.dumps([name, value]).encode())
 
 
-def payload_crc(text: str | None) -> int | None:
-    """The checksum of a payload; None where there is none."""
+def text_crc(text: str | None) -> int | None:
+    """The checksum of a payload or a text; None where there is none."""
     return None if text is None else crc32(text.encode())

@@ -22,7 +22,7 @@ from softdb.errors import CorruptionError, FormatTooNew, NotADatabase, SoftDBErr
 from softdb.store.append import Batch
 from softdb.store.keyed import Keyed
 from softdb.store.recovery import discard
-from softdb.store.soundness import damaged
+from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
 __all__ = ["Gathered", "digest"]
@@ -74,6 +74,7 @@ class Gathered:
                     made.encoder is not None
                     and store.keyed == made
                     and not any(any(damaged(store.checksums, segment)) for segment in store.snapshot.segments)
+                    and not any(damaged_texts(store.damaged_texts))
                 ):
                     opened.pop_all()
                     return store
@@ -87,7 +88,7 @@ class Gathered:
         """Of which rows (m,) with texts of these digests there is no key yet."""
         if not len(self):
             return np.ones(len(rows), np.bool_)
-        stored = self._store.locate(rows.tolist())[2]
+        stored = self._store.locate(rows.tolist(), whole=True).payloads
         return np.array([text != json.dumps(one) for text, one in zip(stored, digests, strict=True)], np.bool_)
 
     def put(self, rows: Rows, keys: Array, digests: Iterable[str]) -> None:
@@ -96,8 +97,8 @@ class Gathered:
 
     def keys(self, rows: Rows) -> Array:
         """The keys (m, d) of rows that are all there."""
-        snapshot, places, _ = self._store.require(rows.tolist())
-        found: Array = snapshot.keys_at(snapshot.positions(places)).numpy()
+        located = self._store.require(rows.tolist())
+        found: Array = located.snapshot.keys_at(located.snapshot.positions(located.rows)).numpy()
         return found
 
     def close(self) -> None:

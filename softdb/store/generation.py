@@ -49,12 +49,14 @@ class SnapshotLoader:
         entries, missing, made = catalog.segments(), gaps.read(catalog), keyed.read(catalog)
         if made != self.loaded.keyed:
             self._columns.reshape(made.schema)
-        segments = self._segments(entries, missing, state.next_row, catalog.capacity())
+        segments, keyless = self._segments(entries, missing, state.next_row, catalog.capacity()), catalog.keyless()
+        if len(keyless) and not 0 <= keyless[0] <= keyless[-1] < state.next_row:
+            raise damaged_catalog("has records in rows that are yet to come")
         if missing.gone:
-            whole = Snapshot.of(state.generation, segments, np.ones(sum(map(len, segments)), np.bool_))
+            whole = Snapshot.of(state.generation, segments, np.ones(sum(map(len, segments)), np.bool_), keyless)
             snapshot = whole.without(catalog.dead())
         else:
-            snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row))
+            snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row), keyless)
         self._take(Loaded(snapshot, made), entries, missing)
 
     def entries(self, catalog: Catalog) -> list[SegmentEntry]:
@@ -62,7 +64,7 @@ class SnapshotLoader:
         return self._entries if catalog.state().generation == self.snapshot.generation else catalog.segments()
 
     def append(self, state: CatalogState, entries: list[SegmentEntry]) -> bool:
-        """Go on to a generation that has appended rows to the one before it, and changed nothing else.
+        """Go on to a generation that has appended rows with keys to the one before it, and changed nothing else.
 
         False where that one is not loaded. Cost: of the appended rows alone; a byte or two a row are kept.
         """
@@ -82,7 +84,7 @@ class SnapshotLoader:
             self._room[: old.size] = old.live
         self._room[old.size : size] = True  # beyond what any snapshot shows
         count = old.count + size - old.size
-        snapshot = Snapshot(state.generation, segments, starts, self._room[:size], count)
+        snapshot = Snapshot(state.generation, segments, starts, self._room[:size], count, old.keyless)
         self._take(self.loaded._replace(snapshot=snapshot), entries, self._missing)
         return True
 

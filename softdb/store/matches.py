@@ -23,7 +23,7 @@ from softdb.store.filters import All, Condition, Node, Not, parse, statement
 from softdb.store.paths import field_sql, parts_of, spelled
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["Matches"]
+__all__ = ["Matches", "Matching"]
 
 SAMPLED = 1000  # records whose fields a warning knows
 FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
@@ -32,14 +32,22 @@ LOOKUP = 6  # reading a payload by its row takes that many times as long as pass
 MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew
 
 Live = NDArray[np.bool_]
+Rows = NDArray[np.int64]
 Layout = tuple[tuple[int, int, bool, int], ...]  # number, first row, whether its rows are consecutive, length
+
+
+class Matching(NamedTuple):
+    """The records that a filter matches."""
+
+    live: Live  # (size,) over positions; never changed, indexes remember it by identity
+    keyless: Rows  # (m,) ascending, of those without a key
 
 
 class _Known(NamedTuple):
     generation: int
     next_row: int
     layout: Layout
-    matching: Live  # (size,) over positions; never changed, indexes remember it by identity
+    matching: Matching
 
 
 class Matches:
@@ -49,8 +57,8 @@ class Matches:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._looked_for: set[str] = set()  # fields that a filter which matched nothing asked about
 
-    def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Live:
-        """Which positions (size,) hold a record that the filter matches. Raises BadFilter.
+    def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Matching:
+        """The records that the filter matches. Raises BadFilter.
 
         Cost: one pass over the payloads, or the matches alone where all fields are declared; after a commit the rows
         it appended; n bytes copied.
@@ -65,11 +73,11 @@ class Matches:
             if known is not None:
                 matching = _carried(known, next_row, node, catalog, snapshot)
             if matching is None:
-                matching = _Evaluation(catalog, snapshot).of(node)
+                matching = _matching(_Evaluation(catalog, snapshot).of(node), snapshot)
             known = self._known[text] = _Known(snapshot.generation, next_row, _layout(snapshot), matching)
             if len(self._known) > FILTERS_KEPT:
                 self._known.popitem(last=False)
-            if snapshot.count and not matching.any():
+            if snapshot.records and not (matching.live.any() or len(matching.keyless)):
                 self._warn_of_unknown(_named(node), catalog)
         self._known.move_to_end(text)
         return known.matching
@@ -116,7 +124,7 @@ def _layout(snapshot: Snapshot) -> Layout:
     return tuple((s.number, s.first_row, s.rows is None, len(s)) for s in snapshot.segments)
 
 
-def _carried(known: _Known, next_row: int, node: Node, catalog: Catalog, snapshot: Snapshot) -> Live | None:
+def _carried(known: _Known, next_row: int, node: Node, catalog: Catalog, snapshot: Snapshot) -> Matching | None:
     """What was known, with the commits since; None where it is void, or not worth it."""
     if known.generation > snapshot.generation or catalog.payloads_replaced() > known.generation:
         return None
@@ -124,13 +132,42 @@ def _carried(known: _Known, next_row: int, node: Node, catalog: Catalog, snapsho
         return None
     if next_row - known.next_row > MANY and _fields(node) <= set(catalog.fields()):
         return None
-    matching = np.zeros(snapshot.size, np.bool_)
-    matching[: len(known.matching)] = known.matching
-    matching &= snapshot.live
+    carried, places = known.matching.live, _AllRecords(snapshot)
+    matching = places.of(known.matching.keyless[np.isin(known.matching.keyless, snapshot.keyless)])
+    matching[: len(carried)] = carried & snapshot.live[: len(carried)]
     if next_row > known.next_row:
-        rows = catalog.matching(*statement(node), first=known.next_row)
-        matching[snapshot.positions(rows)] = True
-    return matching
+        matching |= places.of(catalog.matching(*statement(node), first=known.next_row))
+    return _matching(matching, snapshot)
+
+
+class _AllRecords:
+    """All records of a snapshot in one line: its positions, then the records without a key."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, keyless = snapshot, snapshot.keyless
+        self.live = np.concatenate([snapshot.live, np.ones(len(keyless), np.bool_)]) if len(keyless) else snapshot.live
+
+    def of(self, rows: Rows) -> Live:  # (m,) -> (size + keyless,)
+        """Rows of records as a mask."""
+        mask, keyless = np.zeros(len(self.live), np.bool_), self.snapshot.keyless
+        if not len(keyless):
+            mask[self.snapshot.positions(rows)] = True
+            return mask
+        own = np.isin(rows, keyless)
+        mask[self.snapshot.positions(rows[~own])] = True
+        mask[self.snapshot.size + keyless.searchsorted(rows[own])] = True
+        return mask
+
+    def rows(self, places: Rows) -> Rows:
+        """The rows of some places."""
+        inside = places < self.snapshot.size
+        own = self.snapshot.keyless[places[~inside] - self.snapshot.size]
+        return np.concatenate([self.snapshot.rows(places[inside]), own])
+
+
+def _matching(mask: Live, snapshot: Snapshot) -> Matching:
+    """A mask over all places."""
+    return Matching(mask[: snapshot.size], snapshot.keyless[mask[snapshot.size :]])
 
 
 def _extends(layout: Layout, old: Layout) -> bool:
@@ -180,7 +217,7 @@ class _Evaluation:
 
     def __init__(self, catalog: Catalog, snapshot: Snapshot) -> None:
         self.catalog = catalog
-        self.snapshot = snapshot
+        self.places, self.count = _AllRecords(snapshot), snapshot.records
         self.declared: set[str | None] = set(catalog.fields())
 
     def of(self, node: Node) -> Live:
@@ -199,10 +236,10 @@ class _Evaluation:
         if isinstance(node, Condition):
             return self.asked(node)
         if isinstance(node, Not):
-            return self.snapshot.live & ~self.indexed(node.of)
+            return self.places.live & ~self.indexed(node.of)
         if isinstance(node, All):
             return self.conjunction(_by_field(node))
-        found = np.zeros(self.snapshot.size, np.bool_)
+        found = np.zeros(len(self.places.live), np.bool_)
         for one in node.of:
             found |= self.indexed(one)
         return found
@@ -211,24 +248,18 @@ class _Evaluation:
         """Where every part matches. The last few are read."""
         found: Live | None = None
         for i, one in enumerate(parts):
-            if found is not None and FEW * np.count_nonzero(found) < self.snapshot.count:
+            if found is not None and FEW * np.count_nonzero(found) < self.count:
                 return self.among(All(tuple(parts[i:])), found)
             mask = self.asked(one) if isinstance(one, All) else self.indexed(one)  # an All here is of one field
             found = mask if found is None else found & mask
-        return self.snapshot.live.copy() if found is None else found
+        return self.places.live.copy() if found is None else found
 
     def asked(self, node: Node) -> Live:
         """Where SQLite says that the filter matches."""
-        return self.at(self.catalog.matching(*statement(node)))
+        return self.places.of(self.catalog.matching(*statement(node)))
 
     def among(self, node: Node, allowed: Live) -> Live:
         """Where the filter matches among records that are known to be allowed."""
         positions = np.flatnonzero(allowed)
-        among = self.snapshot.rows(positions) if LOOKUP * len(positions) < self.snapshot.count else None
-        return allowed & self.at(self.catalog.matching(*statement(node), among=among))
-
-    def at(self, rows: NDArray[np.int64]) -> Live:
-        """Rows as a mask over positions."""
-        mask = np.zeros(self.snapshot.size, np.bool_)
-        mask[self.snapshot.positions(rows)] = True
-        return mask
+        among = self.places.rows(positions) if LOOKUP * len(positions) < self.count else None
+        return allowed & self.places.of(self.catalog.matching(*statement(node), among=among))

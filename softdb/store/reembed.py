@@ -35,54 +35,58 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass
 class Progress:
-    """The rows that have a new key, and the checksums of the payloads that it was made from."""
+    """The rows that were looked at, and the checksums of payload and text as they were then."""
 
-    generation: int = -1  # no payload that was replaced up to here is unseen
+    generation: int = -1  # nothing that was replaced in place up to here is unseen
     rows: Rows = field(default_factory=_NONE.copy)  # (m,) ascending
-    payload_crcs: Rows = field(default_factory=_NONE.copy)  # (m,), -1 where there is none
+    crcs: Rows = field(default_factory=lambda: np.empty((0, 2), np.int64))  # (m, 2), -1 where there is none
+    keyed: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # (m,) which have a new key
 
-    def add(self, rows: Rows, payload_crcs: Rows) -> None:
-        """Rows (m,) have new keys, some of them again."""
+    def add(self, rows: Rows, crcs: Rows, keyed: NDArray[np.bool_]) -> None:
+        """Rows (m,) were looked at, some of them again."""
         kept = ~np.isin(self.rows, rows)
         merged = np.concatenate([self.rows[kept], rows])
         order = np.argsort(merged, kind="stable")
         self.rows = merged[order]
-        self.payload_crcs = np.concatenate([self.payload_crcs[kept], payload_crcs])[order]
+        self.crcs = np.concatenate([self.crcs[kept], crcs])[order]
+        self.keyed = np.concatenate([self.keyed[kept], keyed])[order]
 
-    def unlike(self, rows: Rows, payload_crcs: Rows) -> Rows:
+    def unlike(self, rows: Rows, crcs: Rows) -> Rows:
         """Those of rows (m,) that are not here, or with another checksum."""
         if not len(self.rows):
             return rows
         places = np.minimum(self.rows.searchsorted(rows), len(self.rows) - 1)
-        found: Rows = rows[(self.rows[places] != rows) | (self.payload_crcs[places] != payload_crcs)]
+        found: Rows = rows[(self.rows[places] != rows) | (self.crcs[places] != crcs).any(1)]
         return found
+
+    def of(self, snapshot: Snapshot) -> Rows:
+        """The rows, ascending, that have a new key and hold a record."""
+        rows = self.rows[self.keyed]
+        return rows[np.isin(rows, snapshot.all_rows)]
 
 
 def pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
-    """The newest generation, and its live rows without a new key or with another payload since, ascending."""
+    """The newest generation, and its rows, ascending, that were not looked at, or have changed since."""
     return store.run(_pending, store, progress)
 
 
 def _pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
     with store.read_transaction() as snapshot:
-        live = _live_rows(snapshot)
+        live = snapshot.all_rows
         rows = live[~np.isin(live, progress.rows)]
         if store.catalog.payloads_replaced() > progress.generation >= 0:
-            rows = np.unique(np.concatenate([rows, *(progress.unlike(*some) for some in _payload_crcs(store.catalog))]))
+            rows = np.unique(np.concatenate([rows, *(progress.unlike(*some) for some in _crcs(store.catalog))]))
         return snapshot, rows
 
 
-def _live_rows(snapshot: Snapshot) -> Rows:
-    return snapshot.rows(np.flatnonzero(snapshot.live))
-
-
-def _payload_crcs(catalog: Catalog) -> Iterator[tuple[Rows, Rows]]:
-    """Rows and their payloads' checksums, some at a time."""
-    last, sql = -1, "SELECT row, coalesce(payload_crc, -1) FROM records WHERE row > ? ORDER BY row LIMIT ?"
+def _crcs(catalog: Catalog) -> Iterator[tuple[Rows, Rows]]:
+    """Rows (m,) and the checksums (m, 2) of their payloads and texts, some at a time."""
+    columns = "row, coalesce(payload_crc, -1), coalesce(text_crc, -1)"
+    last, sql = -1, f"SELECT {columns} FROM records WHERE row > ? ORDER BY row LIMIT ?"
     while found := catalog.all(sql, (last, AT_ONCE)):
-        rows, crcs = np.array(found, np.int64).T
-        last = int(rows[-1])
-        yield rows, crcs
+        some = np.array(found, np.int64)
+        last = int(some[-1, 0])
+        yield some[:, 0], some[:, 1:]
 
 
 def require_sound_values(store: Store) -> None:
@@ -169,7 +173,7 @@ class _Switch:
     def write_aside(self) -> None:
         """Write the bulk while others read and write. What fails here has changed nothing."""
         snapshot, _ = pending(self.store, self.progress)
-        rows = self.progress.rows[np.isin(self.progress.rows, _live_rows(snapshot))]
+        rows = self.progress.of(snapshot)
         try:
             self._write(snapshot, rows, self.store.run(self._reserved, len(rows)))
         except (OSError, MemoryError) as error:
@@ -226,8 +230,11 @@ class _Switch:
                 key = self.gathered.keys(part.rows[slot : slot + 1])
                 self.columns.overwrite(part.number, len(part.rows), slot, key)
                 part.key_crcs[slot] = checksums(key)[0]
-        live = _live_rows(snapshot)
-        late = live[~np.isin(live, self.all_rows)]
+        live, rows = self.progress.of(snapshot), self.all_rows
+        late = live[~np.isin(live, rows)]
+        if len(rows) and len(late):  # rows ascend: a record without a key that came to its text meanwhile stays so
+            self.progress.keyed &= ~np.isin(self.progress.rows, late[late < rows.max()])
+            late = late[late > rows.max()]
         self._write(snapshot, late, [gaps.reserve(self.store.catalog) for _ in range(0, len(late), MAX_ROWS)])
 
     def _put(self) -> list[int]:
@@ -235,14 +242,16 @@ class _Switch:
         catalog, rows = self.store.catalog, self.all_rows
         state, old = catalog.state(), [entry.number for entry in catalog.segments()]
         gaps.put(catalog, old, state.next_row - len(rows) - catalog.setting("gone"), None)
+        live = self.progress.of(self.store.snapshot)
         for part in self.parts:
             catalog.put_segment(part.entry)
             if part.has_gaps:
                 gaps.put(catalog, (), 0, (part.number, checksum(part.rows)))
-            crcs = zip(part.key_crcs.tolist(), part.rows.tolist(), strict=True)
+            own = np.isin(part.rows, live)
+            crcs = zip(part.key_crcs[own].tolist(), part.rows[own].tolist(), strict=True)
             catalog.connection.executemany("UPDATE records SET key_crc = ? WHERE row = ?", crcs)
-        dead = catalog.dead()
-        catalog.clear_tombstones(dead[~np.isin(dead, rows)])
+        catalog.set_tombstones(catalog.dead(), False)
+        catalog.set_tombstones(rows[~np.isin(rows, live)])
         catalog.connection.execute("DELETE FROM indexes")  # of the old keys
         catalog.put_setting("dim", self.schema.dim)
         keyed.note(catalog, self.encoder)

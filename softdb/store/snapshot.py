@@ -7,7 +7,7 @@ concatenation of the segments, `0 … size - 1`, dead ones included. Rows ascend
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ SAMPLED = 1024  # values that their size is taken from
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
+
+NONE: Rows = np.empty(0, np.int64)
 
 
 class Block(NamedTuple):
@@ -74,19 +76,41 @@ class Snapshot:
     segments: tuple[Segment, ...]
     starts: Rows  # (segments + 1,) position of each segment's first slot, then size
     live: Live  # (size,)
-    count: int  # live records
+    count: int  # live records with a key: all that vectors meet
+    keyless: Rows = field(default_factory=NONE.copy)  # rows of the others, ascending
 
     @classmethod
-    def of(cls, generation: int, segments: tuple[Segment, ...], live: Live) -> Snapshot:
-        """A snapshot of segments in row order, and which of their slots are live."""
+    def of(cls, generation: int, segments: tuple[Segment, ...], live: Live, keyless: Rows = NONE) -> Snapshot:
+        """A snapshot of segments in row order, which of their slots are live, and the rows without a key."""
         starts = np.cumsum([0, *(len(s) for s in segments)], dtype=np.int64)
-        return cls(generation, segments, starts, live, int(np.count_nonzero(live)))
+        return cls(generation, segments, starts, live, int(np.count_nonzero(live)), keyless)
 
     def without(self, dead: Rows) -> Snapshot:
         """This snapshot with some rows (m,) dead, too; rows that it does not hold are passed over."""
         positions, live = self.positions(dead), self.live.copy()
         live[positions[positions >= 0]] = False
-        return Snapshot.of(self.generation, self.segments, live)
+        return Snapshot.of(self.generation, self.segments, live, self.keyless)
+
+    @property
+    def records(self) -> int:
+        """Live records, with a key or without."""
+        return self.count + len(self.keyless)
+
+    @cached_property
+    def all_rows(self) -> Rows:
+        """The rows (records,) of all live records, ascending."""
+        rows = self.rows(np.flatnonzero(self.live))
+        return np.sort(np.concatenate([rows, self.keyless])) if len(self.keyless) else rows
+
+    def keyed(self, rows: Rows) -> Live:
+        """Which of rows (m,) lie in a slot of this generation and are not of records without a key."""
+        found: Live = self.positions(rows) >= 0
+        return found & ~np.isin(rows, self.keyless) if len(self.keyless) else found
+
+    def holds(self, rows: Rows) -> Live:
+        """Which of rows (m,) this generation knows, with a key or without."""
+        found: Live = self.positions(rows) >= 0
+        return found | np.isin(rows, self.keyless) if len(self.keyless) else found
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Checksums: each record's key, value and payload have their own, so that damage is named, and lost, row by row."""
+"""Checksums: a record's key, value, payload and text have each their own, so that damage is named, and lost, by row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from softdb.check import Array
 from softdb.store.snapshot import Segment
 
-__all__ = ["Damage", "checksums", "damaged"]
+__all__ = ["Damage", "checksums", "damaged", "damaged_texts"]
 
 AT_ONCE = 8192  # records
 
 Rows = NDArray[np.int64]
 Fetch = Callable[[int, int], list[Any]]  # see `Catalog.checksums`
+FetchTexts = Callable[[str, "Rows | None"], list[int]]  # see `Catalog.damaged_texts`
 
 
 class Damage(NamedTuple):
@@ -25,15 +26,15 @@ class Damage(NamedTuple):
 
     file: str
     rows: list[int]
+    what: str = ""  # of the record, in words
 
     def __str__(self) -> str:
         runs = np.split(np.array(self.rows), np.flatnonzero(np.diff(self.rows) > 1) + 1)
         spans = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
         shown = ", ".join(spans[:8]) + (f" and {len(spans) - 8} more spans" if len(spans) > 8 else "")
-        what = "payload of " if self.file == "catalog.sqlite" else ""
         if len(self.rows) == 1:
-            return f"{self.file}: {what}row {shown} differs from its checksum"
-        return f"{self.file}: {what}rows {shown} differ from their checksums"
+            return f"{self.file}: {self.what}row {shown} differs from its checksum"
+        return f"{self.file}: {self.what}rows {shown} differ from their checksums"
 
 
 def checksums(column: Array) -> list[int]:
@@ -42,27 +43,33 @@ def checksums(column: Array) -> list[int]:
 
 
 def damaged(fetch: Fetch, segment: Segment, only: Rows | None = None) -> Iterator[Damage]:
-    """What of a segment's records, or of some rows of it (m,) alone, differs from its checksum.
+    """Which keys and values of a segment's records, or of some rows of it (m,) alone, differ from their checksums.
 
     Cost: every byte of them is read once. A record that the segment does not hold is not looked at.
     """
-    keys, values, payloads = list[int](), list[int](), list[int]()
-    for slots, rows, texts, expected in _records(fetch, segment, only):
-        key_crcs, value_crcs, payload_crcs = zip(*expected, strict=True)
+    keys, values = list[int](), list[int]()
+    for slots, rows, expected in _records(fetch, segment, only):
+        key_crcs, value_crcs = zip(*expected, strict=True)
         keys += _unlike(rows, checksums(segment.keys[slots]), key_crcs)
         values += _unlike(
             rows, [None] * len(rows) if segment.values is None else checksums(segment.values[slots]), value_crcs
         )
-        payloads += _unlike(rows, [text if text is None else crc32(text) for text in texts], payload_crcs)
     number = f"{segment.number:08d}"
-    named = ((f"keys-{number}.npy", keys), (f"values-{number}.npy", values), ("catalog.sqlite", payloads))
+    named = ((f"keys-{number}.npy", keys), (f"values-{number}.npy", values))
     return (Damage(file, rows) for file, rows in named if rows)
+
+
+def damaged_texts(fetch: FetchTexts, only: Rows | None = None) -> Iterator[Damage]:
+    """Which payloads and texts of all records, or of some rows (m,), differ from their checksums. Cost: as above."""
+    for column in ("payload", "text"):
+        if rows := fetch(column, only):
+            yield Damage("catalog.sqlite", rows, f"{column} of ")
 
 
 def _records(
     fetch: Fetch, segment: Segment, only: Rows | None
-) -> Iterator[tuple[Rows, Rows, list[bytes | None], list[tuple[object, object, object]]]]:
-    """Slots, rows, payload texts and checksums of a segment's records, some at a time."""
+) -> Iterator[tuple[Rows, Rows, list[tuple[object, object]]]]:
+    """Slots, rows and checksums of a segment's records, some at a time."""
     for low in range(0, len(segment), AT_ONCE):
         rows = segment.rows_of(slice(low, low + AT_ONCE))
         asked = rows if only is None else only[(only >= rows[0]) & (only <= rows[-1])]
@@ -74,7 +81,7 @@ def _records(
         if present.any():
             kept = [found[i] for i in np.flatnonzero(present)]
             slots = low + np.searchsorted(rows, named[present])
-            yield slots, named[present], [record[1] for record in kept], [record[2:] for record in kept]
+            yield slots, named[present], [record[1:] for record in kept]
 
 
 def _unlike(rows: Rows, found: Sequence[int | None], expected: tuple[object, ...]) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from softdb.kernels import in_use
 from softdb.reports import IndexReport, Stats
 from softdb.store.snapshot import Snapshot
@@ -20,8 +22,9 @@ def stats(store: Store, index: IndexReport | None) -> Stats:
         mode=store.mode,
         durability="relaxed" if store.relaxed else "full",
         unflushed=store.waiting,
-        records=snapshot.count,
-        dead=snapshot.size - snapshot.count,
+        records=snapshot.records,
+        keyless=len(snapshot.keyless),
+        dead=snapshot.size - snapshot.count - int(np.count_nonzero(snapshot.positions(snapshot.keyless) >= 0)),
         dim=schema.dim,
         value_dim=schema.value_dim,
         num_classes=schema.num_classes,

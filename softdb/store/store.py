@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import apsw
 import numpy as np
@@ -20,10 +20,11 @@ from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId, Wri
 from softdb.store import files, keyed
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
-from softdb.store.matches import Matches
+from softdb.store.entry import Entry
+from softdb.store.matches import Matches, Matching
 from softdb.store.session import Session
 from softdb.store.snapshot import Snapshot
-from softdb.store.soundness import damaged
+from softdb.store.soundness import damaged, damaged_texts
 
 __all__ = ["Store"]
 
@@ -47,6 +48,15 @@ on_thread = _by(Session.run)  # on the store's thread: nothing comes between, an
 lookup = _by(Session.run_between)  # looks records up, in the caller's thread between two operations
 
 
+class Located(NamedTuple):
+    """Where ids are in a snapshot."""
+
+    snapshot: Snapshot
+    rows: NDArray[np.int64]  # (n,), -1 for those that it does not hold
+    payloads: list[str | None]  # n JSON texts, None where not asked for
+    texts: list[str | None]  # n
+
+
 class Store(Session):
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
 
@@ -57,24 +67,24 @@ class Store(Session):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @lookup
-    def locate(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
-        """The snapshot, the rows of ids (n,) in it, -1 for those that it does not hold, and their payload texts."""
+    def locate(self, ids: list[Id], whole: bool = False) -> Located:
+        """Where ids are in the snapshot, those with a key or without; `whole`: with payloads and texts."""
         with typed_errors():
-            found, snapshot = self.catalog.lookup(ids), self.snapshot
-        nothing = (-1, None)
-        pairs = [found.get(one, nothing) for one in ids]
-        rows = np.fromiter((row for row, _ in pairs), np.int64, len(ids))
-        rows[snapshot.positions(rows) < 0] = -1  # written after a reader's generation
-        return snapshot, rows, [text for _, text in pairs]
+            known, snapshot = self.catalog.lookup(ids, whole), self.snapshot
+        found = [known.get(one) or Entry(-1, one) for one in ids]
+        rows = np.fromiter((one.row for one in found), np.int64, len(ids))
+        rows[~snapshot.holds(rows)] = -1  # written after a reader's generation
+        return Located(snapshot, rows, [one.payload for one in found], [one.text for one in found])
 
-    def require(self, ids: list[Id]) -> tuple[Snapshot, NDArray[np.int64], list[str | None]]:
+    def require(self, ids: list[Id], whole: bool = False) -> Located:
         """As `locate`. Raises UnknownId naming the first that is not stored."""
-        snapshot, rows, texts = self.locate(ids)
+        located = self.locate(ids, whole)
+        rows = located.rows
         if (rows < 0).any():
             missing = np.flatnonzero(rows < 0)
             several = f" ({len(missing)} of {len(ids)} ids are unknown)" if len(ids) > 1 else ""
             raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._behind()}; check it with `in`")
-        return snapshot, rows, texts
+        return located
 
     @on_thread
     def _behind(self) -> str:
@@ -84,10 +94,10 @@ class Store(Session):
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
     @lookup
-    def read(self, rows: NDArray[np.int64]) -> dict[int, tuple[Id, str | None]]:
-        """Id and payload text of rows; those deleted since are absent."""
+    def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, Entry]:
+        """Ids of rows, and their payloads and texts if asked for; those deleted since are absent."""
         with typed_errors():
-            return self.catalog.read(rows)
+            return self.catalog.read(rows, payloads, texts)
 
     @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
@@ -96,12 +106,28 @@ class Store(Session):
             return self.catalog.checksums(first, last)
 
     @on_thread
+    def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
+        """See `Catalog.damaged_texts`."""
+        with typed_errors():
+            return self.catalog.damaged_texts(column, among)
+
     def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
         """The snapshot, and which of its positions (size,) hold a record that the filter matches.
 
         A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
         Cost: see `Matches.of`.
         """
+        snapshot, (matching, _) = self._matching(where)
+        return snapshot, matching
+
+    def matching_rows(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.int64]]:
+        """As `matching`, but the rows (m,), ascending, of all records that match, with a key or without."""
+        snapshot, (matching, keyless) = self._matching(where)
+        rows = snapshot.rows(np.flatnonzero(matching))
+        return snapshot, np.sort(np.concatenate([rows, keyless])) if len(keyless) else rows
+
+    @on_thread
+    def _matching(self, where: dict[str, Any]) -> tuple[Snapshot, Matching]:
         with self.read_transaction() as snapshot:
             return snapshot, self._matches.of(where, self.catalog, snapshot)
 
@@ -112,7 +138,8 @@ class Store(Session):
         """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
         with self.write_transaction() as change:
             try:
-                change.appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
+                appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
+                change.appended = appended if batch.keyed is None else None
             except apsw.ConstraintError:
                 self.writer.rollback()
                 stored = self.catalog.lookup(batch.ids)
@@ -129,33 +156,57 @@ class Store(Session):
         with self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
-                self.catalog.delete(np.fromiter((row for row, _ in stored.values()), np.int64))
+                self._delete(np.fromiter((one.row for one in stored.values()), np.int64))
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     @on_thread
     def update(
-        self, ids: list[Id], keys: Array | None, values: Array | None, payloads: list[str | None] | None
+        self,
+        ids: list[Id],
+        keys: Array | None,
+        values: Array | None,
+        payloads: list[str | None] | None,
+        texts: list[str | None] | None = None,
     ) -> None:
-        """Replace the given parts of stored records. Raises UnknownId; then nothing is written."""
+        """Replace the given parts of stored records. Raises UnknownId, and BadInput for a value without a key.
+
+        Then nothing is written.
+        """
         with self.write_transaction():
-            snapshot, rows, texts = self.require(ids)
-            if keys is None and values is None:
-                self.catalog.set_payloads(rows.tolist(), texts if payloads is None else payloads)
+            in_place = keys is None and values is None
+            snapshot, rows, old_payloads, old_texts = self.require(ids, whole=not in_place)
+            if in_place:
+                for column, new in (("payload", payloads), ("text", texts)):
+                    if new is not None:
+                        self.catalog.replace_texts(column, rows.tolist(), new)
                 self.catalog.advance(0)
                 return
+            self._require_keys(ids, snapshot.keyed(rows), keys, values)
             positions = snapshot.positions(rows)
             self._require_sound(snapshot, rows)
             if keys is None:
                 keys = snapshot.keys_at(positions).numpy()
             if values is None and self.schema.has_values:
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
-            self.catalog.delete(rows)
-            batch = Batch(ids, keys, values, texts if payloads is None else payloads)
+            self._delete(rows)
+            batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
+
+    def _require_keys(self, ids: list[Id], keyed: NDArray[np.bool_], keys: Array | None, values: Array | None) -> None:
+        """BadInput where a record would have one of key and value, and not the other."""
+        missing = "a key" if keys is None else "a value" if values is None and self.schema.has_values else ""
+        if missing and not keyed.all():
+            name = shown(ids[int(np.flatnonzero(~keyed)[0])])
+            raise BadInput(f"id {name} has neither key nor value as yet, and {missing} for it is not given; give both")
+
+    def _delete(self, rows: NDArray[np.int64]) -> None:
+        """Delete the records of rows in the open transaction."""
+        self.catalog.delete(rows, rows[self.snapshot.positions(rows) >= 0])
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError where records differ from their checksums: what is written anew would hide it."""
         found = [str(one) for segment in snapshot.segments for one in damaged(self.checksums, segment, rows)]
+        found += map(str, damaged_texts(self.damaged_texts, rows))
         if found:
             raise CorruptionError("; ".join(found) + ": restore them from a copy, or upsert the records whole")
 
@@ -164,13 +215,12 @@ class Store(Session):
         """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
         with self.write_transaction():
             if ids is not None:
-                rows = np.unique(self.locate(ids)[1])
+                rows = np.unique(self.locate(ids).rows)
                 rows = rows[rows >= 0]
             else:
-                snapshot, matching = self.matching({} if where is None else where)
-                rows = snapshot.rows(np.flatnonzero(matching))
+                rows = self.matching_rows({} if where is None else where)[1]
             if len(rows):
-                self.catalog.delete(rows)
+                self._delete(rows)
                 self.catalog.advance(0)
         return len(rows)
 

@@ -13,7 +13,7 @@ from softdb.store import gaps
 from softdb.store.catalog import Catalog
 from softdb.store.segments import checksum
 from softdb.store.snapshot import Snapshot
-from softdb.store.soundness import damaged
+from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
 __all__ = ["verify"]
@@ -40,13 +40,14 @@ def _verified(store: Store) -> int:
         damage = list(dict.fromkeys(damage))
         if damage:
             raise CorruptionError(f"{len(damage)} damaged: " + "; ".join(damage) + ": restore them from a copy")
-        return snapshot.count
+        return snapshot.records
 
 
 def _records(store: Store, snapshot: Snapshot) -> Iterator[str]:
     """Records whose bytes do not give their checksums."""
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
+    yield from map(str, damaged_texts(store.catalog.damaged_texts))
 
 
 def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
@@ -55,13 +56,17 @@ def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     if damage:
         return damage  # what its pages say is not worth asking
     live = np.zeros(snapshot.size, np.bool_)
-    rows = np.fromiter((row for (row,) in store.catalog.connection.execute("SELECT row FROM records")), np.int64)
+    keyed = "SELECT row FROM records WHERE key_crc NOTNULL"
+    rows = np.fromiter((row for (row,) in store.catalog.connection.execute(keyed)), np.int64)
     positions = snapshot.positions(rows)
     inside = positions >= 0
     live[positions[inside]] = True
     wrong = int(np.count_nonzero(live != snapshot.live)) + int(np.count_nonzero(~inside))
     if wrong:
         damage.append(f"catalog.sqlite: {wrong} rows are live in one table and dead in the other")
+    valued = store.catalog.one("SELECT count(*) FROM records WHERE key_crc IS NULL AND value_crc NOTNULL")[0]
+    if valued:
+        damage.append(f"catalog.sqlite: {valued} records have a value and no key")
     nowhere = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
     if nowhere:
         damage.append(f"catalog.sqlite: {nowhere} rows are marked dead that no segment holds")
@@ -69,22 +74,23 @@ def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
 
 
 def _texts(catalog: Catalog) -> list[str]:
-    """Ids and payloads that are not what softdb writes, whatever their checksums say; and the settings'."""
+    """Ids, payloads and texts that are not what softdb writes, whatever their checksums say; and the settings'."""
     catalog.settings()
     catalog.payloads_replaced()
     wrong = "typeof(id) NOT IN ('integer', 'text') OR NOT (payload IS NULL OR json_valid(payload))"
     bad = [str(row) for (row,) in catalog.all(f"SELECT row FROM records WHERE {wrong} LIMIT 9")]
-    for row, one, payload in catalog.connection.execute(
-        "SELECT row, CAST(id AS BLOB), CAST(payload AS BLOB) FROM records WHERE typeof(id) = 'text' OR payload NOTNULL"
+    for row, one, payload, text in catalog.connection.execute(
+        "SELECT row, CAST(id AS BLOB), CAST(payload AS BLOB), CAST(text AS BLOB) FROM records "
+        "WHERE typeof(id) = 'text' OR payload NOTNULL OR text NOTNULL"
     ):
         try:
-            _ = b"" if one is None else one.decode()
-            text = "" if payload is None else payload.decode()
-            if len(text) > _LONG:
-                json.loads(text)
+            _, _, json_text = ("" if part is None else part.decode() for part in (one, text, payload))
+            if len(json_text) > _LONG:
+                json.loads(json_text)
         except (ValueError, RecursionError):
             bad.append(str(row))
-    return [f"catalog.sqlite: ids or payloads that are not text or JSON, rows {', '.join(bad[:9])}"] if bad else []
+    rows = ", ".join(bad[:9])
+    return [f"catalog.sqlite: ids, payloads or texts that are not text or JSON, rows {rows}"] if bad else []
 
 
 def _rows(store: Store, snapshot: Snapshot) -> list[str]:

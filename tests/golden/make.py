@@ -41,15 +41,20 @@ class Plan:
         self.fields: list[str] = []
         self.db = softdb.open(path, **schema)
 
-    def upsert(self, ids: Sequence[Id], keys: Any, values: Any, payloads: Sequence[Any]) -> None:
-        """Add records or replace them."""
-        self.db.upsert(ids, keys, values, payloads)
+    def upsert(
+        self, ids: Sequence[Id], keys: Any, values: Any, payloads: Sequence[Any], texts: Sequence[str | None] = ()
+    ) -> None:
+        """Add records or replace them; without keys where these are None."""
+        texts = texts or [None] * len(ids)
+        self.db.upsert(ids, keys, values, payloads, texts=texts)
         dtype = np.dtype(self.schema.get("dtype", "float32"))
-        vectors = np.asarray(keys).astype(dtype).tolist()
-        stored = np.asarray(values).astype(np.int32 if "num_classes" in self.schema else dtype).tolist()
-        for one, key, value, payload in zip(ids, vectors, stored, payloads, strict=True):
+        none = [None] * len(ids)
+        vectors = none if keys is None else np.asarray(keys).astype(dtype).tolist()
+        labels = np.int32 if "num_classes" in self.schema else dtype
+        stored = none if keys is None else np.asarray(values).astype(labels).tolist()
+        for one, key, value, payload, text in zip(ids, vectors, stored, payloads, texts, strict=True):
             self.records.pop(one, None)
-            self.records[one] = {"id": one, "key": key, "value": value, "payload": payload}
+            self.records[one] = {"id": one, "key": key, "value": value, "payload": payload, "text": text}
 
     def delete(self, ids: Sequence[Id]) -> None:
         """Delete records."""
@@ -71,7 +76,10 @@ class Plan:
 
 
 def compacted(path: Path) -> Plan:
-    """Half precision and labels; compacted with gaps, then tombstones, replaced payloads and an indexed field."""
+    """Half precision and labels; compacted with gaps, then tombstones, replaced payloads and an indexed field.
+
+    Records without a key, of which compaction took the slots of some.
+    """
     plan = Plan(path, dim=4, num_classes=5, dtype="float16", metric="l2")
     random = np.random.default_rng(2)
     plan.db.index_field("year")
@@ -79,12 +87,15 @@ def compacted(path: Path) -> Plan:
     for low in range(0, 180, 60):
         ids: list[Id] = [f"r{i}" if i % 2 else i for i in range(low, low + 60)]
         keys, labels = random.standard_normal((60, 4)), random.integers(0, 5, 60)
-        plan.upsert(ids, keys, labels, [{"n": i, "year": 2000 + i % 30} for i in range(low, low + 60)])
+        texts = [f"the text of {one}" if i % 4 else None for i, one in enumerate(ids)]
+        plan.upsert(ids, keys, labels, [{"n": i, "year": 2000 + i % 30} for i in range(low, low + 60)], texts)
+        plan.upsert([f"d{low}", f"e{low}"], None, None, [{"year": 1990}, None], [None, "a document"])
     plan.delete([one for i, one in enumerate(list(plan.records)) if i % 3 == 0])
     plan.db.compact()
     plan.delete(list(plan.records)[10:30])
     plan.replace({one: {"n": "new", "year": None} for one in list(plan.records)[40:45]})
     plan.upsert(["late", 4], random.standard_normal((2, 4)), [0, 4], [None, {"year": 1999}])
+    plan.upsert(["e60", "f"], None, None, [None, {"year": None}], ["longer than a page " * 250, "no key"])
     plan.db.close()
     return plan
 
@@ -101,11 +112,12 @@ def killed(path: Path) -> Plan:
     keys, values = random.standard_normal((2, len(ids), 3))
     keys[4] = 0
     values[5] = [np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal, -0.0]
-    plan.upsert(ids, keys, values, payloads)
+    plan.upsert(ids, keys, values, payloads, [f"{one} ü\0 🦉" for one in ids])
     plan.db.close()
     plan.db = softdb.open(path)
     plan.upsert(["1", "last"], [[1, 2, 3], [0, -1, 0]], [[4, 5, 6], [7, 8, 9]], [{"replaced": True}, None])
     plan.delete(["gone"])
+    plan.upsert([7], None, None, [None], ["in the log alone"])
     return plan
 
 

@@ -61,7 +61,7 @@ def slots_of(world: World, copy: Path) -> Slots:
                 if array is None:
                     continue
                 for slot, row in enumerate(segment.rows_of(slice(None)).tolist()):
-                    for one, _ in db._store.read(np.array([row])).values():
+                    for one in (found.id for found in db._store.read(np.array([row])).values()):
                         place = f"{column}-{segment.number:08d}.npy", HEAD + slot * array[0].nbytes, array[0].nbytes
                         found[one].append(place)
     return found

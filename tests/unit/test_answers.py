@@ -28,8 +28,8 @@ def test_hits_are_what_is_there(db: softdb.SoftDB) -> None:
     assert [[hit.payload for hit in mine] for mine in hits] == hits.payloads
     assert hits[0][-1] == hits[0][1:][1]
     assert hits[1:].ids == hits.ids[1:]
-    name, score, row, payload = hits[0][0]
-    assert (name, score, row, payload) == ("a", 3.0, 0, {"x": 1})
+    name, score, row, payload, text = hits[0][0]
+    assert (name, score, row, payload, text) == ("a", 3.0, 0, {"x": 1}, None)
     with pytest.raises(IndexError):
         hits[2]
     with pytest.raises(IndexError):
@@ -128,7 +128,7 @@ def test_long_answers_stay_short() -> None:
         db.insert(range(5000), torch.randn(5000, 384), payloads=["long " * 100] * 5000)
         hits, read = db.search(torch.randn(1000, 384), k=100), list[int]()
 
-        def watched(rows: Any) -> Any:
+        def watched(rows: Any, payloads: bool = True, texts: bool = False) -> Any:
             read.append(len(rows))
             return hits.resolve(rows)
 
@@ -141,7 +141,7 @@ def test_long_answers_stay_short() -> None:
 def test_reports_tell_what_there_is(db: softdb.SoftDB) -> None:
     stats = db.stats()
     assert (stats.records, stats.index, stats.asdict()["num_classes"]) == (3, None, 3)
-    assert "records=3, dead=0, dim=2, value_dim=None, num_classes=3" in repr(stats)
+    assert "records=3, keyless=0, dead=0, dim=2, value_dim=None, num_classes=3" in repr(stats)
     report = db.build_index()
     assert repr(report) == (
         "IndexReport(kind='flat', recall=1.0, met=True, reason='3 records are searched exactly in a moment')"

@@ -59,7 +59,7 @@ WRITES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "complex": (lambda db: db.insert(["b"], [[1j, 0, 0]], V), BadInput, "complex128"),
     "text numbers": (lambda db: db.insert(["b"], [["1", "2", "3"]], V), BadInput, "expected real numbers"),
     "objects": (lambda db: db.insert(["b"], [[object()] * 3], V), BadInput, "expected real numbers"),
-    "none": (lambda db: db.insert(["b"], None, V), BadInput, "expected real numbers"),
+    "none": (lambda db: db.insert(["b"], None, V), BadInput, "keys are missing; give keys, or texts"),
     "text without encoder": (lambda db: db.insert(["b"], ["text"], V), BadInput, "pass encoder="),
     "duplicate in batch": (lambda db: db.insert(["b", "b"], TWO, TWO[:, :2]), softdb.DuplicateId, "'b' comes twice"),
     "existing id": (

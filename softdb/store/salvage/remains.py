@@ -29,7 +29,7 @@ _IDS = "sqlite_autoindex_records_1"  # SQLite's own index of the records' ids
 _SORTED = {"settings", "indexes", _IDS}  # kept in index trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
 _TABLE = (5, 13)  # types of a table's pages
-_WIDTH = 6  # columns of a record
+_WIDTH = 8  # columns of a record
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -102,7 +102,8 @@ class Remains:
         """Whether there are as many records as there should be: after half a checkpoint there are others."""
         seen = self.pages.seen.copy()
         try:
-            return sum(1 for _ in self.records()) == self.expected() == sum(1 for _ in self.ids())
+            keyless = [cell.columns is not None and cell.columns[3] is None for cell in self.records()]
+            return keyless.count(False) == self.expected() and len(keyless) == sum(1 for _ in self.ids())
         finally:
             self.pages.seen = seen
 
@@ -123,7 +124,7 @@ class Remains:
             self.pages.seen = seen
 
     def expected(self) -> int:
-        """How many records there should be, by rows and tombstones; 0 where these are lost."""
+        """How many records with a key there should be, by rows and tombstones; 0 where these are lost."""
         state, gone = self.state(), self.settings().get("gone", 0)
         if state is None or not isinstance(gone, int):
             return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -27,6 +27,7 @@ from softdb.store.store import Store
 __all__ = ["salvage"]
 
 LISTED = 1000  # lost records that a report names
+BYTES = 1 << 26  # of texts that are copied at once
 
 
 def salvage(
@@ -43,7 +44,7 @@ def salvage(
 
         report = softdb.salvage("memories", "memories-saved")
 
-    A record is intact where its payload, its key and its value give the checksums that were stored with it. Nothing
+    A record is intact where its payload, text, key and value give the checksums that were stored with it. Nothing
     else is copied, and nothing is guessed: where its id differs between the table of records and the index of ids, a
     record is left out. The damaged database is only read, and without SQLite: nothing in it is run. Declared fields
     are copied; indexes of vectors are to be built anew.
@@ -147,7 +148,9 @@ class _Placed(NamedTuple):
     row: int
     id: Id
     payload: str | None
-    keys: tuple[int, int, int]  # checksum, file, slot
+    text: str | None
+    keyless: bool
+    keys: tuple[int, int, int]  # checksum, file, slot; where it has a key
     values: tuple[int, int, int]
 
 
@@ -203,27 +206,40 @@ class _Salvage:
             scratch.execute(
                 f"UPDATE found SET why = CASE WHEN {column}_file IS NULL THEN 'no column file holds its {what}' ELSE "
                 f"printf('{column}-%08d.npy: its {what} is not there as it was written', {column}_file) END "
-                f"WHERE why IS NULL AND {column}_slot IS NULL"
+                f"WHERE why IS NULL AND {column}_slot IS NULL AND NOT keyless"
             )
 
     def _placed(self, scratch: apsw.Connection) -> Iterator[list[_Placed]]:
         """The records that are intact, in the order of rows, some at a time."""
-        sql = """SELECT row, id, payload, key_crc, keys_file, keys_slot, value_crc, values_file, values_slot FROM found
+        sql = """SELECT row, id, payload, text, keyless,
+                        key_crc, keys_file, keys_slot, value_crc, values_file, values_slot FROM found
                  WHERE why IS NULL AND row > ? ORDER BY row LIMIT ?"""
         low, count = -1, at_once(sum(column.bytes for column in self.columns))
-        while rows := scratch.execute(sql, (low, count)).fetchall():
-            some: list[Any] = rows
-            low = some[-1][0]
-            yield [_Placed(row, one, text, tuple(places[:3]), tuple(places[3:])) for row, one, text, *places in some]
+        while some := self._some(scratch.execute(sql, (low, count))):
+            low = some[-1].row
+            yield some
+
+    def _some(self, found: Iterable[Any]) -> list[_Placed]:
+        """The first of some records: as many as have texts of BYTES in all, or one more."""
+        some, size = list[_Placed](), 0
+        for row, one, payload, text, keyless, *places in found:
+            some.append(_Placed(row, one, payload, text, bool(keyless), tuple(places[:3]), tuple(places[3:])))
+            size += len(payload or "") + len(text or "")
+            if size > BYTES:
+                break
+        return some
 
     def _copy(self, scratch: apsw.Connection, store: Store, some: list[_Placed]) -> None:
         """Read records, and write those that are still as they were a moment ago."""
-        good = np.ones(len(some), np.bool_)
+        good, keyed = np.ones(len(some), np.bool_), np.array([not one.keyless for one in some], np.bool_)
         arrays = []
         for column in self.columns:
-            array, right = self._read(column, [getattr(one, column.name) for one in some])
+            array = np.zeros((len(some), *column.width), column.dtype)
+            if keyed.any():
+                array[keyed], good[keyed] = self._read(
+                    column, [getattr(one, column.name) for one in some if not one.keyless], good[keyed]
+                )
             arrays.append(array)
-            good &= right
         because = "UPDATE found SET why = ? WHERE row = ?"
         changed = "its bytes changed while they were read"
         scratch.executemany(because, [(changed, some[i].row) for i in np.flatnonzero(~good)])
@@ -235,10 +251,12 @@ class _Salvage:
         kept = [some[i] for i in np.flatnonzero(good)]
         if kept:
             keys, values = arrays[0][good], arrays[1][good] if len(arrays) > 1 else None
-            store.insert(Batch([one.id for one in kept], keys, values, [one.payload for one in kept]))
+            own = None if keyed[good].all() else keyed[good]
+            payloads, texts = [one.payload for one in kept], [one.text for one in kept]
+            store.insert(Batch([one.id for one in kept], keys, values, payloads, texts, own))
 
-    def _read(self, column: ColumnSpec, places: list[tuple[int, int, int]]) -> tuple[Array, Array]:
-        """Numbers (m, …) of a column, and whether each gives its checksum."""
+    def _read(self, column: ColumnSpec, places: list[tuple[int, int, int]], before: Array) -> tuple[Array, Array]:
+        """Numbers (m, …) of a column, and whether each gives its checksum, where all was right `before`."""
         found = [b""] * len(places)
         order = sorted(range(len(places)), key=lambda i: places[i][1:])
         slots = np.array([places[i][1:] for i in order])
@@ -251,18 +269,18 @@ class _Salvage:
         good = np.array([crc32(one) == crc for one, (crc, *_) in zip(found, places, strict=True)])
         whole = b"".join(one if right else bytes(column.bytes) for one, right in zip(found, good, strict=True))
         dtype = column.dtype.newbyteorder("<")
-        return np.frombuffer(whole, dtype).reshape(-1, *column.width).astype(column.dtype), good
+        return np.frombuffer(whole, dtype).reshape(-1, *column.width).astype(column.dtype), good & before
 
     def _report(self, scratch: apsw.Connection) -> dict[str, Any]:
         counts: list[Any] = scratch.execute(
-            "SELECT count(*) FILTER (WHERE why IS NULL), count(why), count(*) FILTER (WHERE why IS NULL AND NOT sure) "
-            "FROM found"
+            "SELECT count(*) FILTER (WHERE why IS NULL), count(why), count(*) FILTER (WHERE why IS NULL AND NOT sure), "
+            "count(*) FILTER (WHERE keyless) FROM found"
         ).fetchall()
-        saved, lost, unsure = counts[0]
+        saved, lost, unsure, keyless = counts[0]
         sql = "SELECT row, id, why FROM found WHERE {} ORDER BY row LIMIT ?"
         named = scratch.execute(sql.format("why IS NOT NULL"), (LISTED,)).fetchall()
         unconfirmed = scratch.execute(sql.format("why IS NULL AND NOT sure"), (LISTED,)).fetchall()
-        more, pages = self.remains.expected() - saved - lost, self.remains.damaged
+        more, pages = self.remains.expected() - (saved + lost - keyless), self.remains.damaged
         if more > 0:
             self.notes.append(f"{more} records more are lost, nothing of them is left in catalog.sqlite")
         elif more < 0:

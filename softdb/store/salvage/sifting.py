@@ -24,7 +24,8 @@ _AT_ONCE = 8192
 _TWICE = "catalog.sqlite has two versions of it"
 
 TABLES = """
-CREATE TABLE found(row INTEGER PRIMARY KEY, id, payload TEXT, key_crc INTEGER, value_crc INTEGER, why TEXT,
+CREATE TABLE found(row INTEGER PRIMARY KEY, id, payload TEXT, key_crc INTEGER, value_crc INTEGER, why TEXT, text TEXT,
+                   keyless INTEGER NOT NULL DEFAULT 0,
                    sure INTEGER NOT NULL DEFAULT 0,
                    keys_file INTEGER, keys_slot INTEGER, values_file INTEGER, values_slot INTEGER);
 CREATE TABLE known(row INTEGER, id, PRIMARY KEY(row, id)) WITHOUT ROWID;
@@ -53,10 +54,11 @@ def _known(remains: Remains, scratch: apsw.Connection) -> None:
 def _found(remains: Remains, scratch: apsw.Connection) -> None:
     """Records as the table has them."""
     sql = (
-        "INSERT INTO found(row, id, payload, key_crc, value_crc, why) VALUES(?, ?, ?, ?, ?, ?) "
+        "INSERT INTO found(row, id, payload, key_crc, value_crc, why, text, keyless) VALUES(?, ?, ?, ?, ?, ?, ?, ?) "
         f"ON CONFLICT(row) DO UPDATE SET why = '{_TWICE}' "
         "WHERE found.id IS NOT excluded.id OR found.payload IS NOT excluded.payload OR found.why IS NOT excluded.why "
-        "OR found.key_crc IS NOT excluded.key_crc OR found.value_crc IS NOT excluded.value_crc"
+        "OR found.key_crc IS NOT excluded.key_crc OR found.value_crc IS NOT excluded.value_crc "
+        "OR found.text IS NOT excluded.text"
     )
     rows = (_record(cell.row, cell.columns) for cell in remains.records() if cell.row >= 0)
     for some in _batches(rows):
@@ -66,17 +68,24 @@ def _found(remains: Remains, scratch: apsw.Connection) -> None:
 def _record(row: int, columns: tuple[Value, ...] | None) -> tuple[Value, ...]:
     """A line of `found`."""
     if columns is None:
-        return row, None, None, None, None, "catalog.sqlite: its bytes are no record"
-    one, payload, key_crc, value_crc, payload_crc = columns[1:]
+        return _lost(row, None, "its bytes are no record")
+    one, payload, key_crc, value_crc, payload_crc, text_crc, text = columns[1:]
     if not isinstance(one, str | int):
-        return row, None, None, None, None, "catalog.sqlite: its id is neither text nor a whole number"
+        return _lost(row, None, "its id is neither text nor a whole number")
+    keyless = key_crc is None
+    if not all(isinstance(crc, int) and 0 <= crc < 1 << 32 for crc in (key_crc, value_crc) if crc is not None) or (
+        keyless and value_crc is not None
+    ):
+        return _lost(row, one, "its checksums are damaged")
     why = None if payload is None else _unsound(payload)
-    crcs = (key_crc, 0 if value_crc is None else value_crc)
-    if not all(isinstance(crc, int) and 0 <= crc < 1 << 32 for crc in crcs):
-        return row, one, None, None, None, "catalog.sqlite: its checksums are damaged"
-    if payload_crc != (crc32(payload.encode()) if isinstance(payload, str) else None):
-        why = "catalog.sqlite: its payload differs from its checksum"
-    return row, one, None if why else payload, key_crc, value_crc, why
+    for what, crc, part in (("text", text_crc, text), ("payload", payload_crc, payload)):
+        if crc != (crc32(part.encode()) if isinstance(part, str) else None) or isinstance(part, int | float | bytes):
+            why = f"catalog.sqlite: its {what} differs from its checksum"
+    return row, one, None if why else payload, key_crc, value_crc, why, None if why else text, keyless
+
+
+def _lost(row: int, one: Value, why: str) -> tuple[Value, ...]:
+    return row, one, None, None, None, f"catalog.sqlite: {why}", None, False
 
 
 def _unsound(payload: Value) -> str | None:
@@ -124,9 +133,12 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
 
 
 def _apply_tombstones(remains: Remains, scratch: apsw.Connection) -> None:
-    """Records with a tombstone are gone; where the index has them, they are doubtful: one of the two is wrong."""
+    """Records with a tombstone are gone; where the index has them, they are doubtful: one of the two is wrong.
+
+    Those without a key have one, too, while they live: of these the index alone can tell.
+    """
     dead, low = remains.dead(), -1
-    sql = "SELECT row FROM found WHERE why IS NULL AND row > ? ORDER BY row LIMIT ?"
+    sql = "SELECT row FROM found WHERE why IS NULL AND NOT keyless AND row > ? ORDER BY row LIMIT ?"
     while rows := scratch.execute(sql, (low, _AT_ONCE)).fetchall():
         low = int(rows[-1][0])  # type: ignore[arg-type]
         gone = [row for row in rows if is_dead(dead, int(row[0]))]  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_the_checker_accepts_ties_and_refuses_swaps() -> None:
     scale = np.ones((1, 4))
 
     def hits(rows: list[int], found: list[float]) -> softdb.Hits:
-        return softdb.Hits(torch.tensor([rows]), torch.tensor([found]), lambda rows: {})
+        return softdb.Hits(torch.tensor([rows]), torch.tensor([found]), lambda rows, payloads=True, texts=False: {})
 
     check(hits([0, 1], [3, 2]), scores, 2, scale)
     check(hits([0, 2], [3, 2]), scores, 2, scale)

@@ -112,7 +112,7 @@ def test_a_record_that_differs_is_refused_or_replaced(tmp_path: Path, part: str)
     run("import", tmp_path / "db", *words)
     with softdb.open(tmp_path / "db") as db:
         changed: dict[str, Any] = {"payload": {"n": -1}, "key": [1, 2, 3, 4, 5], "value": 2}
-        db.update(["r7"], **{f"{part}s": [changed[part]]})
+        db.update(["r7"], **{f"{part}s": [changed[part]]})  # type: ignore[arg-type]
         before = len(list(db.scan()))
     error = fails("import", tmp_path / "db", *words, "--resume")
     assert "rows.jsonl lines 1 to 900: id 'r7' is stored already, and not as it stands there" in error

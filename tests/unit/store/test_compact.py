@@ -456,7 +456,7 @@ for number in range(1, 1000):
         left = number
         for name in ("fsync", "fdatasync", "unlink", "ftruncate"):
             setattr(os, name, watched(getattr(os, name)))
-        for name in ("commit", "shrink", "clear_tombstones", "put_segment"):
+        for name in ("commit", "shrink", "set_tombstones", "put_segment"):
             setattr(Catalog, name, watched(getattr(Catalog, name)))
         db.compact()
         os._exit(0)

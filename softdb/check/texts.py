@@ -1,0 +1,42 @@
+"""Texts that records carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from softdb.check.ids import encodable
+from softdb.check.plain import filled, shown
+from softdb.errors import BadInput
+
+__all__ = ["MAX_TEXT", "texts"]
+
+MAX_TEXT = 1 << 24  # bytes of UTF-8
+
+
+def texts(value: object, count: int) -> list[str | None] | None:
+    """Texts, one an id, None where a record has none; None where no texts are given at all.
+
+    Raises BadInput for another type, a lone surrogate, or more than 16 MiB of UTF-8.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [value]
+    elif isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise BadInput(f"texts are {shown(value)}; expected a list with one str or None for each id")
+    filled(value, "texts", count)
+    return [one if one is None else _text(one, i) for i, one in enumerate(value)]
+
+
+def _text(value: object, i: int) -> str:
+    if not isinstance(value, str):
+        raise BadInput(f"text {i} is {shown(value)}; expected str, or None for a record that has no text")
+    if not value.isascii():
+        encodable(value, f"text {i}")
+    if 4 * len(value) > MAX_TEXT and (size := len(value.encode())) > MAX_TEXT:
+        raise BadInput(f"text {i} has {size:,} bytes, a record takes {MAX_TEXT:,}; cut it into several records")
+    return str(value)
