@@ -20,7 +20,7 @@ from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_
 from softdb.check import Id, shown
 from softdb.errors import BadInput, CorruptionError, MissingDependency, StaleRead
 from softdb.lazy import cached_property
-from softdb.store.entry import Entry
+from softdb.store.entry import RecordEntry
 
 __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 
@@ -28,7 +28,9 @@ __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 class Resolve(Protocol):
     """Looks records up by their rows; those that are gone are absent."""
 
-    def __call__(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> Mapping[int, Entry]:
+    def __call__(
+        self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False
+    ) -> Mapping[int, RecordEntry]:
         """Ids, and payloads and texts where asked for."""
         ...
 
@@ -169,14 +171,14 @@ class Hits(Sequence["QueryHits"]):
         return self.rows >= 0
 
     @cached_property
-    def _found(self) -> Mapping[int, Entry]:
+    def _found(self) -> Mapping[int, RecordEntry]:
         return self._looked_up()
 
     @cached_property
-    def _text_of(self) -> Mapping[int, Entry]:
+    def _text_of(self) -> Mapping[int, RecordEntry]:
         return self._looked_up(payloads=False, texts=True)
 
-    def _looked_up(self, **what: bool) -> Mapping[int, Entry]:
+    def _looked_up(self, **what: bool) -> Mapping[int, RecordEntry]:
         wanted = np.unique(self.rows[self.rows >= 0].cpu().numpy())
         found = self.resolve(wanted, **what)
         if len(found) < len(wanted):
@@ -231,7 +233,7 @@ class Hits(Sequence["QueryHits"]):
             columns[name] = [one.get(name) if isinstance(one, dict) else None for one in payloads]
         return pandas.DataFrame(columns)
 
-    def _named(self, rows: list[int], texts: bool = False) -> Mapping[int, Entry]:
+    def _named(self, rows: list[int], texts: bool = False) -> Mapping[int, RecordEntry]:
         """Some rows, to be shown, without those that are gone."""
         try:
             return self.resolve(np.unique(np.array(rows, np.int64)), texts=texts)
@@ -267,7 +269,7 @@ def _with_texts(heads: list[str], lines: list[list[str | None]], caption: str) -
 
 
 class QueryHits(Sequence[Hit]):
-    """The hits of one query, best first; ids, payloads and texts are read with those of the other queries, when asked."""
+    """The hits of one query, best first; what these are is read with those of the other queries."""
 
     def __init__(self, hits: Hits, query: int) -> None:
         self._hits, self._query = hits, query

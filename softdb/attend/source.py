@@ -22,7 +22,7 @@ from softdb.lazy import cached_property
 from softdb.pool import pool
 from softdb.scores import Constant, Kernel
 from softdb.store import Snapshot
-from softdb.store.entry import Entry
+from softdb.store.entry import RecordEntry
 from softdb.store.snapshot import Block, Segment
 from softdb.weights import Argmax
 
@@ -271,7 +271,7 @@ class Columns(AsStored):
     @property
     def resolve(self) -> Resolve:
         """A record is called by its place."""
-        return lambda rows, payloads=True, texts=False: {row: Entry(row, row) for row in rows.tolist()}
+        return lambda rows, payloads=True, texts=False: {row: RecordEntry(row, row) for row in rows.tolist()}
 
 
 def _plateaus(score: object) -> bool:

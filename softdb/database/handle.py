@@ -24,7 +24,7 @@ from softdb.reports import CompactReport, SnapshotReport, Stats
 from softdb.store import Snapshot, Store
 from softdb.store.backup import backup
 from softdb.store.compact import compact
-from softdb.store.entry import Entry
+from softdb.store.entry import RecordEntry
 from softdb.store.stats import stats
 from softdb.store.verify import verify
 from softdb.typing import Vectors
@@ -285,7 +285,7 @@ class Handle:
             raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
         return snapshot, np.where(without, -1, rows)
 
-    def resolve(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, Entry]:
+    def resolve(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """Ids of rows, and their payloads and texts if asked for; those that were deleted or replaced are absent."""
         return self._store.read(rows, payloads, texts)
 

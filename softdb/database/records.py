@@ -18,7 +18,7 @@ from softdb.database.handle import Handle, verb
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.store import Batch, Snapshot
-from softdb.store.entry import Entry
+from softdb.store.entry import RecordEntry
 from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
 from softdb.typing import Ids, Keys, Numbers, Texts, Vectors
@@ -127,7 +127,7 @@ class RecordVerbs(Handle):
         """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
         names = check.identifiers(ids, unique=False)
         snapshot, rows, *parts = self._store.require(names, whole=True)
-        return self._records(snapshot, list(map(Entry, rows.tolist(), names, *parts)))
+        return self._records(snapshot, list(map(RecordEntry, rows.tolist(), names, *parts)))
 
     @verb
     def __getitem__(self, name: Id) -> Record:
@@ -262,7 +262,7 @@ class RecordVerbs(Handle):
             column[keyed] = check.values(kept, schema, int(np.count_nonzero(keyed)))
         return column
 
-    def _records(self, snapshot: Snapshot, found: list[Entry]) -> Records:
+    def _records(self, snapshot: Snapshot, found: list[RecordEntry]) -> Records:
         """The records of a generation that are found."""
         schema, rows = self._store.schema, np.array([one.row for one in found], np.int64)
         keyed = snapshot.keyed(rows)

@@ -23,7 +23,7 @@ from softdb.errors import BadInput, SoftDBError, WriteFailed
 from softdb.index.choose import Progress
 from softdb.reports import ReembedReport
 from softdb.store import Snapshot, reembed
-from softdb.store.entry import Entry
+from softdb.store.entry import RecordEntry
 from softdb.store.gathered import Gathered, digest
 
 __all__ = ["ReembedVerbs", "TextOf"]
@@ -156,7 +156,7 @@ class _Run:
         checked = [self._text(*one) for one in zip(records, texts, keyed, strict=True)]
         return kept, checked, np.array(crcs, np.int64).reshape(-1, 2)
 
-    def _text(self, record: Entry, text: object, keyed: bool) -> str | None:
+    def _text(self, record: RecordEntry, text: object, keyed: bool) -> str | None:
         if not keyed and self.store.schema.has_values:
             return None
         if isinstance(text, str):

@@ -17,7 +17,7 @@ from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
 from softdb.store.budget import Budget, occupied
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
-from softdb.store.entry import Entry, plain
+from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
@@ -301,7 +301,7 @@ class Catalog:
         records = zip(rows, ids, payloads, key_crcs, value_crcs, *crcs, texts, strict=True)
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?, ?, ?)", records)
 
-    def lookup(self, ids: Sequence[Id], whole: bool = False) -> dict[Id, Entry]:
+    def lookup(self, ids: Sequence[Id], whole: bool = False) -> dict[Id, RecordEntry]:
         """Where those ids are that are stored; `whole`: with payload and text."""
         with contextlib.suppress(TypeError):  # str and int mixed have no order
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
@@ -309,7 +309,7 @@ class Catalog:
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
         return {one.id: one for one in plain(self._looked_up(sql, json.dumps(ids)))}
 
-    def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, Entry]:
+    def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """What those rows hold that hold a record: ids, and what is asked for. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"

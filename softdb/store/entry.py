@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from softdb.check import Id
 from softdb.store.connect import damaged_catalog
 
-__all__ = ["Entry", "plain"]
+__all__ = ["RecordEntry", "plain"]
 
 
-class Entry(NamedTuple):
+class RecordEntry(NamedTuple):
     """A stored record; what was not asked for is None."""
 
     row: int
@@ -20,9 +20,9 @@ class Entry(NamedTuple):
     text: str | None = None
 
 
-def plain(records: list[Any]) -> Iterator[Entry]:
+def plain(records: list[Any]) -> Iterator[RecordEntry]:
     """Records as they came, if they are of the types that softdb writes. Raises CorruptionError."""
     for row, one, *texts in records:
         if type(one) not in (str, int) or not all(text is None or type(text) is str for text in texts):
             raise damaged_catalog(f"has a damaged record in row {row}")
-        yield Entry(row, one, *texts)
+        yield RecordEntry(row, one, *texts)

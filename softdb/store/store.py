@@ -20,7 +20,7 @@ from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId, Wri
 from softdb.store import files, keyed
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
-from softdb.store.entry import Entry
+from softdb.store.entry import RecordEntry
 from softdb.store.matches import Matches, Matching
 from softdb.store.session import Session
 from softdb.store.snapshot import Snapshot
@@ -71,7 +71,7 @@ class Store(Session):
         """Where ids are in the snapshot, those with a key or without; `whole`: with payloads and texts."""
         with typed_errors():
             known, snapshot = self.catalog.lookup(ids, whole), self.snapshot
-        found = [known.get(one) or Entry(-1, one) for one in ids]
+        found = [known.get(one) or RecordEntry(-1, one) for one in ids]
         rows = np.fromiter((one.row for one in found), np.int64, len(ids))
         rows[~snapshot.holds(rows)] = -1  # written after a reader's generation
         return Located(snapshot, rows, [one.payload for one in found], [one.text for one in found])
@@ -94,7 +94,7 @@ class Store(Session):
         return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
 
     @lookup
-    def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, Entry]:
+    def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """Ids of rows, and their payloads and texts if asked for; those deleted since are absent."""
         with typed_errors():
             return self.catalog.read(rows, payloads, texts)

@@ -277,10 +277,10 @@ RECORDS: dict[str, Craft] = {
     "a payload of another checksum": sql("UPDATE records SET payload = '{\"x\":1}' WHERE id = 'a'"),
     "a key's checksum of text": loosened("records", "UPDATE records SET key_crc = 'x'"),
     "a key's checksum of null": loosened("records", "UPDATE records SET key_crc = NULL"),
-    "a record in a dead row": sql("INSERT INTO records VALUES(3, 'back', NULL, 0, NULL, NULL)", "ANALYZE"),
-    "a record back from the dead": sql("INSERT INTO records VALUES(3, 'back', NULL, 0, NULL, NULL)"),
-    "a record of row 2^62": sql("INSERT INTO records VALUES(1 << 62, 'far', NULL, 0, NULL, NULL)"),
-    "a record of row -1": sql("INSERT INTO records VALUES(-1, 'far', NULL, 0, NULL, NULL)"),
+    "a record in a dead row": sql("INSERT INTO records VALUES(3, 'back', NULL, 0, NULL, NULL, NULL, NULL)", "ANALYZE"),
+    "a record back from the dead": sql("INSERT INTO records VALUES(3, 'back', NULL, 0, NULL, NULL, NULL, NULL)"),
+    "a record of row 2^62": sql("INSERT INTO records VALUES(1 << 62, 'far', NULL, 0, NULL, NULL, NULL, NULL)"),
+    "a record of row -1": sql("INSERT INTO records VALUES(-1, 'far', NULL, 0, NULL, NULL, NULL, NULL)"),
     "a record less": sql("DELETE FROM records WHERE id = 'a'"),
     "no records": sql("DELETE FROM records"),
     "no tombstones": sql("DELETE FROM tombstones"),
@@ -306,7 +306,7 @@ def test_records_that_cannot_be_are_found(
 def test_a_record_in_the_row_that_comes_next_is_named_by_insert(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, tally: Counter[str]
 ) -> None:
-    taken = sql("INSERT INTO records VALUES(5, 'far', NULL, 0, NULL, NULL)")
+    taken = sql("INSERT INTO records VALUES(5, 'far', NULL, 0, NULL, NULL, NULL, NULL)")
     tried(asked, goods["good"], tmp_path, taken, ("rw", True), tally)
 
 

@@ -186,7 +186,7 @@ def test_a_deleted_record_does_not_come_back_where_the_index_is_lost(
 ) -> None:
     world, path = copied("plain")
     key = (path / "keys-00000000.npy").read_bytes()[128 + 3 * 12 : 128 + 4 * 12]
-    sql(f"INSERT INTO records VALUES(3, 'r3', NULL, {zlib.crc32(key)}, NULL, NULL)")(path)
+    sql(f"INSERT INTO records VALUES(3, 'r3', NULL, {zlib.crc32(key)}, NULL, NULL, NULL, NULL)")(path)
     zeroed(path, "sqlite_autoindex_records_1")
     report, found = salvaged(path, tmp_path / "saved", world)
     assert differences(found, world.state) == ""

@@ -121,7 +121,7 @@ def test_tables_stay_small_and_look_up_what_they_show() -> None:
         db.insert(range(3000), torch.randn(3000, 8), payloads=["&" * 10_000] * 3000)
         hits, read = db.search(torch.randn(1000, 8), k=100), list[int]()
 
-        def watched(rows: Any) -> Any:
+        def watched(rows: Any, payloads: bool = True, texts: bool = False) -> Any:
             read.append(len(rows))
             return hits.resolve(rows)
 
