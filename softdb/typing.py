@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "Texts", "Vectors"]
+__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
 # a row of numbers or a table of them; queries that are tensors keep their graph
@@ -21,6 +21,8 @@ Numbers: TypeAlias = "Array | Sequence[float] | Sequence[Sequence[float]] | Sequ
 Vectors: TypeAlias = "Numbers | str | Sequence[str]"
 # keys of new records: the same, with None in a list for a record without one
 Keys: TypeAlias = "Vectors | Sequence[Sequence[float] | Array | str | None]"
+# values of new records: numbers or labels, None in a list for a record without a key
+Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
 # texts of records, None for one that has none; one alone is a batch of one
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # one id alone is a batch of one

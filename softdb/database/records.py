@@ -21,7 +21,7 @@ from softdb.store import Batch, Snapshot
 from softdb.store.entry import RecordEntry
 from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
-from softdb.typing import Ids, Keys, Numbers, Texts, Vectors
+from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
 __all__ = ["RecordVerbs"]
 
@@ -36,7 +36,7 @@ class RecordVerbs(Handle):
         self,
         ids: Ids,
         keys: Keys | None = None,
-        values: Numbers | None = None,
+        values: Values | None = None,
         payloads: Any = None,
         *,
         texts: Texts | None = None,
@@ -74,7 +74,7 @@ class RecordVerbs(Handle):
         self,
         ids: Ids,
         keys: Keys | None = None,
-        values: Numbers | None = None,
+        values: Values | None = None,
         payloads: Any = None,
         *,
         texts: Texts | None = None,
@@ -189,7 +189,7 @@ class RecordVerbs(Handle):
         write: Callable[[Batch], None],
         ids: Ids,
         keys: Keys | None,
-        values: Numbers | None,
+        values: Values | None,
         payloads: Any,
         texts: Texts | None,
         progress: Progress | bool | None,

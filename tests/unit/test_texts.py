@@ -73,7 +73,7 @@ def test_any_callable_is_an_encoder(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "notes") as db:
         for ask in (lambda: db.search("x"), lambda: db.insert(["y"], texts=["y"])):
             with pytest.raises(softdb.BadInput, match="texts are encoded by 'text-embedding-3-small'"):
-                ask()  # type: ignore[no-untyped-call]
+                ask()
 
 
 def test_a_bar_is_drawn_and_a_failing_encoder_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +252,7 @@ def test_one_with_values_gets_key_and_value_together() -> None:
         assert (db[1].value, db[2].value) == (None, 2)
         for words, what in (({"keys": [[1, 2]]}, "a value"), ({"values": [1]}, "a key")):
             with pytest.raises(softdb.BadInput, match=f"id 1 has neither key nor value as yet, and {what}"):
-                db.update([1], **words)  # type: ignore[arg-type]
+                db.update([1], **words)
         report = db.reembed(HashedNGrams(16))
         assert (report.records, db[1].key, db[2].value, len(db)) == (1, None, 2, 2)
         db.update([1], np.ones((1, 16)), [0])
@@ -285,7 +285,7 @@ def test_a_record_that_comes_to_its_text_while_keys_are_made_stays_without(tmp_p
     """Rows ascend in the files, and its own is behind those that are written; the next run has it."""
     with softdb.open(tmp_path / "db", dim=2) as db:
         db.insert(range(6), texts=[None if i == 2 else f"text {i}" for i in range(6)], payloads=[{}] * 6)
-        acts = [lambda: db.delete([0]), lambda: db.update([2], texts=["now"])]
+        acts: list[Any] = [lambda: db.delete([0]), lambda: db.update([2], texts=["now"])]
 
         def tell(what: str, done: int, whole: int) -> None:
             if what == "switch" and acts:
