@@ -69,10 +69,7 @@ def require_known(db: SoftDB, positives: list[list[Id]], places: list[str] | Non
         named = ", ".join(f"{check.shown(name)} ({f'query {i}' if places is None else places[i]})" for name, i in first)
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         hint = "; several ids are a JSON list" if "," in str(first[0][0]) else ""
-        raise BadInput(
-            f"these ids are not in the database, or have no key: {named}{more}; insert "
-            f"them, or leave those pairs out{hint}"
-        )
+        raise BadInput(f"these ids are not in the database: {named}{more}; insert them, or leave those pairs out{hint}")
 
 
 def read_pairs(

@@ -39,7 +39,7 @@ def test_a_text_is_embedded_and_kept(tmp_path: Path) -> None:
         assert db[1].text == TEXTS[1]
         assert db[1].key.tolist() == db[2].key.tolist() != before
         db.update([1], before, texts=[None])
-        assert (db[1].text, db[1].key.tolist()) == (None, before)
+        assert [db[1].text, db[1].key.tolist()] == [None, before]
         db.upsert([2], texts=["b"], payloads=["p"])
         assert (db[2].text, db[2].payload) == ("b", "p")
         db.update([2], payloads=["q"])
