@@ -77,17 +77,19 @@ def at(payload: Any, name: str) -> Any:
     return found
 
 
-def meets(payload: Any, where: dict[str, Any]) -> bool:
-    return all(clause(payload, name, condition) for name, condition in where.items())
+def meets(payload: Any, where: dict[str, Any], text: Any = MISSING) -> bool:
+    return all(clause(payload, name, condition, text) for name, condition in where.items())
 
 
-def clause(payload: Any, name: str, condition: Any) -> bool:
+def clause(payload: Any, name: str, condition: Any, text: Any) -> bool:
     if name == "$and":
-        return all(meets(payload, one) for one in condition)
+        return all(meets(payload, one, text) for one in condition)
     if name == "$or":
-        return any(meets(payload, one) for one in condition)
+        return any(meets(payload, one, text) for one in condition)
     if name == "$not":
-        return not meets(payload, condition)
+        return not meets(payload, condition, text)
+    if name == "$text":
+        return holds(text, condition)
     return holds(at(payload, name), condition)
 
 

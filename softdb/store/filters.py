@@ -6,7 +6,7 @@
 
 Numbers compare with numbers, strings with strings, booleans with booleans; anything else does not match (SQLite's own
 order would call "1999" >= 2020 true). `$ne` and `$nin` match records without the field. What a field's name means, is
-in `softdb.store.paths`; a payload that is no object has no fields.
+in `softdb.store.paths`; a payload that is no object has no fields. `$text` in a field's place is the record's text.
 
 A field that is declared has an SQLite index over `field_sql`, its type and its value. These are the expressions of
 every condition, to the letter, so SQLite answers them from the index; `$contains` and `$elemMatch` always read the
@@ -30,7 +30,7 @@ __all__ = ["All", "Condition", "Either", "Node", "Not", "parse", "statement"]
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]
-_AROUND = ["$and", "$or", "$not"]
+_AROUND = ["$and", "$or", "$not", "$text"]
 _TYPES = {"number": "('integer', 'real')", "string": "('text')"}
 _MOST = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
 
@@ -86,19 +86,8 @@ def parse(where: object, depth: int = 1, of: str = "payload") -> Node:
             parts.append(All(inner) if name == "$and" else Either(inner))
         elif name == "$not":
             parts.append(Not(parse(condition, depth + 1, of)))
-        elif not isinstance(name, str):
-            raise BadFilter(f"where has the field name {shown(name)}; field names are str")
-        elif name in _OPERATORS:
-            raise BadFilter(f'where has {name} without a field; write {{"field": {{"{name}": …}}}}')
-        elif name.startswith("$"):
-            raise BadFilter(
-                f"where has the unknown operator {shown(name)}{_meant(name, _AROUND)}; around fields stand "
-                "$and, $or and $not"
-            )
         else:
-            names = parts_of(name)
-            field = _Field(spelled(names), *field_sql(names, of), indexed=of == "payload" and "\0" not in name)
-            parts.append(field.asked(condition, depth + 1))
+            parts.append(_field(name, of).asked(condition, depth + 1))
     return _all(parts)
 
 
@@ -245,6 +234,23 @@ class _Field:
             inner = f"CASE {each}.type WHEN 'object' THEN {_sql(node, bindings, certain=False)} END"
         sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) {each} WHERE {inner})"
         return Condition(f"({sql}) IS TRUE", tuple(bindings), self.name, indexed=False, size=_conditions(node))
+
+
+def _field(name: object, of: str) -> _Field:
+    """What a name in a filter over the JSON `of` stands for."""
+    if not isinstance(name, str):
+        raise BadFilter(f"where has the field name {shown(name)}; field names are str")
+    if name == "$text" and of == "payload":
+        return _Field(name, "CASE WHEN text IS NOT NULL THEN 'text' END", "text", indexed=False)
+    if name in _OPERATORS:
+        raise BadFilter(f'where has {name} without a field; write {{"field": {{"{name}": …}}}}')
+    if name.startswith("$"):
+        raise BadFilter(
+            f"where has the unknown operator {shown(name)}{_meant(name, _AROUND)}; around fields stand $and, $or and "
+            "$not, and $text is the record's text"
+        )
+    parts = parts_of(name)
+    return _Field(spelled(parts), *field_sql(parts, of), indexed=of == "payload" and "\0" not in name)
 
 
 def _of_itself(operand: dict[Any, Any]) -> bool:

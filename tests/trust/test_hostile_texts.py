@@ -15,7 +15,7 @@ import json_drawn
 import numpy as np
 import pytest
 from json_drawn import NAMES, NUMBERS, TEXTS, VAST
-from reference_filters import OPERATORS, as_filtered, meets, spelled
+from reference_filters import MISSING, OPERATORS, as_filtered, meets, spelled
 
 import softdb
 from softdb.formats import Fields, export_records, import_records, read_records
@@ -166,15 +166,18 @@ def test_random_filters_mean_what_python_says(seed: int, count: int, tally: Coun
     draw = random.Random(seed)
     names = [*draw.sample(NAMES, 8), "x"] if seed % 2 else NAMES  # few names are found in many records
     payloads = [json_drawn.payload(draw, names) for _ in range(200)]
-    seen = [as_filtered(one) for one in payloads]
+    seen, texts = [as_filtered(one) for one in payloads], [draw.choice([None, *TEXTS]) for _ in payloads]
     fields = [spelled([name]) for name in names] + [json_drawn.field(draw, names, payloads) for _ in range(50)]
     plain = softdb.open(None, dim=1)
     declared = softdb.open(None, dim=1, fields=[name for name in fields if "\0" not in name])
     for db in (plain, declared):
-        db.insert(list(range(len(payloads))), np.ones((len(payloads), 1)), payloads=payloads)
+        db.insert(list(range(len(payloads))), np.ones((len(payloads), 1)), payloads=payloads, texts=texts)
     for i in range(count):
         where = json_drawn.where(draw, names, payloads if i % 4 else [])
-        right = {j for j, one in enumerate(seen) if meets(one, where)}
+        if i % 8 == 0:
+            text = {"$text": json_drawn.condition(draw, [one for one in texts if one is not None])}
+            where = draw.choice([text | where, {"$or": [where, text]}, {"$not": text | where}])
+        right = {j for j, one in enumerate(seen) if meets(one, where, MISSING if texts[j] is None else texts[j])}
         for db in (plain, declared):
             found = {one for records in db.scan(where=where) for one in records.ids}
             wrong = [payloads[j] for j in range(len(payloads)) if (j in found) != (j in right)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from reference_filters import meets, parts_of, spelled
 
 import softdb
+from softdb.store import format, paths
 from softdb.store import matches as matches_file
-from softdb.store import paths
 from softdb.store.filters import parse, statement
 
 FILTERS: list[dict[str, Any]] = [
@@ -223,6 +223,14 @@ def test_a_field_has_one_index_however_it_is_spelled() -> None:
         assert db.stats().fields == ["a\\b", "c.d"]
         db.drop_field(r"a\\b")
         assert db.stats().fields == ["c.d"]
+
+
+def test_an_index_of_before_there_were_paths_is_of_the_name_with_a_dot() -> None:
+    index = f"field_{b'do.t'.hex()}"
+    assert format.indexed_field(index) == (r"do\.t",)
+    path = """'$."do.t"'"""
+    before = f"CREATE INDEX {index} ON records(json_type(payload, {path}), json_extract(payload, {path}))"
+    assert format.field_index_sql(r"do\.t") == before
 
 
 @given(st.lists(st.text("ab.\\0\"'", min_size=1, max_size=4), min_size=1, max_size=4))

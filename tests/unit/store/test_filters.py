@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_filters import meets
+from reference_filters import MISSING, meets
 
 import softdb
 
@@ -40,20 +41,20 @@ PAYLOADS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def db() -> softdb.SoftDB:
-    db = softdb.open(None, dim=2)
-    db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
-    return db
+def db() -> Iterator[softdb.SoftDB]:
+    with softdb.open(None, dim=2) as db:
+        db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
+        yield db
 
 
 @pytest.fixture(scope="module")
-def declared() -> softdb.SoftDB:
+def declared() -> Iterator[softdb.SoftDB]:
     """The same records, with an index on every field that can have one."""
-    db = softdb.open(None, dim=2, fields=["year", "lang", "draft", "tags"])
-    db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
-    db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
-    db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
-    return db
+    with softdb.open(None, dim=2, fields=["year", "lang", "draft", "tags"]) as db:
+        db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
+        db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
+        db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
+        yield db
 
 
 def ids(db: softdb.SoftDB, where: dict[str, Any]) -> list[int]:
@@ -245,6 +246,54 @@ def test_a_filter_nested_too_deep_is_refused(db: softdb.SoftDB) -> None:
         where = {"$not": where}
     with pytest.raises(softdb.BadFilter, match="deeper than 64"):
         db.count(where)
+
+
+TEXTS = [None, "", "the cat sleeps", "The cat", "100", "nul\0 cat", "naïve 😀", 'quo"te']
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "the cat sleeps",
+        "",
+        None,
+        100,
+        "100",
+        {"$exists": True},
+        {"$exists": False},
+        {"$contains": "cat"},
+        {"$contains": 1},
+        {"$not": {"$contains": "cat"}},
+        {"$startswith": "the "},
+        {"$startswith": ""},
+        {"$ne": ""},
+        {"$in": ["The cat", 'quo"te', 7]},
+        {"$gte": "n", "$lt": "o"},
+        {"$elemMatch": {"$eq": "cat"}},
+    ],
+    ids=repr,
+)
+def test_the_record_s_text_is_asked_like_a_field(condition: Any) -> None:
+    payloads = [None, {"$text": "cat", "x": 1}, {"x": 2}, ["cat"], {"x": 1}, {"text": "cat"}, 0, ""]
+    with softdb.open(None, dim=1, fields=["x"]) as db:
+        db.insert(range(len(TEXTS)), texts=TEXTS, payloads=payloads)
+        asked: list[dict[str, Any]] = [
+            {"$text": condition},
+            {"$text": condition, "x": 1},
+            {"$or": [{"$text": condition}, {"x": 2}]},
+        ]
+        for where in [*asked, {"$not": asked[0]}]:
+            right = [i for i, text in enumerate(TEXTS) if meets(payloads[i], where, MISSING if text is None else text)]
+            assert ids(db, where) == right
+        db.update([2, 3], texts=["another", None])
+        assert ids(db, {"$text": {"$contains": "cat"}}) == [5]
+
+
+def test_a_text_is_of_records_not_of_a_list_s_elements(db: softdb.SoftDB) -> None:
+    with pytest.raises(softdb.BadFilter, match=r"unknown operator '\$text'"):
+        db.count({"a": {"$elemMatch": {"$text": "cat"}}})
+    with pytest.raises(softdb.BadFilter, match=r"unknown operator '\$txt' \(did you mean \$text\?\)"):
+        db.count({"$txt": "cat"})
 
 
 @pytest.mark.parametrize("inner", [{"year": 1}, {"$gt": 1}], ids=["fields", "itself"])
