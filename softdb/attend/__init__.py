@@ -6,6 +6,7 @@ Each is one function of a `Request`, what is asked, and a `Source`, where the re
 from softdb.attend.count import counted
 from softdb.attend.estimate import estimated, log_partition
 from softdb.attend.exact import all_scores, exact, log_normaliser, shared_scores
+from softdb.attend.grouped import grouped
 from softdb.attend.hits import hits
 from softdb.attend.nearest import nearest
 from softdb.attend.request import Request
@@ -24,6 +25,7 @@ __all__ = [
     "estimated",
     "exact",
     "explained",
+    "grouped",
     "hits",
     "log_normaliser",
     "log_partition",

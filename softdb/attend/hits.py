@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +19,7 @@ from softdb.index.rerank import ordered
 from softdb.scores import score_of
 from softdb.store import Snapshot
 
-__all__ = ["hits"]
+__all__ = ["GATHERED", "Find", "chunks", "hits", "joined", "scored", "without"]
 
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 MASKED = 64  # records left out of every query: beyond it a filter is cheaper than finding so many more
@@ -42,26 +43,27 @@ def hits(
         allowed[excluded[excluded >= 0]] = False
         excluded = None
     if ask.least is not None:
-        chunks = _chunks(queries, excluded, RANGED)
-        return _joined([_in_radius(ask.least, *chunk, snapshot, metric, allowed) for chunk in chunks])
-    k, more = min(ask.k, snapshot.count), 0 if excluded is None else min(excluded.shape[1], snapshot.size)
-    if not k:
+        in_radius = functools.partial(_in_radius, ask.least, snapshot=snapshot, metric=metric, allowed=allowed)
+        return joined([in_radius(*chunk) for chunk in chunks(queries, excluded, RANGED)])
+    k, more = min(ask.offset + ask.k, snapshot.count), 0 if excluded is None else min(excluded.shape[1], snapshot.size)
+    if k <= ask.offset:
         return torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device), queries[:, :0]
-    fetched = min(max(ask.k, ask.fetch_k), snapshot.count)
+    fetched = min(max(k, ask.fetch_k), snapshot.count)
     parts = []
-    for part, own in _chunks(queries, excluded, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
+    for part, own in chunks(queries, excluded, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
         found = find(part.detach(), fetched + more, allowed)
-        positions, scores = _without(found.positions, found.scores, own, fetched)
+        positions, scores = without(found.positions, found.scores, own, fetched)
         if ask.diversity:
             positions = _diverse(ask.diversity, k, part.detach(), snapshot, positions, metric)
             rows = torch.from_numpy(snapshot.rows(positions)).to(part.device)
             parts.append((rows, score_rows(score_of(metric), part, snapshot, positions)))
         else:
-            parts.append(_scored(part, snapshot, metric, positions[:, :k], scores))
-    return _joined(parts)
+            parts.append(scored(part, snapshot, metric, positions[:, :k], scores))
+    rows, found_scores = joined(parts)
+    return rows[:, ask.offset :], found_scores[:, ask.offset :]
 
 
-def _chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tuple[Tensor, Positions | None]]:
+def chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tuple[Tensor, Positions | None]]:
     """So many queries at a time, at least one, and what they leave out."""
     if len(queries) <= count:
         return [(queries, excluded)]
@@ -71,7 +73,7 @@ def _chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tup
     return list(zip(parts, np.split(excluded, range(len(parts[0]), len(queries), len(parts[0]))), strict=True))
 
 
-def _without(
+def without(
     found: Positions,  # (q, c) best first
     scores: Floats | None,  # (q, c)
     excluded: Positions | None,  # (q, e) or (1, e)
@@ -89,7 +91,7 @@ def _without(
     return found[:, :k], None if scores is None else scores[:, :k]
 
 
-def _scored(
+def scored(
     queries: Tensor,  # (q, d)
     snapshot: Snapshot,
     metric: Metric,
@@ -134,7 +136,7 @@ def _in_radius(
     allowed: Live | None,
 ) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
     """The records whose score, as it is shown, reaches the least one, best first; m is the most that a query has."""
-    found, _ = _without(radius_search(snapshot, queries, least, metric, allowed), None, excluded, None)
+    found, _ = without(radius_search(snapshot, queries, least, metric, allowed), None, excluded, None)
     score, pieces, columns = score_of(metric), [], max(1, GATHERED // queries.shape[1])
     lines = max(1, columns // max(1, found.shape[1]))
     for part, own in zip(torch.split(queries, lines), np.split(found, range(lines, len(found), lines)), strict=True):
@@ -147,7 +149,7 @@ def _in_radius(
     return rows.masked_fill(~near, -1).gather(1, order)[:, :most], scores[:, :most]
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Rows and scores (q_i, k_i) one below the other, as wide as the widest."""
     if len(parts) == 1:
         return parts[0]

@@ -27,14 +27,35 @@ class Asked(NamedTuple):
     least: float | None  # the least score; then k does not count
     diversity: float
     fetch_k: int  # among which the k are chosen
+    offset: int = 0  # the best so many are passed over
+    group_by: str | None = None  # a field: then k and offset count its values
+    group_size: int = 1
 
 
-def asked(k: object, radius: object, diversity: object, fetch_k: object, metric: Metric) -> Asked:
-    """k, a radius, or k diverse ones among more; BadInput where they contradict each other."""
+def asked(
+    k: object,
+    radius: object,
+    diversity: object,
+    fetch_k: object,
+    metric: Metric,
+    offset: object = 0,
+    group_by: object = None,
+    group_size: object = None,
+) -> Asked:
+    """k, a radius, k diverse ones among more, or k groups; BadInput where they contradict each other."""
+    passed = integer(offset, "offset", 0)
     if radius is None:
         count = integer(DEFAULT_K if k is None else k, "k")
-        return Asked(count, None, *_diversity(diversity, fetch_k, count))
-    for name, value in (("k", k), ("diversity", diversity), ("fetch_k", fetch_k)):
+        diverse = _diversity(diversity, fetch_k, passed + count)
+        return Asked(count, None, *diverse, passed, *_groups(group_by, group_size, diversity))
+    for name, value in (
+        ("k", k),
+        ("diversity", diversity),
+        ("fetch_k", fetch_k),
+        ("offset", passed or None),
+        ("group_by", group_by),
+        ("group_size", group_size),
+    ):
         if value is not None:
             raise BadInput(
                 f"radius and {name} are both given ({shown(radius)}, {shown(value)}); a radius finds every record "
@@ -128,5 +149,18 @@ def _diversity(value: object, fetch_k: object, k: int) -> tuple[float, int]:
         return 0.0, k
     count = 4 * k if fetch_k is None else integer(fetch_k, "fetch_k")
     if count < k:
-        raise BadInput(f"fetch_k is {count} but k is {k}; choose the k among at least as many")
+        raise BadInput(f"fetch_k is {count} but k, with any offset, is {k}; choose the k among at least as many")
     return share(value, "diversity"), count
+
+
+def _groups(field: object, size: object, diversity: object) -> tuple[str | None, int]:
+    """A field to group by, None where none is asked for, and how many records of a group."""
+    if field is None:
+        if size is not None:
+            raise BadInput(f"group_size is {shown(size)} without group_by; give both, or leave group_size out")
+        return None, 1
+    if not isinstance(field, str):
+        raise BadInput(f'group_by is {shown(field)}; expected the name of a field of the payload, such as "doc"')
+    if diversity is not None:
+        raise BadInput(f"group_by and diversity are both given ({shown(field)}, {shown(diversity)}); give one of them")
+    return field, integer(1 if size is None else size, "group_size")

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Samples
-from softdb.attend import Request, Stored, counted, estimated, exact, hits, log_partition, nearest, sampled
+from softdb.attend import Request, Stored, counted, estimated, exact, grouped, hits, log_partition, nearest, sampled
 from softdb.check import Id
 from softdb.database.handle import Handle, verb
 from softdb.errors import BadInput
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.store import Snapshot
+from softdb.store.groups import Grouping
 from softdb.typing import IdsPerQuery, Vectors
 from softdb.weights import Weighting
 
@@ -41,6 +42,9 @@ class AskingVerbs(Handle):
         exclude_ids: IdsPerQuery | None = None,
         diversity: float | None = None,
         fetch_k: int | None = None,
+        offset: int = 0,
+        group_by: str | None = None,
+        group_size: int | None = None,
     ) -> Hits:
         """The k nearest records of each query, best first, as an answer min(k, n) wide, n the records with a key.
 
@@ -59,28 +63,41 @@ class AskingVerbs(Handle):
             diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
                 nearest `fetch_k` (4 k where not given) by maximal marginal relevance, and come in the order of
                 choosing, with the scores of the query. See `softdb.index.diverse`.
+            offset: the best so many are passed over: the next page. An index looks farther for a later page, so it may
+                find there what it missed before; with `exact` pages are those of one long answer.
+            group_by: a field of the payload, whose value says which group a record is in: the best record of each of
+                the k best groups; `offset` counts groups. Records where it is missing, null, a list or an object are
+                in none and are not found. See `softdb.attend.grouped` for the cost.
+            group_size: the best so many of each group in place of one, group after group; the answer is as wide as the
+                query with the most hits.
 
         Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
 
             db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
             db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
             db.search(queries, k=5, diversity=0.3)
+            db.search(queries, k=10, group_by="doc")                     # the best passage of each of 10 documents
         """
-        if where is None and radius is None and exclude_ids is None and diversity is None and fetch_k is None:
+        if (where is None and radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
+            group_by is None and group_size is None and type(offset) is int and offset == 0
+        ):
             plain = None if exact else self._found_plainly(queries, k)
             if plain is not None:
                 return plain
         loader = self._store.loader
         metric = loader.loaded.keyed.schema.metric
-        ask = check.asked(k, radius, diversity, fetch_k, metric)
+        ask = check.asked(k, radius, diversity, fetch_k, metric, offset, group_by, group_size)
         made = None
         while loader.loaded.keyed is not made:  # else all keys were made anew between queries and generation
             made = loader.loaded.keyed
             tensor = self.as_queries(queries)
             left_out = check.excluded(exclude_ids, len(tensor))
-            snapshot, allowed, excluded = self._view_without(where, left_out) if left_out else (*self.view(where), None)
+            view = self._view_of(where, left_out, ask.group_by)
+        snapshot, allowed, excluded, groups = view
         find = functools.partial(self._finder.find, snapshot, exact=exact)
-        return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
+        if groups is None:
+            return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
+        return Hits(*grouped(ask, tensor, snapshot, metric, find, allowed, excluded, groups), self._store.read)
 
     def _found_plainly(self, queries: Vectors, k: int | None) -> Hits | None:
         """A search that asks for nothing but k, in the few steps that one query needs; None: it has to take them all.
@@ -306,17 +323,23 @@ class AskingVerbs(Handle):
         )
         return request, source
 
-    def _view_without(
-        self, where: dict[str, Any] | None, left_out: list[list[Id]]
-    ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None]:
-        """As `view`, and the positions (q, e) of records to leave out, -1 = none, all of one generation."""
+    def _view_of(
+        self, where: dict[str, Any] | None, left_out: list[list[Id]], group_by: str | None
+    ) -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64] | None, Grouping | None]:
+        """As `view`; the positions (q, e) of records to leave out, -1 = none; the groups. All of one generation."""
+        if not left_out and group_by is None:
+            return *self.view(where), None, None
 
-        def found() -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64]]:
+        def found() -> tuple[Snapshot, NDArray[np.bool_] | None, NDArray[np.int64], Grouping | None]:
             with self._store.read_transaction():
-                return *self.view(where), self._store.locate([one for names in left_out for one in names])[1]
+                groups = None if group_by is None else self._store.groups(group_by)[1]
+                return *self.view(where), self._store.locate([one for names in left_out for one in names])[1], groups
 
-        snapshot, allowed, rows = self._store.run(found)
-        return snapshot, allowed, snapshot.positions(check.padded(rows, [len(names) for names in left_out]))
+        snapshot, allowed, rows, groups = self._store.run(found)
+        if not left_out:
+            return snapshot, allowed, None, groups
+        padded = check.padded(rows, [len(names) for names in left_out])
+        return snapshot, allowed, snapshot.positions(padded), groups
 
 
 def _tolerance(rtol: object, atol: object, confidence: object, max_draws: object) -> check.Tolerance:

@@ -21,6 +21,7 @@ from softdb.store import files, keyed
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry
+from softdb.store.groups import Grouping, Groups
 from softdb.store.matches import Matches, Matching
 from softdb.store.session import Session
 from softdb.store.snapshot import Snapshot
@@ -61,7 +62,7 @@ class Store(Session):
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
-        self._matches = Matches()
+        self._matches, self._groups = Matches(), Groups()
         super().__init__(path, mode, create, relaxed)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -130,6 +131,15 @@ class Store(Session):
     def _matching(self, where: dict[str, Any]) -> tuple[Snapshot, Matching]:
         with self.read_transaction() as snapshot:
             return snapshot, self._matches.of(where, self.catalog, snapshot)
+
+    @on_thread
+    def groups(self, field: str) -> tuple[Snapshot, Grouping]:
+        """The snapshot, and which group each of its positions is in by a field; see `Groups.of`."""
+        with self.read_transaction() as snapshot:
+            found = self._groups.of(field, self.catalog, snapshot)
+            if snapshot.count and found.within is not None and not found.within.any():
+                self._matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
+            return snapshot, found
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
