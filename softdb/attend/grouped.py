@@ -38,9 +38,9 @@ def grouped(
     for each query that still lacks some searches without the groups that are complete, each twice as deep as the last.
     Every search finds at least one record that counts, so they end: when all is there, or no record is left.
     """
-    groups, within = grouping
-    if within is not None:
-        allowed = within if allowed is None else allowed & within
+    groups, in_group = grouping
+    if in_group is not None:
+        allowed = in_group if allowed is None else allowed & in_group
     if excluded is not None and len(excluded) == 1:
         allowed = snapshot.live.copy() if allowed is None else allowed.copy()
         allowed[excluded[excluded >= 0]] = False

@@ -26,10 +26,10 @@ _KINDS = "CASE {0} WHEN 'integer' THEN 'real' ELSE {0} END"  # 1 and 1.0 are one
 
 
 class Grouping(NamedTuple):
-    """The groups of one generation. Never changed: indexes remember `within` by identity."""
+    """The groups of one generation. Never changed: indexes remember `takes_part` by identity."""
 
     codes: Codes  # (size,) over positions, the number of a record's group, from 0; -1 = none
-    within: NDArray[np.bool_] | None  # (size,) the live records that are in a group; None: all are
+    takes_part: NDArray[np.bool_] | None  # (size,) the live records that are in a group; None: all are
 
 
 @dataclass
@@ -71,8 +71,8 @@ def _placed(known: _Known, snapshot: Snapshot) -> Grouping:
     positions, codes = snapshot.positions(known.rows), np.full(snapshot.size, -1, np.int32)
     present = positions >= 0
     codes[positions[present]] = known.codes[present]
-    within = snapshot.live & (codes >= 0)
-    return Grouping(codes, None if np.count_nonzero(within) == snapshot.count else within)
+    takes_part = snapshot.live & (codes >= 0)
+    return Grouping(codes, None if np.count_nonzero(takes_part) == snapshot.count else takes_part)
 
 
 def _extend(known: _Known, name: str, catalog: Catalog) -> None:

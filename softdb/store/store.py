@@ -137,7 +137,7 @@ class Store(Session):
         """The snapshot, and which group each of its positions is in by a field; see `Groups.of`."""
         with self.read_transaction() as snapshot:
             found = self._groups.of(field, self.catalog, snapshot)
-            if snapshot.count and found.within is not None and not found.within.any():
+            if snapshot.count and found.takes_part is not None and not found.takes_part.any():
                 self._matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
             return snapshot, found
 
