@@ -7,6 +7,7 @@ Checks that both answer the same, then times: opening, searches that go from nam
 
 from __future__ import annotations
 
+import functools
 import shutil
 import statistics
 import tempfile
@@ -53,17 +54,19 @@ def main() -> None:
 
         for i in range(0, SPACES, 9):
             assert in_one(i).ids == many[i].search(queries[i]).ids
-        timed("search, another namespace each time, one database", [lambda i=i: in_one(i) for i in range(SPACES)])
+        timed(
+            "search, another namespace each time, one database", [functools.partial(in_one, i) for i in range(SPACES)]
+        )
         timed("search, the same namespace again, one database", [lambda: in_one(3)] * 50)
-        timed("search, a directory each", [lambda i=i: many[i].search(queries[i]) for i in range(SPACES)])
-        timed("drop one, one database", [lambda i=i: one.delete(where={"space": f"user {i}"}) for i in range(5)])
+        timed("search, a directory each", [functools.partial(many[i].search, queries[i]) for i in range(SPACES)])
+        timed("drop one, one database", [functools.partial(one.delete, where={"space": f"user {i}"}) for i in range(5)])
         timed("give back its room: compact", [one.compact])
 
         def drop(i: int) -> None:
             many[i].close()
             shutil.rmtree(root / f"many/{i}")
 
-        timed("drop one, a directory each", [lambda i=i: drop(i) for i in range(5)])
+        timed("drop one, a directory each", [functools.partial(drop, i) for i in range(5)])
         print("bytes", one.stats().bytes, sum(db.stats().bytes for db in many[5:]))
         one.close()
         for db in many[5:]:

@@ -47,7 +47,7 @@ def grouped(
         excluded = None
     takes_part = snapshot.live if allowed is None else snapshot.live & allowed
     count, most = int(np.count_nonzero(takes_part)), min(ask.offset + ask.k, int(groups.max(initial=-1)) + 1)
-    best = [_Best(most, ask.group_size) for _ in range(len(queries))]
+    best = [_Chosen(most, ask.group_size) for _ in range(len(queries))]
     fetched = 0
     for times in FETCHED:
         missing = np.array([i for i, one in enumerate(best) if not one.whole], np.int64)
@@ -71,7 +71,7 @@ def grouped(
     return _shown(ask, queries, snapshot, metric, best)
 
 
-class _Best:
+class _Chosen:
     """The best groups of one query so far, best first, and the best records of each."""
 
     def __init__(self, most: int, size: int) -> None:
@@ -115,7 +115,7 @@ class _Best:
 
 
 def _complete(
-    one: _Best,
+    one: _Chosen,
     fetched: int,
     query: Tensor,  # (1, d)
     find: Find,
@@ -142,7 +142,7 @@ def _shown(
     queries: Tensor,  # (q, d)
     snapshot: Snapshot,
     metric: Metric,
-    best: list[_Best],
+    best: list[_Chosen],
 ) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
     """The groups from the offset on, as rows and scores with gradient; as wide as the longest."""
     lines = [[place for mine in [*one.groups.values()][ask.offset :] for place in mine] for one in best]

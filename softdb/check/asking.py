@@ -46,7 +46,7 @@ def asked(
     passed = integer(offset, "offset", 0)
     if radius is None:
         count = integer(DEFAULT_K if k is None else k, "k")
-        diverse = _diversity(diversity, fetch_k, passed + count)
+        diverse = _diversity(diversity, fetch_k, count, passed)
         return Asked(count, None, *diverse, passed, *_groups(group_by, group_size, diversity))
     for name, value in (
         ("k", k),
@@ -141,15 +141,16 @@ def least_score(radius: object, metric: Metric) -> float:
     return -found * found
 
 
-def _diversity(value: object, fetch_k: object, k: int) -> tuple[float, int]:
+def _diversity(value: object, fetch_k: object, k: int, passed: int) -> tuple[float, int]:
     """Diversity, 0 where none is asked for, and among how many the k are chosen."""
     if value is None:
         if fetch_k is not None:
             raise BadInput(f"fetch_k is {shown(fetch_k)} without diversity; give both, or leave fetch_k out")
-        return 0.0, k
-    count = 4 * k if fetch_k is None else integer(fetch_k, "fetch_k")
-    if count < k:
-        raise BadInput(f"fetch_k is {count} but k, with any offset, is {k}; choose the k among at least as many")
+        return 0.0, passed + k
+    count = 4 * (passed + k) if fetch_k is None else integer(fetch_k, "fetch_k")
+    if count < passed + k:
+        after = f" and offset {passed}" if passed else ""
+        raise BadInput(f"fetch_k is {count} but k is {k}{after}; choose the k among at least as many")
     return share(value, "diversity"), count
 
 

@@ -33,7 +33,7 @@ class Grouping(NamedTuple):
 
 
 @dataclass
-class _Known:
+class _ByField:
     generation: int = -1
     next_row: int = 0
     names: dict[tuple[str, object], int] = field(default_factory=dict)  # a value, and the number of its group
@@ -46,7 +46,7 @@ class Groups:
     """The groups by the last fields. The caller holds the store's lock and one generation of the catalogue."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known: OrderedDict[str, _ByField] = OrderedDict()
 
     def of(self, name: str, catalog: Catalog, snapshot: Snapshot) -> Grouping:
         """The groups by a field; a record where it is missing, null, or no scalar is in none. Raises BadFilter.
@@ -56,7 +56,7 @@ class Groups:
         name = spelled(parts_of(name))
         known = self._known.pop(name, None)
         if known is None or not catalog.payloads_replaced() <= known.generation <= snapshot.generation:
-            known = _Known()
+            known = _ByField()
         if known.grouping is None or known.generation < snapshot.generation:
             _extend(known, name, catalog)
             known.generation, known.next_row = snapshot.generation, catalog.state().next_row
@@ -67,7 +67,7 @@ class Groups:
         return known.grouping
 
 
-def _placed(known: _Known, snapshot: Snapshot) -> Grouping:
+def _placed(known: _ByField, snapshot: Snapshot) -> Grouping:
     positions, codes = snapshot.positions(known.rows), np.full(snapshot.size, -1, np.int32)
     present = positions >= 0
     codes[positions[present]] = known.codes[present]
@@ -75,7 +75,7 @@ def _placed(known: _Known, snapshot: Snapshot) -> Grouping:
     return Grouping(codes, None if np.count_nonzero(takes_part) == snapshot.count else takes_part)
 
 
-def _extend(known: _Known, name: str, catalog: Catalog) -> None:
+def _extend(known: _ByField, name: str, catalog: Catalog) -> None:
     """Take in the rows that were appended since."""
     kind, value = field_sql(parts_of(name))
     rows = "records" if not known.next_row else f"records NOT INDEXED WHERE row >= {known.next_row}"

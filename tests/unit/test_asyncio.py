@@ -17,12 +17,12 @@ import softdb
 def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
     keys = np.eye(40, dtype=np.float32)
 
-    async def work(db: softdb.SoftDB, i: int) -> list[object]:
+    async def work(db: softdb.SoftDB, i: int) -> list[int | str]:
         await asyncio.to_thread(db.insert, [i], keys[i : i + 1])
         hits = await asyncio.to_thread(db.search, keys[i : i + 1], k=1)
         return hits.ids[0]
 
-    async def main(db: softdb.SoftDB) -> list[list[object]]:
+    async def main(db: softdb.SoftDB) -> list[list[int | str]]:
         return await asyncio.gather(*(work(db, i) for i in range(40)))
 
     with softdb.open(path, dim=40) as db:
