@@ -1,8 +1,9 @@
 """Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
 
-An index file is FAISS' bytes. Its entry in the catalogue holds the rest: their number and SHA-256, the tuning, and an
-HMAC-SHA256 over the entry under a key that lies outside every database. The index of a database from elsewhere carries
-another signature: it is left aside, and its file is not even read. Nothing is ever unpickled.
+An index file is FAISS' bytes, and behind them, from `codes` on, what estimates know of the records (`kept`). Its entry
+in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over the entry
+under a key that lies outside every database. The index of a database from elsewhere carries another signature: it is
+left aside, and its file is not even read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 from softdb.check import Metric
 from softdb.index.build import KINDS
 from softdb.index.contract import Index, faiss_module
+from softdb.index.ivf import IVF
+from softdb.index.kept import packed, unpacked
 from softdb.store import files
 
 __all__ = ["NoKey", "clean", "load", "save"]
@@ -40,21 +43,24 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
-    data = index.dump()
+    codes, more = index.dump().data, b"" if index.reach is None else packed(index.reach)
+    digest = hashlib.sha256(codes)
+    digest.update(more)
     name = f"{index.kind}-{secrets.token_hex(8)}.faiss"
     entry = {
         "file": name,
         "kind": index.kind,
         "metric": index.metric.value,
         "generation": generation,
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data.data).hexdigest(),
+        "bytes": len(codes) + len(more),
+        "codes": len(codes),
+        "sha256": digest.hexdigest(),
         **{name: getattr(index, attribute) for name, attribute in _KEPT.items()},
         "room": index.room,
         "longest": None if index.longest is None else index.longest.tolist(),
     }
     entry["hmac"] = _signature(entry)
-    files.write_whole(folder / name, data.data)
+    files.write_whole(folder / name, codes, more)
     return entry
 
 
@@ -64,10 +70,11 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
     `dim`: the width of the database's keys. A signed index of another database would read beyond narrower ones.
     """
     try:
-        data = _signed(folder, entry)
+        data = memoryview(_signed(folder, entry))
+        codes = data[: entry.get("codes")]  # an older softdb wrote nothing else
         if entry["metric"] != metric.value:
             raise ValueError(f"it is for the metric {entry['metric']!r}")
-        index = KINDS[entry["kind"]](metric, faiss_module().deserialize_index(np.frombuffer(data, np.uint8)))
+        index = KINDS[entry["kind"]](metric, faiss_module().deserialize_index(np.frombuffer(codes, np.uint8)))
         if dim is not None and index.inner.d != dim:
             raise ValueError(f"it is of keys {index.inner.d} wide")
         longest = entry.get("longest")  # an older softdb wrote neither
@@ -77,6 +84,11 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         return None
     for name, attribute in _KEPT.items():
         setattr(index, attribute, entry[name])
+    if len(codes) < len(data) and isinstance(index, IVF):
+        try:
+            index.reach = unpacked(data[len(codes) :], index)
+        except ValueError as error:
+            _log.warning("part of the index file is left aside: %s; what it tells is measured anew", error)
     return index
 
 

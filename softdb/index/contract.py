@@ -129,6 +129,7 @@ class Index(ABC):
     coverage: Any = None  # what the last snapshot has of it, kept by `softdb.index.search`
     costs: Any = None  # what searches by it cost here, kept by `softdb.index.costs`
     outliers: Any = None  # the copy of the longest keys, kept by `softdb.index.outliers`
+    reach: Any = None  # what estimates know of its records, kept by `softdb.index.reach`
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         self.metric = metric
@@ -168,7 +169,7 @@ class Index(ABC):
         """Take records in."""
         self.inner.add_with_ids(prepared(keys, self.metric), rows)
         self.covered = int(rows[-1]) + 1
-        self.longest = None
+        self.longest = self.reach = None
 
     def find(
         self,
@@ -192,7 +193,7 @@ class Index(ABC):
     def restored(self, inner: Any, engine: type[Index] | None = None) -> Index:
         """This index around another FAISS index, of its engine or of the same on another device."""
         twin = (engine or type(self))(self.metric, inner)
-        for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest"):
+        for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest", "reach"):
             setattr(twin, name, getattr(self, name))
         twin.report = dict(self.report)
         return twin

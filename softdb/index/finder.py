@@ -23,9 +23,11 @@ from softdb.index.device import Board
 from softdb.index.gpu import board_of, hosted, place, placed
 from softdb.index.gpu_search import find_there
 from softdb.index.ivf import IVF
+from softdb.index.reach import reach_of
 from softdb.index.search import find, find_among_all, indexed_until
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
+from softdb.kernels import available
 from softdb.reports import IndexReport
 from softdb.store import Snapshot, Store, fork
 
@@ -160,6 +162,8 @@ class Finder:
 
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, kind, recall, k, queries, say, most, board)
+            if isinstance(index, IVF) and board is None and snapshot.count >= FEWEST and available():
+                reach_of(index, snapshot)  # here, and not when an estimate is first asked for
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
                     raise BadInput("all keys were made anew while the index was built; build it again")

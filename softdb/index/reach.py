@@ -3,12 +3,14 @@
 An estimate may leave a record undrawn only where something bounds its weight. What bounds it is measured once, in two
 passes over the keys: the error ‖k - k̂‖ of each code, the distance ‖k - m‖ of each key from the mean of its list, the
 distance ‖v - v̄‖ of each value from the mean. The few records in which one of them is extreme would make every bound
-loose: they are set apart, and scored exactly for every query.
+loose: they are set apart, and scored exactly for every query. It is measured when an index is built, and kept beside it
+(`softdb.index.kept`); of an index that has grown since, when it is first needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,12 +24,15 @@ from softdb.kernels import native
 from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
 
-__all__ = ["Reach", "flat", "measured", "words_of"]
+__all__ = ["Reach", "flat", "lists_of", "reach_of", "words_of"]
+
+_log = logging.getLogger("softdb")
 
 SHARE = 0.0002  # of the records that may be set apart for the error of the code, the radius, the value
 LONG = 0.01  # likewise for its length, where scores are products: a long key may carry most of the weight
 ORDINARY, FACTOR = 0.9, 1.5  # no farther than so many times what this share of the records stays below
-SAMPLED = 1 << 14  # values that their mean is taken from
+SAMPLED = 1 << 14  # values that their mean is taken from, and keys that the shape of the lists is
+WITNESSES = 256  # records that are looked at again before what was kept is used
 GATHERED = 1 << 22  # numbers copied at once
 PARTS, FINER = 16, 16  # of the errors that are told apart, and how often the last of these is halved
 
@@ -40,8 +45,7 @@ class Reach(NamedTuple):
     apart: Rows  # (m,) ascending: scored for every query
     is_apart: Live  # (covered,) over rows
     scales: Numbers  # (m,) how far their values reach, in units of `value_radius`, at least 1
-    error: float  # the largest ‖k - k̂‖; inf where codes cannot be decoded
-    mean_error: float  # root of the mean square
+    mean_error: float  # root of the mean square of ‖k - k̂‖
     errors: Numbers  # (levels,) the upper ends of so many parts of the errors
     log_shares: Numbers  # (levels,) log of the share of the records in each part
     means: Floats  # (lists, d) of the keys
@@ -51,6 +55,10 @@ class Reach(NamedTuple):
     part_errors: Numbers  # (parts,) the largest error of each part of the codes; none where they cannot be decoded
     centre: Numbers  # (v,) mean of some values; of labels nothing
     value_radius: float  # the largest ‖v - centre‖
+    root: Floats  # (d, d) of the covariance of keys, each seen from the mean of its list; its squares sum to 1
+    spread: float  # variance of their ‖k - m‖², relative to the square of its mean
+    witnesses: Rows  # (w,) rows, by which it is known of which records all this was measured
+    checksums: NDArray[np.uint32]  # (w,) of their keys and values
 
 
 class _Measures(NamedTuple):
@@ -65,25 +73,44 @@ class _Measures(NamedTuple):
 _SHARES = SHARE, SHARE, SHARE, LONG  # of each measure
 
 
-def measured(
-    index: Index,
-    snapshot: Snapshot,
-    rows: Rows,  # (n,) of the lists, one list after the other
-    starts: Rows,  # (lists + 1,)
-    centroids: Floats,  # (lists, d)
-) -> Reach:
-    """Two passes over keys, one over values. Cost n (d + v); memory: three numbers a record, given back at the end."""
-    centre, means = _centre(snapshot), centroids.copy()
+def reach_of(index: Index, snapshot: Snapshot) -> Reach:
+    """As it was kept with an IVF index of these records, or measured now, and kept."""
+    known: Reach | None = index.reach
+    if known is None or not _is_of(known, snapshot):
+        known = index.reach = _measured(index, snapshot)
+    return known
+
+
+def _is_of(reach: Reach, snapshot: Snapshot) -> bool:
+    """Whether it was measured of these records: a signed index file of another database may stand in this one's."""
+    positions = snapshot.positions(reach.witnesses)
+    there = positions >= 0  # the others were compacted away
+    if there.any() and np.array_equal(_checksums(snapshot, positions[there]), reach.checksums[there]):
+        return True
+    _log.warning("what the index file tells of the records is not of these; it is measured anew")
+    return False
+
+
+def _checksums(snapshot: Snapshot, positions: Rows) -> NDArray[np.uint32]:  # (w,) -> (w,)
+    """Of keys and values."""
+    columns = zip(snapshot.keys_at(positions).numpy(), snapshot.values_at(positions).numpy(), strict=True)
+    return np.array([zlib.crc32(value.tobytes(), zlib.crc32(key.tobytes())) for key, value in columns], np.uint32)
+
+
+def _measured(index: Index, snapshot: Snapshot) -> Reach:
+    """Two passes over keys, one over values. Cost n (d + v) + d³; memory for the time: four numbers a record."""
+    inner = index.inner
+    centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)
+    (rows, starts), centre, means = lists_of(inner), _centre(snapshot), centroids.copy()
     found = _Measures(*np.full((len(_SHARES), len(rows)), np.nan))
-    records = _InLists(index, snapshot, rows, starts, centroids, words_of(index.inner))
+    records = _InLists(index, snapshot, rows, starts, centroids, words_of(inner))
 
     def work(lists: range) -> None:
-        for batch in records.batches(lists):
-            _measure(records, batch, centre, means, found)
+        _measure(records, records.batch(lists), centre, means, found)
 
-    lists, numbers = len(starts) - 1, len(rows) * centroids.shape[1]
-    count = max(1, min(lists, workers(numbers)))
-    share_out(work, [range(lists * i // count, lists * (i + 1) // count) for i in range(count)])
+    runs, count = records.runs, workers(len(rows) * centroids.shape[1])
+    for first in range(0, len(runs), count):  # few at once: questions that come meanwhile want the threads, too
+        share_out(work, runs[first : first + count])
     if not len(records.words):  # the radius takes the place of the error
         found = found._replace(errors=found.radii)
     limits = [_limit(one, share) for one, share in zip(found, _SHARES, strict=True)]
@@ -96,11 +123,24 @@ def measured(
     is_apart[rows[outside]] = True
     order = np.argsort(rows[outside])
     radius = max(limits[2], 1e-300)
+    some = sampled(snapshot.live, WITNESSES, 5)
     return Reach(
         rows[outside][order], is_apart, np.maximum(np.nan_to_num(found.values[outside][order]) / radius, 1.0),
-        float(inside.max(initial=0.0)), float(np.sqrt(np.square(inside).mean())) if len(inside) else 0.0,
-        *_levels(inside), means, radii, mean_radii, *_peaks(records, means, outside), centre, limits[2],
+        float(np.sqrt(np.square(inside).mean())) if len(inside) else 0.0, *_levels(inside),
+        means, radii, mean_radii, *_peaks(records, means, outside), centre, limits[2],
+        *_shape(index, snapshot, means), snapshot.rows(some), _checksums(snapshot, some),
     )  # fmt: skip
+
+
+def _shape(index: Index, snapshot: Snapshot, means: Floats) -> tuple[Floats, float]:  # (d, d)
+    """How keys lie, seen from the means of their lists: one root of the covariance for all lists, and `spread`."""
+    keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
+    left = keys - means[index.inner.quantizer.search(keys, 1)[1][:, 0]]
+    squares = np.einsum("md,md->m", left, left, dtype=np.float64)
+    whole = max(float(squares.mean()), 1e-12)
+    values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
+    root = (vectors * np.sqrt(np.maximum(values, 0) / whole)).astype(np.float32)
+    return root, float(squares.var()) / whole**2
 
 
 class _ListRun(NamedTuple):
@@ -124,16 +164,25 @@ class _InLists:
     centroids: Floats  # (lists, d)
     words: Floats  # as `words_of`
 
-    def batches(self, lists: range) -> Iterator[_ListRun]:
-        """Some of the lists, a few at a time, their keys copied."""
+    @property
+    def runs(self) -> list[range]:
+        """The lists in runs that are copied at once."""
+        most, found, first, lists = GATHERED // max(1, self.centroids.shape[1]), [], 0, len(self.starts) - 1
+        for which in range(1, lists):
+            if self.starts[which + 1] - self.starts[first] > most:
+                found.append(range(first, which))
+                first = which
+        return [*found, range(first, lists)]
+
+    def batch(self, run: range) -> _ListRun:
+        """A run of lists, the keys copied."""
         starts = self.starts
-        for run in _runs(lists, starts, GATHERED // max(1, self.centroids.shape[1])):
-            part = slice(starts[run.start], starts[run.stop])
-            positions = self.snapshot.positions(self.rows[part])
-            stored = self.snapshot.keys_at(positions)
-            places = [(i, slice(starts[i] - part.start, starts[i + 1] - part.start)) for i in run]
-            filled = [(i, place) for i, place in places if place.start < place.stop]
-            yield _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
+        part = slice(starts[run.start], starts[run.stop])
+        positions = self.snapshot.positions(self.rows[part])
+        stored = self.snapshot.keys_at(positions)
+        places = [(i, slice(starts[i] - part.start, starts[i + 1] - part.start)) for i in run]
+        filled = [(i, place) for i, place in places if place.start < place.stop]
+        return _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
 
     def codes(self, which: int, size: int) -> tuple[NDArray[np.uint8], Floats, Floats]:
         """How a list of so many records is coded, as kernels take it: (blocks, bytes), the words, what is added."""
@@ -177,7 +226,7 @@ def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Num
     """How far records reach in a single coordinate, or err in a single part of their codes: a second pass."""
     loops = native()
     extents, largest = np.zeros(means.shape, np.float32), np.zeros(len(records.words))
-    for batch in records.batches(range(len(means))):
+    for batch in map(records.batch, records.runs):
         skip = outside[batch.part] | (batch.positions < 0)
         for which, here in batch.lists:
             keys = batch.keys[here]
@@ -200,14 +249,16 @@ def words_of(inner: Any) -> Floats:
     return words
 
 
-def _runs(lists: range, starts: Rows, most: int) -> list[range]:
-    """Runs of lists with about so many records each."""
-    found, first = [], lists.start
-    for which in lists:
-        if starts[which + 1] - starts[first] > most and which > first:
-            found.append(range(first, which))
-            first = which
-    return [*found, range(first, lists.stop)] if lists else []
+def lists_of(inner: Any) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
+    """The rows of every list of an IVF index, one list after the other, and where each begins."""
+    faiss, lists = faiss_module(), inner.invlists
+    sizes = [lists.list_size(i) for i in range(lists.nlist)]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    rows = np.empty(starts[-1], np.int64)
+    for i, size in enumerate(sizes):
+        if size:
+            rows[starts[i] : starts[i + 1]] = faiss.rev_swig_ptr(lists.get_ids(i), size)
+    return rows, starts
 
 
 def _centre(snapshot: Snapshot) -> Numbers:

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Rows, faiss_module, prepared, sampled
-from softdb.index.reach import Numbers, flat, measured, words_of
+from softdb.index.contract import Floats, Index, Rows, faiss_module
+from softdb.index.reach import Numbers, flat, lists_of, reach_of, words_of
 from softdb.index.rerank import scores_at
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
@@ -38,7 +38,6 @@ from softdb.store import Snapshot
 __all__ = ["FEWEST", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
 
 FEWEST = 10_000  # records that are all pooled sooner than drawn from
-SAMPLED = 1 << 14  # stored keys that the shape of the lists is taken from
 PLAIN, CAPPED = 0.1, 0.5  # share of the draws that goes to all records alike, and by what they may weigh at most
 CERTAIN = 5.0  # deviations from what is thought of a record that none is expected to exceed: 3e-7 of normal ones
 SCANNED = 1 << 16  # codes that are looked at one by one, for a deviation of 1 of the logits in a list
@@ -113,29 +112,18 @@ class Tail:
         inner = index.inner
         self.index = index
         self.centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)  # (lists, d)
-        rows, starts = _lists(inner.invlists)
-        self.reach = measured(index, snapshot, rows, starts, self.centroids)
+        self.reach = reach_of(index, snapshot)
         self.lengths, self.mean_lengths = (
             np.einsum("ld,ld->l", one, one, dtype=np.float64) for one in (self.centroids, self.reach.means)
         )  # ‖c‖², ‖m‖²
-        self.frame = _frame(rows, starts, self.reach.is_apart)
+        self.frame = _frame(*lists_of(inner), self.reach.is_apart)
         self.sizes = np.diff(self.frame.starts)  # (lists,)
         self.size = len(self.frame.rows) + len(self.reach.apart)
-        keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
-        self._shape(keys - self.reach.means[inner.quantizer.search(keys, 1)[1][:, 0]])
-        self._words = words_of(inner)
-        self.paces: dict[int, Any] = {}  # what an estimate costs, by the width of values: see `softdb.attend.pace`
-
-    def _shape(self, left: Floats) -> None:
-        """How keys (m, d), seen from the means of their lists, lie: one covariance, scaled for each list."""
-        squares = np.einsum("md,md->m", left, left, dtype=np.float64)
-        whole = max(float(squares.mean()), 1e-12)
-        values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
-        self.root = (vectors * np.sqrt(np.maximum(values, 0) / whole)).astype(np.float32)  # (d, d) of trace 1
-        self.spread = float(squares.var()) / whole**2  # of ‖k - c‖², relative to its mean
         self.origin = self.reach.means.mean(0)
         radii, largest = self.reach.mean_radii, self.reach.radii
         self.excess = np.divide(largest, radii, out=np.ones_like(radii), where=radii > 0)  # (lists,)
+        self._words = words_of(inner)
+        self.paces: dict[int, Any] = {}  # what an estimate costs, by the width of values: see `softdb.attend.pace`
 
     def draw(
         self,
@@ -263,7 +251,7 @@ class Tail:
         nearness = (queries @ self.centroids.T).astype(np.float64)
         squares = np.einsum("qd,qd->q", queries, queries, dtype=np.float64)[:, None]
         rounding = ROUNDING * (np.sqrt(squares) + np.sqrt(self.mean_lengths)) ** 2
-        turned = (queries @ self.root).astype(np.float64)
+        turned = (queries @ reach.root).astype(np.float64)
         if not l2:
             means = products
             deviations = np.sqrt(np.einsum("qd,qd->q", turned, turned))[:, None] * reach.mean_radii
@@ -271,10 +259,10 @@ class Tail:
         else:
             nearness = 2 * nearness - self.lengths - squares
             apart = np.maximum(squares - 2 * products + self.mean_lengths, 0)
-            moved = (reach.means @ self.root).astype(np.float64)
+            moved = (reach.means @ reach.root).astype(np.float64)
             along = (turned**2).sum(1)[:, None] - 2 * turned @ moved.T + (moved**2).sum(1)
             means = -(apart + reach.mean_radii**2)
-            deviations = np.sqrt(4 * np.maximum(along, 0) + self.spread * reach.mean_radii**2) * reach.mean_radii
+            deviations = np.sqrt(4 * np.maximum(along, 0) + reach.spread * reach.mean_radii**2) * reach.mean_radii
             certain = -np.square(np.maximum(np.sqrt(apart) - reach.radii, 0))
         deviations = deviations + 1e-12 * (1 + np.abs(means))
         peaks = np.empty(means.shape)
@@ -284,18 +272,6 @@ class Tail:
         if l2:
             likely = np.minimum(likely + reach.mean_radii**2, 0)
         return _Lists(nearness, means, deviations, excess, np.minimum(certain, likely) + rounding)
-
-
-def _lists(lists: Any) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
-    """The rows of every list, one after the other, and where each list begins."""
-    faiss = faiss_module()
-    sizes = [lists.list_size(i) for i in range(lists.nlist)]
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    rows = np.empty(starts[-1], np.int64)
-    for i, size in enumerate(sizes):
-        if size:
-            rows[starts[i] : starts[i + 1]] = faiss.rev_swig_ptr(lists.get_ids(i), size)
-    return rows, starts
 
 
 def _frame(rows: Rows, starts: Rows, is_apart: NDArray[np.bool_]) -> Frame:

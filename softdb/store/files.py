@@ -94,13 +94,16 @@ def publish(fresh: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file by new content, so that any moment shows the old one or the new one whole."""
+def write_whole(path: Path, *data: bytes | memoryview) -> None:
+    """Replace a file by new content, piece after piece, so that any moment shows the old one or the new one whole."""
     fresh = path.with_name(path.name + ".tmp")
     remove(fresh)  # of an attempt that was cut short; or a pipe, or somebody's file, of that name
     try:
         with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-            _write(descriptor, memoryview(data), 0)
+            offset = 0
+            for piece in data:
+                _write(descriptor, memoryview(piece), offset)
+                offset += len(piece)
             disk.sync(descriptor)
         disk.rename(fresh, path)
     except OSError:

@@ -1,0 +1,185 @@
+"""What estimates know of the records is kept with the index, and is used only where it is of these records."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from with_kernels import NEEDS_KERNELS
+
+import softdb
+from softdb.index import cache, reach
+from softdb.index.kept import _FORM, packed, unpacked
+from softdb.index.tail import Tail
+
+pytest.importorskip("faiss")
+pytestmark = NEEDS_KERNELS
+
+N, DIM = 11_000, 16  # a little more than are worth an estimate
+
+
+def made(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftDB:
+    """A database with an index, closed."""
+    random = np.random.default_rng(seed)
+    keys = 3 * random.standard_normal((50, DIM))[random.integers(0, 50, N)] + random.standard_normal((N, DIM))
+    values = {"value_dim": (N, 3), "num_classes": N}
+    chosen = next((size for name, size in values.items() if name in shape), None)
+    with softdb.open(path, dim=DIM, **shape) as db:
+        db.insert(range(N), keys, None if chosen is None else random.integers(0, 3, chosen))
+        db.build_index(kind, recall=0.5)
+    return db
+
+
+def tail_of(db: softdb.SoftDB) -> Tail:
+    tail, _ = db._finder.tail(db._store.snapshot)
+    assert tail is not None
+    return tail
+
+
+def same(one: reach.Reach, other: reach.Reach) -> None:
+    for name, mine, theirs in zip(one._fields, one, other, strict=True):
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two databases whose records differ, and all else is alike."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOFTDB_KEY_FILE", str(tmp_path_factory.getbasetemp() / "index.key"))
+        made(folder / "db", 0)
+        made(folder / "other", 1)
+    return folder
+
+
+@pytest.fixture
+def path(tmp_path: Path, built: Path) -> Path:
+    shutil.copytree(built / "db", tmp_path / "db")
+    return tmp_path / "db"
+
+
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called: from then on nothing is measured."""
+    return lambda: monkeypatch.setattr(reach, "_measured", lambda *_: pytest.fail("it is measured again"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("ivf", {"metric": "dot", "value_dim": 3}),
+        ("ivf-sq8", {"metric": "l2", "num_classes": 3}),
+        ("ivf-rabitq", {"metric": "cosine", "dtype": "float16"}),
+    ],
+)
+def test_what_is_loaded_is_what_is_measured(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
+    made(tmp_path / "db", 0, kind, **shape)
+    with softdb.open(tmp_path / "db") as db:
+        loaded, index = tail_of(db).reach, db._finder.index
+        assert index is not None
+        index.reach = None
+        same(loaded, Tail(index, db._store.snapshot).reach)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_fresh_handle_estimates_as_the_one_that_built(
+    path: Path, background: bool, never: Callable[[], None]
+) -> None:
+    asked = 3 * torch.ones(4, DIM)
+    with softdb.open(path) as db:
+        build = db.build_index("ivf", recall=0.5, background=background)
+        if background:
+            build.result()
+        never()
+        before, count = db.attend(asked, temperature=9.0, rtol=0.5, max_draws=64), db.count_within(asked, 3.0)
+    for _ in range(2):
+        with softdb.open(path) as db:
+            after, counted = db.attend(asked, temperature=9.0, rtol=0.5, max_draws=64), db.count_within(asked, 3.0)
+            assert torch.equal(before.output, after.output)
+            assert torch.equal(before.bar, after.bar)
+            assert torch.equal(count.value, counted.value)
+            assert (after.bar > 0).any()
+            db.tune(recall=0.5)  # the codes stay, and what is known of them
+    with softdb.open(path) as db:
+        db.delete(list(range(0, N, 20)))
+        db.compact()
+        assert (tail_of(db).frame.rows % 20).all()
+
+
+def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
+    with softdb.open(path) as db:
+        before = tail_of(db).reach.radii.max()
+        db.insert(range(N, 2 * N), np.random.default_rng(1).normal(0, 9, (N, DIM)))
+        after = tail_of(db).reach
+        assert len(after.is_apart) == 2 * N
+        assert after.radii.max() > 2 * before
+    with softdb.open(path) as db:  # kept as it was measured
+        index = db._finder._current(db._store.snapshot)
+        assert index is not None
+        same(index.reach, after)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"radii": np.zeros(3)}, {"means": np.zeros((3, DIM), np.float32)}, {"root": np.eye(DIM + 1, dtype=np.float32)},
+        {"root": np.eye(DIM)}, {"centre": np.full(DIM, np.nan)}, {"spread": np.inf}, {"spread": np.zeros(1)},
+        {"part_errors": np.zeros(3)}, {"log_shares": np.zeros(3)}, {"scales": np.ones(10_000)},
+        {"apart": np.array([N]), "scales": np.ones(1)}, {"apart": np.array([-1]), "scales": np.ones(1)},
+        {"apart": np.array([7, 7]), "scales": np.ones(2)}, {"centre": np.array([[{}]])}, {"witnesses": np.arange(3.0)},
+    ],
+    ids=lambda change: " ".join(change),
+)  # fmt: skip
+def test_what_is_not_of_such_an_index_is_refused(path: Path, change: dict[str, Any], never: Callable[[], None]) -> None:
+    never()
+    with softdb.open(path) as db:
+        index, found = db._finder._current(db._store.snapshot), tail_of(db).reach
+        same(unpacked(packed(found), index), found)
+        file = io.BytesIO()
+        for name in _FORM:
+            np.save(file, change.get(name, getattr(found, name)))
+        with pytest.raises(ValueError, match=r"is not|has not|pickle"):
+            unpacked(file.getvalue(), index)
+        for data in (packed(found)[:-1], packed(found)[:5000], packed(found) + b"\0", b"\0", os.urandom(5000)):
+            with pytest.raises(ValueError, match=r"."):
+                unpacked(data, index)
+
+
+@pytest.mark.parametrize("damage", ["signed rubbish", "nothing", "of an older softdb", "of another database"])
+def test_what_cannot_be_used_is_measured_anew(
+    path: Path, built: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with softdb.open(path) as db, softdb.open(built / "other", mode="r") as other:
+        known = tail_of(db).reach
+        entry, foreign = (one._store.index_entry() for one in (db, other))
+        assert entry is not None
+        assert foreign is not None
+        file = path / "index" / entry["file"]
+        data = file.read_bytes()[: entry["codes"]]
+        if damage == "of another database":
+            shutil.copy(built / "other" / "index" / foreign["file"], file.parent)
+            entry = foreign
+        else:
+            data += b"rubbish" if damage == "signed rubbish" else b""
+            file.write_bytes(data)
+            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            if damage == "of an older softdb":
+                del entry["codes"]
+            entry["hmac"] = cache._signature(entry)
+        db._store.put_index_entry(entry)
+    with softdb.open(path) as db:
+        assert db.stats().index is not None, "the index itself is used"
+        found = tail_of(db).reach
+        if damage == "of another database":
+            np.testing.assert_allclose(found.value_radius, known.value_radius, rtol=0.01)
+        else:
+            same(found, known)
+    assert ("measured anew" in caplog.text) == (damage in ("signed rubbish", "of another database"))
