@@ -1,6 +1,6 @@
 """What a pass over every record costs, and a round of an estimate: measured when that is first asked for, and kept.
 
-Some ten milliseconds of measuring, once for a sampler and a width of values: by what an answer takes then, and not by
+Some fifty milliseconds of measuring, once for a sampler and a width of values: by what an answer takes then, and not by
 what it took on another machine.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["Pace", "measured"]
 
-TURNS = 3  # of which the fastest counts
-SOME = 8  # queries asked together
+TURNS = 2  # of which the fastest counts: the first one warms up
+SOME, FEW = 8, 3  # queries asked together of a pass, and of a round, where each takes milliseconds
 DEAR = 1.1  # times as long as a pass over every record that estimates may take on the average
 NEWEST = 0.2  # what the last of them counts of that average
 MOST = 2.0  # and for how many times a pass it counts at most
@@ -59,8 +59,8 @@ def measured(
     """By the clock."""
     one, some = (_fastest(pass_over, count) / numbers for count in (1, SOME))
     passed = max((some - one) / (SOME - 1), 0.01 * one)
-    alone, together = (_fastest(one_round, count) for count in (1, SOME))
-    each = max((together - alone) / (SOME - 1), 0.01 * alone)
+    alone, together = (_fastest(one_round, count) for count in (1, FEW))
+    each = max((together - alone) / (FEW - 1), 0.01 * alone)
     return Pace(max(one - passed, 0.0), passed, max(alone - each, 0.0), each)
 
 

@@ -30,10 +30,9 @@ def made(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftD
     """A database with an index, closed."""
     random = np.random.default_rng(seed)
     keys = 3 * random.standard_normal((50, DIM))[random.integers(0, 50, N)] + random.standard_normal((N, DIM))
-    values = {"value_dim": (N, 3), "num_classes": N}
-    chosen = next((size for name, size in values.items() if name in shape), None)
+    values = random.integers(0, 3, N if "num_classes" in shape else (N, 3))
     with softdb.open(path, dim=DIM, **shape) as db:
-        db.insert(range(N), keys, None if chosen is None else random.integers(0, 3, chosen))
+        db.insert(range(N), keys, values if len(shape) > 1 and "dtype" not in shape else None)
         db.build_index(kind, recall=0.5)
     return db
 
@@ -95,9 +94,10 @@ def test_a_fresh_handle_estimates_as_the_one_that_built(
 ) -> None:
     asked = 3 * torch.ones(4, DIM)
     with softdb.open(path) as db:
-        build = db.build_index("ivf", recall=0.5, background=background)
         if background:
-            build.result()
+            db.build_index("ivf", recall=0.5, background=True).result()
+        else:
+            db.build_index("ivf", recall=0.5)
         never()
         before, count = db.attend(asked, temperature=9.0, rtol=0.5, max_draws=64), db.count_within(asked, 3.0)
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
 def test_what_is_not_of_such_an_index_is_refused(path: Path, change: dict[str, Any], never: Callable[[], None]) -> None:
     never()
     with softdb.open(path) as db:
-        index, found = db._finder._current(db._store.snapshot), tail_of(db).reach
+        found, index = tail_of(db).reach, tail_of(db).index
         same(unpacked(packed(found), index), found)
         file = io.BytesIO()
         for name in _FORM:
