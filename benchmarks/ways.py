@@ -2,8 +2,9 @@
 
     python benchmarks/ways.py --out benchmarks/results/ways.json
 
-Each way is timed in turn, so that whatever else the machine does slows them alike; ratios are of medians. `search` may
-take a tenth more than the better of the two, and `rtol=` than the exact answer, whatever costs what on the machine.
+The ways are timed by turns in random order, each after a call of its own that does not count, so that whatever else the
+machine does slows them alike; ratios are of medians. `search` may take a tenth more than the better of the two, and
+`rtol=` than the exact answer, whatever costs what on the machine.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def world(n: int, dim: int, folder: Path) -> tuple[softdb.SoftDB, np.ndarray[Any
 
 def in_turn(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
     """Median milliseconds of each."""
-    for run in ways.values():
-        run()
-        run()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    random = np.random.default_rng(0)
     for _ in range(turns):
-        for name, run in ways.items():
+        for name in random.permutation(list(ways)):
+            run = ways[name]
+            run()  # so that none pays for what the one before left in the cache
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
