@@ -20,7 +20,9 @@ import apsw
 from softdb.errors import BadInput, WriteFailed
 from softdb.reports import SnapshotReport
 from softdb.store import disk, files, gaps
+from softdb.store.budget import DENSEST, occupied
 from softdb.store.catalog import Catalog
+from softdb.store.connect import damaged_catalog
 from softdb.store.segments import ColumnFiles, SegmentEntry, SegmentPart
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.store import Store
@@ -28,7 +30,6 @@ from softdb.store.store import Store
 __all__ = ["backup"]
 
 SLOTS = 8192  # copied at once
-_SPARSE = 1024  # an index file that claims more bytes for each on disk is none: nothing compresses so well
 _UNFINISHED = "unfinished.sqlite"  # the catalogue's name until everything else is on disk
 
 
@@ -40,6 +41,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
 
     Raises:
         BadInput: there is something at the path already, or it lies in the database itself.
+        CorruptionError: the catalogue claims more than can lie in what it occupies.
         WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
     """
     _require_free(store, path)
@@ -94,9 +96,14 @@ def _copied_catalog(
 
 def _copy_catalog(catalog: Catalog, path: Path) -> None:
     """The generation that a connection reads as a new file, on disk when this returns; its name may not be."""
+    source = catalog.connection
+    claimed = int(source.pragma("page_count")) * int(source.pragma("page_size"))
+    there = occupied(source.filename) + occupied(source.filename_wal)
+    if source.filename and claimed > DENSEST * there:
+        raise damaged_catalog(f"claims {claimed} bytes, {there} are on disk")
     target = apsw.Connection(str(path))
     try:
-        with target.backup("main", catalog.connection, "main") as copying:
+        with target.backup("main", source, "main") as copying:
             copying.step(-1)
     finally:
         target.close()
@@ -127,7 +134,7 @@ def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple
             if folder is not None and ours and isinstance(file, str) and Path(file).name == file:
                 source = opened.enter_context(files.open_regular(folder / file))
                 there = os.fstat(source.fileno())
-                if there.st_size == entry.get("bytes") and there.st_size <= _SPARSE * there.st_blocks * 512:
+                if there.st_size == entry.get("bytes") and there.st_size <= DENSEST * there.st_blocks * 512:
                     found[name] = file, source
     return found
 

@@ -1,13 +1,14 @@
-"""What a query may cost. Guarantee: its time follows from the bytes on disk, not from what a header claims."""
+"""What a query or a copy may cost. Guarantee: it follows from the bytes on disk, not from what a header claims."""
 
 from __future__ import annotations
 
 import math
 import os
 
-__all__ = ["Budget", "occupied"]
+__all__ = ["DENSEST", "Budget", "occupied"]
 
 STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
+DENSEST = 1024  # a file that claims more bytes for each on disk is none: nothing compresses so well
 
 
 class Budget:

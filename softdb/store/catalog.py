@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from softdb.check import Id, Schema, shown
 from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
-from softdb.store.budget import Budget, occupied
+from softdb.store.budget import DENSEST, Budget, occupied
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
 from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
@@ -178,7 +178,7 @@ class Catalog:
         if len(found) != 1:  # more would all be written by `advance`, and pages may form a cycle
             raise damaged_catalog("has lost its state row" if not found else "has several state rows")
         generation, next_row, crc = found[0]
-        sound = all(type(one) is int and 0 <= one < _MOST for one in (generation, next_row))
+        sound = type(generation) is type(next_row) is int and 0 <= generation < _MOST and 0 <= next_row < _MOST
         if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")
         self._state = CatalogState(generation, next_row)
@@ -249,7 +249,7 @@ class Catalog:
 
     def capacity(self) -> int:
         """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit; disks may compress."""
-        return min(8 * self._claimed(), 1024 * self._bytes())
+        return min(8 * self._claimed(), DENSEST * self._bytes())
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))

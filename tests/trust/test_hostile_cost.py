@@ -120,6 +120,20 @@ def test_pages_that_are_each_others_children(path: Path, table: str, claimed: in
     bounded(lambda: opened_or_refused(path, "r"))
 
 
+def test_a_snapshot_copies_no_sparse_catalogue(path: Path, tmp_path: Path) -> None:
+    claimed = 2 << 30
+    with apsw.Connection(str(path / "catalog.sqlite")) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        pages = claimed // int(connection.pragma("page_size"))
+    with (path / "catalog.sqlite").open("r+b") as raw:
+        raw.truncate(claimed)
+        raw.seek(28)
+        raw.write(struct.pack(">I", pages))
+    with softdb.open(path, mode="r") as db, pytest.raises(softdb.CorruptionError, match=f"claims {claimed} bytes"):
+        bounded(lambda: db.snapshot(tmp_path / "copy"))
+    assert not (tmp_path / "copy").exists()
+
+
 def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=8) as db:
         db.insert(range(2000), [[float(i % 7)] * 8 for i in range(2000)])
