@@ -93,7 +93,7 @@ def _array(value: object, name: str) -> Array:
 
         value = dense(value, name).detach()
         value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
-    elif isinstance(value, Sequence) and any(is_tensor(one) for one in value):
+    elif type(value) is not np.ndarray and isinstance(value, Sequence) and any(is_tensor(one) for one in value):
         value = [_array(one, name) if is_tensor(one) else one for one in value]
     try:
         array = np.asarray(value)
@@ -118,6 +118,8 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
             f"{name} are {array.shape[1]} wide but this database is {width} wide; re-embed them or open another"
         )
     finite(array, name)
+    if array.dtype == dtype:
+        return np.ascontiguousarray(array)
     with np.errstate(over="ignore", under="ignore"):
         cast = np.ascontiguousarray(array, dtype)
     if cast.dtype != array.dtype:

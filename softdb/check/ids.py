@@ -28,10 +28,10 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
         value = value.tolist()
     elif is_tensor(value):
         value = dense(value, "ids").tolist()
-    if not isinstance(value, Iterable) or isinstance(value, bytes):
+    if type(value) is not list and (not isinstance(value, Iterable) or isinstance(value, bytes)):
         raise BadInput(f"ids are {shown(value)}; expected a list of str or int")
     ids = [one if type(one) is str else _identifier(one) for one in value]
-    text = "".join(one for one in ids if type(one) is str)
+    text = "".join([one for one in ids if type(one) is str])
     if not text.isascii():
         encodable(text, "an id")
     if unique and len(set(ids)) < len(ids):

@@ -59,7 +59,7 @@ def _place(
     catalog: Catalog, columns: ColumnFiles, batch: Batch, entries: list[SegmentEntry], next_row: int
 ) -> list[Piece]:
     """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
-    entry, stored = SegmentEntry(-1, 0, 0, 0), sum(entry.used for entry in entries)
+    entry = SegmentEntry(-1, 0, 0, 0)
     if entries and entries[-1].first_row + entries[-1].used == next_row:
         entry = entries[-1]
     pieces: list[Piece] = []
@@ -68,6 +68,7 @@ def _place(
     while done < count:
         if entry.used == entry.capacity:
             fresh = gaps.next_segment(catalog) if fresh is None else fresh + 1
+            stored = sum(entry.used for entry in entries)
             entry = SegmentEntry(fresh, next_row + done, capacity_for(stored + done, count - done), 0)
             columns.create(fresh, entry.capacity)
         stop = min(count, done + entry.capacity - entry.used)

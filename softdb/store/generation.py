@@ -58,6 +58,7 @@ class SnapshotLoader:
         else:
             snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row), keyless)
         self._take(Loaded(snapshot, made), entries, missing)
+        self._columns.keep_only({entry.number for entry in entries})
 
     def entries(self, catalog: Catalog) -> list[SegmentEntry]:
         """The segments of the generation that the open transaction reads."""
@@ -90,7 +91,6 @@ class SnapshotLoader:
 
     def _take(self, loaded: Loaded, entries: list[SegmentEntry], missing: gaps.Gaps) -> None:
         self._require_labels(loaded.snapshot, loaded.keyed.schema.num_classes)
-        self._columns.keep_only({entry.number for entry in entries})
         self.loaded, self._entries, self._missing = loaded, entries, missing
 
     def _segments(

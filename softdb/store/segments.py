@@ -19,7 +19,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,12 +247,17 @@ class ColumnFiles:
 
     def _path(self, column: str, number: int) -> Path:
         assert self.directory is not None  # in memory there are no files
-        return self.directory / f"{column}-{number:08d}.npy"
+        return _file(self.directory, column, number)
 
 
 def checksum(data: Array, before: int = 0) -> int:
     """CRC-32 of the bytes, continuing an earlier one."""
     return zlib.crc32(_raw(data), before)
+
+
+@lru_cache(64)
+def _file(directory: Path, column: str, number: int) -> Path:
+    return directory / f"{column}-{number:08d}.npy"
 
 
 def _raw(data: Array) -> memoryview:

@@ -2,19 +2,19 @@
 
 The protocol of an operation, in this order, on the store's thread, where nothing interrupts:
 
-1. BEGIN IMMEDIATE. The path and the lock must still be this writer's.
+1. BEGIN IMMEDIATE: from here on nobody else writes.
 2. Columns are written beyond the watermarks and synced (`softdb.store.append`), while SQLite takes the records, the new
    watermarks and the next generation into the open transaction.
-3. The path and the lock, again.
+3. The path and the lock must still be this writer's.
 4. COMMIT, which syncs SQLite's log: from here on it has happened.
 5. The generation is written to the file `committed`; then the snapshot is the new one.
 
 What fails before 4 is rolled back. Where a write or a sync failed, the handle takes no more writes: what a sync has
 failed on may look as if it were on disk.
 
-Relaxed operations share one transaction, each a savepoint in it. A second after the first, or at `flush`, their columns
-are synced, and 3 to 5 follow for all. What is on disk, which is what other processes see, is at any moment one whole
-state that the database was in, and at most about a second old.
+Relaxed operations share one transaction, each a savepoint in it, which begins with 3. A second after the first, or at
+`flush`, their columns are synced, and 3 to 5 follow for all. What is on disk, which is what other processes see, is at
+any moment one whole state that the database was in, and at most about a second old.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Writer:
         if not catalog.connection.in_transaction:
             catalog.begin(write=True)
         self._reader.in_operation = True
-        self._require_ours()
         if self._later is not None:
+            self._require_ours()
             catalog.connection.execute("SAVEPOINT operation")
 
     def _end(self, durable: bool) -> None:
@@ -227,6 +227,10 @@ class Writer:
     def failed(self, error: Exception) -> WriteFailed:
         """Take no more writes. What has not come to disk never will; what was committed is safe."""
         lost, self.waiting, self._reader.in_operation = self.waiting, 0, False
+        try:
+            self._require_ours()
+        except Displaced as displaced:  # then that is why
+            error = displaced
         self._failure = f"{type(error).__name__}: {error}"
         with contextlib.suppress(apsw.Error):
             self._reader.catalog.rollback()

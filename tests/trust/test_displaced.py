@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.store import directory
 from softdb.store.catalog import Catalog
 
 DIM = 4
@@ -78,25 +77,25 @@ def test_a_directory_renamed_between_two_relaxed_writes_keeps_what_was_flushed(p
     assert sound(path) == sound(moved) == list(range(8))
 
 
-def test_a_rename_between_the_check_and_the_write_reaches_the_directory_that_was_opened(
+def test_a_rename_between_the_transaction_s_begin_and_the_write_reaches_the_directory_that_was_opened(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Column files are opened by the directory's descriptor: no moment is left in which a path could lead elsewhere."""
-    old, moved, real = made(path), path.with_name("moved"), directory.Directory.require_ours
+    old, moved, real = made(path), path.with_name("moved"), Catalog.begin
     before: list[dict[str, bytes]] = []
 
     def files() -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in path.iterdir()}
 
-    def check(self: directory.Directory) -> None:
-        real(self)
-        if not before:
-            before.append({})  # another database is opened now, which checks, too
+    def begin(self: Catalog, write: bool) -> None:
+        real(self, write)
+        if write and not before:
+            before.append({})  # another database is opened now, whose transactions begin, too
             path.rename(moved)
             made(path).close()
             before.append(files())
 
-    monkeypatch.setattr(directory.Directory, "require_ours", check)
+    monkeypatch.setattr(Catalog, "begin", begin)
     with pytest.raises(softdb.WriteFailed, match="replaced"):
         put(old, 100, 200, 3.0)
     monkeypatch.undo()
