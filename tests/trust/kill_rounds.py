@@ -102,9 +102,10 @@ def count(found: State, allowed: list[State], tally: Counter[str]) -> None:
 
 def answers(db: softdb.SoftDB, state: State) -> None:
     """A search over everything, with an index and without, gives what brute force does."""
-    if not state:
+    ids = [one for one, held in state.items() if held.key is not None]
+    if not ids:
         return
-    ids, keys = list(state), np.stack([one.key for one in state.values()]).astype(np.float64)
+    keys = np.stack([state[one].key for one in ids]).astype(np.float64)
     queries = np.random.default_rng(len(state)).standard_normal((3, DIM))
     products = queries @ keys.T
     squares = (queries**2).sum(1)[:, None] - 2 * products + (keys**2).sum(1)

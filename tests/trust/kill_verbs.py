@@ -46,7 +46,7 @@ class Act(NamedTuple):
     after: State
 
 
-def truth(random: Random, schema: dict[str, Any], payload: Any) -> Truth:
+def truth(random: Random, schema: dict[str, Any], payload: Any, keyless: bool = False) -> Truth:
     """A record whose numbers are the same in either precision."""
 
     def numbers(width: int) -> np.ndarray[Any, Any]:
@@ -57,7 +57,9 @@ def truth(random: Random, schema: dict[str, Any], payload: Any) -> Truth:
         value = numbers(schema["value_dim"])
     elif "num_classes" in schema:
         value = int(random.integers(schema["num_classes"]))
-    return Truth(numbers(DIM), value, payload)
+    text = "ß" * int(random.integers(20_000)) if random.random() < 0.02 else f"text {random.integers(1000)}"
+    text = None if random.random() < 0.3 else text
+    return Truth(None, None, payload, text) if keyless else Truth(numbers(DIM), value, payload, text)
 
 
 def payload(random: Random, n: int) -> Any:
@@ -67,11 +69,12 @@ def payload(random: Random, n: int) -> Any:
 
 def columns(records: list[Truth]) -> dict[str, Any]:
     """Records as a verb takes them."""
-    values = None if records[0].value is None else np.stack([np.asarray(one.value) for one in records])
+    values = None if all(one.value is None for one in records) else [one.value for one in records]
     return {
-        "keys": np.stack([one.key for one in records]),
+        "keys": [one.key for one in records],
         "values": values,
         "payloads": [one.payload for one in records],
+        "texts": [one.text for one in records],
     }
 
 
@@ -87,7 +90,8 @@ def fresh(random: Random, n: int, most: int) -> list[Id]:
 
 def put(verb: str, ids: list[Id], random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     """An insert or an upsert."""
-    records = [truth(random, schema, payload(random, n)) for _ in ids]
+    few = 0.1 if len(ids) < 100 else 0.02  # without a key
+    records = [truth(random, schema, payload(random, n), random.random() < few) for _ in ids]
     after = {**state, **dict(zip(ids, records, strict=True))}
     return Act(verb, lambda world: getattr(world.db, verb)(ids, **columns(records)), after)
 
@@ -104,8 +108,11 @@ def update(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     """Of some parts of some records."""
     ids = some(random, state, 8)
     given = [truth(random, schema, payload(random, n)) for _ in ids]
-    may = ["keys", "payloads"] + (["values"] if given[0].value is not None else [])
+    valued = ["values"] if given[0].value is not None else []
+    may = ["keys", "payloads", "texts", *valued]
     parts = {may[i] for i in random.permutation(len(may))[: int(random.integers(1, len(may) + 1))]}
+    if parts & {"keys", "values"} and any(state[one].key is None for one in ids):
+        parts |= {"keys", *valued}  # such a record gets both or neither
     after = dict(state)
     for one, new in zip(ids, given, strict=True):
         old = state[one]
@@ -113,6 +120,7 @@ def update(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
             new.key if "keys" in parts else old.key,
             new.value if "values" in parts else old.value,
             new.payload if "payloads" in parts else old.payload,
+            new.text if "texts" in parts else old.text,
         )
     arguments = {part: column for part, column in columns(given).items() if part in parts}
     return Act("update", lambda world: world.db.update(ids, **arguments), after)
@@ -152,12 +160,14 @@ def compact(random: Random, schema: dict[str, Any], n: int, state: State) -> Act
 def reembed(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     """By an encoder that the next few runs have, too: what one has left, another goes on with."""
     model, size = Model(f"m{n // 8}", DIM), max(8, len(state) // 4)
-    return Act("reembed", lambda world: world.db.reembed(model, field=text_of, batch_size=size), model.of(state))
+    return Act(
+        "reembed", lambda world: world.db.reembed(model, field=text_of, batch_size=size), model.of(state, schema)
+    )
 
 
 def index(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     """An index of its own, where there are enough records for one."""
-    if len(state) < RICH:
+    if sum(held.key is not None for held in state.values()) < RICH:
         return insert(random, schema, n, state)
     queries = random.standard_normal((16, DIM))  # few: the time goes into the tuning
     return Act("index", lambda world: world.db.build_index("ivf", recall=0.5, k=5, queries=queries), state)

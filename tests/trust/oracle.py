@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -21,15 +21,17 @@ Array = NDArray[Any]
 class Truth:
     """One record as it must come back."""
 
-    key: Array  # (d,)
+    key: Any  # (d,), None where it has none
     value: Array | int | None  # (v,), a label, or None
     payload: Any
+    text: str | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Truth) and (
             np.array_equal(self.key, other.key)
             and np.array_equal(np.asarray(self.value), np.asarray(other.value))
             and bool(self.payload == other.payload)
+            and self.text == other.text
         )
 
 
@@ -54,9 +56,13 @@ class Model:
         numbers: Array = random.standard_normal(self.dim).astype(np.float16).astype(np.float32)
         return numbers
 
-    def of(self, state: State) -> State:
-        """What is stored once it has made all keys anew."""
-        return {one: Truth(self.key(words(one, held.payload)), held.value, held.payload) for one, held in state.items()}
+    def of(self, state: State, schema: dict[str, Any]) -> State:
+        """What is stored once it has made all keys anew; without a value there is no key in a database with values."""
+        valued = {"value_dim", "num_classes"} & set(schema)
+        return {
+            one: held if held.key is None and valued else replace(held, key=self.key(words(one, held.payload)))
+            for one, held in state.items()
+        }
 
 
 class ModelFailed(Exception):
@@ -81,7 +87,9 @@ def held(db: softdb.SoftDB) -> State:
         values = [None] * len(records.ids) if records.values is None else np.asarray(records.values)
         for i, one in enumerate(records.ids):
             assert one not in found, f"scan gives {one!r} twice"
-            found[one] = Truth(keys[i].copy(), _plain(values[i]), records.payloads[i])
+            own = bool(records.keyed[i])
+            parts = (keys[i].copy(), _plain(values[i])) if own else (None, None)
+            found[one] = Truth(*parts, records.payloads[i], records.texts[i])
     return found
 
 
@@ -116,7 +124,10 @@ def check(db: softdb.SoftDB, *allowed: State) -> State:
         records = db.get(ids)
         for i, one in enumerate(ids):
             assert one in db
-            assert np.array_equal(np.asarray(records.keys)[i], state[one].key), f"get gives another key for {one!r}"
-        hits = db.search(state[ids[0]].key[None].astype(np.float32), k=len(ids))
-        assert sorted(map(repr, hits.ids[0])) == sorted(map(repr, ids)), "search and scan see different records"
+            key = np.asarray(records.keys)[i] if records.keyed[i] else None
+            assert np.array_equal(key, state[one].key), f"get gives another key for {one!r}"  # type: ignore[arg-type]
+        hits = db.search(np.zeros((1, db.dim), np.float32), k=len(ids))
+        keyed = [one for one in ids if state[one].key is not None]
+        assert sorted(map(repr, hits.ids[0])) == sorted(map(repr, keyed)), "search and scan see different records"
+        assert hits.texts[0] == [state[one].text for one in hits.ids[0]]
     return state

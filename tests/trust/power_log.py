@@ -137,7 +137,9 @@ def fingerprint(state: Held | None) -> bytes:
     if state is None:
         return b"no database"
     parts = [
-        repr((one, truth.payload)).encode() + np.asarray(truth.key).tobytes() + np.asarray(truth.value, "f4").tobytes()
+        repr((one, truth.payload, truth.text, truth.key is None)).encode()
+        + (b"" if truth.key is None else np.asarray(truth.key).tobytes())
+        + np.asarray(truth.value, "f4").tobytes()
         for one, truth in state.records.items()
     ]
     return hashlib.blake2b(repr(state.fields).encode() + b"".join(sorted(parts)), digest_size=16).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,20 @@ class Work:
 
     def update_keys(self, *ids: int | str) -> None:
         """Give stored records new keys."""
-        keys = self._keys(len(ids))
+        keys, old = self._keys(len(ids)), [self.state[one] for one in ids]
+        values = self._values(len(ids)) if any(one.key is None for one in old) else None
         self._begin("append")
-        self.db.update(list(ids), keys=keys)
-        new = {one: Truth(keys[i], self.state[one].value, self.state[one].payload) for i, one in enumerate(ids)}
+        self.db.update(list(ids), keys, values)
+        own = [one.value for one in old] if values is None else values
+        new = {one: replace(old[i], key=keys[i], value=own[i]) for i, one in enumerate(ids)}
         self._done({**self.state, **new})
 
     def update_payloads(self, *ids: int | str) -> None:
-        """Give stored records new payloads."""
-        payloads = self._payloads(ids)
+        """Give stored records new payloads and texts."""
+        payloads, texts = self._payloads(ids), self._texts(ids)
         self._begin("catalogue")
-        self.db.update(list(ids), payloads=payloads)
-        new = {one: Truth(self.state[one].key, self.state[one].value, payloads[i]) for i, one in enumerate(ids)}
+        self.db.update(list(ids), payloads=payloads, texts=texts)
+        new = {one: replace(self.state[one], payload=payloads[i], text=texts[i]) for i, one in enumerate(ids)}
         self._done({**self.state, **new})
 
     def delete(self, *ids: int | str) -> None:
@@ -122,7 +125,7 @@ class Work:
             self._done(self.state)
             return
         self.create = {**self.create, "dim": dim}
-        self._done(model.of(self.state))
+        self._done(model.of(self.state, self.create))
 
     def checkpoint(self) -> None:
         """What SQLite does by itself after a thousand pages."""
@@ -154,10 +157,14 @@ class Work:
         self.record.acknowledge(self.timeline, Held(state, self.fields), durable=self.durable)
 
     def _add(self, phase: str, verb: Any, ids: list[int | str]) -> None:
-        keys, values, payloads = self._keys(len(ids)), self._values(len(ids)), self._payloads(ids)
+        """Every fifth of several without a key."""
+        given, values, payloads = self._keys(len(ids)), self._values(len(ids)), self._payloads(ids)
+        keyless, texts = [i % 5 == 4 for i in range(len(ids))], self._texts(ids)
+        keys = [None if none else given[i] for i, none in enumerate(keyless)]
+        own = None if values is None else [None if none else values[i] for i, none in enumerate(keyless)]
         self._begin(phase)
-        verb(ids, keys, values, payloads)
-        new = {one: Truth(keys[i], None if values is None else values[i], payloads[i]) for i, one in enumerate(ids)}
+        verb(ids, keys, own, payloads, texts=texts)
+        new = {one: Truth(keys[i], None if own is None else own[i], payloads[i], texts[i]) for i, one in enumerate(ids)}
         self._done({**self.state, **new})
 
     def _keys(self, count: int) -> Any:
@@ -170,6 +177,9 @@ class Work:
         width = self.create.get("value_dim")
         dtype = self.create.get("dtype", "float32")
         return None if width is None else self.rng.standard_normal((count, width)).astype(dtype)
+
+    def _texts(self, ids: Any) -> list[str | None]:
+        return [None if n % 3 else f"{n} {one}" * self.longer for n, one in enumerate(ids)]
 
     def _payloads(self, ids: Any) -> list[Any]:
         some = self.rng.integers(0, 1000, len(ids)).tolist()

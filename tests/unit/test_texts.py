@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -326,3 +327,83 @@ def test_an_encoder_is_remembered_while_there_are_no_keys(tmp_path: Path) -> Non
         db.insert([2], texts=["a text"])
     with softdb.open(tmp_path / "db") as db:
         assert db.search("a text", k=2).ids == [[2]]
+
+
+def test_a_text_is_asked_for_in_filters(mixed: SoftDB) -> None:
+    mixed.insert([1, 2], [None, None], texts=["[1, 2] ü\0x", None])
+    for where, ids in (
+        ({"$text": {"$contains": "xt 1"}}, ["b"]),
+        ({"$text": {"$startswith": "text"}, "kind": "y"}, ["a", "c", "e"]),
+        ({"$text": {"$in": ["text 3", "text 4"]}}, ["d", "e"]),
+        ({"$text": {"$contains": "\0x"}}, [1]),
+        ({"$text": {"$exists": False}}, [2]),
+        ({"$text": None}, []),
+        ({"$text": {"$contains": 1}}, []),
+        ({"$not": {"$text": {"$lt": "text 4"}}}, ["e", 2]),
+    ):
+        assert [one for part in mixed.scan(where=where) for one in part.ids] == ids, where
+        near = mixed.search([[1, 1, 1]], k=9, where=where).ids[0]
+        assert sorted(near) == [one for one in ids if one in ("a", "c", "e")]
+    mixed.update(["b"], texts=["other"])
+    assert mixed.count({"$text": {"$contains": "xt 1"}}) == 0
+    with pytest.raises(softdb.BadFilter, match=r"unknown operator '\$txt' \(did you mean \$text\?\)"):
+        mixed.count({"$txt": "x"})
+
+
+# -- trust: what else there is, tests/trust has ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rotten(tmp_path: Path) -> Path:
+    """One text of five, of a record without a key, has another letter than was written."""
+    with softdb.open(tmp_path / "db", dim=2) as db:
+        db.insert(range(5), [[1, i] if i % 2 else None for i in range(5)], texts=[f"the text of {i}" for i in range(5)])
+    file = tmp_path / "db" / "catalog.sqlite"
+    file.write_bytes(file.read_bytes().replace(b"the text of 2", b"the next of 2"))
+    return tmp_path / "db"
+
+
+def test_a_rotten_text_is_named_and_goes_nowhere(rotten: Path, tmp_path: Path) -> None:
+    with softdb.open(rotten) as db:
+        with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite: text of row 2 differs from its checksum"):
+            db.verify()
+        with pytest.raises(softdb.CorruptionError, match="text of row 2 differs"):
+            db.update([2], [[3, 3]])  # written anew it would have a checksum
+    report = softdb.salvage(rotten, tmp_path / "saved")
+    assert (report["records"], report["lost_records"], report["notes"]) == (4, 1, [])
+    assert report["lost"] == [{"row": 2, "id": 2, "why": "catalog.sqlite: its text differs from its checksum"}]
+    with softdb.open(tmp_path / "saved", verify=True) as db:
+        assert everything(db) == {i: (i % 2 == 1, None, f"the text of {i}") for i in (0, 1, 3, 4)}
+
+
+def test_salvage_keeps_what_has_no_key(mixed: SoftDB, tmp_path: Path) -> None:
+    mixed.delete(["a"])
+    mixed.compact()
+    mixed.insert(["f", "g"], [None, [1, 1, 1]], texts=["later", None])
+    mixed.delete(["b"])
+    mixed.snapshot(tmp_path / "copy")
+    report = softdb.salvage(tmp_path / "copy", tmp_path / "saved")
+    assert (report["records"], report["lost_records"], report["unconfirmed"], report["notes"]) == (5, 0, [], [])
+    with softdb.open(tmp_path / "saved", mode="r", verify=True) as db:
+        assert everything(db) == everything(mixed)
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("DELETE FROM tombstones", "1 rows are live in one table and dead in the other"),
+        ("UPDATE records SET value_crc = 1 WHERE id = 'b'", "1 records have a value and no key"),
+        ("UPDATE records SET key_crc = 0 WHERE id = 'b'", "1 rows are live in one table and dead in the other"),
+        ("UPDATE records SET key_crc = NULL WHERE id = 'a'", "1 rows are live in one table and dead in the other"),
+        ("UPDATE records SET text = NULL WHERE id = 'a'", "text of row 0 differs"),
+    ],
+)
+def test_verify_finds_what_softdb_does_not_write(tmp_path: Path, statement: str, message: str) -> None:
+    with softdb.open(tmp_path / "db", dim=1) as db:
+        db.insert(["a", "b"], [[1], None], texts=["t", "u"])
+    connection = sqlite3.connect(tmp_path / "db" / "catalog.sqlite")
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.CorruptionError, match=message):
+        db.verify()
