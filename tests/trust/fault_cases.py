@@ -141,7 +141,7 @@ def made(folder: Path, name: str) -> Base:
     folder.mkdir()
     working = folder / "working"
     working.mkdir()
-    world, random, state = World(working / "db", SCHEMA), np.random.default_rng(8), State()
+    world, random, state = World(working / "db", SCHEMA), np.random.default_rng(3), State()
     for n, count in enumerate((40, 50, 30) if name == "plain" else (RICH, 150)):
         one = put("insert", [f"{n}-{i}" for i in range(count)], random, SCHEMA, n, state)
         one.do(world)
