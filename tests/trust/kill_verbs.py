@@ -57,9 +57,10 @@ def truth(random: Random, schema: dict[str, Any], payload: Any, keyless: bool = 
         value = numbers(schema["value_dim"])
     elif "num_classes" in schema:
         value = int(random.integers(schema["num_classes"]))
-    text = "ß" * int(random.integers(20_000)) if random.random() < 0.02 else f"text {random.integers(1000)}"
-    text = None if random.random() < 0.3 else text
-    return Truth(None, None, payload, text) if keyless else Truth(numbers(DIM), value, payload, text)
+    long = random.random() < 0.02
+    text = "ß" * int(random.integers(20_000)) if long else f"text {random.integers(1000)}"
+    kept = None if random.random() < 0.3 else text
+    return Truth(None, None, payload, kept) if keyless else Truth(numbers(DIM), value, payload, kept)
 
 
 def payload(random: Random, n: int) -> Any:

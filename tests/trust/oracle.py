@@ -88,8 +88,8 @@ def held(db: softdb.SoftDB) -> State:
         for i, one in enumerate(records.ids):
             assert one not in found, f"scan gives {one!r} twice"
             own = bool(records.keyed[i])
-            parts = (keys[i].copy(), _plain(values[i])) if own else (None, None)
-            found[one] = Truth(*parts, records.payloads[i], records.texts[i])
+            key, value = (keys[i].copy(), _plain(values[i])) if own else (None, None)
+            found[one] = Truth(key, value, records.payloads[i], records.texts[i])
     return found
 
 
