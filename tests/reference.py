@@ -109,3 +109,26 @@ def nearest(
     table = scores(score, queries, keys)
     alive = [i for i in range(table.shape[1]) if live is None or live[i]]
     return [[i for _, i in sorted((-row[i], i) for i in alive)[:k]] for row in table]
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def bm25(phrases: list[list[str]], texts: dict[Any, list[str]]) -> dict[Any, float]:
+    """Of the texts (tokens) with one of the phrases: Robertson and Zaragoza 2009, with FTS5's constants."""
+    mean = sum(map(len, texts.values())) / max(1, len(texts)) or 1.0
+    found: dict[Any, float] = {}
+    for phrase in phrases:
+        counts = {one: _occurrences(phrase, tokens) for one, tokens in texts.items()}
+        having = sum(map(bool, counts.values()))
+        idf = max(math.log((len(texts) - having + 0.5) / (having + 0.5)), 0) or 1e-6
+        for one, count in counts.items():
+            if count:
+                norm = 1.2 * (1 - 0.75 + 0.75 * len(texts[one]) / mean)
+                found[one] = found.get(one, 0.0) + idf * count * 2.2 / (count + norm)
+    return found
+
+
+def _occurrences(phrase: list[str], tokens: list[str]) -> int:
+    width = len(phrase)
+    return sum(tokens[i : i + width] == phrase for i in range(len(tokens) - width + 1)) if phrase else 0

@@ -14,6 +14,7 @@ from softdb.attend.result import explained
 from softdb.attend.sample import sampled
 from softdb.attend.source import Columns, Source, Stored
 from softdb.attend.streaming import stream
+from softdb.attend.texts import fused_hits, text_hits
 
 __all__ = [
     "Columns",
@@ -25,6 +26,7 @@ __all__ = [
     "estimated",
     "exact",
     "explained",
+    "fused_hits",
     "grouped",
     "hits",
     "log_normaliser",
@@ -33,4 +35,5 @@ __all__ = [
     "sampled",
     "shared_scores",
     "stream",
+    "text_hits",
 ]

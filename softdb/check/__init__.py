@@ -7,3 +7,4 @@ from softdb.check.payload import *  # noqa: F403 - payloads
 from softdb.check.plain import *  # noqa: F403 - numbers, choices, lengths; how messages quote a value
 from softdb.check.schemas import *  # noqa: F403 - metric and columns of a database
 from softdb.check.texts import *  # noqa: F403 - texts of records
+from softdb.check.words import *  # noqa: F403 - searches by text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Samples
 from softdb.attend import Request, Stored, counted, estimated, exact, grouped, hits, log_partition, nearest, sampled
 from softdb.check import Id
-from softdb.database.handle import Handle, verb
+from softdb.database.handle import verb
+from softdb.database.texts import Fuse, SearchMode, TextVerbs
 from softdb.errors import BadInput
 from softdb.scores import Kernel, Score, ScoreFunction, query_width, score_of
 from softdb.store import Snapshot
@@ -27,15 +29,18 @@ __all__ = ["AskingVerbs"]
 MOST_SAMPLED = 2**31  # records that one call of `sample` may draw
 
 
-class AskingVerbs(Handle):
+class AskingVerbs(TextVerbs):
     """What is asked of a database by vector."""
 
     @verb
     def search(
         self,
-        queries: Vectors,
+        queries: Vectors | None = None,
         k: int | None = None,
         *,
+        texts: str | Sequence[str] | None = None,
+        mode: SearchMode | None = None,
+        fusion: Fuse | None = None,
         where: dict[str, Any] | None = None,
         exact: bool = False,
         radius: float | None = None,
@@ -54,6 +59,14 @@ class AskingVerbs(Handle):
             queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
                 `hits.scores` carry the gradient. Answers are in the queries' precision; a list is float32.
             k: how many; 10 where nothing else is asked for.
+            texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
+                Texts are q str. "text": those with the best BM25 score, as FTS5's `bm25()` gives it, float64; records
+                without a key, too. "hybrid": of the `fetch_k` (4 k) best of each kind. "vector": texts through the
+                encoder alone. None: by vector for queries alone; for texts hybrid, where there are queries or an
+                encoder, else text. With mode "text" or "hybrid" queries may be those texts.
+            fusion: of "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's, each
+                scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or a
+                weight w, a number or a tensor to learn: score + w BM25.
             where: a filter on the payload; see `softdb.store.filters`.
             exact: pass the index by.
             radius: in place of k, every record that is near enough, always exact: for "l2" a largest distance,
@@ -78,6 +91,12 @@ class AskingVerbs(Handle):
             db.search(queries, k=5, diversity=0.3)
             db.search(queries, k=10, group_by="doc")                     # the best passage of each of 10 documents
         """
+        if texts is not None or mode is not None or fusion is not None or queries is None:
+            words = check.words(queries, texts, mode, fusion, lambda: self._encoder() is not None)
+            if words.mode is not check.Mode.VECTOR:
+                words.require_none(radius=radius, diversity=diversity, group_by=group_by, group_size=group_size)
+                return self._search_by_text(words, k, where, exclude_ids, fetch_k, offset, exact)
+            queries = words.queries
         if (where is None and radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
             group_by is None and group_size is None and type(offset) is int and offset == 0
         ):

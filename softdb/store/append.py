@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array, Id
-from softdb.store import gaps
+from softdb.store import gaps, textindex
 from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
@@ -41,6 +41,8 @@ def append(
     with columns.appending(pieces):  # the disk works while SQLite and the checksums do
         keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
         catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
+        if batch.texts is not None:
+            textindex.add(catalog.connection, state.next_row)
         if batch.keyed is not None:
             catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
         for entry in filled:

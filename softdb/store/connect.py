@@ -15,7 +15,7 @@ import apsw
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
-__all__ = ["connect", "damaged_catalog", "damaged_text", "typed", "typed_errors"]
+__all__ = ["connect", "damaged_catalog", "damaged_text", "damaged_text_index", "typed", "typed_errors"]
 
 BUSY = 10_000  # milliseconds that another connection is waited for
 
@@ -84,12 +84,21 @@ def typed(error: apsw.Error) -> SoftDBError:
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
     if isinstance(error, apsw.FullError):
         return WriteFailed(f"the disk is full ({error}); nothing is lost: make room, then open the database again")
+    if getattr(error, "extendedresult", 0) == apsw.SQLITE_CORRUPT_VTAB or "fts5" in str(error):
+        return damaged_text_index(f"cannot be read ({error})")
     return damaged_catalog(f"cannot be read ({error})")
 
 
 def damaged_catalog(what: str) -> CorruptionError:
     """Something in the catalogue that softdb does not write."""
     return CorruptionError(f"catalog.sqlite {what}; restore the directory from a copy")
+
+
+def damaged_text_index(what: str) -> CorruptionError:
+    """Something in the text index that FTS5 does not write, or not for these texts."""
+    return CorruptionError(
+        f"catalog.sqlite has a text index that {what}; drop_text_index() and index_text() make it anew from the texts"
+    )
 
 
 def damaged_text(error: UnicodeDecodeError) -> CorruptionError:

@@ -5,7 +5,8 @@ The format, as MUSTs:
 * application_id MUST be `APPLICATION`, user_version the format version; any other MUST be refused.
 * The schema MUST be exactly `TABLES`, to the letter, and indexes of declared fields: one named `field_` + the
   hexadecimal UTF-8 of the names that lead to it, with NUL between them, over the two expressions of `paths.field_sql`;
-  any of those may be dropped at any time.
+  and a text index, `text_index_sql` with one of `TOKENIZERS` and the shadow tables that FTS5 gives it. Any of those may
+  be dropped at any time.
   Whatever else there is (a trigger, a view, a table more) MUST be refused: it would run in the writes of who opens it.
 * `records` holds exactly the live records. `key_crc`, `value_crc`, `payload_crc` and `text_crc` are the CRC-32 of the
   stored bytes of the key, of the value (NULL where the key serves), and of the UTF-8 of payload and text (NULL where
@@ -44,6 +45,7 @@ __all__ = [
     "CHUNK",
     "FORMAT",
     "TABLES",
+    "TOKENIZERS",
     "field_index",
     "field_index_sql",
     "indexed_field",
@@ -51,11 +53,13 @@ __all__ = [
     "setting_crc",
     "state_crc",
     "text_crc",
+    "text_index_sql",
 ]
 
 APPLICATION = 0x736F6674  # "soft"
 FORMAT = 1
 CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
+TOKENIZERS = {"words": "unicode61 remove_diacritics 2", "trigram": "trigram remove_diacritics 1"}
 
 TABLES = """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) STRICT, WITHOUT ROWID;
@@ -91,7 +95,8 @@ def recognise(connection: apsw.Connection, place: str) -> bool:
 
 
 def _require_schema(found: list[Any]) -> None:
-    expected = _schema()
+    indexed = [name for name in TOKENIZERS if ("table", "texts", "texts", text_index_sql(name)) in found]
+    expected = _schema(*indexed)
     given = {(kind, name): (table, sql) for kind, name, table, sql in found}
     strange = [f"{kind} {name!r}" for (kind, name), what in given.items() if not _ours(kind, name, what, expected)]
     missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(given)]
@@ -113,11 +118,11 @@ def _ours(kind: str, name: str, what: tuple[str, str | None], expected: dict[tup
 
 
 @cache
-def _schema() -> dict[tuple[str, str], tuple[str, str | None]]:
+def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, str | None]]:
     """What SQLite itself makes of our statements."""
     connection = apsw.Connection(":memory:")
     try:
-        connection.execute(TABLES)
+        connection.execute(TABLES if tokenizer is None else TABLES + text_index_sql(tokenizer))
         rows: list[Any] = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
         return {(kind, name): (table, sql) for kind, name, table, sql in rows}
     finally:
@@ -141,6 +146,12 @@ def field_index_sql(name: str) -> str:
     """The statement that makes it, as SQLite remembers it."""
     of_type, value = field_sql(parts_of(name))
     return f"CREATE INDEX {field_index(name)} ON records({of_type}, {value})"
+
+
+def text_index_sql(tokenizer: str) -> str:
+    """The statement that makes the text index, as SQLite remembers it: what a row holds is forgotten by its number."""
+    options = f"content='', contentless_delete=1, tokenize='{TOKENIZERS[tokenizer]}'"
+    return f"CREATE VIRTUAL TABLE texts USING fts5(text, {options})"
 
 
 def state_crc(generation: int, next_row: int) -> int:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, Id, Schema, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId, WriteFailed
-from softdb.store import files, keyed
+from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry
+from softdb.store.fulltext import FullText, TextScores
 from softdb.store.groups import Grouping, Groups
 from softdb.store.matches import Matches, Matching
 from softdb.store.session import Session
@@ -58,11 +59,21 @@ class Located(NamedTuple):
     texts: list[str | None]  # n
 
 
+class ByText(NamedTuple):
+    """What a search by text needs, of one generation."""
+
+    snapshot: Snapshot
+    scores: TextScores
+    keep: NDArray[np.bool_] | None  # (m,) which records with a text a filter matches; None: all
+    allowed: NDArray[np.bool_] | None  # (size,) which positions
+    left_out: NDArray[np.int64]  # (e,) rows of ids, -1 where one is not stored
+
+
 class Store(Session):
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
-        self._matches, self._groups = Matches(), Groups()
+        self._matches, self._groups, self._full_text = Matches(), Groups(), FullText()
         super().__init__(path, mode, create, relaxed)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -141,6 +152,19 @@ class Store(Session):
                 self._matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
             return snapshot, found
 
+    @on_thread
+    def by_text(self, texts: list[str], where: dict[str, Any] | None, left_out: list[Id]) -> ByText:
+        """What texts score the records by, who takes part, and where ids are, all of the newest generation.
+
+        Raises BadInput where there is no text index. Cost: see `FullText.scorer`.
+        """
+        with self.read_transaction() as snapshot:
+            scores, rows = self._full_text.scorer(texts, self.catalog, snapshot), self.locate(left_out).rows
+            if where is None:
+                return ByText(snapshot, scores, None, None, rows)
+            keep = scores.among(self.matching_rows(where)[1])
+            return ByText(snapshot, scores, keep, self.matching(where)[1], rows)
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
@@ -189,6 +213,8 @@ class Store(Session):
                 for column, new in (("payload", payloads), ("text", texts)):
                     if new is not None:
                         self.catalog.replace_texts(column, rows.tolist(), new)
+                if texts is not None:
+                    textindex.replace(self.catalog.connection, rows.tolist())
                 self.catalog.advance(0)
                 return
             self._require_keys(ids, snapshot.keyed(rows), keys, values)
@@ -212,6 +238,7 @@ class Store(Session):
     def _delete(self, rows: NDArray[np.int64]) -> None:
         """Delete the records of rows in the open transaction."""
         self.catalog.delete(rows, rows[self.snapshot.positions(rows) >= 0])
+        textindex.remove(self.catalog.connection, rows.tolist())
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError where records differ from their checksums: what is written anew would hide it."""
@@ -264,6 +291,23 @@ class Store(Session):
             if name not in fields:
                 raise BadInput(f"field {shown(name)} has no index; indexed fields: {', '.join(fields) or 'none'}")
             self.catalog.drop_field(name)
+
+    @on_thread
+    def text_index(self) -> str | None:
+        """The tokenizer of the text index, None where there is none, as of now."""
+        with typed_errors():
+            return textindex.tokenizer(self.catalog.connection)
+
+    @on_thread
+    def index_text(self, tokenizer: str | None) -> None:
+        """Index the texts, or drop the index for None. No record changes; what was worked out from texts is void."""
+        with self.write_transaction(durable=True):
+            connection = self.catalog.connection
+            if textindex.tokenizer(connection) != tokenizer:
+                textindex.drop(connection)
+                if tokenizer is not None:
+                    textindex.make(connection, tokenizer)
+                self.catalog.put_setting("payloads_replaced", self.catalog.advance(0).generation)
 
     # -- the files -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import apsw
 import numpy as np
 
 from softdb.errors import CorruptionError
-from softdb.store import gaps
+from softdb.store import gaps, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.segments import checksum
 from softdb.store.snapshot import Snapshot
@@ -70,6 +70,8 @@ def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     nowhere = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
     if nowhere:
         damage.append(f"catalog.sqlite: {nowhere} rows are marked dead that no segment holds")
+    if textindex.unlike(store.catalog.connection):
+        damage.append("catalog.sqlite: the text index is not that of the texts (drop_text_index(), then index_text())")
     return damage + _texts(store.catalog)
 
 

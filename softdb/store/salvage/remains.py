@@ -80,11 +80,14 @@ class Remains:
 
     def _find(self) -> None:
         """Find each tree's root."""
+        self.tokenizer: str | None = None  # of the text index
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
         for cell in self.pages.walk(1):
             if cell.columns is None or len(cell.columns) != 5:
                 continue
-            kind, name, _, root, _ = cell.columns
+            kind, name, _, root, sql = cell.columns
+            if name == "texts":
+                self.tokenizer = next((one for one in format.TOKENIZERS if format.text_index_sql(one) == sql), None)
             if name in _TREES and kind in ("table", "index") and isinstance(root, int):
                 self._roots.setdefault(str(name), root)
             elif isinstance(root, int) and kind == "table":

@@ -179,6 +179,7 @@ class _Salvage:
                 for some in self._placed(scratch):
                     self._copy(scratch, store, some)
                 store.index_fields(self.remains.fields)
+                store.index_text(self.remains.tokenizer)
             finally:
                 store.close()
             report = self._report(scratch)
