@@ -17,6 +17,7 @@ from softdb.errors import BadInput
 from softdb.index import flat
 from softdb.index.choose import KINDS, TRIED, Option, Progress, budget, choose, options
 from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module, prepared, sampled
+from softdb.index.costs import FORCED
 from softdb.index.device import Board
 from softdb.index.gpu import board_of, engines, gpu_faiss, place
 from softdb.index.gpu_search import find
@@ -131,6 +132,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     if lengths is not None and board_of(index) is None:
         index.room = most_of(snapshot)
         index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
+    index.costs = FORCED  # what is tuned is the index, also where to compare every record costs less
     trial = _FullTrial(snapshot, index, asked, own, target.k)
     trial.leave_out()
     setting, measured = _aimed(trial, target.recall, say)
@@ -150,6 +152,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         "bytes": int(index.dump().nbytes),
         "tune_seconds": round(time.perf_counter() - start, 2),
     }
+    index.costs = None
 
 
 def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, float]:

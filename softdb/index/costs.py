@@ -1,6 +1,7 @@
 """What it costs to find: measured on the machine and the index at hand, when that is first searched, and kept with it.
 
-Some twenty milliseconds of measuring, once for an index: single queries and a batch by the index, and by comparing records.
+Some twenty milliseconds of measuring, once for an index: single queries and a batch, by the index and by comparing
+records.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from softdb.index.flat import nearest
 from softdb.index.rerank import ordered
 from softdb.store import Segment, Snapshot
 
-__all__ = ["Costs", "codes_of", "costs_of", "measured"]
+__all__ = ["FORCED", "Costs", "codes_of", "costs_of", "measured"]
 
 NUMBERS = 1 << 19  # of keys that are compared: beyond the inner caches
 LISTED = 512  # records that are scored one by one
@@ -25,6 +26,7 @@ LEAST = 64  # records that are compared to know what a comparison costs that com
 BATCH = 64  # queries: so many that what a busy machine adds to a call does not count
 TURNS = 4  # of which the fastest counts
 VISITED = 256  # codes' worth of work for each record that a graph keeps in view
+HARDER = 4  # times the usual effort, to know what a code costs
 K = 10
 
 
@@ -36,14 +38,17 @@ class Costs(NamedTuple):
     scored: float  # of a record that is scored for a query, one by one
     fetched: float  # of a record that is compared in a block, once for all queries
     compared: float  # and for each query
-    alone: float = 0  # of a code for a single query, all else included; 0: as for several, which threads share
+    alone: float = 0  # of a code for a single query; 0: as for several, which threads share
     begun: float = 0  # of comparing records at all
     few: int = 0  # records that are compared sooner than an index is asked, whatever it costs
+    asked: float = 0  # a search by the index for a single query, whatever it looks at
 
     def search(self, index: Index, effort: int, queries: int = 1) -> float:
         """Of a search by the index."""
         codes = codes_of(index, effort)
-        return self.alone * codes if queries == 1 and self.alone else self.called + queries * self.code * codes
+        if queries == 1 and self.alone:
+            return self.asked + self.alone * codes
+        return self.called + queries * self.code * codes
 
     def one_by_one(self, records: int, queries: int = 1) -> float:
         """Of scoring records for each query."""
@@ -52,6 +57,9 @@ class Costs(NamedTuple):
     def blocks(self, records: int, queries: int = 1) -> float:
         """Of comparing records with all queries at once."""
         return self.begun + records * (self.fetched + queries * self.compared)
+
+
+FORCED = Costs(called=0, code=0, scored=1, fetched=1, compared=1)  # as if a search by the index cost nothing
 
 
 def codes_of(index: Index, effort: int) -> float:
@@ -85,10 +93,10 @@ def measured(snapshot: Snapshot, index: Index) -> Costs:
     listed = few[np.linspace(0, len(few) - 1, LISTED).astype(int)][None]
     c = max(64, index.fetch_k * index.tuned_for)
 
-    def search(count: int) -> Callable[[], object]:
+    def search(count: int, effort: int = index.effort) -> Callable[[], object]:
         def run() -> None:
             asked = prepared(queries[:count], index.metric)
-            positions = snapshot.positions(index.find(asked, c))
+            positions = snapshot.positions(index.find(asked, c, None, effort))
             ordered(snapshot, queries[:count], positions, index.tuned_for, index.metric, asked)
 
         return run
@@ -97,18 +105,24 @@ def measured(snapshot: Snapshot, index: Index) -> Costs:
         asked = torch.from_numpy(queries[:count])
         return lambda: nearest(records, asked, K, index.metric)
 
+    most = min(HARDER * index.effort, index.effort_most)
     ways: dict[str, Callable[[], object]] = {
-        "alone": search(1), "together": search(BATCH), "few": compare(least, 1),
+        "alone": search(1), "harder": search(1, most), "together": search(BATCH), "few": compare(least, 1),
         "one": compare(some, 1), "many": compare(some, BATCH),
         "listed": lambda: ordered(snapshot, queries[:1], listed, K, index.metric),
     }  # fmt: skip
     took = {name: _fastest(run) for name, run in ways.items()}
+    codes, harder = (max(1.0, codes_of(index, effort)) for effort in (index.effort, most))
     each = max((took["together"] - took["alone"]) / (BATCH - 1), 0.1 * took["alone"])
+    alone = took["alone"] / codes
+    if harder > codes:
+        alone = min(max((took["harder"] - took["alone"]) / (harder - codes), 0.01 * alone), alone)
     alike = max((took["many"] - took["one"]) / (BATCH - 1), 0.01 * took["one"]) / len(keys)
     return Costs(
         called=max(took["alone"] - each, 0.0),
-        code=each / max(1.0, codes_of(index, index.effort)),
-        alone=took["alone"] / max(1.0, codes_of(index, index.effort)),
+        code=each / codes,
+        alone=alone,
+        asked=took["alone"] - alone * codes,
         scored=took["listed"] / LISTED,
         fetched=max((took["one"] - took["few"]) / len(keys) - alike, 0.0),
         compared=alike,

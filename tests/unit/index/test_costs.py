@@ -93,10 +93,21 @@ def test_costs_are_measured_once_for_an_index(db: softdb.SoftDB, monkeypatch: py
     found: Any = index.costs
     assert isinstance(found, Costs)
     assert min(found.code, found.scored, found.compared) > 0
-    assert min(found.called, found.fetched) >= 0
+    assert min(found.called, found.fetched, found.asked) >= 0
+    assert found.search(index, index.effort) < found.search(index, index.effort_most)
     monkeypatch.setattr(costs, "measured", lambda *_: pytest.fail("measured again"))
     db.search(np.ones((1, 24), np.float32))
     assert index.costs is found
+
+
+def test_what_is_tuned_is_the_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where comparing records costs less, that finds everything: the effort would be too low for larger batches."""
+    dear = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
+    monkeypatch.setattr(costs, "measured", lambda *_: dear)
+    found = db.tune(recall=0.9)
+    assert found.recall < 1
+    assert db.finder.index is not None
+    assert db.finder.index.costs is None
 
 
 @pytest.mark.parametrize("dear", ["index", "records"])
