@@ -164,6 +164,35 @@ Block load_keys(const Plan& plan, int64_t i, int64_t count) {
     return keys;
 }
 
+// The records from i on that a block holds: their values are loaded when a panel first needs them.
+struct Loaded {
+    const Plan& plan;
+    int64_t i, count;
+    Block keys;
+    Ahead next_keys, next_values;  // of the next block
+
+    Loaded(const Plan& plan, int64_t i) : plan(plan), i(i), count(min(plan.block, plan.ask.part.high - i)) {
+        const Attend& ask = plan.ask;
+        keys = load_keys(plan, i, count);
+        next_keys = ahead_of(ask.keys, ask.part, i + count, plan.block);
+        next_values = ahead_of(ask.values, ask.part, i + count, plan.block);
+    }
+
+    const Block& values() {
+        const Attend& ask = plan.ask;
+        if (!has_values)
+            found = load_block(
+                ask.values, ask.part, i, count, nullptr, plan.values, plan.few || !ask.backward, plan.few
+            );
+        has_values = true;
+        return found;
+    }
+
+  private:
+    Block found;
+    bool has_values = false;
+};
+
 // Scores of -inf for records that take no part.
 void mask_out(const Attend& ask, const Panel& panel, int64_t i, int64_t count, float* scores) {
     for (int j = 0; j < panel.size; j++) {
@@ -302,25 +331,19 @@ void attend_forward(const Attend& ask) {
     plan.pad(ask.top, -kDead, plan.tops);  // to padding no record matters
     float best[kPanel], totals[kPanel];
     for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
-        int64_t count = min(plan.block, ask.part.high - i);
-        Block keys = load_keys(plan, i, count), values;
-        Ahead next_keys = ahead_of(ask.keys, ask.part, i + count, plan.block);
-        Ahead next_values = ahead_of(ask.values, ask.part, i + count, plan.block);
-        bool loaded = false;
+        Loaded block(plan, i);
+        int64_t count = block.count;
         for (int64_t first = 0; first < ask.q; first += kPanel) {
             Panel panel = plan.panel(first);
-            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : next_keys))
-                continue;
+            if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) continue;
             raise_top(plan, panel, best);
             weigh(plan, panel, count, totals);
             for (int j = 0; j < panel.size; j++) ask.total[first + j] += double(totals[j]);
             if (ask.labels) {
                 add_labels(ask, panel, i, count, plan.scores);
             } else if (plan.v) {
-                if (!loaded)
-                    values = load_block(ask.values, ask.part, i, count, nullptr, plan.values, true, plan.few);
-                loaded = true;
-                pool(panel, plan.scores, values, ask.values.width, count, ask.output, first ? Ahead{} : next_values);
+                Ahead ahead = first ? Ahead{} : block.next_values;
+                pool(panel, plan.scores, block.values(), ask.values.width, count, ask.output, ahead);
             }
         }
     }
@@ -402,22 +425,15 @@ void attend_backward(const Attend& ask) {
     int64_t v_width = plan.few ? plan.v : ask.values.width;
     float best[kPanel], totals[kPanel];
     for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
-        int64_t count = min(plan.block, ask.part.high - i);
-        Block keys = load_keys(plan, i, count), values;
-        Ahead next_keys = ahead_of(ask.keys, ask.part, i + count, plan.block);
-        Ahead next_values = ahead_of(ask.values, ask.part, i + count, plan.block);
-        bool loaded = false;
+        Loaded block(plan, i);
+        int64_t count = block.count;
         for (int64_t first = 0; first < ask.q; first += kPanel) {
             Panel panel = plan.panel(first);
-            if (!score(plan, keys, panel, i, count, best, first ? Ahead{} : next_keys))
-                continue;
+            if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) continue;
             if (ask.labels) {
                 along_labels(ask, panel, i, count, plan.along);
             } else {
-                if (!loaded)
-                    values = load_block(ask.values, ask.part, i, count, nullptr, plan.values, plan.few, plan.few);
-                loaded = true;
-                compare<false>(plan, values, v_width, count, plan.grads, panel, plan.along, {});
+                compare<false>(plan, block.values(), v_width, count, plan.grads, panel, plan.along, {});
             }
             weigh(plan, panel, count, totals);
             pulls(plan, panel, count, plan.scores, plan.along, totals);
@@ -426,7 +442,8 @@ void attend_backward(const Attend& ask) {
                 send(ask, panel, plan.along, plan.grad_rows, ask.values.width, i, count, ask.value_grad);
             if (ask.key_grad) send(ask, panel, plan.scores, plan.query_rows, ask.keys.width, i, count, ask.key_grad);
             if (ask.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, plan.scores);
-            pool(panel, plan.scores, keys, ask.keys.width, count, ask.query_grad, first ? Ahead{} : next_values);
+            Ahead ahead = first ? Ahead{} : block.next_values;
+            pool(panel, plan.scores, block.keys, ask.keys.width, count, ask.query_grad, ahead);
         }
     }
 }

@@ -1,5 +1,6 @@
 // The kernels of one level against loops in float64, without Python: so that those of a processor that this one is not can
 // be run by an emulator. Exits with 0 and says how many answers it has compared, or with 1 and says which is wrong.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -7,7 +8,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "longest.h"
+#include "pooling.h"
 #include "rerank.h"
 #include "table.h"
 
@@ -83,6 +86,7 @@ struct World {
     }
 
     void check(Metric metric, bool half, bool labelled) const;
+    void check_candidates(Metric metric, bool half) const;
 };
 
 void World::check(Metric metric, bool half, bool labelled) const {
@@ -168,6 +172,97 @@ void World::check(Metric metric, bool half, bool labelled) const {
     for (int64_t x = 0; trained && x < n * v; x++) near(value_grad[x], right_values[x], 1e-4, "the values' gradient", ask);
 }
 
+// Candidates scored, the best of them, the best of all, and what is pooled of them.
+void World::check_candidates(Metric metric, bool half) const {
+    const int64_t c = 90, k = 7;
+    std::vector<float> asked = queries, scores(q * c), best_scores(q * k), scan_scores(q * k), output(q * v), lse(q);
+    std::vector<int64_t> positions(q * c), best(q * k), scanned(q * k);
+    for (int64_t x = 0; x < q * c; x++) positions[x] = x % c == 3 ? -1 : x % c * 7 % n;
+    int64_t key_address = int64_t(half ? (const void*)half_keys.data() : keys.data());
+    int64_t value_address = int64_t(half ? (const void*)half_values.data() : values.data());
+    const int64_t starts[] = {0, n};
+    const softdb::Kind kind = half ? softdb::Kind::half : softdb::Kind::wide;
+    const softdb::Stored key_column{&key_address, starts, 1, d, kind}, value_column{&value_address, starts, 1, v, kind};
+    const softdb::Table<const float> seen{asked.data(), q, d, d};
+    const softdb::Table<const int64_t> places{positions.data(), q, c, c};
+    std::vector<double> precise(q * c), scratch(v);
+    level::score({seen, places, key_column, metric, {scores.data(), q, c, c}, {}});
+    level::score({seen, places, key_column, metric, {}, {precise.data(), q, c, c}});
+    auto told = [&](bool right, const char* what, double found, double expected) {
+        expect(right, what, q, d, int(metric), found, expected);
+    };
+    bool whole = level::rerank({seen, places, key_column, metric, {best.data(), q, k, k}, {best_scores.data(), q, k, k}});
+    told(whole, "what rerank says", whole, true);
+    std::vector<char> keep(n, 1);
+    level::scan({seen, key_column, metric, (const bool*)keep.data(), 0, n, {scanned.data(), q, k, k},
+                 {scan_scores.data(), q, k, k}});
+    softdb::Pool<float> pool;
+    pool.logits = {scores.data(), q, c, c}, pool.positions = places, pool.values = value_column;
+    pool.output = {output.data(), q, v, v}, pool.lse = lse.data(), pool.scratch = scratch.data();
+    level::pool(pool);
+    for (int64_t j = 0; j < q; j++) {
+        double sum = 0;
+        std::vector<double> mean(v), right(c), all(n);
+        for (int64_t x = 0; x < c; x++) {
+            int64_t i = positions[j * c + x];
+            right[x] = i < 0 ? -HUGE_VAL : score(j, i, metric);
+            told(i < 0 ? std::isinf(precise[j * c + x]) : std::fabs(precise[j * c + x] - right[x]) < 1e-12, "a score", precise[j * c + x], right[x]);
+            told(i < 0 ? std::isinf(scores[j * c + x]) : std::fabs(scores[j * c + x] - right[x]) < 2e-5, "a score", scores[j * c + x], right[x]);
+            sum += std::exp(right[x]);
+            for (int64_t y = 0; i >= 0 && y < v; y++) mean[y] += std::exp(right[x]) * values[i * v + y];
+        }
+        for (int64_t i = 0; i < n; i++) all[i] = score(j, i, metric);
+        std::sort(right.rbegin(), right.rend());
+        std::sort(all.rbegin(), all.rend());
+        for (int64_t x = 0; x < k; x++) {
+            told(std::fabs(best_scores[j * k + x] - right[x]) < 2e-5, "one of the best", best_scores[j * k + x], right[x]);
+            told(std::fabs(score(j, best[j * k + x], metric) - right[x]) < 2e-5, "its place", best[j * k + x], right[x]);
+            told(std::fabs(scan_scores[j * k + x] - all[x]) < 2e-5, "one of the best of all", scan_scores[j * k + x], all[x]);
+            told(std::fabs(score(j, scanned[j * k + x], metric) - all[x]) < 2e-5, "its place", scanned[j * k + x], all[x]);
+        }
+        told(std::fabs(lse[j] - std::log(sum)) < 2e-5, "a log-sum", lse[j], std::log(sum));
+        for (int64_t y = 0; y < v; y++) told(std::fabs(output[j * v + y] - mean[y] / sum) < 2e-5, "what is pooled", output[j * v + y], mean[y] / sum);
+    }
+}
+
+// The inverse of the probabilities adds up to the number of records, on the average of many draws, by lists and again.
+void check_draws() {
+    const int64_t lists = 8, n = 2000, turns = 300, room = 400;
+    std::vector<int64_t> rows(n), starts(lists + 1), drawn(room), kept(room), table(64), near{-1};
+    std::vector<uint32_t> chances(n);
+    for (int64_t i = 0; i < n; i++) rows[i] = i;
+    for (int64_t i = 0; i <= lists; i++) starts[i] = i * n / lists;
+    level::hashes(rows.data(), n, 7, chances.data());
+    for (int64_t i = 0; i < lists; i++) std::sort(chances.begin() + starts[i], chances.begin() + starts[i + 1]);
+    std::vector<double> logits(lists), caps(lists, 1.0), hiding(lists, -5.0), left(lists, double(n) / lists), bounds(3), shares(2 * room), scales(room, 1.0), largest(1);
+    for (int64_t i = 0; i < lists; i++) logits[i] = double(i) / lists;
+    std::vector<float> logs(room), kept_logs(room);
+    double total[2] = {}, squares[2] = {};
+    for (int64_t turn = 0; turn < turns; turn++) {
+        uint64_t seeds[] = {uint64_t(turn) * 0x9E3779B97F4A7C15u + 1, uint64_t(turn) * 0xD1B54A32D192ED03u + 5};
+        int64_t count = 0, some = 0;
+        softdb::Draw draw{{near.data(), 1, 1, 1}, {logits.data(), 1, lists, lists}, {caps.data(), 1, lists, lists},
+                          {hiding.data(), 1, lists, lists}, {left.data(), 1, lists, lists},
+                          {rows.data(), chances.data(), starts.data()}, 200, 0.1, 0.5, double(NAN), seeds,
+                          {drawn.data(), 1, room, room}, {logs.data(), 1, room, room}, &count, {bounds.data(), 3, 1, 1},
+                          table.data(), int64_t(table.size()), shares.data()};
+        level::draw(draw);
+        expect(count > 100 && count < room, "the number drawn", 1, 0, 0, double(count), 200);
+        std::vector<double> weights(logs.begin(), logs.begin() + count);
+        level::subsample({{drawn.data(), 1, count, count}, {weights.data(), 1, count, count}, scales.data(),
+                          {logs.data(), 1, count, count}, 60, seeds + 1, {kept.data(), 1, room, room},
+                          {kept_logs.data(), 1, room, room}, &some, largest.data(), shares.data()});
+        double sums[2] = {};
+        for (int64_t i = 0; i < count; i++) sums[0] += std::exp(double(logs[i]));
+        for (int64_t i = 0; i < some; i++) sums[1] += std::exp(double(kept_logs[i]));
+        for (int which : {0, 1}) total[which] += sums[which], squares[which] += sums[which] * sums[which];
+    }
+    for (int which : {0, 1}) {
+        double mean = total[which] / turns, spread = std::sqrt((squares[which] / turns - mean * mean) / turns);
+        expect(std::fabs(mean - n) < 5 * spread + 1e-3, "the sum of what is drawn", 1, 0, which, mean, n);
+    }
+}
+
 // Whole numbers, whose products are exact: the k best of those found and of the longest are those of all.
 void check_longest(int64_t q, int64_t m) {
     const int64_t d = 32, k = 5;
@@ -218,7 +313,9 @@ int main() {
                 World here(700, q, d, d == 17 ? 48 : 5);
                 here.check(metric, q % 2, false);
                 here.check(metric, !(q % 2), d == 17);
+                if (q == 1 || q == 5) here.check_candidates(metric, false), here.check_candidates(metric, true);
             }
+    check_draws();
     for (int64_t q : {1, 3, 4, 9}) check_longest(q, 45);
     std::printf("%d answers are right\n", compared);
     return 0;
