@@ -1,22 +1,26 @@
-"""What the benchmarks share: the machine, versions and command of a report, memory, and the disk's own rate."""
+"""What the benchmarks share: the machine and its rates, versions and command of a report, memory, and the disk's rate."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import softdb
 
 if find_spec("softdb.bench") is None:  # filters.py measures an older softdb, too, that has none: this one's serves
     softdb.__path__.append(str(Path(__file__).resolve().parent.parent / "softdb"))
 
-from softdb.bench.report import MIB, command, commit, machine, spread, versions, write_json
+from softdb.bench import report
+from softdb.bench.report import MIB, command, commit, spread, versions, write_json
 
 __all__ = [
     "IN_MEMORY",
@@ -36,8 +40,45 @@ __all__ = [
     "write_json",
 ]
 
+SIDE, READ, TURNS = 2048, 1 << 25, 5  # of the matrices of sgemm; numbers that are read; of which the fastest counts
 MB = 1_000_000  # rates are in megabytes, as disks are sold
 IN_MEMORY = {"tmpfs", "ramfs"}  # an fsync there costs nothing and keeps nothing
+
+
+def machine() -> dict[str, Any]:
+    """As reports have it, with the kernels in use and the rates that no answer can beat, which are printed, too."""
+    found = report.machine() | {"kernels": _kernels(), **_rates(torch.get_num_threads())}
+    print("machine: {cpu}, kernels {kernels}, {threads} threads, reads {read_gb_s} GB/s, ".format(**found), end="")
+    print(f"sgemm {found['sgemm_gflop_s']} GFLOP/s", flush=True)
+    return found
+
+
+def _kernels() -> str:
+    if find_spec("softdb.kernels") is None:  # of an older softdb
+        return "none"
+    from softdb.kernels import in_use
+
+    return in_use()
+
+
+@functools.cache
+def _rates(threads: int) -> dict[str, Any]:
+    """Bytes that torch sums a second, and what its product of two matrices does: the fastest of a few turns."""
+    numbers, one, other = torch.ones(READ), torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE)
+    read, multiplied = (
+        min(_seconds(run) for _ in range(TURNS)) for run in (numbers.sum, functools.partial(torch.mm, one, other))
+    )
+    return {
+        "threads": threads,
+        "read_gb_s": round(4 * READ / read / 1e9, 1),
+        "sgemm_gflop_s": round(2 * SIDE**3 / multiplied / 1e9, 1),
+    }
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def file_system(folder: Path) -> str:

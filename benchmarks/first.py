@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = made(Path(folder), options.n, options.dim)
@@ -79,7 +80,6 @@ def main() -> None:
             rows[name] = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
             print(f"{name:20}", rows[name], flush=True)
     if options.out:
-        head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
         write_json(options.out, {**head, "command": command(), "commit": commit(), "rows": rows})
 
 

@@ -192,6 +192,7 @@ def main() -> None:
     if args.question:
         print(json.dumps(QUESTIONS[args.question](args.scratch / "db", args)))
         return
+    facts = {"command": command(), "commit": commit(), "machine": machine()}
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         answers: dict[str, Any] = {}
         for question in QUESTIONS:
@@ -203,7 +204,6 @@ def main() -> None:
             ]
             print(question, json.dumps(answers[question], indent=1))
     if args.out:
-        facts = {"command": command(), "commit": commit(), "machine": machine()}
         packages = versions(["softdb", "torch", "numpy", "apsw", "faiss-cpu"])
         write_json(args.out, {**facts, "versions": packages, "n": args.n, "dim": args.dim, "answers": answers})
 
