@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine and its rates, versions and command of a report, memory, and the disk's rate."""
+"""What the benchmarks share: the machine and its rates, versions and command of a report, memory, and the disk."""
 
 from __future__ import annotations
 
