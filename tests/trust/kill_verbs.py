@@ -148,7 +148,9 @@ def field(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     def do(world: World) -> None:
         if "g" in world.db.stats().fields:
             world.db.drop_field("g")
+            world.db.drop_text_index()
         else:
+            world.db.index_text()
             world.db.index_field("g")
 
     return Act("field", do, state)

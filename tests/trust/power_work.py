@@ -98,6 +98,12 @@ class Work:
         self.fields = tuple(sorted({*self.fields, name}))
         self._done(self.state)
 
+    def index_text(self) -> None:
+        """Index the texts: from then on `verify` compares the index with them."""
+        self._begin("catalogue")
+        self.db.index_text()
+        self._done(self.state)
+
     def drop_field(self, name: str) -> None:
         """Drop a declared field."""
         self._begin("catalogue")
@@ -196,6 +202,7 @@ def a_life(record: Record, root: Path) -> None:
     work.insert(*range(40))
     work.insert(40)
     work.insert(*range(41, 101))  # fills a segment and begins another
+    work.index_text()
     work.upsert(3, 4, 5, "a", "b")
     work.delete(*range(20, 40))
     work.build_index("ivf")
@@ -253,6 +260,7 @@ def relaxed(record: Record, root: Path) -> None:
     """Verbs that gather and come to disk at `flush` and at `close`: whole ones may be lost, from the last one back."""
     work = Work(record, root / "db", durable=False, value_dim=2, durability="relaxed")
     work.make()
+    work.index_text()
     work.insert(*range(50))
     work.insert("a")
     work.flush()
