@@ -25,6 +25,7 @@ from typing import Any
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter
 from softdb.store.paths import field_sql, parts_of, spelled, utf8
+from softdb.store.textindex import MATCHING, phrases
 
 __all__ = ["All", "Condition", "Either", "Node", "Not", "parse", "statement"]
 
@@ -125,6 +126,8 @@ class _Field:
             return Not(self.asked(operand, depth + 1))
         if operator == "$elemMatch":
             return self.element(operand, depth + 1)
+        if operator == "$match" and self.name == "$text":
+            return self.matches(operand)
         found = {"$exists": self.exists, "$startswith": self.starts, "$contains": self.contains}.get(str(operator))
         if found is None:
             raise BadFilter(self.unknown(operator))
@@ -215,6 +218,12 @@ class _Field:
             bound *= 2
         # IS TRUE keeps SQLite from taking the parts apart: a text that is no list must not reach json_each
         return Condition(f"({sql}) IS TRUE", tuple(bound), self.name, indexed=False)
+
+    def matches(self, operand: object) -> Node:
+        """Every word of a text is in the record's text, as the text index cuts words."""
+        if not isinstance(operand, str) or not (words := phrases(str(utf8(operand)))):
+            raise BadFilter(f"$match is given {shown(operand)}; expected words to be found in the record's text")
+        return Condition(MATCHING, (" ".join(words),), self.name, indexed=False)
 
     def element(self, operand: object, depth: int) -> Node:
         """The field is a list, and one element of it meets all that is asked: operators, or a filter over objects."""

@@ -24,7 +24,7 @@ from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_text_index
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["FullText", "TextScores", "phrases"]
+__all__ = ["FullText", "TextScores"]
 
 K1, B = 1.2, 0.75  # FTS5's own
 LEAST_IDF = 1e-6
@@ -33,11 +33,6 @@ KEPT = 1 << 24  # records of words that are remembered, all words together: 128 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Live = NDArray[np.bool_]
-
-
-def phrases(text: str) -> list[str]:
-    """The words of a text as FTS5 is asked for them: what stands between blanks, quoted: no mark is an operator."""
-    return ['"{}"'.format(word.replace('"', '""')) for word in text.replace("\0", " ").split()]
 
 
 class _Documents(NamedTuple):
@@ -107,7 +102,7 @@ class FullText:
         words = [
             [
                 (times * _idf(count, int(np.count_nonzero(found.live[word.places]))), word)
-                for phrase, times in Counter(phrases(text)).items()
+                for phrase, times in Counter(textindex.phrases(text)).items()
                 if len((word := self._word(phrase, found, catalog)).places)
             ]
             for text in texts

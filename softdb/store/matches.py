@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import json_text, shown
-from softdb.errors import UnknownField
+from softdb.errors import BadFilter, UnknownField
+from softdb.store import textindex
 from softdb.store.catalog import Catalog
 from softdb.store.filters import All, Condition, Node, Not, parse, statement
 from softdb.store.paths import field_sql, parts_of, spelled
@@ -65,6 +66,8 @@ class Matches:
         """
         node = parse(where)
         condition, bindings = statement(node)
+        if textindex.MATCHING in condition and textindex.tokenizer(catalog.connection) is None:
+            raise BadFilter("where has $match, but there is no text index; the writer's db.index_text() makes one")
         text = json_text([condition, bindings], "where")
         known = self._known.get(text)
         if known is None or known.generation != snapshot.generation:

@@ -14,10 +14,16 @@ import apsw
 
 from softdb.store import format
 
-__all__ = ["add", "drop", "make", "remove", "replace", "tokenizer", "unlike"]
+__all__ = ["MATCHING", "add", "drop", "make", "phrases", "remove", "replace", "tokenizer", "unlike"]
 
+MATCHING = "row IN (SELECT rowid FROM texts WHERE texts MATCH ?)"  # SQL of a filter
 _LISTED = "(SELECT value FROM json_each(?))"
 _ADD = "INSERT INTO texts(rowid, text) SELECT row, text FROM records WHERE text NOTNULL AND {} ORDER BY row"
+
+
+def phrases(text: str) -> list[str]:
+    """The words of a text as FTS5 is asked for them: what stands between blanks, quoted: no mark is an operator."""
+    return ['"{}"'.format(word.replace('"', '""')) for word in text.replace("\0", " ").split()]
 
 
 def tokenizer(connection: apsw.Connection) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 from reference import bm25
 
 import softdb
-from softdb.errors import BadInput, CorruptionError
+from softdb.errors import BadFilter, BadInput, CorruptionError
 from softdb.store import format
 
 WORDS = [
@@ -154,6 +154,34 @@ def test_trigrams_find_parts_of_words(db: softdb.SoftDB) -> None:
     db.drop_text_index()
     assert not db.text_index
     assert db.verify() == 5
+
+
+def test_a_filter_may_ask_for_words(db: softdb.SoftDB) -> None:
+    db.insert(["late"], texts=["FOX; the dog"], payloads=[{"x": 1}])
+
+    def found(words: str, **more: Any) -> list[Any]:
+        return [one for some in db.scan(where={"$text": {"$match": words}, **more}) for one in some.ids]
+
+    assert found("fox the") == [0, "late"]
+    assert found("fox dog") == ["late"]
+    assert found("fox", x=1) == found("dog the") == ["late"]
+    assert found('NEAR("x y*') == []
+    assert db.count({"$not": {"$text": {"$match": "fox"}}}) == 2  # a record without a text, too
+    assert db.search([[1, 1]], where={"$text": {"$match": "quick fox"}}).ids == [[0]]
+    assert db.search("dog", mode="text", where={"$text": {"$match": "lazy"}}).ids == [[1]]
+    assert float(db.attend([[1, 1]], where={"$text": {"$match": "lazy"}}).lse) == pytest.approx(1)
+    db.update([1], texts=["a quick fox"])
+    db.delete("late")
+    assert found("fox quick") == [0, 1]
+    db.index_text("trigram")
+    assert found("uic") == [0, 1]
+    with pytest.raises(BadFilter, match="expected words"):
+        found(" ")
+    with pytest.raises(BadFilter, match=r"did you mean \$match|unknown operator"):
+        db.count({"x": {"$match": "fox"}})
+    db.drop_text_index()
+    with pytest.raises(BadFilter, match=r"no text index; the writer's db.index_text\(\)"):
+        found("fox")
 
 
 @pytest.mark.parametrize(
