@@ -18,6 +18,7 @@ __all__ = ["MAX_DEPTH", "json_text", "payloads"]
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below where any JSON parser in the line gives up
 
 _LEAVES = (str, int, bool, type(None))
+_LISTS = (list, tuple)  # a union made anew for each payload would cost as much as the check
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False).encode
 if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
     # `encode` makes one of these for every value, which takes longer than a small value itself
@@ -77,8 +78,9 @@ def _json_value(value: object, name: str, depth: int) -> None:
         for key in value:
             if type(key) is not str:
                 raise BadInput(f"{name} has the key {shown(key)}, which is no str; JSON keys are text, convert it")
-    elif not isinstance(value, list | tuple):
+        value = value.values()
+    elif not isinstance(value, _LISTS):
         raise BadInput(f"{name} holds a {kind.__name__}; expected JSON: dict, list, str, number, bool or None")
-    for inner in value.values() if isinstance(value, dict) else value:
+    for inner in value:
         if type(inner) not in _LEAVES:
             _json_value(inner, name, depth + 1)
