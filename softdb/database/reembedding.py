@@ -112,9 +112,9 @@ class _Run:
             open_until.callback(self.gathered.close)
             self._gather_all()
             self.say("switch", self.total, self.total)
-            reembed.switch(
+            reembed.Switch(
                 self.store, self.schema, self.name, self.gathered, self.progress, self.gather, self._announce
-            )
+            ).run()
         with contextlib.suppress(OSError, SoftDBError):  # it has happened; the next writer removes what is left
             self.gathered.discard()
         self.db.finder.forget()

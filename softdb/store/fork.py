@@ -4,6 +4,11 @@ SQLite knows a file once a process. A connection that a child opened beside an i
 the inherited one remembers and the child does not hold: the parent's last close, or a new writer, would take the WAL
 from under it, and it would read torn pages. So no thread is inside SQLite at the moment of a fork, and a child closes
 all that it has inherited before it opens anything.
+
+A child of a fork within another thread's import waits for ever for the end of that import. Python has no public way to
+wait for it before: importlib shows its locks to nobody, and `imp.acquire_lock` went with Python 3.12. So CPython's own
+`_imp.acquire_lock` and a module spec's `_initializing` are asked, here and nowhere else. Searches import nothing, but
+any thread may import FAISS, torch or something of the user's at any time.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged
 from softdb.store.store import Store
 
-__all__ = ["Progress", "pending", "require_sound_values", "switch"]
+__all__ = ["Progress", "Switch", "pending", "require_sound_values"]
 
 Rows = NDArray[np.int64]
 Gather = Callable[[Snapshot, Rows], None]
@@ -98,35 +98,6 @@ def require_sound_values(store: Store) -> None:
         raise CorruptionError("; ".join(damage) + ": restore them from a copy, then reembed")
 
 
-def switch(
-    store: Store,
-    schema: Schema,
-    encoder: str | None,
-    gathered: Gathered,
-    progress: Progress,
-    gather: Gather,
-    announce: Callable[[int], None],
-) -> None:
-    """Put the gathered keys in the place of all keys, in one commit.
-
-    Args:
-        gather: gathers the keys of rows; called for what others have written meanwhile.
-        announce: told the generation that the commit will make, before it does.
-
-    Raises WriteFailed, CorruptionError, and what gather raises; then nothing has changed.
-    """
-    change = _Switch(store, schema, encoder, gathered, progress, gather, announce)
-    try:
-        if store.path is not None:  # in memory any commit drops a column that the catalogue does not know
-            change.write_aside()
-        while not store.run(change.commit):
-            change.catch_up()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            change.columns.remove(change.numbers)
-        raise
-
-
 @dataclass
 class _NewSegment:
     """A new segment, not yet known to the catalogue."""
@@ -144,26 +115,36 @@ class _NewSegment:
         return SegmentEntry(self.number, int(self.rows[0]), len(self.rows), len(self.rows))
 
 
-class _Switch:
-    """One change of all keys."""
+@dataclass
+class Switch:
+    """One change of all keys: the gathered ones take the place of the others."""
 
-    def __init__(
-        self,
-        store: Store,
-        schema: Schema,
-        encoder: str | None,
-        gathered: Gathered,
-        progress: Progress,
-        gather: Gather,
-        announce: Callable[[int], None],
-    ) -> None:
-        self.store, self.schema, self.encoder, self.gathered = store, schema, encoder, gathered
-        self.progress, self.gather, self.announce = progress, gather, announce
-        self.columns: ColumnFiles = store.columns.like(schema)
+    store: Store
+    schema: Schema
+    encoder: str | None
+    gathered: Gathered
+    progress: Progress
+    gather: Gather  # gathers the keys of rows; called for what others have written meanwhile
+    announce: Callable[[int], None]  # told the generation that the commit will make, before it does
+
+    def __post_init__(self) -> None:
+        self.columns: ColumnFiles = self.store.columns.like(self.schema)
         self.numbers: list[int] = []  # of segments that may have been made
         self.parts: list[_NewSegment] = []
         self.again = _NONE  # rows that were gathered again since their part was written
         self.tries = 0
+
+    def run(self) -> None:
+        """Do it, in one commit. Raises WriteFailed, CorruptionError, and what `gather` raises: nothing has changed."""
+        try:
+            if self.store.path is not None:  # in memory any commit drops a column that the catalogue does not know
+                self.write_aside()
+            while not self.store.run(self.commit):
+                self.catch_up()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.columns.remove(self.numbers)
+            raise
 
     @property
     def all_rows(self) -> Rows:

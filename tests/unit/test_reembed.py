@@ -390,13 +390,13 @@ def test_what_is_written_at_the_last_moment_is_embedded_too(
         db.delete([5, 40 + len(happened)])
         db.upsert([9, 10], [text(9), text(10)], values(schema, [9, 8]), [payload(9), payload(first + 4)])
 
-    original = reembed._Switch.write_aside
+    original = reembed.Switch.write_aside
 
     def write_aside(self: Any) -> None:
         original(self)
         change("aside")
 
-    monkeypatch.setattr(reembed._Switch, "write_aside", write_aside)
+    monkeypatch.setattr(reembed.Switch, "write_aside", write_aside)
     with db:
         db.reembed(model, progress=lambda what, done, whole: change(what) if what not in happened else None)
         assert happened == (["embed", "switch", "aside"] if where == "disk" else ["embed", "switch"])
