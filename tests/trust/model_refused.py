@@ -148,7 +148,7 @@ def _questions(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> l
         ("search: both", BadInput, "radius and k are both given", lambda: db.search(query, k=1, radius=0.5)),
         ("attend: temperature 0", BadInput, "finite number above 0", lambda: db.attend(query, temperature=0)),
         ("attend: mask", BadInput, "mask has shape", lambda: db.attend(query, mask=np.ones(len(model) + 1, bool))),
-        ("index_field", BadInput, "can have no index", lambda: db.index_field("year", 'q"')),
+        ("index_field", BadInput, "can have no index", lambda: db.index_field("year", "q\0")),
         ("drop_field", BadInput, "has no index", lambda: db.drop_field("never declared")),
         ("build_index: kind", BadInput, "kind", lambda: db.build_index("tree")),
         ("snapshot: taken", BadInput, "something in it", lambda: db.snapshot(folder / "taken")),
