@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -32,8 +33,9 @@ PIPED = 1 << 16  # columns where there is no terminal: lines are not wrapped
 
 
 def terminal(stderr: bool = False) -> Console:
-    """The console: a terminal, or a pipe, whose lines are never wrapped."""
-    console = Console(stderr=stderr, highlight=False)
+    """The console: a terminal, or a pipe, whose lines are never wrapped and have no colours."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    console = Console(stderr=stderr, highlight=False, force_terminal=None if is_terminal else False)
     if not console.is_terminal:
         console.width = PIPED
     return console
@@ -92,13 +94,26 @@ def print_table(
 
 
 def dumps(value: object) -> str:
-    """JSON in one line, its control characters escaped."""
-    return json.dumps(value, ensure_ascii=False).translate(_IN_JSON)
+    """JSON in one line, its control characters escaped; null for what JSON has no number for."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_IN_JSON)
+    except ValueError:
+        return dumps(_finite(value))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_json(value: object) -> None:
-    """Print JSON in one line."""
-    sys.stdout.write(dumps(value) + "\n")
+    """Print JSON in one line, in ASCII where the locale is not of UTF-8."""
+    line = dumps(value)
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    sys.stdout.write((line if unicode else json.dumps(json.loads(line))) + "\n")
     sys.stdout.flush()  # where the reader has closed the pipe it is told here
 
 

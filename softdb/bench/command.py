@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
-from softdb.cli.arguments import MetricName
+from softdb.cli.arguments import AsJson, MetricName
 from softdb.errors import BadInput
-from softdb.terminal import counted, print_table, progress, terminal
+from softdb.terminal import counted, print_json, print_table, progress, terminal
 
 __all__ = ["bench"]
 
@@ -46,6 +48,7 @@ def bench(
     construction: Annotated[int, typer.Option(min=1, help="Effort with which graphs are built.")] = 100,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the whole report.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it (or .svg, .pdf).")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure recall, speed, build time and memory of softdb and others on the same queries."""
     from softdb.bench.datasets import load
@@ -72,12 +75,15 @@ def bench(
         construction=construction,
     )
     ask.checked()
-    console = terminal()
+    console = Console(file=StringIO()) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
     console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
     with progress("bench", console) as say:
         result = run(data, ask, lambda line: console.print(escape(line)), say)
-    _show(result)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
     if out is not None:
         write_json(out, result)
     if plot is not None:

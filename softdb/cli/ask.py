@@ -18,13 +18,15 @@ from softdb.cli.arguments import (
     ids_of,
     opened,
     projected,
+    query_of,
 )
 from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
 
 if TYPE_CHECKING:
     from softdb.answers import Pooled
+    from softdb.database import SoftDB
 
-__all__ = ["attend", "search"]
+__all__ = ["attend", "search", "soft_answers"]
 
 SHOWN = 8  # numbers of a soft query's output that are shown
 
@@ -42,18 +44,25 @@ def search(
     ] = None,
     diversity: Annotated[float | None, Option(help="0: the nearest; up to 1: unlike each other, too.")] = None,
     fetch_k: Annotated[int | None, Option(help="Among how many to choose diverse ones; 4 k.")] = None,
+    offset: Annotated[int, Option(min=0, help="Pass over the best so many: the next page.")] = 0,
+    group_by: Annotated[
+        str | None, Option(metavar="FIELD", help="The best record of each group: of each document.")
+    ] = None,
+    group_size: Annotated[int | None, Option(min=1, help="The best so many of each group.")] = None,
     exact: Annotated[bool, Option("--exact", help="Do not use the index.")] = False,
     encoder: EncoderName = None,
     projection: Projection = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the nearest records."""
-    with opened(path, query, encoder) as db:
+    asked, has_text = query_of(query)
+    with opened(path, has_text, encoder) as db:
         hits = db.search(
-            projected(db, query, projection), k, where=filter_of(where), exact=exact, radius=radius,
-            exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k,
+            projected(db, asked, projection), k, where=filter_of(where), exact=exact, radius=radius,
+            exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k, offset=offset, group_by=group_by,
+            group_size=group_size,
         )  # fmt: skip
-        answers = [[(hit.id, hit.score, hit.payload) for hit in mine] for mine in hits]
+        answers = [[(hit.id, hit.score, hit.payload, hit.text) for hit in mine] for mine in hits]
     if as_json:
         print_json([_facts("score", answer) for answer in answers])
         return
@@ -73,33 +82,48 @@ def attend(
     as_json: AsJson = False,
 ) -> None:
     """Soft query: the mean of all values, each weighted by softmax(score / temperature)."""
-    with opened(path, query, encoder) as db:
-        asked, filter_ = projected(db, query, projection), filter_of(where)
-        pooled = db.attend(asked, temperature=temperature, k=k, rtol=rtol, where=filter_)
-        # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
-        half = db.attend(asked, temperature=temperature / 2, k=k, rtol=rtol, where=filter_)
-        effective = (2 * pooled.lse - half.lse).exp().tolist()
-        hits = db.search(asked, min(k or 10, 10), where=filter_)
-        answers = [
-            [(hit.id, math.exp(hit.score / temperature - lse), hit.payload) for hit in mine]
-            for mine, lse in zip(hits, pooled.lse.tolist(), strict=True)
-        ]
+    asked, has_text = query_of(query)
+    with opened(path, has_text, encoder) as db:
+        asked, filter_ = projected(db, asked, projection), filter_of(where)
+        found = soft_answers(db, asked, temperature, k, rtol, filter_)
         is_label = db.num_classes is not None
-    facts = [_attended(pooled, i, effective[i], answer) for i, answer in enumerate(answers)]
+    facts = [{**fact, "hits": _facts("weight", answer)} for fact, answer in found]
     if as_json:
         print_json(facts)
         return
-    for fact, answer in zip(facts, answers, strict=True):
+    for fact, answer in found:
         _show_attended(fact, answer, temperature, is_label)
 
 
 def _facts(name: str, hits: list[Any]) -> list[dict[str, Any]]:
-    """Hits (id, number, payload) as JSON; `name` is that of the number."""
-    return [dict(zip(("id", name, "payload"), hit, strict=True)) for hit in hits]
+    """Hits (id, number, payload, text) as JSON; `name` is that of the number."""
+    return [dict(zip(("id", name, "payload", "text"), hit, strict=True)) for hit in hits]
 
 
-def _attended(pooled: Pooled, i: int, effective: float, hits: list[Any]) -> dict[str, Any]:
-    """The answer to one query of a batch, as JSON."""
+def soft_answers(
+    db: SoftDB,
+    queries: Any,
+    temperature: float,
+    k: int | None = None,
+    rtol: float | None = None,
+    where: Any = None,
+    shown: int = 10,
+) -> list[tuple[dict[str, Any], list[Any]]]:
+    """For each query the facts of its soft answer, and the records that weigh most: id, weight, payload, text."""
+    pooled = db.attend(queries, temperature=temperature, k=k, rtol=rtol, where=where)
+    # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
+    half = db.attend(queries, temperature=temperature / 2, k=k, rtol=rtol, where=where)
+    effective = (2 * pooled.lse - half.lse).exp().tolist()
+    hits = db.search(queries, min(k or shown, shown), where=where)
+    weighed = [
+        [(hit.id, math.exp(hit.score / temperature - lse), hit.payload, hit.text) for hit in mine]
+        for mine, lse in zip(hits, pooled.lse.tolist(), strict=True)
+    ]
+    return [(_attended(pooled, i, effective[i]), weighed[i]) for i in range(len(weighed))]
+
+
+def _attended(pooled: Pooled, i: int, effective: float) -> dict[str, Any]:
+    """The answer to one query of a batch, as JSON, without its records."""
     bar = pooled.bar[i].item()
     return {
         "output": pooled.output[i].tolist(),
@@ -110,7 +134,6 @@ def _attended(pooled: Pooled, i: int, effective: float, hits: list[Any]) -> dict
         "bar": bar if math.isfinite(bar) else None,  # unknown where truncated
         "met": bool(pooled.met[i]),
         "effective_records": effective if math.isfinite(effective) else 0.0,
-        "hits": _facts("weight", hits),
     }
 
 
@@ -138,13 +161,14 @@ def _show_attended(answer: dict[str, Any], hits: list[Any], temperature: float, 
 
 
 def _show_hits(name: str, hits: list[Any]) -> None:
-    """Hits (id, number, payload) as a table; `name` is that of the number."""
+    """Hits (id, number, payload, text) as a table; `name` is that of the number. A text is shown after the payload."""
     if not hits:
         terminal().print("nothing found")
         return
-    longest = max(len(str(record)) for record, _, _ in hits)
+    longest = max(len(str(hit[0])) for hit in hits)
     room = max(20, terminal().width - longest - len(name) - 8)  # one line a hit on a terminal, all of it in a pipe
-    rows = [(f"{number:.4f}", safe(str(record)), safe(_line(payload), room)) for record, number, payload in hits]
+    parts = [", ".join(filter(None, (_line(payload), text))) for _, _, payload, text in hits]
+    rows = [(f"{hit[1]:.4f}", safe(str(hit[0])), safe(part, room)) for hit, part in zip(hits, parts, strict=True)]
     print_table((name, "id", "payload"), rows, numbers=(name,))
 
 

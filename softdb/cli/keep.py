@@ -61,8 +61,8 @@ def verify(
     if repair is not None:
         _repair(path, repair, settings, as_json)
         return
-    if as_json or any(setting is not None for setting in settings.values()):
-        raise BadInput("settings and --json go with --repair DEST; without it, give the path alone")
+    if any(setting is not None for setting in settings.values()):
+        raise BadInput("settings go with --repair DEST; without it, give the path alone")
     try:
         with opened(path) as db:
             count = db.verify()
@@ -70,7 +70,7 @@ def verify(
         raise CorruptionError(
             f"{error}; or save what is intact with softdb verify {shlex.quote(str(path))} --repair DEST"
         ) from error
-    terminal().print(f"[green]ok[/]: {counted(count, 'record')}, every byte as it was written")
+    _print({"records": count}, as_json, f"[green]ok[/]: {counted(count, 'record')}, every byte as it was written")
 
 
 def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from io import StringIO, TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from rich.console import Console
 from rich.markup import escape
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from softdb.cli.arguments import (
-    INTERRUPTED,
+    STDIN,
+    AsJson,
     Database,
     DTypeOption,
     EncoderName,
@@ -22,9 +26,10 @@ from softdb.cli.arguments import (
     filter_of,
     named,
     opened,
+    spooled,
 )
 from softdb.errors import BadInput, NotADatabase, SoftDBError
-from softdb.terminal import counted, progress, terminal
+from softdb.terminal import counted, print_json, progress, terminal
 
 if TYPE_CHECKING:
     from softdb.database import SoftDB
@@ -36,16 +41,22 @@ __all__ = ["demo", "export", "import_"]
 def demo(
     path: Annotated[Path, Argument(metavar="[PATH]", help="The new database's directory.")] = Path("softdb-demo"),
     fresh: Annotated[bool, Option("--fresh", help="Replace a demo database that is there already.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Store, ask, learn and reopen: the whole job on 20,000 dictionary definitions, in a minute."""
     from softdb.demo import run_demo
 
-    run_demo(path, fresh=fresh)
+    report = run_demo(path, fresh=fresh, console=Console(file=StringIO()) if as_json else None)
+    if as_json:
+        print_json({"path": str(path), **asdict(report)})
 
 
 def import_(
+    ctx: Context,
     path: Database,
-    files: Annotated[list[Path], Argument(metavar="FILE...", help=".jsonl, .csv (also .gz), .npy or .npz.")],
+    files: Annotated[
+        list[Path], Argument(metavar="FILE...", help=".jsonl, .csv (also .gz), .npy or .npz; - reads JSON lines.")
+    ],
     keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
     id_field: Annotated[str, Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
     key_field: Annotated[str, Option("--key", metavar="FIELD", help="The field with the key: numbers.")] = "key",
@@ -59,6 +70,7 @@ def import_(
     batch_size: Annotated[int | None, Option(min=1, help="Records a commit; 10,000, and 256 texts.")] = None,
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
     resume: Annotated[bool, Option("--resume", help="Go on with an import that was stopped or killed.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
     import softdb
@@ -69,10 +81,11 @@ def import_(
         raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")
     fields, embeds = Fields(id_field, key_field, text, value), text is not None and keys is None
     size = batch_size or (256 if embeds else 10_000)
+    files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
     batches = chain.from_iterable([read_records(file, fields=fields, keys=keys, batch_size=size) for file in files])
     first = next(batches, None)  # a file that cannot be read makes no database
     if first is None:
-        raise BadInput(f"{files[0]} holds no records; nothing was imported")
+        raise BadInput(f"{files[0].name} holds no records; nothing was imported")
     known = _known(path)
     name = chosen(path, known.encoder, encoder, "ngrams" if known.new else None) if embeds else None
     given = named(dim=dim, metric=metric, dtype=dtype)
@@ -97,7 +110,10 @@ def import_(
         if (known.new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
-    terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
+    if as_json:
+        print_json({"imported": done, "records": total})
+    else:
+        terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
 
 
 class _Present(NamedTuple):
@@ -132,11 +148,9 @@ def _telling(db: SoftDB, path: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        terminal(stderr=True).print(
-            f"interrupted: {counted(len(db), 'record')} in {escape(str(path))}, on disk; the same command with "
-            "--resume goes on from there"
-        )
-        sys.exit(INTERRUPTED)
+        raise KeyboardInterrupt(
+            f"{counted(len(db), 'record')} in {path}, on disk; the same command with --resume goes on from there"
+        ) from None
 
 
 @contextmanager
@@ -168,12 +182,21 @@ def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
 
 def export(
     path: Database,
-    file: Annotated[Path, Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write; - is a pipe.")],
     where: Where = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write records as JSON lines, which `import` reads back."""
-    from softdb.formats import export_records
+    """Write records as JSON lines, which `import` reads back. To a pipe (-) they are all that is printed."""
+    from softdb.formats import export_records, write_records
 
     with opened(path) as db:
+        if str(file) == STDIN:
+            if isinstance(sys.stdout, TextIOWrapper):
+                sys.stdout.reconfigure(encoding="utf-8")  # as JSON is, whatever a terminal has
+            write_records(db, sys.stdout, where=filter_of(where))
+            return
         count = export_records(db, file, where=filter_of(where))
-    terminal().print(f"{counted(count, 'record')} written to {escape(str(file))}")
+    if as_json:
+        print_json({"records": count, "file": str(file)})
+    else:
+        terminal().print(f"{counted(count, 'record')} written to {escape(str(file))}")

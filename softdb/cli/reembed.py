@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 from typer import Option
 
-from softdb.cli.arguments import INTERRUPTED, AsJson, Database, EncoderName
+from softdb.cli.arguments import AsJson, Database, EncoderName
 from softdb.errors import BadInput
 from softdb.terminal import counted, print_json, progress, safe, terminal
 
@@ -51,8 +50,7 @@ def reembed(
         with softdb.open(path, mode="r") as db:
             changed = db.reembedded != before
         state = "all keys are new" if changed else "the database is as it was; the same command goes on from there"
-        terminal(stderr=True).print(f"interrupted: {done:,} of {counted(whole, 'record')} embedded, {state}")
-        sys.exit(INTERRUPTED)
+        raise KeyboardInterrupt(f"{done:,} of {counted(whole, 'record')} embedded, {state}") from None
     if as_json:
         print_json(report.asdict())
         return

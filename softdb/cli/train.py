@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 from rich.markup import escape
 from typer import Argument, Option
 
-from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened
+from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened, spooled
 from softdb.errors import BadInput, TrainingWarning
 from softdb.terminal import counted, print_json, progress, terminal
 
@@ -18,7 +18,9 @@ __all__ = ["train"]
 
 def train(
     path: Database,
-    pairs: Annotated[Path, Argument(metavar="PAIRS", help="A .jsonl, .csv or .tsv file (also .gz).")],
+    pairs: Annotated[
+        Path, Argument(metavar="PAIRS", help="A .jsonl, .csv or .tsv file (also .gz); - reads JSON lines.")
+    ],
     out: Annotated[Path, Option("--out", metavar="FILE.pt", help="Where the projection goes.")],
     queries: Annotated[
         Path | None, Option(metavar="FILE.npy", help="The queries, in the order of PAIRS, which has none then.")
@@ -53,8 +55,9 @@ def train(
         raise BadInput("--resume goes on from a checkpoint, but none is named; give its file with --checkpoint")
     _require_apart(path, [one for one in (pairs, queries) if one is not None], checkpoint, out)
     require_writable(out)
-    read = read_pairs(pairs, query=query, positives=positives, queries=array_of(queries))
-    with opened(path, "text" if read.is_text else None, encoder) as db:
+    with spooled(pairs, "stdin.jsonl") as file:
+        read = read_pairs(file, query=query, positives=positives, queries=array_of(queries))
+    with opened(path, read.is_text, encoder) as db:
         read.resolve(db)
         with progress("train") as say, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the table says it

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import matrix_in
 from softdb.formats.lines import Fields, Header, Row, kind_of, read_header, read_rows, text_lines
 
-__all__ = ["Rows", "export_records", "import_records", "is_vector", "read_records"]
+__all__ = ["Rows", "export_records", "import_records", "is_vector", "read_records", "write_records"]
 
 _KINDS = ".jsonl, .jsonl.gz, .csv, .csv.gz, .npy or .npz"
 Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file, line, id, key, value, payload, text
@@ -211,26 +211,32 @@ def export_records(
     path = Path(path)
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
         raise BadInput(f"{path.name} is not the name of a JSON lines file; end it in .jsonl or .jsonl.gz")
-    fresh, done = path.with_name(path.name + ".tmp"), 0
+    fresh = path.with_name(path.name + ".tmp")
     fresh.unlink(missing_ok=True)  # of an attempt that was cut short; or a link, which may lead anywhere
     with (
         gzip.open(fresh, "xt", encoding="utf-8") if path.suffix == ".gz" else fresh.open("x", encoding="utf-8") as file
     ):
-        names = ("dim", "value_dim", "num_classes", "dtype", "metric", "fields")
-        header = {**{name: getattr(db, name) for name in names}, "encoder": db.encoder_name}
-        file.write(json.dumps({"softdb": header}, ensure_ascii=False) + "\n")
-        for records in db.scan(batch_size, where):
-            values = [None] * len(records) if records.values is None else records.values.tolist()
-            columns = (records.keys.tolist(), values)
-            keys, values = (
-                [one if own else None for one, own in zip(column, records.keyed, strict=True)] for column in columns
-            )
-            for record in zip(records.ids, keys, values, records.payloads, records.texts, strict=True):
-                row = zip(("id", "key", "value", "payload", "text"), record, strict=True)
-                kept = {name: part for name, part in row if part is not None}
-                file.write(json.dumps(kept, ensure_ascii=False, separators=(",", ":")) + "\n")
-            done += len(records)
+        done = write_records(db, file, where=where, batch_size=batch_size)
     fresh.replace(path)
+    return done
+
+
+def write_records(db: SoftDB, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
+    """As `export_records`, into a text file that is open: a pipe."""
+    names, done = ("dim", "value_dim", "num_classes", "dtype", "metric", "fields"), 0
+    header = {**{name: getattr(db, name) for name in names}, "encoder": db.encoder_name}
+    file.write(json.dumps({"softdb": header}, ensure_ascii=False) + "\n")
+    for records in db.scan(batch_size, where):
+        values = [None] * len(records) if records.values is None else records.values.tolist()
+        columns = (records.keys.tolist(), values)
+        keys, values = (
+            [one if own else None for one, own in zip(column, records.keyed, strict=True)] for column in columns
+        )
+        for record in zip(records.ids, keys, values, records.payloads, records.texts, strict=True):
+            row = zip(("id", "key", "value", "payload", "text"), record, strict=True)
+            kept = {name: part for name, part in row if part is not None}
+            file.write(json.dumps(kept, ensure_ascii=False, separators=(",", ":")) + "\n")
+        done += len(records)
     return done
 
 

@@ -72,7 +72,7 @@ def test_a_note_in_the_directory_loads_no_model(
         handle.note_encoder(name)
     monkeypatch.chdir(tmp_path / here)
     with pytest.raises(softdb.BadInput, match="load it with --encoder"):
-        opened(db, "a text")
+        opened(db, True)
     assert no_models == []
 
 
@@ -88,10 +88,10 @@ def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
     monkeypatch.chdir(tmp_path)
     for name in ("db/model", "./db/model", "db/../db/model", str(db / "model"), "linked", "db"):
         with pytest.raises(softdb.BadInput, match="lies in the database's own directory"):
-            opened(db, "a text", name)
+            opened(db, True, name)
     assert no_models == []
     model_folder(tmp_path / "mine", tmp_path / "mark")
-    with opened(db, "a text", "./mine") as handle:
+    with opened(db, True, "./mine") as handle:
         handle.search("a text")
     assert no_models == ["./mine"]  # what the user names is his to trust
 

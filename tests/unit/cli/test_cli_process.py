@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,11 @@ def test_names_are_completed() -> None:
         environment |= {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
         assert done.stdout.split() == expected
+    shown = [child("--show-completion", shell) for shell in ("bash", "zsh", "fish")]
+    assert all(one.returncode == 0 and "_SOFTDB_COMPLETE=complete_" in one.stdout for one in shown)
+    sourced = subprocess.run(["bash", "-n"], input=shown[0].stdout, capture_output=True, text=True)
+    assert (sourced.returncode, sourced.stderr) == (0, "")
+    assert "Shell csh not supported" in child("--show-completion", "csh").stderr
     assert "--install-completion" in run("--help").stdout
 
 
@@ -73,10 +80,56 @@ def test_help_does_not_wait_for_torch() -> None:
     assert not {"torch", "numpy"} & modules
 
 
-def child(*arguments: object) -> subprocess.CompletedProcess[str]:
+def child(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "softdb", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "60"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "60", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_a_pipe_is_plain_text_whatever_the_environment_wants(tmp_path: Path) -> None:
+    forced = {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "TERM": "xterm", "PYTHONIOENCODING": "latin-1"}
+    with softdb.open(tmp_path / "db", dim=1) as db:
+        db.insert(["\u00fc"], payloads=[{"word": "\u2192"}])
+    shown = child("get", tmp_path / "db", "\u00fc", **forced)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "\x1b" not in shown.stdout
+    assert "\\u2192" in shown.stdout  # a letter that the terminal has not is no error
+    failed = child("count", tmp_path / "none", **forced)
+    assert "\x1b" not in failed.stderr
+
+
+def test_a_closed_pipe_is_quiet_and_a_full_disk_is_one_line(book: Path) -> None:
+    command = [sys.executable, "-m", "softdb", "export", str(book), "-"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "wb") as full:
+            command[3:] = ["info", str(book)]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=120)
+        assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
+
+
+def test_ctrl_c_says_what_is_on_disk(tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "db", dim=1):
+        pass
+    command = [sys.executable, "-m", "softdb", "insert", str(tmp_path / "db"), "--batch-size", "1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(b'{"id": 1, "key": [1]}\n{"id": 2}\n')
+        process.stdin.flush()
+        deadline = time.monotonic() + 100
+        while answer("count", tmp_path / "db")["count"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)  # while the pipe is open: it waits for a line
+        assert process.wait(60) == 130
+        said = json.loads(process.stderr.read())["error"]
+    assert said == {"type": "Interrupted", "message": "interrupted: 2 records inserted, on disk", "code": 130}
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_copies_and_fields_that_cannot_be(book: Path, tmp_path: Path) -> None:
     assert answer("fields", book) == []  # nothing was added either
     with softdb.open(book):
         for command in (("compact", book), ("fields", book, "--add", "year"), ("tune", book), ("index", book)):
-            assert "is being written by process" in fails(*command)
+            assert "is being written by process" in fails(*command, code=4)
 
 
 def test_filters_that_cannot_serve(book: Path) -> None:
@@ -120,7 +120,8 @@ def test_a_bad_line_keeps_what_stood_before_it(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_refused(book: Path) -> None:
     with softdb.open(book):
-        assert "is being written by process" in fails("import", book, book.parent / "book.jsonl", "--text", "name")
+        words = ("import", book, book.parent / "book.jsonl", "--text", "name")
+        assert "is being written by process" in fails(*words, code=4)
         assert answer("info", book)["records"] == 3  # reading goes on
 
 

@@ -18,25 +18,25 @@ BOOK: list[dict[str, Any]] = [
 ]
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: object, code: int = 0, stdin: str | bytes | None = None) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
     shown = (result.output, result.exception)
     assert result.exit_code == code, shown
     assert result.exception is None or isinstance(result.exception, SystemExit), shown
     return result
 
 
-def fails(*arguments: object) -> str:
+def fails(*arguments: object, code: int = 1, stdin: str | None = None) -> str:
     """The one line of an error."""
-    result = run(*arguments, code=1)
+    result = run(*arguments, code=code, stdin=stdin)
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert "Traceback" not in result.output
     return line
 
 
-def answer(*arguments: object) -> Any:
-    return json.loads(run(*arguments, "--json").stdout)
+def answer(*arguments: object, stdin: str | bytes | None = None) -> Any:
+    return json.loads(run(*arguments, "--json", stdin=stdin).stdout)
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -248,9 +248,8 @@ def test_the_command_resumes_and_speaks_json(stored: tuple[Path, Path], tmp_path
     assert {**again, "projection": ""} == {**whole, "projection": ""}
     assert len(whole["history"]) == 4
     assert torch.equal(load(tmp_path / "a.pt").weight, load(tmp_path / "b.pt").weight)
-    assert "another run: seed 0 there, 1 here" in fails(
-        "train", path, pairs, *words, tmp_path / "b.pt", *more, "--seed", 1
-    )
+    other = run("train", path, pairs, *words, tmp_path / "b.pt", *more, "--seed", 1, code=1)
+    assert "another run: seed 0 there, 1 here" in json.loads(other.stderr)["error"]["message"]
 
 
 def test_the_command_takes_texts_and_arrays(tmp_path: Path) -> None:

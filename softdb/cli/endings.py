@@ -1,0 +1,84 @@
+"""How a command ends: its exit code, and where it failed one line on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from typing import Any
+
+from softdb.errors import DatabaseLocked, SoftDBError, UnknownId
+from softdb.terminal import dumps, safe, terminal
+
+__all__ = ["EXIT_CODES", "exit_code", "warn_in_one_line"]
+
+FAILED, USAGE, UNKNOWN, LOCKED = 1, 2, 3, 4
+INTERRUPTED, PIPE_CLOSED = 130, 141  # as shells count Ctrl-C and SIGPIPE: 128 and the signal
+
+EXIT_CODES = {
+    0: "done",
+    FAILED: "an error",
+    USAGE: "the command was not typed as its --help says",
+    UNKNOWN: "a record that was asked for by its id is not stored",
+    LOCKED: "another process writes to the database: try again later",
+    INTERRUPTED: "Ctrl-C",
+    PIPE_CLOSED: "the reader of standard output has closed it",
+}
+
+
+def exit_code(error: BaseException, as_json: bool) -> int:
+    """Say what went wrong, and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        _drop_output()  # no error: `softdb export … | head -1` has what it wants
+        return PIPE_CLOSED
+    if isinstance(error, KeyboardInterrupt):
+        _tell("Interrupted", f"interrupted: {error}".removesuffix(": "), INTERRUPTED, as_json)
+        return INTERRUPTED
+    if hasattr(error, "format_message"):  # of the parser: a command, an option or an argument that is wrong
+        _tell("Usage", _usage(error), USAGE, as_json)
+        return USAGE
+    message, code = str(error), FAILED
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, SoftDBError):
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, UnknownId | DatabaseLocked):
+        code = UNKNOWN if isinstance(error, UnknownId) else LOCKED
+    _tell(type(error).__name__, message, code, as_json)
+    return code
+
+
+def _tell(kind: str, message: str, code: int, as_json: bool) -> None:
+    """One line on standard error: for people, or `{"error": {"type", "message", "code"}}`."""
+    line = " ".join(message.split())
+    if as_json:
+        sys.stderr.write(dumps({"error": {"type": kind, "message": line, "code": code}}) + "\n")
+    else:
+        terminal(stderr=True).print(f"{'[red]error:[/] ' if kind != 'Interrupted' else ''}{safe(line)}")
+
+
+def warn_in_one_line(as_json: bool) -> None:
+    """From now on a warning is one line on standard error, without the place in the source."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        line = " ".join(str(message).split())
+        if as_json:
+            sys.stderr.write(dumps({"warning": {"type": category.__name__, "message": line}}) + "\n")
+        else:
+            terminal(stderr=True).print(f"[yellow]warning:[/] {safe(line)}")
+
+    warnings.showwarning = show
+
+
+def _usage(error: Any) -> str:
+    """What the parser says, and whose help tells more."""
+    context = getattr(error, "ctx", None)
+    place = "softdb" if context is None else context.command_path
+    return f"{error.format_message().rstrip('.')}; see {place} --help"
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere: when Python ends it would be tried, and reported, again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError):  # where it is no file of the system
+        os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
