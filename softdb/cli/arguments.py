@@ -29,9 +29,11 @@ __all__ = [
     "Kind",
     "MetricName",
     "MetricOption",
+    "Mode",
     "Projection",
     "Query",
     "QueryFile",
+    "TextIndex",
     "TypedIds",
     "Where",
     "array_of",
@@ -67,6 +69,8 @@ Kind = Enum(
     {"auto": "auto", "ivf": "ivf", "ivf_rabitq": "ivf-rabitq", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
     type=str,  # for older releases of typer
 )
+Mode = Enum("Mode", {"vector": "vector", "text": "text", "hybrid": "hybrid"}, type=str)
+TextIndex = Enum("TextIndex", {"words": "words", "trigram": "trigram", "none": "none"}, type=str)
 MetricOption = Annotated[MetricName | None, Option(help="How queries and keys are compared.")]
 DTypeOption = Annotated[DType | None, Option(help="How numbers are stored.")]
 

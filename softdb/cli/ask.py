@@ -11,11 +11,13 @@ from softdb.cli.arguments import (
     AsJson,
     Database,
     EncoderName,
+    Mode,
     Projection,
     Query,
     Where,
     filter_of,
     ids_of,
+    named,
     opened,
     projected,
     query_of,
@@ -44,6 +46,13 @@ def search(
     ] = None,
     diversity: Annotated[float | None, Option(help="0: the nearest; up to 1: unlike each other, too.")] = None,
     fetch_k: Annotated[int | None, Option(help="Among how many to choose diverse ones; 4 k.")] = None,
+    mode: Annotated[
+        Mode | None, Option(help="text: by the words of the records' texts; hybrid: by words and vector.")
+    ] = None,
+    texts: Annotated[
+        list[str] | None, Option("--words", help="Words beside a QUERY of numbers: hybrid; one for each query.")
+    ] = None,
+    fusion: Annotated[str | None, Option(help="Of hybrid: scores, ranks or a weight.")] = None,
     offset: Annotated[int, Option(min=0, help="Pass over the best so many: the next page.")] = 0,
     group_by: Annotated[
         str | None, Option(metavar="FIELD", help="The best record of each group: of each document.")
@@ -56,11 +65,11 @@ def search(
 ) -> None:
     """Find the nearest records."""
     asked, has_text = query_of(query)
-    with opened(path, has_text, encoder) as db:
+    with opened(path, has_text and mode is not Mode.text, encoder) as db:
         hits = db.search(
             projected(db, asked, projection), k, where=filter_of(where), exact=exact, radius=radius,
             exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k, offset=offset, group_by=group_by,
-            group_size=group_size,
+            group_size=group_size, texts=texts or None, **_hybrid(mode, fusion),
         )  # fmt: skip
         answers = [[(hit.id, hit.score, hit.payload, hit.text) for hit in mine] for mine in hits]
     if as_json:
@@ -68,6 +77,15 @@ def search(
         return
     for answer in answers:
         _show_hits("score", answer)
+
+
+def _hybrid(mode: Mode | None, fusion: str | None) -> dict[str, Any]:
+    """How a search takes words: a fusion is a word or a number."""
+    try:
+        weight = None if fusion is None else float(fusion)
+    except ValueError:
+        return named(mode=mode, fusion=fusion)
+    return named(mode=mode, fusion=weight)
 
 
 def attend(

@@ -87,7 +87,7 @@ def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: A
         terminal().print(f"{counted(gone, 'record')} deleted, {left:,} in {escape(str(path))}")
 
 
-class _Line(NamedTuple):
+class _Piped(NamedTuple):
     """A record of the input."""
 
     number: int
@@ -151,7 +151,7 @@ def insert(
         terminal().print(f"{counted(done, 'record')} inserted, {total:,} in {escape(str(path))}")
 
 
-def _records(lines: Iterable[tuple[int, str]], db: SoftDB) -> Iterator[_Line]:
+def _records(lines: Iterable[tuple[int, str]], db: SoftDB) -> Iterator[_Piped]:
     """The records of JSON lines; the header of an export says nothing new. Raises BadInput naming the line."""
     exported = False
     for number, line in lines:
@@ -170,7 +170,7 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB) -> Iterator[_Line]:
         embeds = "key" not in row and isinstance(row.get("text"), str) and not exported
         name, key, value, text = (row.pop(part, None) for part in ("id", "key", "value", "text"))
         payload = row["payload"] if list(row) == ["payload"] else row or None
-        yield _Line(number, name, key, value, payload, text, embeds)
+        yield _Piped(number, name, key, value, payload, text, embeds)
 
 
 def _require_same(header: Any, db: SoftDB) -> None:
@@ -187,11 +187,11 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _batches(records: Iterable[_Line], size: int) -> Iterator[list[_Line]]:
+def _batches(records: Iterable[_Piped], size: int) -> Iterator[list[_Piped]]:
     """Records one after the other of one kind, at most so many; before an error is raised, the good ones go out."""
     failure: BadInput | None = None
 
-    def good() -> Iterator[_Line]:
+    def good() -> Iterator[_Piped]:
         nonlocal failure
         try:
             yield from records

@@ -11,7 +11,18 @@ from typing import Annotated, Any
 from rich.markup import escape
 from typer import Argument, Option
 
-from softdb.cli.arguments import AsJson, Database, DTypeOption, Kind, MetricOption, QueryFile, array_of, named, opened
+from softdb.cli.arguments import (
+    AsJson,
+    Database,
+    DTypeOption,
+    Kind,
+    MetricOption,
+    QueryFile,
+    TextIndex,
+    array_of,
+    named,
+    opened,
+)
 from softdb.errors import BadInput, CorruptionError, SoftDBError
 from softdb.terminal import counted, listed, number, print_json, print_table, progress, safe, size, terminal
 
@@ -136,12 +147,17 @@ def fields(
     drop: Annotated[
         list[str] | None, Option(metavar="NAME", help="Drop the index of this field; may be repeated.")
     ] = None,
+    text: Annotated[
+        TextIndex | None, Option(help="Index the records' texts, for search --mode text; none drops that index.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which fields of the payload have an index, after dropping and adding some: filters on them are fast."""
     import softdb
 
-    with softdb.open(path) if add or drop else opened(path) as db:
+    with softdb.open(path) if add or drop or text else opened(path) as db:
+        if text is not None:
+            db.drop_text_index() if text is TextIndex.none else db.index_text(text.value)
         for name in drop or ():
             db.drop_field(name)
         if add:

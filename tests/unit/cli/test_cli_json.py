@@ -163,6 +163,23 @@ def test_pages_and_groups(plane: Path) -> None:
     assert len(answer("search", plane, "[1, 0.5]", "--group-by", "doc", "--group-size", 2)[0]) == 4
 
 
+def test_words_are_searched(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    with softdb.open(path, dim=2) as db:
+        texts = ["In space no one", "A thief in space", "A waitress"]
+        db.insert(["alien", "heat", "amelie"], [[1, 0], [0, 1], [0, 0]], texts=texts)
+    assert "index_text" in fails("search", path, "thief", "--mode", "text")
+    run("fields", path, "--text", "words")
+    (hits,) = answer("search", path, "thief", "--mode", "text")
+    assert [(hit["id"], hit["text"]) for hit in hits] == [("heat", "A thief in space")]
+    for fusion in ("ranks", "10"):
+        words = ("--words", "thief", "-k", 1, "--fusion", fusion)
+        assert answer("search", path, "[0.6, 0.5]", *words)[0][0]["id"] == "heat"
+    assert "fusion" in fails("search", path, "[1, 0]", "--words", "thief", "--fusion", "magic")
+    run("fields", path, "--text", "none")
+    assert "index_text" in fails("search", path, "thief", "--mode", "text")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -172,7 +189,7 @@ def test_pages_and_groups(plane: Path) -> None:
         ('{"key": [1, 0], "value": 1}', "expected an object such as"),
         ('{"id": 9, "key": [1], "value": 1}', "line 3: insert: keys"),
         ('{"id": "east", "key": [1, 0], "value": 1}', "line 3: insert: id 'east' is stored already"),
-        ('{"id": 9, "key": [1, 0], "value": 7}', "line 3: insert: label 7),
+        ('{"id": 9, "key": [1, 0], "value": 7}', "line 3: insert: label 7"),
         ('{"id": 9, "value": 1}', "line 3: insert: record 0 of the batch has a value and no key"),
         ('{"id": 9, "key": [1, 0], "value": 1, "text": 5}', "line 3: insert: text 0 is 5"),
     ],

@@ -87,7 +87,7 @@ def child(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 
 
 def test_a_pipe_is_plain_text_whatever_the_environment_wants(tmp_path: Path) -> None:
-    forced = {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "TERM": "xterm", "PYTHONIOENCODING": "latin-1"}
+    forced = {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "TERM": "xterm", "PYTHONIOENCODING": "ascii"}
     with softdb.open(tmp_path / "db", dim=1) as db:
         db.insert(["\u00fc"], payloads=[{"word": "\u2192"}])
     shown = child("get", tmp_path / "db", "\u00fc", **forced)

@@ -109,7 +109,7 @@ def test_over_pipes_what_is_stored_is_data_and_what_is_gone_is_one_line(library:
 def test_the_answers_are_those_of_the_database(library: Path) -> None:
     with softdb.open(library, mode="r") as db:
         query, exact = "rabbit", db.attend("rabbit", temperature=0.5)
-        hits = db.search(query, 3)[0]
+        hits = list(db.search(query, 3)[0])
         dim, vector = db.dim, db["1"].key.tolist()
 
     async def ask(_: Client, call: Call) -> None:
