@@ -36,11 +36,11 @@ INSTRUCTIONS = (
 )
 Text = Annotated[str | None, Field(description="The query as text; only where describe says takes_text.")]
 Vector = Annotated[list[float] | None, Field(description="The query as numbers, as many as describe's dim.")]
-Filter = Annotated[
-    dict[str, Any] | None,
-    Field(description='A filter on payloads: {"year": {"$gte": 2020}, "lang": "de"}; operators $eq $ne $gt $gte $lt '
-          "$lte $in $nin $exists $startswith $contains $elemMatch $and $or $not; $text asks the text."),
-]  # fmt: skip
+FILTER = (
+    'A filter on payloads: {"year": {"$gte": 2020}, "lang": "de"}; operators $eq $ne $gt $gte $lt $lte $in $nin '
+    '$exists $startswith $contains $elemMatch $and $or $not. {"$text": {"$contains": "whale"}} asks the text.'
+)
+Filter = Annotated[dict[str, Any] | None, Field(description=FILTER)]
 K = Annotated[int, Field(ge=1, le=MOST, description="How many records.")]
 
 
@@ -113,7 +113,8 @@ class Tools:
         seen = sorted({name[:TEXT] for one in payloads for name in one})[:NAMES]
         has_texts = first is not None and any(one is not None for one in first.texts)
         return {
-            "records": len(db), "dim": db.dim, "metric": db.metric, "takes_text": self._takes_text,
+            "records": len(db), "dim": db.dim, "metric": db.metric,
+            "takes_text": self._takes_text or db.text_index is not None,
             "num_classes": db.num_classes, "value_dim": db.value_dim, "has_texts": has_texts,
             "indexed_fields": list(db.fields)[:NAMES], "fields_of_the_first_records": seen,
         }  # fmt: skip
@@ -123,7 +124,13 @@ class Tools:
         offset: Annotated[int, Field(ge=0, le=10_000, description="Pass over the best so many.")] = 0,
     ) -> dict[str, Any]:  # fmt: skip
         """The records nearest to a text or a vector, best first; a larger score is closer."""
-        (hits,) = self._newest().search(_query(text, vector), k, where=where, offset=offset)
+        db, asked = self._newest(), _query(text, vector)
+        by_words = text is not None and db.text_index is not None  # alone, or with the vector that an encoder makes
+        (hits,) = (
+            db.search(texts=asked, k=k, where=where, offset=offset)
+            if by_words
+            else db.search(asked, k, where=where, offset=offset)
+        )
         return _bounded("hits", ({"id": h.id, "score": h.score, "payload": h.payload, "text": h.text} for h in hits))
 
     def get(

@@ -126,13 +126,14 @@ def test_ids_are_typed_bare_or_as_json(tmp_path: Path) -> None:
     path = tmp_path / "db"
     rows = [{"id": one, "key": [1]} for one in (7, "7", "8", '"quoted', "-", 2**63 - 1)]
     run("import", path, lines(tmp_path / "r.jsonl", rows))
-    typed = ("7", '"7"', "8", '"8"', '"quoted', "9223372036854775807")
-    assert [one["id"] for one in answer("get", path, *typed)] == [7, "7", "8", "8", '"quoted', 2**63 - 1]
+    typed = ("7", '"7"', "8", '"8"', '"quoted', "9223372036854775807", '"-"')
+    assert [one["id"] for one in answer("get", path, *typed)] == [7, "7", "8", "8", '"quoted', 2**63 - 1, "-"]
     assert answer("delete", path, "7") == {"deleted": 1, "records": 5}
     assert answer("get", path, "7")[0]["id"] == "7"
     assert "99999999999999999999" in fails("get", path, "9" * 20, code=3)
     assert "Missing argument 'ID...'" in fails("get", path, code=2)
     assert answer("get", path, "-", stdin="\n") == []
+    assert answer("delete", path, "-", stdin="") == {"deleted": 0, "records": 5}
     assert answer("delete", path, "--where", "{}") == {"deleted": 5, "records": 0}
     for words in ((), ("7", "--where", "{}")):
         assert "give IDs or --where, one of them" in fails("delete", path, *words)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,8 +15,10 @@ import numpy as np
 import pytest
 from mcp import Client, StdioServerParameters, stdio_client
 from mcp.types import TextContent
+from typer.testing import CliRunner
 
 import softdb
+from softdb.cli.commands import app
 from softdb.mcp.tools import MOST, WHOLE, Tools
 from softdb.terminal import dumps
 from softdb.text import HashedNGrams
@@ -191,14 +191,35 @@ def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: 
         Tools(library, "demo")
 
 
-def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "softdb", "mcp", str(tmp_path / "nothing")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: open: ")
-    program = "import sys; sys.modules['mcp'] = None; from softdb.cli import main; main()"
-    words[1:3] = ["-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-    assert "softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'" in done.stderr
+def test_a_text_index_is_searched_by_words(tmp_path: Path, library: Path) -> None:
+    with softdb.open(tmp_path / "words", dim=2) as db:
+        db.insert([1, 2, 3], texts=["a thief in space", "no one", "a waitress"])
+        db.index_text()
+    with softdb.open(library) as db:
+        db.index_text()
+        both = db.search(texts="rabbit", k=2)
+
+    async def ask(_: Client, call: Call) -> None:
+        assert (await call("describe"))["takes_text"]
+        (hit,) = (await call("search", text="Thief!"))["hits"]
+        assert (hit["id"], hit["text"]) == (1, "a thief in space")
+        assert "without an encoder" in await call("attend", text="Thief", fails=True)
+
+    async def ask_both(_: Client, call: Call) -> None:
+        found = (await call("search", text="rabbit", k=2))["hits"]
+        np.testing.assert_allclose([hit["score"] for hit in found], both.scores[0].tolist(), rtol=1e-6)
+
+    asked(tmp_path / "words", ask)
+    asked(library, ask_both)
+
+
+def test_what_cannot_be_served_is_one_line(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> str:
+        done = CliRunner().invoke(app, ["mcp", str(path)])
+        assert (done.exit_code, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        return line
+
+    assert refused(tmp_path / "nothing").startswith("error: open: ")
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    assert refused(library) == "error: softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'"
