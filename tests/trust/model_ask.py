@@ -52,8 +52,10 @@ class AskedMachine(DatabaseMachine):
         for one in ids:
             record, stored = self.db[one], self.model.records[one]
             assert record.id == one
-            assert np.asarray(record.key).tobytes() == stored.key.tobytes()
+            assert (record.key is None) == (stored.key is None)
+            assert stored.key is None or np.asarray(record.key).tobytes() == stored.key.tobytes()
             assert np.array_equal(np.asarray(record.value), np.asarray(stored.value))
+            assert record.text == stored.text
             assert one in self.db
         for one in draw.fresh(n, self.model.records):
             assert one not in self.db
@@ -79,7 +81,7 @@ class AskedMachine(DatabaseMachine):
     def search(self, seed: int, k: int, filtered: bool, left_out: int) -> None:
         draw = Draw(seed)
         where = self.where(draw) if filtered else None
-        ids, queries = self.model.matching(where), self.queries(draw)
+        ids, queries = self.model.compared(where), self.queries(draw)
         out = draw.some(left_out, self.model.records) + draw.fresh(1, self.model.records)
         hits = self.db.search(queries, k=k, where=where, exclude_ids=out if left_out else None)
         candidates = [one for one in ids if one not in out] if left_out else ids
@@ -88,6 +90,15 @@ class AskedMachine(DatabaseMachine):
             self.model.best(self.db.search(queries, k=k, where=where, exact=True), queries, k, ids)
         payloads = [[self.model.records[one].payload for one in line] for line in hits.ids]
         assert hits.payloads == payloads
+
+    @precondition(lambda self: self.model.tokenizer is not None)
+    @rule(seed=SEEDS, k=st.integers(1, 30), filtered=st.booleans(), left_out=st.integers(0, 3))
+    def search_texts(self, seed: int, k: int, filtered: bool, left_out: int) -> None:
+        draw = Draw(seed)
+        where, words = self.where(draw) if filtered else None, draw.text(4)
+        out = draw.some(left_out, self.model.records) + draw.fresh(1, self.model.records)
+        hits = self.db.search(texts=words, mode="text", k=k, where=where, exclude_ids=out)
+        self.model.best_texts(hits, words, k, [one for one in self.model.matching(where) if one not in out])
 
     @rule(seed=SEEDS, filtered=st.booleans(), share=st.floats(0, 1))
     def search_within(self, seed: int, filtered: bool, share: float) -> None:
@@ -98,7 +109,7 @@ class AskedMachine(DatabaseMachine):
     def attend(self, seed: int, filtered: bool, masked: bool) -> None:
         draw = Draw(seed)
         where, queries = self.where(draw) if filtered else None, self.queries(draw)
-        mask = draw.numbers.random((len(queries), len(self.model))) < 0.5 if masked else None
+        mask = draw.numbers.random((len(queries), len(self.model.compared(None)))) < 0.5 if masked else None
         attended(self.db, self.model, queries, where, mask)
 
     @rule(seed=SEEDS, filtered=st.booleans())

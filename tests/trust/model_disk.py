@@ -145,10 +145,10 @@ class _OnDisk(AskedMachine):
         self.db.flush()
         assert len(self.reader) == self.reader.count() == len(self.seen)
         draw, now = Draw(seed), {stored.row: one for one, stored in self.model.records.items()}
-        queries = draw.queries(self.kind, self.seen.keys(draw.some(3, self.seen.records)))
+        queries = draw.queries(self.kind, self.seen.keys(draw.some(3, self.seen.compared(None))))
         hits = self.reader.search(queries, k=k, exact=True)
         if all(row in now for row in np.asarray(hits.rows).flat if row >= 0):
-            self.seen.best(hits, queries, k, list(self.seen.records))
+            self.seen.best(hits, queries, k, self.seen.compared(None))
         else:
             with pytest.raises(softdb.StaleRead, match="gone or replaced"):
                 _ = hits.ids
@@ -230,15 +230,16 @@ class IndexedMachine(_OnDisk):
         draw = Draw(seed)
         keys = draw.numbers.standard_normal((n, self.kind.dim))
         ids, values, payloads = draw.fresh(n, self.model.records), draw.values(n, self.kind), draw.payloads(n)
-        self.db.insert(ids, keys, values, payloads)
-        self.model.put(ids, keys, values, payloads)
+        texts = draw.texts(n)
+        self.db.insert(ids, keys, values, payloads, texts=texts)
+        self.model.put(ids, keys, values, payloads, texts)
 
-    @precondition(lambda self: len(self.model) < 1000)
+    @precondition(lambda self: len(self.model.compared(None)) < 1000)
     @rule(seed=SEEDS)
     def refill(self, seed: int) -> None:
         self.fill(500, seed)
 
-    @precondition(lambda self: self.builds < 3 and len(self.model) >= 1000)
+    @precondition(lambda self: self.builds < 3 and len(self.model.compared(None)) >= 1000)
     @rule(kind=st.sampled_from(["ivf", "hnsw", "ivf-sq8"]))
     def build_other(self, kind: str) -> None:
         self.builds += 1
@@ -247,7 +248,7 @@ class IndexedMachine(_OnDisk):
     @rule(seed=SEEDS)
     def rewrite_all(self, seed: int) -> None:
         """Every record anew: rows go on, past the edges of segments, tombstones and checksums."""
-        draw, ids = Draw(seed), list(self.model.records)
+        draw, ids = Draw(seed), self.model.compared(None)
         if not ids:
             return
         keys = draw.numbers.standard_normal((len(ids), self.kind.dim))

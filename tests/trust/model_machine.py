@@ -30,6 +30,13 @@ holding = precondition(lambda self: len(self.model) > 0)
 with_room = precondition(lambda self: len(self.model) < self.most)
 
 
+def _given(draw: Draw, column: Any, keyed: Any) -> Any:
+    """A column of new records as someone might pass it, None where there is no key."""
+    if column is None or keyed.all():
+        return draw.form(column)
+    return [one if own else None for one, own in zip(column.tolist(), keyed, strict=True)]
+
+
 class DatabaseMachine(RuleBasedStateMachine):
     """A database, on disk or in memory, and what it must hold."""
 
@@ -67,15 +74,22 @@ class DatabaseMachine(RuleBasedStateMachine):
         """A filter, new or asked before."""
         if draw.random.random() < 0.5:
             where = draw.where([stored.payload for stored in self.model.records.values()])
+            if draw.random.random() < 0.4:
+                where = (where if draw.random.random() < 0.3 else {}) | draw.about_texts(self.model.tokenizer)
             self.filters = [*self.filters[:3], where, *self.filters[3:5]]
-        return draw.random.choice(self.filters)
+        return draw.random.choice(self.askable)
+
+    @property
+    def askable(self) -> list[dict[str, Any]]:
+        """The filters, less those that need a text index where there is none."""
+        return [one for one in self.filters if self.model.tokenizer or "$match" not in one.get("$text", ())]
 
     def counted(self, filters: list[dict[str, Any]]) -> None:
         for where in filters:
             assert self.db.count(where) == len(self.model.matching(where)), f"count of {where!r}"
 
     def queries(self, draw: Draw) -> Any:
-        return draw.queries(self.kind, self.model.keys(draw.some(3, self.model.records)))
+        return draw.queries(self.kind, self.model.keys(draw.some(3, self.model.compared(None))))
 
     # -- always --------------------------------------------------------------------------------------------------------
 
@@ -94,15 +108,17 @@ class DatabaseMachine(RuleBasedStateMachine):
         for one in (self.steps, str(self.steps), "never"):
             assert (one in self.db) == (one in self.model.records)
         if self.steps % 2:
-            self.counted([self.filters[self.steps // 2 % len(self.filters)]])
+            self.counted([self.askable[self.steps // 2 % len(self.askable)]])
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, verb: Callable[..., None], draw: Draw, ids: list[Id]) -> None:
         keys, values = draw.vectors(len(ids), self.kind.dim, self.kind), draw.values(len(ids), self.kind)
         payloads = draw.payloads(len(ids)) if draw.random.random() < 0.8 else None
-        verb(ids, draw.form(keys), draw.form(values), payloads)
-        self.model.put(ids, keys, values, payloads or [None] * len(ids))
+        texts = draw.texts(len(ids)) if draw.random.random() < 0.6 else None
+        keyed = draw.keyed(len(ids))
+        verb(ids, *(_given(draw, column, keyed) for column in (keys, values)), payloads, texts=texts)
+        self.model.put(ids, keys, values, payloads or [None] * len(ids), texts, keyed)
         self.model.same(self.db.get(ids), ids)
 
     @with_room
@@ -125,20 +141,23 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.put(self.db.upsert, draw, draw.shuffled(ids))
 
     @holding
-    @rule(seed=SEEDS, n=COUNTS, parts=st.sampled_from(["k", "v", "p", "kp", "vp", "kv"]))
+    @rule(seed=SEEDS, n=COUNTS, parts=st.sampled_from(["k", "v", "p", "kp", "vp", "kv", "t", "t", "kt", "pt"]))
     def update(self, seed: int, n: int, parts: str) -> None:
         draw = Draw(seed)
         ids = draw.some(n, self.model.records)
         keys = draw.vectors(len(ids), self.kind.dim, self.kind) if "k" in parts else None
         values = draw.values(len(ids), self.kind) if "v" in parts else None
+        if (keys is not None or values is not None) and any(self.model.records[one].key is None for one in ids):
+            keys, values = draw.vectors(len(ids), self.kind.dim, self.kind), draw.values(len(ids), self.kind)
         payloads = draw.payloads(len(ids)) if "p" in parts else None
-        if keys is None and values is None and payloads is None:
+        texts = draw.texts(len(ids)) if "t" in parts else None
+        if keys is None and values is None and payloads is None and texts is None:
             return
-        self.counted(self.filters[:4])
-        self.db.update(ids, draw.form(keys), draw.form(values), payloads)
-        self.model.change(ids, keys, values, payloads)
+        self.counted(self.askable[:4])
+        self.db.update(ids, draw.form(keys), draw.form(values), payloads, texts=texts)
+        self.model.change(ids, keys, values, payloads, texts)
         self.model.same(self.db.get(ids), ids)
-        self.counted(self.filters[:4])
+        self.counted(self.askable[:4])
 
     @rule(seed=SEEDS, n=COUNTS, missing=st.integers(0, 2))
     def delete(self, seed: int, n: int, missing: int) -> None:
@@ -193,6 +212,22 @@ class DatabaseMachine(RuleBasedStateMachine):
             with pytest.raises(softdb.BadInput, match="has no index"):
                 self.db.drop_field(name)
         assert self.db.stats().fields == sorted(self.fields)
+
+    @rule(name=st.sampled_from(["words", "words", "trigram"]))
+    def index_text(self, name: Literal["words", "trigram"]) -> None:
+        self.db.index_text(name)
+        self.model.tokenizer = name
+        assert self.db.text_index == name
+
+    @rule()
+    def drop_text_index(self) -> None:
+        self.db.drop_text_index()
+        self.model.tokenizer = self.db.text_index
+        assert self.model.tokenizer is None
+        with pytest.raises(softdb.BadInput, match="no text index"):
+            self.db.search(texts="fox", mode="text")
+        with pytest.raises(softdb.BadFilter, match="no text index"):
+            self.db.count({"$text": {"$match": "fox"}})
 
     @rule()
     def build_index(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from model_world import Array, Id, Kind
-from reference_filters import as_filtered, meets
+from reference import bm25
+from reference_filters import MISSING, as_filtered, meets
 
 import softdb
 
@@ -19,12 +21,13 @@ class Stored(NamedTuple):
     """One record as it must come back."""
 
     row: int
-    key: Array  # (d,) as stored
+    key: Array | None  # (d,) as stored
     value: Array | None  # (v,) or (), as stored
     payload: Any
+    text: str | None = None
 
     @property
-    def text(self) -> str:
+    def json(self) -> str:
         """The payload, so that 1, 1.0, True and -0.0 differ."""
         return json.dumps(self.payload)
 
@@ -36,11 +39,12 @@ class Records:
         self.kind = kind
         self.records: dict[Id, Stored] = {}
         self.next_row = 0
+        self.tokenizer: str | None = None  # of the text index
 
     def copy(self) -> Records:
         """The same state, kept while this one goes on."""
         other = Records(self.kind)
-        other.records, other.next_row = dict(self.records), self.next_row
+        other.records, other.next_row, other.tokenizer = dict(self.records), self.next_row, self.tokenizer
         return other
 
     def __len__(self) -> int:
@@ -48,27 +52,44 @@ class Records:
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
-    def put(self, ids: Sequence[Id], keys: Array, values: Array | None, payloads: Sequence[Any]) -> None:
+    def put(
+        self,
+        ids: Sequence[Id],
+        keys: Array,
+        values: Array | None,
+        payloads: Sequence[Any],
+        texts: Sequence[str | None] | None = None,
+        keyed: Array | None = None,  # (n,) which have a key; None: all
+    ) -> None:
         """Insert, or replace whole."""
         keys = np.asarray(keys).astype(self.kind.dtype)
         if values is not None:
             values = np.asarray(values).astype(np.int64 if self.kind.num_classes else self.kind.dtype)
         for i, one in enumerate(ids):
             self.records.pop(one, None)
-            self.records[one] = Stored(self.next_row, keys[i], None if values is None else values[i], payloads[i])
+            own = (keys[i], None if values is None else values[i]) if keyed is None or keyed[i] else (None, None)
+            self.records[one] = Stored(self.next_row, *own, payloads[i], texts[i] if texts else None)
             self.next_row += 1
 
-    def change(self, ids: Sequence[Id], keys: Array | None, values: Array | None, payloads: list[Any] | None) -> None:
+    def change(
+        self,
+        ids: Sequence[Id],
+        keys: Array | None,
+        values: Array | None,
+        payloads: list[Any] | None,
+        texts: list[str | None] | None = None,
+    ) -> None:
         """Update the given parts."""
         old = [self.records[one] for one in ids]
-        texts = [one.payload for one in old] if payloads is None else payloads
+        payloads = [one.payload for one in old] if payloads is None else payloads
+        texts = [one.text for one in old] if texts is None else texts
         if keys is None and values is None:  # in place: the rows stay
-            for one, before, payload in zip(ids, old, texts, strict=True):
-                self.records[one] = before._replace(payload=payload)
+            for one, before, payload, text in zip(ids, old, payloads, texts, strict=True):
+                self.records[one] = before._replace(payload=payload, text=text)
             return
         kept = None if old[0].value is None else np.stack([np.asarray(one.value) for one in old])
-        keys = np.stack([one.key for one in old]) if keys is None else keys
-        self.put(ids, keys, kept if values is None else values, texts)
+        keys = np.stack([np.asarray(one.key) for one in old]) if keys is None else keys
+        self.put(ids, keys, kept if values is None else values, payloads, texts)
 
     def remove(self, ids: Iterable[Id]) -> int:
         return sum(self.records.pop(one, None) is not None for one in ids)
@@ -76,7 +97,47 @@ class Records:
     def matching(self, where: dict[str, Any] | None) -> list[Id]:
         if where is None:
             return list(self.records)
-        return [one for one, stored in self.records.items() if meets(as_filtered(stored.payload), where)]
+        words = where.get("$text", {}).get("$match")
+        if words is not None:
+            where = {name: operand for name, operand in where.items() if name != "$text"}
+        return [
+            one
+            for one, (_, _, _, payload, text) in self.records.items()
+            if meets(as_filtered(payload), where, MISSING if text is None else text)
+            and (words is None or self._has_all(text, words))
+        ]
+
+    def compared(self, where: dict[str, Any] | None) -> list[Id]:
+        """Those that match and have a key: vector and soft queries meet no others."""
+        return [one for one in self.matching(where) if self.records[one].key is not None]
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, text: str) -> list[str]:
+        text = text.lower().replace("ü", "u")
+        if self.tokenizer == "trigram":
+            return [text[i : i + 3] for i in range(len(text) - 2)]
+        return re.findall(r"[^\W_]+", text)
+
+    def _phrases(self, words: str) -> list[list[str]]:
+        return [tokens for word in words.split() if (tokens := self._tokens(word))]
+
+    def _has_all(self, text: str | None, words: str) -> bool:
+        phrases = self._phrases(words)
+        return text is not None and bool(phrases) and all(bm25([one], {0: self._tokens(text)}) for one in phrases)
+
+    def best_texts(self, hits: softdb.Hits, words: str, k: int, ids: Sequence[Id]) -> None:
+        """Hits are the k of those ids with the best BM25 score, of all texts; no text and no score comes back wrong."""
+        texts = {one: self._tokens(text) for one, (*_, text) in self.records.items() if text is not None}
+        every = bm25(self._phrases(words), texts)
+        best = sorted((score for one, score in every.items() if one in ids), reverse=True)[:k]
+        found = list(hits[0])
+        assert len({hit.id for hit in found}) == len(found) == len(best), f"{len(found)} hits, not {len(best)}"
+        assert np.allclose([hit.score for hit in found], best, rtol=1e-9), f"a better record for {words!r} is not found"
+        for hit in found:
+            assert hit.id in ids
+            assert np.isclose(hit.score, every[hit.id], rtol=1e-9)
+            assert hit.text == self.records[hit.id].text
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +146,7 @@ class Records:
 
     def keys(self, ids: Sequence[Id]) -> Array:
         """(m, d) float64."""
-        found = [self.records[one].key for one in ids]
+        found = [np.asarray(self.records[one].key) for one in ids]
         return np.stack(found).astype(np.float64) if found else np.zeros((0, self.kind.dim))
 
     def values(self, ids: Sequence[Id]) -> Array:
@@ -120,18 +181,22 @@ class Records:
         stored = [self.records[one] for one in ids]
         if not stored:
             return
-        assert np.asarray(found.keys).tobytes() == np.stack([one.key for one in stored]).tobytes(), "keys differ"
-        if self.kind.has_values:
-            expected = np.stack([np.asarray(one.value) for one in stored])
-            assert np.asarray(found.values).tobytes() == expected.tobytes(), "values differ"
-        else:
-            assert found.values is None
+        keyed = np.array([one.key is not None for one in stored])
+        assert found.keyed.tolist() == keyed.tolist(), "another record has a key"
+        for column, name in ((found.keys, "key"), (found.values, "value")):
+            if column is None:
+                assert not self.kind.has_values
+                continue
+            expected = b"".join(getattr(one, name).tobytes() for one in stored if one.key is not None)
+            assert np.asarray(column)[keyed].tobytes() == expected, f"{name}s differ"
         for one, payload in zip(stored, found.payloads, strict=True):
-            assert json.dumps(payload) == one.text, f"payload {payload!r} where {one.payload!r} was stored"
+            assert json.dumps(payload) == one.json, f"payload {payload!r} where {one.payload!r} was stored"
+        assert found.texts == [one.text for one in stored]
 
     def holds(self, db: softdb.SoftDB, batch: int = 1000) -> None:
         """The database holds exactly this, in every way that it can be asked."""
         assert db.verify() == len(db) == db.count() == db.count({}) == len(self)
+        assert db.text_index == self.tokenizer
         parts, ids = list(db.scan(batch)), list(self.records)
         assert sum(len(part) for part in parts) == len(ids), "scan gives more or fewer records than there are"
         for i, part in enumerate(parts):

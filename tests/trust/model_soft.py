@@ -17,7 +17,7 @@ Where = dict[str, Any] | None
 
 def radius_hits(db: softdb.SoftDB, model: Records, queries: Array, where: Where, share: float) -> None:
     """Every record that is near enough and no other; those on the edge may be either."""
-    ids = model.matching(where)
+    ids = model.compared(where)
     scores, slack = model.scores(queries, ids)
     least = float(np.quantile(scores, share)) if scores.size else 0.5
     if model.kind.metric == "cosine":
@@ -62,10 +62,10 @@ def _close(found: Any, expected: Array, slack: float, what: str) -> None:
 
 def attended(db: softdb.SoftDB, model: Records, queries: Array, where: Where, mask: Array | None) -> None:
     """The mean of the values by softmax weights, and the log-normaliser."""
-    ids = model.matching(where)
+    ids = model.compared(where)
     logits, temperature, slack = _logits(model, queries, ids)
     if mask is not None:
-        places = {one: i for i, one in enumerate(model.records)}
+        places = {one: i for i, one in enumerate(model.compared(None))}
         logits[~mask[:, [places[one] for one in ids]]] = -np.inf
     lse, values = _lse(logits), model.values(ids)
     weights = np.exp(logits - np.where(np.isneginf(lse), 0, lse)[:, None])
@@ -81,7 +81,7 @@ def attended(db: softdb.SoftDB, model: Records, queries: Array, where: Where, ma
 
 def partition(db: softdb.SoftDB, model: Records, queries: Array, where: Where) -> None:
     """The log-normaliser alone, estimated where there is an index to draw from."""
-    logits, temperature, slack = _logits(model, queries, model.matching(where))
+    logits, temperature, slack = _logits(model, queries, model.compared(where))
     found, lse = db.log_partition(queries, temperature=temperature, where=where), _lse(logits)
     exact = np.asarray(found.exact)
     near = slack + TOLERANCE * (1 + np.abs(lse[np.isfinite(lse)]).max(initial=0))
@@ -91,7 +91,7 @@ def partition(db: softdb.SoftDB, model: Records, queries: Array, where: Where) -
 
 def sampled(db: softdb.SoftDB, model: Records, queries: Array, where: Where, seed: int) -> None:
     """Draws are live records that take part, and their probabilities are those of the softmax."""
-    ids = model.matching(where)
+    ids = model.compared(where)
     logits, temperature, slack = _logits(model, queries, ids)
     generator = torch.Generator().manual_seed(seed)
     drawn = db.sample(queries, 4, temperature=temperature, where=where, generator=generator)

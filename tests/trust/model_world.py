@@ -52,6 +52,8 @@ POOL: list[Id] = [*range(-20, 40), *map(str, range(-5, 40)), -(2**63), 2**63 - 1
 FIELDS = ["year", "lang", "tags", "draft", "a.b", "", 'q"uote', "nul\0", "back\\slash", "é", "it's", "[0]", "new\nline"]
 PLAIN_FIELDS = ["year", "lang", "tags", "draft", "a.b", "", "é", "it's", "[0]", "new\nline", "nowhere"]
 
+WORDS = ["the", "fox", "Fox", "über", "e-mail", "don't", "Schulz", "猫", "x", "42", '"quoted"', "a:b", "foxes", "\n"]
+
 
 class Draw:
     """Everything random of one operation: the same seed gives the same."""
@@ -113,6 +115,26 @@ class Draw:
         """The same numbers as someone might pass them."""
         forms: list[Callable[[Array], Any]] = [lambda a: a, lambda a: a.tolist(), torch.from_numpy]
         return None if array is None else self.random.choice(forms)(array)
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def text(self, most: int = 8) -> str:
+        """Words, the first ones often; without any it is empty."""
+        return " ".join(self.random.choices(WORDS, range(len(WORDS), 0, -1), k=self.random.randint(0, most)))
+
+    def texts(self, n: int) -> list[str | None]:
+        return [self.text() if self.random.random() < 0.8 else None for _ in range(n)]
+
+    def keyed(self, n: int) -> Array:
+        """(n,) which of new records have a key: mostly all."""
+        return self.numbers.random(n) < self.random.choice([1, 1, 1, 0.6, 0])
+
+    def about_texts(self, tokenizer: str | None) -> dict[str, Any]:
+        """A filter of texts."""
+        word = self.random.choice([*WORDS, "", "o", "-ma"])
+        asked: list[dict[str, Any]] = [{"$contains": word}, {"$startswith": word}, {"$not": {"$contains": word}}]
+        asked += [{"$match": self.text(2) or "fox"}] * 3 if tokenizer else []
+        return {"$text": self.random.choice(asked)}
 
     # -- payloads and filters ------------------------------------------------------------------------------------------
 
