@@ -15,7 +15,7 @@ import apsw
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
-__all__ = ["connect", "damaged_catalog", "damaged_text", "damaged_text_index", "typed", "typed_errors"]
+__all__ = ["connect", "damaged_catalog", "damaged_text", "damaged_text_index", "of_text_index", "typed", "typed_errors"]
 
 BUSY = 10_000  # milliseconds that another connection is waited for
 
@@ -84,9 +84,15 @@ def typed(error: apsw.Error) -> SoftDBError:
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
     if isinstance(error, apsw.FullError):
         return WriteFailed(f"the disk is full ({error}); nothing is lost: make room, then open the database again")
-    if getattr(error, "extendedresult", 0) == apsw.SQLITE_CORRUPT_VTAB or "fts5" in str(error):
+    if of_text_index(error):
         return damaged_text_index(f"cannot be read ({error})")
     return damaged_catalog(f"cannot be read ({error})")
+
+
+def of_text_index(error: Exception) -> bool:
+    """Whether FTS5 has met what it does not write; no read or write was refused then."""
+    known = isinstance(error, apsw.CorruptError | apsw.SQLError)
+    return known and (getattr(error, "extendedresult", 0) == apsw.SQLITE_CORRUPT_VTAB or "fts5" in str(error))
 
 
 def damaged_catalog(what: str) -> CorruptionError:

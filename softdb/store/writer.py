@@ -9,8 +9,8 @@ The protocol of an operation, in this order, on the store's thread, where nothin
 4. COMMIT, which syncs SQLite's log: from here on it has happened.
 5. The generation is written to the file `committed`; then the snapshot is the new one.
 
-What fails before 4 is rolled back. Where a write or a sync failed, the handle takes no more writes: what a sync has
-failed on may look as if it were on disk.
+What fails before 4 is rolled back. A damaged text index does no more than that, and the handle goes on. Where a write
+or a sync failed, the handle takes no more writes: what a sync has failed on may look as if it were on disk.
 
 Relaxed operations share one transaction, each a savepoint in it, which begins with 3. A second after the first, or at
 `flush`, their columns are synced, and 3 to 5 follow for all. What is on disk, which is what other processes see, is at
@@ -30,7 +30,7 @@ import apsw
 from softdb.errors import SoftDBError, WriteFailed
 from softdb.store.catalog import CatalogState
 from softdb.store.committed import Committed
-from softdb.store.connect import BUSY, damaged_text, typed
+from softdb.store.connect import BUSY, damaged_text, of_text_index, typed
 from softdb.store.directory import Directory, Displaced
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
@@ -121,6 +121,8 @@ class Writer:
         except (apsw.BusyError, apsw.LockedError) as error:  # nothing was written: another program has it locked
             raise typed(error) from error
         except _FAILURES as error:
+            if isinstance(error, apsw.Error) and of_text_index(error):
+                raise typed(error) from error
             raise self.failed(error) from error
         except UnicodeDecodeError as error:
             raise damaged_text(error) from None

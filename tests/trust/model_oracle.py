@@ -67,8 +67,10 @@ class Records:
             values = np.asarray(values).astype(np.int64 if self.kind.num_classes else self.kind.dtype)
         for i, one in enumerate(ids):
             self.records.pop(one, None)
-            own = (keys[i], None if values is None else values[i]) if keyed is None or keyed[i] else (None, None)
-            self.records[one] = Stored(self.next_row, *own, payloads[i], texts[i] if texts else None)
+            own = keyed is None or keyed[i]
+            value = values[i] if own and values is not None else None
+            text = texts[i] if texts else None
+            self.records[one] = Stored(self.next_row, keys[i] if own else None, value, payloads[i], text)
             self.next_row += 1
 
     def change(
@@ -87,9 +89,10 @@ class Records:
             for one, before, payload, text in zip(ids, old, payloads, texts, strict=True):
                 self.records[one] = before._replace(payload=payload, text=text)
             return
-        kept = None if old[0].value is None else np.stack([np.asarray(one.value) for one in old])
+        if values is None and self.kind.has_values:
+            values = np.stack([np.asarray(one.value) for one in old])
         keys = np.stack([np.asarray(one.key) for one in old]) if keys is None else keys
-        self.put(ids, keys, kept if values is None else values, payloads, texts)
+        self.put(ids, keys, values, payloads, texts)
 
     def remove(self, ids: Iterable[Id]) -> int:
         return sum(self.records.pop(one, None) is not None for one in ids)

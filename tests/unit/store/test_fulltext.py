@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,39 @@ def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Pa
         db.drop_text_index()
         db.index_text()
         assert (db.verify(), db.search("fox", mode="text").ids) == (2, [[0]])
+
+
+@pytest.mark.parametrize("durability", ["full", "relaxed"])
+@pytest.mark.parametrize("how", ["length", "no structure", "no settings", "of another version"])
+def test_a_write_that_a_damaged_index_refuses_says_so_and_changes_nothing(
+    tmp_path: Path, how: str, durability: Any
+) -> None:
+    with softdb.open(tmp_path, dim=2) as db:
+        db.insert([0, 1], np.eye(2), texts=["the quick fox", "a lazy dog"])
+        db.index_text()
+    raw = apsw.Connection(str(tmp_path / "catalog.sqlite"))
+    raw.execute(TAMPERED[how])
+    raw.close()
+    with softdb.open(tmp_path, durability=durability) as db:
+        db.update([1], payloads=[{"x": 1}])
+        before = db.refresh()
+        writes: list[Callable[[], object]] = [
+            lambda: db.update([0], texts=["new"]),
+            lambda: db.upsert([0, 2], np.ones((2, 2)), texts=["new", "fox"]),
+            lambda: db.delete([0]),
+            lambda: db.insert([2], np.ones((1, 2)), texts=["new"]),  # which does not meet a wrong length
+        ]
+        for write in writes[: 3 if how == "length" else 4]:
+            with pytest.raises(CorruptionError, match=r"drop_text_index\(\) and index_text\(\) make it anew") as error:
+                write()
+            assert "\n" not in str(error.value)
+            assert (db.refresh(), len(db)) == (before, 2)
+        db.drop_text_index()
+        db.index_text()
+        db.insert([2], np.ones((1, 2)), texts=["new fox"])
+    with softdb.open(tmp_path, verify=True) as db:
+        assert db.search("fox", mode="text").ids == [[2, 0]]
+        assert db[1].payload == {"x": 1}
 
 
 @pytest.mark.parametrize(
