@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.bench.files import READERS, KeyFile, read_queries
 from softdb.check import Metric, finite, integer, shown
 from softdb.errors import BadInput
+from softdb.formats.vectors import READERS, KeyFile, read_queries
 from softdb.index.contract import Floats, Rows, prepared
 
 __all__ = ["BLOCK", "WORLDS", "Dataset", "load", "queries_near", "uniform", "world"]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from enum import Enum
 from io import StringIO, TextIOWrapper
 from itertools import chain
 from pathlib import Path
@@ -29,13 +30,17 @@ from softdb.cli.arguments import (
     spooled,
 )
 from softdb.errors import BadInput, NotADatabase, SoftDBError
-from softdb.terminal import counted, print_json, progress, terminal
+from softdb.terminal import counted, print_json, progress, safe, terminal
 
 if TYPE_CHECKING:
     from softdb.database import SoftDB
     from softdb.formats import Rows
 
 __all__ = ["demo", "export", "import_"]
+
+OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
+STOP = OnError("stop")
+SHOWN = 20  # bad rows that are told of
 
 
 def demo(
@@ -55,7 +60,10 @@ def import_(
     ctx: Context,
     path: Database,
     files: Annotated[
-        list[Path], Argument(metavar="FILE...", help=".jsonl, .csv (also .gz), .npy or .npz; - reads JSON lines.")
+        list[Path],
+        Argument(
+            metavar="FILE...", help="By suffix: .jsonl, .csv, .parquet, .npy … (docs/formats.md); - is JSON lines."
+        ),
     ],
     keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
     id_field: Annotated[str, Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
@@ -70,6 +78,9 @@ def import_(
     batch_size: Annotated[int | None, Option(min=1, help="Records a commit; 10,000, and 256 texts.")] = None,
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
     resume: Annotated[bool, Option("--resume", help="Go on with an import that was stopped or killed.")] = False,
+    row_ids: Annotated[bool, Option("--row-ids", help="Ids are the rows' numbers, in place of --id.")] = False,
+    collection: Annotated[str | None, Option(help="Which one, of another database with several.")] = None,
+    on_error: Annotated[OnError, Option(help="At a bad row stop, or tell of it and skip it.")] = STOP,
     as_json: AsJson = False,
 ) -> None:
     """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
@@ -79,24 +90,27 @@ def import_(
 
     if keys is not None and len(files) > 1:
         raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")
-    fields, embeds = Fields(id_field, key_field, text, value), text is not None and keys is None
+    fields = Fields(None if row_ids else id_field, key_field, text, value)
+    embeds, skipped = text is not None and keys is None, _Skipped()
+    told = skipped if on_error.value == "skip" else None
     size = batch_size or (256 if embeds else 10_000)
     files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
-    batches = chain.from_iterable([read_records(file, fields=fields, keys=keys, batch_size=size) for file in files])
+    options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": told}
+    batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
     first = next(batches, None)  # a file that cannot be read makes no database
     if first is None:
-        raise BadInput(f"{files[0].name} holds no records; nothing was imported")
+        raise BadInput(f"{files[0].name} holds no records{skipped.said}; nothing was imported")
     known = _known(path)
     name = chosen(path, known.encoder, encoder, "ngrams" if known.new else None) if embeds else None
     given = named(dim=dim, metric=metric, dtype=dtype)
     shape = _shape_of(first, given, name is not None, num_classes) if known.new else given
     made_by = None if name is None else named_encoder(name, dim if known.new else known.dim)
-    done, there, header = 0, path.exists(), first.header
+    seen, there, header = 0, path.exists(), first.header
 
     def show(rows: Rows) -> None:
-        nonlocal done
-        done += len(rows)
-        say(rows.path.name, done, round(done / max(rows.share, 1e-9)))
+        nonlocal seen
+        seen += len(rows)
+        say(rows.path.name, seen, round(seen / max(rows.share, 1e-9)))
 
     with (
         softdb.open(path, encoder=made_by, **shape) as db,
@@ -106,14 +120,34 @@ def import_(
     ):
         if header is not None and header.encoder is not None and name is None and not len(db):
             db.note_encoder(header.encoder)  # that alone loads nothing
-        import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show)
+        done = import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show, on_error=told)
+        if not done:
+            raise BadInput(f"no record of {files[0]} could be imported{skipped.said}")
         if (known.new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
     if as_json:
         print_json({"imported": done, "records": total})
     else:
-        terminal().print(f"{counted(done, 'record')} imported, {total:,} in {escape(str(path))}")
+        terminal().print(f"{counted(done, 'record')} imported{skipped.said}, {total:,} in {escape(str(path))}")
+
+
+class _Skipped:
+    """Tells of the rows that are skipped: of the first ones each, of the others how many."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, error: BadInput) -> None:
+        self.count += 1
+        if self.count <= SHOWN:
+            more = "; more are counted only" if self.count == SHOWN else ""
+            terminal(stderr=True).print(f"[yellow]skipped:[/] {safe(str(error))}{more}")
+
+    @property
+    def said(self) -> str:
+        """How many, in words; nothing of none."""
+        return f", {counted(self.count, 'bad row')} skipped" if self.count else ""
 
 
 class _Present(NamedTuple):
@@ -138,7 +172,8 @@ def _shape_of(first: Rows, given: dict[str, Any], embeds: bool, num_classes: int
     """What a new database stores: as the words, an export's header or the first batch say."""
     if first.header is not None:
         return first.header.schema | {name: one for name, one in given.items() if one is not None}
-    dim = given["dim"] or (None if embeds else len(first.keys[0]))
+    found = next((len(one) for one in first.keys if one is not None), None)
+    dim = given["dim"] or (None if embeds else found)
     return given | {"dim": dim, **_values_of(first, num_classes)}
 
 
@@ -173,8 +208,11 @@ def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
     """What a new database's values are, by those of the first batch."""
     if first.values is None:
         return {}
-    if isinstance(first.values[0], list):
-        return {"value_dim": len(first.values[0])}
+    one = next((one for one in first.values if one is not None), None)
+    if one is None:
+        return {}
+    if hasattr(one, "__len__"):
+        return {"value_dim": len(one)}
     if num_classes is None:
         raise BadInput("the values are not lists but labels; say how many classes there are with --num-classes")
     return {"num_classes": num_classes}
@@ -182,12 +220,20 @@ def _values_of(first: Rows, num_classes: int | None) -> dict[str, Any]:
 
 def export(
     path: Database,
-    file: Annotated[Path, Argument(metavar="FILE", help="A .jsonl or .jsonl.gz file to write; - is a pipe.")],
+    file: Annotated[
+        Path,
+        Argument(
+            metavar="FILE", help="By suffix: .jsonl, .parquet, .arrow, .csv, .npy … (docs/formats.md); - is a pipe."
+        ),
+    ],
     where: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write records as JSON lines, which `import` reads back. To a pipe (-) they are all that is printed."""
+    """Write records; of JSON lines and tables `import` makes the same database. To a pipe (-) it prints them alone."""
     from softdb.formats import export_records, write_records
+
+    def note(text: str) -> None:
+        terminal(stderr=True).print(f"[yellow]note:[/] {safe(text)}")
 
     with opened(path) as db:
         if str(file) == STDIN:
@@ -195,7 +241,12 @@ def export(
                 sys.stdout.reconfigure(encoding="utf-8")  # as JSON is, whatever a terminal has
             write_records(db, sys.stdout, where=filter_of(where))
             return
-        count = export_records(db, file, where=filter_of(where))
+        with progress("export", rate=True) as say:
+
+            def tell(done: int, whole: int) -> None:
+                say(file.name, done, whole)
+
+            count = export_records(db, file, where=filter_of(where), progress=tell, note=note)
     if as_json:
         print_json({"records": count, "file": str(file)})
     else:

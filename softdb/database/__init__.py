@@ -5,11 +5,12 @@ from __future__ import annotations
 from softdb.database.asking import AskingVerbs
 from softdb.database.indexing import IndexVerbs
 from softdb.database.reembedding import ReembedVerbs
+from softdb.database.tables import TableVerbs
 
 __all__ = ["SoftDB"]
 
 
-class SoftDB(ReembedVerbs, AskingVerbs, IndexVerbs):
+class SoftDB(TableVerbs, ReembedVerbs, AskingVerbs, IndexVerbs):
     """A durable database of embedded keys and values that answers exact, approximate and soft queries.
 
     Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.

@@ -1,8 +1,11 @@
 """Import and export."""
 
 from softdb.formats.arrays import numbers_in
+from softdb.formats.exporting import export_records, write_records
+from softdb.formats.importing import import_records
 from softdb.formats.lines import Fields, Header, Line, read_header, read_rows
-from softdb.formats.records import Rows, export_records, import_records, is_vector, read_records, write_records
+from softdb.formats.records import is_vector, read_records
+from softdb.formats.rows import Rows
 
 __all__ = [
     "Fields", "Header", "Line", "Rows", "export_records", "import_records", "is_vector", "numbers_in", "read_header",

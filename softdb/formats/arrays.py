@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from softdb import check
 from softdb.check import Array
 from softdb.errors import BadInput
 
-__all__ = ["matrix_in", "numbers_in"]
+__all__ = ["archived", "matrix_in", "numbers_in"]
 
 _HEADER = 1 << 14  # bytes of a .npy file's header; NumPy reads no longer one than 10,000
 
@@ -43,17 +45,27 @@ def numbers_in(path: Path) -> Array:
 
 
 def _archived(path: Path) -> Array:
+    found = archived(path)
+    if "keys" not in found and len(found) != 1:
+        raise BadInput(f"{path.name} holds {check.shown(list(found))}; expected one array, or one called keys")
+    return found["keys" if "keys" in found else next(iter(found))]()
+
+
+def archived(path: Path) -> dict[str, Callable[[], Array]]:
+    """The arrays of a `.npz` file by their names, each loaded when it is asked for. Its errors are of many kinds."""
     with zipfile.ZipFile(path) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        name = "keys" if "keys" in names else names[0] if len(names) == 1 else None
-        if name is None:
-            raise BadInput(f"{path.name} holds {check.shown(names)}; expected one array, or one called keys")
-        member = archive.infolist()[names.index(name)]
+        return {one.filename.removesuffix(".npy"): partial(_member, path, one) for one in archive.infolist()}
+
+
+def _member(path: Path, member: zipfile.ZipInfo) -> Array:
+    with zipfile.ZipFile(path) as archive:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others blow up a million times
             raise ValueError("it is compressed in a way that NumPy does not write")
         with archive.open(member) as file:
             if member.file_size != (expected := _whole_size(file.read(_HEADER))):
-                raise ValueError(f"{name} has {member.file_size} bytes, {expected} expected")
+                raise ValueError(
+                    f"{member.filename.removesuffix('.npy')} has {member.file_size} bytes, {expected} expected"
+                )
             file.seek(0)
             return np.asarray(format.read_array(file, allow_pickle=False))
 

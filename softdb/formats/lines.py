@@ -10,7 +10,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -18,19 +18,23 @@ from typing import IO, Any, NamedTuple, cast
 from softdb import check
 from softdb.errors import BadInput
 
-__all__ = ["Fields", "Header", "Line", "Row", "kind_of", "read_header", "read_rows", "text_lines"]
+__all__ = [
+    "OWN", "Fields", "Header", "Line", "Row", "csv_header", "is_own", "kind_of", "read_header", "read_rows",
+    "text_lines",
+]  # fmt: skip
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
 _CELL = 1 << 27  # characters of a CSV cell
 _LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
 Row = dict[str, Any]
+OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of a table that softdb has written
 
 
 @dataclass(frozen=True)
 class Fields:
     """Names of fields. The other fields are the payload; where `payload` is the only other one, its value is."""
 
-    id: str = "id"
+    id: str | None = "id"  # None: records are numbered from 0
     key: str = "key"  # a list of numbers
     text: str | None = None  # a text to encode instead; it stays in the payload, so that hits can show it
     value: str | None = None  # a list of numbers, or an integer label
@@ -48,6 +52,18 @@ class Header:
     fields: tuple[str, ...]  # declared fields of the payload
     encoder: str | None = None  # the name of the encoder of texts, as `softdb import --encoder` takes it
 
+    @classmethod
+    def of(cls, said: Any, where: str) -> Header:
+        """What stands in an exported file, checked. Raises BadInput."""
+        try:
+            header = cls(**{**said, "fields": tuple(said["fields"])})
+            check.schema(**header.schema, stored=None)
+            if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "")):
+                raise ValueError("fields and encoder are texts")
+        except (TypeError, KeyError, ValueError) as error:
+            raise BadInput(f"{where}: not the header of an export ({error}); mend it") from None
+        return header
+
     @property
     def schema(self) -> dict[str, Any]:
         """Arguments of `softdb.open` for such a database."""
@@ -63,6 +79,11 @@ class Line(NamedTuple):
     empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
 
 
+def is_own(names: Collection[str]) -> bool:
+    """Whether columns are those of an export."""
+    return {"id", "key", "text", "payload"} <= set(names) <= OWN
+
+
 def read_header(path: str | os.PathLike[str]) -> Header | None:
     """What a file that `export_records` wrote says of its database; None of any other file. Raises BadInput."""
     path = Path(path)
@@ -71,24 +92,24 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
     found = next(_json_lines(path, header=True), None)
     if found is None or found.row.keys() != {"softdb"}:
         return None
-    try:
-        said = found.row["softdb"]
-        header = Header(**{**said, "fields": tuple(said["fields"])})
-        check.schema(**header.schema, stored=None)
-        if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "")):
-            raise ValueError("fields and encoder are texts")
-    except (TypeError, KeyError, ValueError) as error:
-        raise BadInput(f"{path.name} line {found.number}: not the header of an export ({error}); mend it") from None
-    return header
+    return Header.of(found.row["softdb"], f"{path.name} line {found.number}")
 
 
-def read_rows(path: Path, fields: Fields) -> Iterator[Line]:
+def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] | None = None) -> Iterator[Line]:
     """The lines of a `.jsonl`, `.csv` or `.tsv` file (also `.gz`) that are not blank, as they are.
 
-    Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line.
+    Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line,
+    or tells `on_error` and passes over it.
     """
+    bad = on_error or _raised
     kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
-    return _csv_lines(path, fields, "," if kind == ".csv" else "\t") if kind in (".csv", ".tsv") else _json_lines(path)
+    if kind in (".csv", ".tsv"):
+        return _csv_lines(path, fields, "," if kind == ".csv" else "\t", bad)
+    return _json_lines(path, bad)
+
+
+def _raised(error: BadInput) -> None:
+    raise error
 
 
 def kind_of(path: Path, expected: str, *kinds: str) -> str:
@@ -101,7 +122,7 @@ def kind_of(path: Path, expected: str, *kinds: str) -> str:
     return kind
 
 
-def text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
+def text_lines(path: Path, bad: Callable[[BadInput], None] = _raised) -> Iterator[tuple[int, float, str]]:
     """Number, share of the file read so far, and text of each line."""
     number, size = 0, max(1, path.stat().st_size)
     with path.open("rb") as raw:
@@ -110,26 +131,31 @@ def text_lines(path: Path) -> Iterator[tuple[int, float, str]]:
             for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), b""), 1):
                 if len(line) > _LINE:
                     raise BadInput(f"{path.name} line {number}: longer than {_LINE:,} bytes; break it up")
-                yield number, raw.tell() / size, line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise BadInput(f"{path.name} line {number}: not UTF-8 ({error.reason}); re-encode the source") from None
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    bad(BadInput(f"{path.name} line {number}: not UTF-8 ({error.reason}); re-encode the source"))
+                    continue
+                yield number, raw.tell() / size, text
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
 
 
-def _json_lines(path: Path, header: bool = False) -> Iterator[Line]:
+def _json_lines(path: Path, bad: Callable[[BadInput], None] = _raised, header: bool = False) -> Iterator[Line]:
     """The objects of a file, without the header of an export unless that is asked for."""
     first = True
-    for number, share, line in text_lines(path):
+    for number, share, line in text_lines(path, bad):
         if not line.strip():
             continue
         try:
             row = json.loads(line, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line") from None
+            bad(BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line"))
+            continue
         if not isinstance(row, dict):
             expected = 'expected an object such as {"id": …, "key": […]}'
-            raise BadInput(f"{path.name} line {number}: {check.shown(row)}; {expected}")
+            bad(BadInput(f"{path.name} line {number}: {check.shown(row)}; {expected}"))
+            continue
         if header or not (first and row.keys() == {"softdb"}):
             yield Line(number, share, row)
         first = False
@@ -139,12 +165,19 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
+def csv_header(path: Path) -> list[str]:
+    """The names of the columns of a `.csv` or `.tsv` file."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    texts = (text for _, _, text in text_lines(path))
+    return next(filter(None, csv.reader(texts, delimiter="," if suffix == ".csv" else "\t")), [])
+
+
+def _csv_lines(path: Path, fields: Fields, delimiter: str, bad: Callable[[BadInput], None]) -> Iterator[Line]:
     share = 0.0
 
     def texts() -> Iterator[str]:
         nonlocal share
-        for _, share, line in text_lines(path):  # noqa: B007 - the share is read outside
+        for _, share, line in text_lines(path, bad):  # noqa: B007 - the share is read outside
             yield line
 
     csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
@@ -152,11 +185,24 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str) -> Iterator[Line]:
     try:
         lines = filter(None, reader)
         header = next(lines, [])
+        own = is_own(header) and fields.text is None
         for cells in lines:
             if len(cells) != len(header):
                 counts = f"{len(cells)} cells, {len(header)} in the header"
-                raise BadInput(f"{path.name} line {reader.line_num}: {counts}; mend it")
-            row = {name: _cell(cell, name, fields) for name, cell in zip(header, cells, strict=True) if cell}
+                bad(BadInput(f"{path.name} line {reader.line_num}: {counts}; mend it"))
+                continue
+            named = zip(header, cells, strict=True)
+            row = {
+                name: cell if own and name in ("text", "payload") else _cell(cell, name, fields)
+                for name, cell in named
+                if cell
+            }
+            if own and "payload" in row:
+                try:
+                    row["payload"] = json.loads(row["payload"], parse_constant=_no_constant)
+                except (ValueError, RecursionError) as error:
+                    bad(BadInput(f"{path.name} line {reader.line_num}: payload is not JSON ({error}); mend it"))
+                    continue
             yield Line(reader.line_num, share, row, tuple(name for name in header if name not in row))
     except csv.Error as error:
         raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None

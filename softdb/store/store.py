@@ -268,6 +268,13 @@ class Store(Session):
             keyed.note(self.catalog, name)
             self.catalog.advance(0)
 
+    @on_thread
+    def id_types(self) -> set[str]:
+        """Which of "integer" and "text" ids there are, as of now. Cost: two looks into their index."""
+        ends = (f"(SELECT typeof(id) FROM records ORDER BY id {order} LIMIT 1)" for order in ("ASC", "DESC"))
+        with typed_errors():
+            return {kind for kind in self.catalog.one(f"SELECT {', '.join(ends)}") if kind is not None}
+
     # -- declared fields -------------------------------------------------------------------------------------------
 
     @on_thread

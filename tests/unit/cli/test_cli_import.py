@@ -115,7 +115,7 @@ def test_a_record_that_differs_is_refused_or_replaced(tmp_path: Path, part: str)
         db.update(["r7"], **{f"{part}s": [changed[part]]})  # type: ignore[arg-type]
         before = len(list(db.scan()))
     error = fails("import", tmp_path / "db", *words, "--resume")
-    assert "rows.jsonl lines 1 to 900: id 'r7' is stored already, and not as it stands there" in error
+    assert "rows.jsonl line 8: id 'r7' is stored already, and not as it stands there" in error
     run("import", tmp_path / "db", *words, "--resume", "--upsert")
     run("import", tmp_path / "db", *words, "--resume")
     assert answer("info", tmp_path / "db")["records"] == N
@@ -144,7 +144,7 @@ def test_texts_that_are_in_are_not_encoded_again(tmp_path: Path) -> None:
 def test_an_array_has_rows_and_a_file_has_lines(tmp_path: Path) -> None:
     np.save(tmp_path / "k.npy", np.ones((30, 3)))
     run("import", tmp_path / "db", tmp_path / "k.npy")
-    assert "k.npy rows 0 to 29: " in fails("import", tmp_path / "db", tmp_path / "k.npy")
+    assert "k.npy row 0: " in fails("import", tmp_path / "db", tmp_path / "k.npy")
     assert "lines" not in fails("import", tmp_path / "db", tmp_path / "k.npy")
 
 

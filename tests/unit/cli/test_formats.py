@@ -242,7 +242,7 @@ def test_an_import_reports_its_progress_and_its_texts_are_encoded(tmp_path: Path
 def test_an_id_that_is_stored_stops_an_import_between_batches(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1), rows("b", 2), rows("a", 3), rows("c", 4))
     with softdb.open(None, dim=1) as db:
-        message = r"r.jsonl lines 3 to 4: insert: id 'a' is stored already.*; the 2 records before are in the database"
+        message = r"r.jsonl line 3: insert: id 'a' is stored already.*; the 2 records before are in the database"
         with pytest.raises(softdb.DuplicateId, match=message):
             import_records(db, read_records(path, batch_size=2))
         assert len(db) == 2
@@ -254,7 +254,7 @@ def test_a_key_of_the_wrong_width_stops_an_import(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1, 2))
     with (
         softdb.open(None, dim=3) as db,
-        pytest.raises(softdb.BadInput, match=r"r.jsonl lines 1 to 1: insert: keys are 2"),
+        pytest.raises(softdb.BadInput, match=r"r.jsonl line 1: insert: keys are 2"),
     ):
         import_records(db, read_records(path))
 
@@ -290,8 +290,8 @@ def test_an_export_may_be_filtered_and_must_be_json_lines(tmp_path: Path) -> Non
         header, line = (tmp_path / "r.jsonl").read_text().splitlines()
         assert json.loads(header).keys() == {"softdb"}
         assert json.loads(line) == {"id": "b", "key": [2.0], "payload": {"year": 2}}
-        with pytest.raises(softdb.BadInput, match=r"r.csv is not the name of a JSON lines file"):
-            export_records(db, tmp_path / "r.csv")
+        with pytest.raises(softdb.BadInput, match=r"r.txt has a name of no known kind; end it in .jsonl"):
+            export_records(db, tmp_path / "r.txt")
 
 
 def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
@@ -314,9 +314,7 @@ def test_an_export_of_another_metric_is_refused(tmp_path: Path) -> None:
         db.insert(["a"], [[1, 2]])
         export_records(db, tmp_path / "r.jsonl")
     with softdb.open(None, dim=2, metric="l2") as other:
-        with pytest.raises(
-            softdb.BadInput, match="exported from a database that compares by cosine, this one does by l2"
-        ):
+        with pytest.raises(softdb.BadInput, match="made for databases that compare by cosine, this one does by l2"):
             import_records(other, read_records(tmp_path / "r.jsonl"))
         assert len(other) == 0
 

@@ -2,7 +2,8 @@
 
 * `.hdf5`: ann-benchmarks and VIBE. Arrays `train`, `test`, and `neighbors` where there are any; the attribute
   `distance` says how they are compared.
-* `.fvecs`, `.bvecs` (corpus-texmex.irisa.fr): each vector is its width as an int32, then float32 numbers or bytes.
+* `.fvecs`, `.ivecs`, `.bvecs` (corpus-texmex.irisa.fr): each vector is its width as an int32, then float32 or int32
+  numbers, or bytes.
 * `.fbin`, `.u8bin` (big-ann-benchmarks): two int32, count and width, then float32 numbers or bytes.
 """
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from softdb.check import MAX_DIM, Metric, shown
 from softdb.errors import BadInput, MissingDependency
 
-__all__ = ["READERS", "KeyFile", "read_queries"]
+__all__ = ["DISTANCES", "READERS", "KeyFile", "distance_of", "read_queries"]
 
 Vectors = NDArray[Any]
 
@@ -56,15 +57,21 @@ def read_hdf5(path: Path) -> KeyFile:
             missing = [part for part in ("train", "test") if part not in file]
             if missing:
                 raise BadInput(f"{path} lacks {' and '.join(missing)}; expected train, test and neighbors")
-            distance = file.attrs.get("distance", "euclidean")
-            metric = DISTANCES.get(distance.decode() if isinstance(distance, bytes) else str(distance))
-            if metric is None:
-                raise BadInput(f"{path} has the distance {shown(distance)}; expected one of {', '.join(DISTANCES)}")
+            metric = distance_of(file, path)
             near = file["neighbors"][:] if "neighbors" in file else None
             keys, queries = (_vectors(_mapped(file[part], path), f"{path}, {part}") for part in ("train", "test"))
             return KeyFile(keys, queries, metric, near)
     except OSError as error:
         raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it anew") from None
+
+
+def distance_of(file: Any, path: Path) -> Metric:
+    """How an HDF5 file says that its vectors are compared."""
+    distance = file.attrs.get("distance", "euclidean")
+    metric = DISTANCES.get(distance.decode() if isinstance(distance, bytes) else str(distance))
+    if metric is None:
+        raise BadInput(f"{path} has the distance {shown(distance)}; expected one of {', '.join(DISTANCES)}")
+    return metric
 
 
 def _mapped(array: Any, path: Path) -> Vectors:
@@ -84,6 +91,11 @@ def read_fvecs(path: Path) -> KeyFile:
 def read_bvecs(path: Path) -> KeyFile:
     """Vectors of bytes."""
     return KeyFile(_vecs(path, np.dtype(np.uint8)), None, Metric.L2)
+
+
+def read_ivecs(path: Path) -> KeyFile:
+    """Vectors of int32 numbers."""
+    return KeyFile(_vecs(path, np.dtype(np.int32)), None, Metric.L2)
 
 
 def _vecs(path: Path, dtype: np.dtype[Any]) -> Vectors:
@@ -171,6 +183,7 @@ READERS: dict[str, Callable[[Path], KeyFile]] = {
     ".hdf5": read_hdf5,
     ".h5": read_hdf5,
     ".fvecs": read_fvecs,
+    ".ivecs": read_ivecs,
     ".bvecs": read_bvecs,
     ".fbin": read_fbin,
     ".u8bin": read_u8bin,

@@ -1,0 +1,192 @@
+"""Export: the records of a database into a file of some format, which appears when it is whole."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from softdb.answers import Records
+from softdb.database import SoftDB
+from softdb.errors import BadInput
+from softdb.formats.numbers import NUMBERS
+from softdb.formats.tables import needed
+
+__all__ = ["export_records", "write_records"]
+
+_log = logging.getLogger("softdb")
+
+
+class Export(NamedTuple):
+    """What is written."""
+
+    db: SoftDB
+    where: dict[str, Any] | None
+    size: int  # records a batch
+    suffix: str
+    tell: Callable[[int], None]  # of how many more are written
+    note: Callable[[str], None]  # what the format cannot carry
+
+    def scan(self, told: bool = True) -> Iterator[Records]:
+        """The records, told of as they go."""
+        for records in self.db.scan(self.size, self.where):
+            yield records
+            if told:
+                self.tell(len(records))
+
+    def batches(self) -> Any:
+        """The records as an Arrow reader."""
+        return self.db.scan_arrow(self.size, self.where)
+
+
+def export_records(
+    db: SoftDB,
+    path: str | os.PathLike[str],
+    *,
+    where: dict[str, Any] | None = None,
+    batch_size: int = 10_000,
+    progress: Callable[[int, int], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> int:
+    """Write records, all or those that a filter matches, in the format that the name ends in, and return how many.
+
+    `.jsonl` (also `.gz`), `.parquet`, `.arrow` and `.lance` carry everything: `import_records` makes the same database
+    of them. `.csv` and files of vectors carry less; what stays behind is told to `note`, or logged. Numbers are exact.
+    `progress` is told how many are written, and of how many.
+
+    The first line of JSON lines, `{"softdb": {…}}`, holds what `read_header` reads: the schema, the declared fields and
+    the name of the encoder; tables have it in their metadata. Then a line is `{"id": …, "key": […], "value": …,
+    "payload": …, "text": …}`, without what a record has not. The file appears when it is whole, in place of one that
+    was there; else nothing has changed. Raises BadInput for a name of another kind, or a record that the format cannot
+    hold.
+    """
+    path, done, whole = Path(path), 0, db.count(where)
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in _WRITERS or (path.suffix == ".gz" and suffix not in (".jsonl", ".ndjson", ".csv")):
+        raise BadInput(f"{path.name} has a name of no known kind; end it in {', '.join(_WRITERS)}")
+    if suffix == ".lance" and path.exists():
+        raise BadInput(f"{path} is there already; remove it, or give another name")
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, whole)
+
+    def said(what: str) -> None:
+        (note or _log.warning)(f"{suffix} {what}")
+
+    export, fresh = Export(db, where, batch_size, suffix, tell, said), path.with_name(path.name + ".tmp")
+    _remove(fresh)  # of an attempt that was cut short; or a link, which may lead anywhere
+    try:
+        if suffix == ".lance":
+            _lance(export, fresh)
+        else:
+            with fresh.open("xb") as raw:
+                if path.suffix == ".gz":
+                    with gzip.GzipFile("", "wb", 6, raw, 0) as file:
+                        _WRITERS[suffix](export, file)
+                else:
+                    _WRITERS[suffix](export, raw)
+        fresh.replace(path)
+    except BaseException:
+        _remove(fresh)
+        raise
+    return done
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _rows(records: Records) -> Iterator[dict[str, Any]]:
+    """Records as objects, without what they have not."""
+    values = [None] * len(records) if records.values is None else records.values.tolist()
+    columns = (records.keys.tolist(), values)
+    keyed = records.keyed.tolist()
+    keys, values = ([one if own else None for one, own in zip(column, keyed, strict=True)] for column in columns)
+    for record in zip(records.ids, keys, values, records.payloads, records.texts, strict=True):
+        row = zip(("id", "key", "value", "payload", "text"), record, strict=True)
+        yield {name: part for name, part in row if part is not None}
+
+
+def write_records(db: SoftDB, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
+    """Write records to an open text file or pipe, as `export_records` writes JSON lines, and return how many."""
+    return _written(db, db.scan(batch_size, where), file)
+
+
+def _json_lines(export: Export, file: IO[bytes]) -> None:
+    text = io.TextIOWrapper(file, "utf-8", newline="\n")
+    _written(export.db, export.scan(), text)
+    text.detach()
+
+
+def _written(db: SoftDB, batches: Iterator[Records], file: IO[str]) -> int:
+    done, encode = 0, json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    file.write(json.dumps({"softdb": db.header}, ensure_ascii=False) + "\n")
+    for records in batches:
+        file.write("".join(encode(row) + "\n" for row in _rows(records)))
+        done += len(records)
+    return done
+
+
+def _csv(export: Export, file: IO[bytes]) -> None:
+    names = ("id", "key", *(("value",) if export.db.schema.has_values else ()), "text", "payload")
+    export.note("carries no metric, types of ids, declared fields or encoder; texts must not be empty")
+    text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+    writer = csv.writer(text)
+    writer.writerow(names)
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    for records in export.scan():
+        for row in _rows(records):
+            cells = {name: part if name in ("id", "text") else encode(part) for name, part in row.items()}
+            if "" in cells.values():
+                raise BadInput(f"record {row['id']!r} has an empty id or text, which .csv cannot tell from none")
+            writer.writerow([cells.get(name, "") for name in names])
+    text.detach()
+
+
+def _parquet(export: Export, file: IO[bytes]) -> None:
+    reader, parquet = export.batches(), needed("pyarrow.parquet", "arrow", "Parquet")
+    options = {"compression": "zstd", "compression_level": 1, "use_dictionary": False, "write_page_checksum": True}
+    with parquet.ParquetWriter(file, reader.schema, **options) as writer:
+        _copied(export, reader, writer)
+
+
+def _arrow(export: Export, file: IO[bytes]) -> None:
+    reader = export.batches()
+    with needed("pyarrow", "arrow", "Arrow").ipc.new_file(file, reader.schema) as writer:
+        _copied(export, reader, writer)
+
+
+def _copied(export: Export, reader: Any, writer: Any) -> None:
+    for batch in reader:
+        writer.write_batch(batch)
+        export.tell(len(batch))
+
+
+def _lance(export: Export, folder: Path) -> None:
+    reader, lance, pa = export.batches(), needed("lance", "lance", "Lance"), needed("pyarrow", "arrow", "Lance")
+
+    def told() -> Iterator[Any]:
+        for batch in reader:
+            yield batch
+            export.tell(len(batch))
+
+    lance.write_dataset(pa.RecordBatchReader.from_batches(reader.schema, told()), str(folder), mode="create")
+
+
+_WRITERS: dict[str, Callable[[Export, Any], None]] = {
+    ".jsonl": _json_lines, ".ndjson": _json_lines, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow,
+    ".feather": _arrow, ".lance": _lance, **NUMBERS,
+}  # fmt: skip

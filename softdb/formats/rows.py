@@ -1,0 +1,82 @@
+"""Batches of records on their way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from softdb.check import Id
+from softdb.errors import BadInput
+from softdb.formats.lines import Header
+
+__all__ = ["OnError", "Rows", "passed_over"]
+
+OnError: TypeAlias = Callable[[BadInput], None]  # told of a bad row, which is then passed over
+
+
+@dataclass
+class Rows:
+    """A batch of consecutive records of a file."""
+
+    path: Path
+    header: Header | None  # of the file
+    share: float  # of the file, read so far
+    lines: Sequence[int]  # n, where each stands
+    ids: list[Id]  # n
+    keys: Any  # (n, d) numbers, or n texts to encode; in a list None where a record has none
+    values: Any  # n in an array or a list, where the fields name one
+    payloads: list[Any]  # n
+    texts: list[str | None]  # n, which the records keep
+    what: str = "line"  # what `lines` count: lines from 1, or rows from 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def place(self) -> str:
+        """Where they stand, in words."""
+        return self.at(0) if len(self) == 1 else f"{self.path.name} {self.what}s {self.lines[0]} to {self.lines[-1]}"
+
+    def at(self, i: int) -> str:
+        """Where one of them stands."""
+        return f"{self.path.name} {self.what} {self.lines[i]}"
+
+    def some(self, kept: list[int]) -> Rows:
+        """Those at some places in the batch."""
+        return replace(
+            self,
+            lines=[self.lines[i] for i in kept],
+            ids=[self.ids[i] for i in kept],
+            keys=_some(self.keys, kept),
+            values=_some(self.values, kept),
+            payloads=[self.payloads[i] for i in kept],
+            texts=[self.texts[i] for i in kept],
+        )
+
+
+def _some(column: Any, kept: list[int]) -> Any:
+    return column[kept] if isinstance(column, np.ndarray) else column and [column[i] for i in kept]
+
+
+def passed_over(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iterator[Rows]:
+    """The good ones among rows, of which `bad` says what is wrong with some.
+
+    Without `on_error` those before the first bad one, and then its BadInput.
+    """
+    if not bad:
+        yield rows
+        return
+    if on_error is None:
+        first = min(bad)
+        if first:
+            yield rows.some(list(range(first)))
+        raise BadInput(f"{rows.at(first)}: {bad[first]}")
+    for i in sorted(bad):
+        on_error(BadInput(f"{rows.at(i)}: {bad[i]}"))
+    kept = [i for i in range(len(rows)) if i not in bad]
+    if kept:
+        yield rows.some(kept)

@@ -1,0 +1,303 @@
+"""Tables: Parquet and Arrow files, Lance and Hugging Face folders, and frames through the Arrow C stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Array, shown
+from softdb.errors import BadInput, MissingDependency
+from softdb.formats.lines import OWN, Fields, Header, is_own
+from softdb.formats.rows import OnError, Rows, passed_over
+
+__all__ = ["FOLDERS", "TABLES", "Table", "framed", "needed", "read_table", "table_in"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that is read batch by batch."""
+
+    path: Path
+    schema: Any  # pyarrow.Schema
+    batches: Iterator[Any]  # of pyarrow.RecordBatch
+    rows: int | None = None  # about how many there are, if known
+
+    @property
+    def header(self) -> Header | None:
+        """What softdb has written into its metadata."""
+        said = (self.schema.metadata or {}).get(b"softdb")
+        if said is None:
+            return None
+        try:
+            return Header.of(json.loads(said), self.path.name)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{self.path.name}: not the header of an export ({error}); mend it") from None
+
+
+def needed(module: str, extra: str, name: str) -> Any:
+    """A module that reading or writing some format needs."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MissingDependency(f"{name} needs {module.partition('.')[0]}; pip install 'softdb[{extra}]'") from None
+
+
+def _parquet(path: Path, size: int) -> Table:
+    parquet = needed("pyarrow.parquet", "arrow", path.name)
+    # without pre_buffer a row group is read page by page: it may be as large as the file
+    file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
+    return Table(path, file.schema_arrow, file.iter_batches(size), file.metadata.num_rows)
+
+
+def _arrow(path: Path, size: int) -> Table:
+    pa = needed("pyarrow", "arrow", path.name)
+    source = pa.memory_map(str(path))
+    if source.read(6) == b"ARROW1":
+        file = pa.ipc.open_file(source)
+        count = file.num_record_batches
+        rows = count * len(file.get_batch(0)) if count else 0  # but for the last, they are of one size, mostly
+        return Table(path, file.schema, map(file.get_batch, range(count)), rows)
+    source.seek(0)
+    stream = pa.ipc.open_stream(source)
+    return Table(path, stream.schema, iter(stream))
+
+
+def _lance(path: Path, size: int) -> Table:
+    found = needed("lance", "lance", path.name).dataset(str(path))
+    return Table(path, found.schema, iter(found.to_batches(batch_size=size, scan_in_order=True)), found.count_rows())
+
+
+def _hugging_face(path: Path, size: int) -> Table:
+    found = needed("datasets", "datasets", path.name).load_from_disk(str(path))
+    if not hasattr(found, "num_rows") or isinstance(found.num_rows, dict):
+        raise BadInput(f"{path.name} holds the splits {shown(list(found))}; give the folder of one of them")
+    return replace(framed(found, size), path=path)
+
+
+TABLES: dict[str, Callable[[Path, int], Table]] = {
+    ".parquet": _parquet, ".pq": _parquet, ".arrow": _arrow, ".feather": _arrow, ".ipc": _arrow,
+}  # fmt: skip
+FOLDERS: dict[str, Callable[[Path, int], Table]] = {".lance": _lance, "datasets": _hugging_face}
+
+
+def table_in(path: Path, kind: str, size: int) -> Table:
+    """The table in a file or folder. Raises BadInput where it is none."""
+    try:
+        return (TABLES | FOLDERS)[kind](path, size)
+    except (BadInput, MissingDependency):
+        raise
+    except Exception as error:  # pyarrow, lance and datasets have errors of many kinds for a file that is none
+        raise BadInput(f"{path.name} cannot be read as a table ({_said(error)}); make it anew") from None
+
+
+def framed(source: Any, size: int) -> Table:
+    """A frame of pandas or polars, a table or reader of pyarrow, a dataset of Hugging Face, whose rows are batches."""
+    pa, path = needed("pyarrow", "arrow", "a table"), Path("the table")
+    if hasattr(source, "with_format") and hasattr(source, "iter"):  # a dataset may be a selection of its table
+        tables = source.with_format("arrow").iter(size)
+        first = next(tables, None)
+        schema = source.features.arrow_schema if first is None else first.schema
+        batches = (part for one in ([] if first is None else [first]) for part in one.to_batches())
+        rest = (part for one in tables for part in one.to_batches())
+        return Table(path, schema, (part for some in (batches, rest) for part in some), len(source))
+    try:
+        reader = pa.RecordBatchReader.from_stream(source)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise BadInput(f"the table cannot be read through the Arrow C stream ({_said(error)})") from None
+    count = None if isinstance(source, pa.RecordBatchReader) else getattr(source, "num_rows", None)
+    if count is None and hasattr(source, "__len__"):
+        count = len(source)
+    return Table(path, reader.schema, iter(reader), count)
+
+
+def read_table(table: Table, fields: Fields, size: int, on_error: OnError | None) -> Iterator[Rows]:
+    """The records of a table.
+
+    Columns of a table as softdb writes it are read so; of any other, those that are neither id, key nor value are the
+    fields of the payload, without those that are null. Raises BadInput naming the row.
+    """
+    header, names = table.header, table.schema.names
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise BadInput(f"{table.path.name} has several columns {twice!r}; rename them")
+    own = (header is not None or is_own(names)) and fields.text is None
+    if own and fields.value is None and "value" in names:
+        fields = replace(fields, value="value")
+    key = None if fields.text is not None or (own and fields.key not in names) else fields.key
+    for name, what in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
+        if name is not None and name not in names:
+            raise BadInput(
+                f"{table.path.name} has no column {name!r} for the {what}; its columns are {shown(names)}, name the "
+                "right one"
+            )
+    reading, at = _TableReader(table, fields, key, own, header), 0
+    for batch in _whole(table, size):
+        rows, bad = reading.rows(batch, at)
+        yield from passed_over(rows, bad, on_error)
+        at += len(batch)
+
+
+def _whole(table: Table, size: int) -> Iterator[Any]:
+    """The table in batches of `size` rows, however it lies."""
+    pa = needed("pyarrow", "arrow", "a table")
+    kept, count, done = list[Any](), 0, 0
+    while True:
+        try:
+            batch = next(table.batches, None)
+        except Exception as error:  # as of `table_in`
+            if kept:
+                yield pa.concat_batches(kept)
+            told = f"{table.path.name} cannot be read after row {done + count - 1}"
+            raise BadInput(f"{told} ({_said(error)}); make it anew") from None
+        if batch is None:
+            break
+        while count + len(batch) >= size:
+            taken = batch.slice(0, size - count)
+            yield taken if not kept else pa.concat_batches([*kept, taken])
+            batch, done, kept, count = batch.slice(size - count), done + size, [], 0
+        if len(batch):
+            kept.append(batch)
+            count += len(batch)
+    if kept:
+        yield pa.concat_batches(kept)
+
+
+def _said(error: Exception) -> str:
+    return shown(" ".join(str(error).split()) or type(error).__name__)
+
+
+class _TableReader:
+    """What is read of each batch of a table."""
+
+    def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
+        self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
+        self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim}
+        used = {fields.id, key, fields.value} | (OWN if own else set())
+        self.rest = [name for name in table.schema.names if name not in used]
+
+    def rows(self, batch: Any, at: int) -> tuple[Rows, dict[int, str]]:
+        """The batch that begins with row `at`, and what is wrong with some of its rows."""
+        n, bad, fields = len(batch), dict[int, str](), self.fields
+        share = min(1.0, (at + n) / self.table.rows) if self.table.rows else 1.0
+        ids = self._ids(batch, at, bad)
+        keys, keyed = self._keys(batch, bad)
+        values = None if fields.value is None else self._values(batch, fields.value, keyed, bad)
+        texts = [None] * n if not self.own or "text" not in batch.schema.names else batch.column("text").to_pylist()
+        payloads = self._own_payloads(batch, bad) if self.own else self._payloads(batch)
+        rows = Rows(
+            self.table.path, self.header, share, range(at, at + n), ids, keys, values, payloads, texts, what="row"
+        )
+        return rows, bad
+
+    def _ids(self, batch: Any, at: int, bad: dict[int, str]) -> list[Any]:
+        name = self.fields.id
+        if name is None:
+            return list(range(at, at + len(batch)))
+        ids: list[Any] = batch.column(name).to_pylist()
+        if self.own and "id_is_int" in batch.schema.names:
+            whole = batch["id_is_int"].to_pylist()
+            try:
+                return [int(one) if number else one for one, number in zip(ids, whole, strict=True)]
+            except (TypeError, ValueError):
+                raise BadInput(f"{self.table.path.name}: an id said to be an int is none; make it anew") from None
+        for i, one in enumerate(ids):
+            if type(one) is not int and type(one) is not str:
+                bad[i] = f"column {name!r} is {shown(one)}; an id is a str or an int"
+        return ids
+
+    def _keys(self, batch: Any, bad: dict[int, str]) -> tuple[Any, NDArray[np.bool_]]:
+        n, name = len(batch), self.fields.text
+        if name is not None:
+            texts = batch.column(name).to_pylist()
+            wrong = ((i, one) for i, one in enumerate(texts) if type(one) is not str)
+            bad.update({i: f"column {name!r} is {shown(one)}, not a text" for i, one in wrong})
+            return texts, np.ones(n, np.bool_)
+        if self.key is None:
+            return [None] * n, np.zeros(n, np.bool_)
+        keys, keyed = self._vectors(batch.column(self.key), self.key, bad)
+        missing = np.flatnonzero(~keyed)
+        if not self.own:
+            bad.update({int(i): f"column {self.key!r} is null; expected numbers" for i in missing if i not in bad})
+        if not self.own or not len(missing):
+            return keys, keyed
+        return [key if there else None for key, there in zip(keys, keyed, strict=True)], keyed
+
+    def _values(self, batch: Any, name: str, keyed: NDArray[np.bool_], bad: dict[int, str]) -> Any:
+        pa, column = needed("pyarrow", "arrow", "a table"), batch.column(name)
+        if pa.types.is_integer(column.type):
+            values, there = column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(False)
+        else:
+            values, there = self._vectors(column, name, bad)
+        missing = [i for i in np.flatnonzero(keyed & ~there).tolist() if i not in bad]
+        bad.update(dict.fromkeys(missing, f"column {name!r} is null; expected a value"))
+        if keyed.all():
+            return values
+        return [one if own else None for one, own in zip(values, there, strict=True)]
+
+    def _vectors(self, column: Any, name: str, bad: dict[int, str]) -> tuple[Array, NDArray[np.bool_]]:
+        """Vectors (n, width) of a column of lists, zeros where there is none, and where there is one."""
+        pa = needed("pyarrow", "arrow", "a table")
+        column = getattr(column, "storage", column)  # of an extension, such as a tensor of fixed shape
+        kind, n = column.type, len(column)
+        inner = getattr(kind, "value_type", pa.null())
+        if not (pa.types.is_integer(inner) or pa.types.is_floating(inner)) or pa.types.is_dictionary(kind):
+            expected = "expected lists of numbers, all of one length"
+            raise BadInput(f"{self.table.path.name}: column {name!r} is of type {shown(str(kind))}; {expected}")
+        there = column.is_valid().to_numpy(zero_copy_only=False)
+        if pa.types.is_fixed_size_list(kind):
+            width = kind.list_size
+        else:
+            compute = needed("pyarrow.compute", "arrow", "a table")
+            lengths = compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+            width = self.widths.setdefault(name, int(lengths[there][0])) if there.any() else self.widths.get(name, 1)
+            for i in np.flatnonzero(there & (lengths != width)).tolist():
+                bad[i] = f"column {name!r} has {lengths[i]} numbers, {width} in the rows before; mend it"
+            there = there & (lengths == width)
+        flat = (column if there.all() else column.filter(pa.array(there))).flatten()
+        if not width:
+            raise BadInput(f"{self.table.path.name}: column {name!r} holds no numbers; expected lists of numbers")
+        if flat.null_count:
+            whole = flat.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(1)
+            places = np.flatnonzero(there)
+            bad.update({int(i): f"column {name!r} holds null; expected numbers alone" for i in places[~whole]})
+            flat = flat.fill_null(0)
+        found = flat.to_numpy(zero_copy_only=False).reshape(-1, width)
+        if len(found) == n:
+            return found, there
+        vectors = np.zeros((n, width), found.dtype)
+        vectors[there] = found
+        return vectors, there
+
+    def _own_payloads(self, batch: Any, bad: dict[int, str]) -> list[Any]:
+        if "payload" not in batch.schema.names:
+            return [None] * len(batch)
+        payloads: list[Any] = batch.column("payload").to_pylist()
+        for i, text in enumerate(payloads):
+            if text is not None:
+                try:
+                    payloads[i] = json.loads(text)
+                except (TypeError, ValueError, RecursionError) as error:
+                    bad[i] = f"column 'payload' is {shown(text)}, which is not JSON ({error}); name it otherwise"
+        return payloads
+
+    def _payloads(self, batch: Any) -> list[Any]:
+        if not self.rest:
+            return [None] * len(batch)
+        columns = [map(_plain, batch.column(name).to_pylist()) for name in self.rest]
+        if self.rest == ["payload"]:
+            return list(columns[0])
+        rows = zip(*columns, strict=True)
+        return [{name: one for name, one in zip(self.rest, row, strict=True) if one is not None} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON takes it: dates and times as ISO 8601 says them."""
+    return value.isoformat() if hasattr(value, "isoformat") else value
