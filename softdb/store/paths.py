@@ -20,19 +20,19 @@ _MOST_NUMBERS = 4  # each may be a list's place or an object's field: 16 ways to
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # a longer one overflows in SQLite below 3.54, and meets another place
 
 
-def utf8(text: str) -> str:
-    """A text, if it is Unicode. Raises BadFilter."""
+def utf8(text: str, what: str = "where holds") -> str:
+    """A text, if it is Unicode. Raises BadFilter; `what` begins the message."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadFilter(f"where holds {text!a}, which is not Unicode text; decode the source rightly") from None
+        raise BadFilter(f"{what} {text!a}, which is not Unicode text; decode the source rightly") from None
     return text
 
 
 def parts_of(name: str) -> tuple[str, ...]:
     """The names on the way to a field, outermost first. Raises BadFilter."""
     parts: list[list[str]] = [[]]
-    for piece in re.split(r"(\\[.\\]|\.)", utf8(name)):
+    for piece in re.split(r"(\\[.\\]|\.)", utf8(name, "a field is named")):
         if piece == ".":
             parts.append([])
         else:
