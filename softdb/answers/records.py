@@ -207,10 +207,10 @@ class Hits(Sequence["QueryHits"]):
         return [[self._text_of[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
-        """A pandas DataFrame with one line a hit: query (from 0), rank (from 1), id, score and payload.
+        """A pandas DataFrame with one line a hit: query (from 0), rank (from 1), id, score, payload, and any texts.
 
-        fields: names of fields, each a column in place of `payload`; None where a payload has no such field. Scores
-        are plain numbers. Raises MissingDependency without pandas, StaleRead as `ids` does.
+        fields: names of fields, each a column in place of both; None where a payload has no such field. "$text" is the
+        text. Scores are plain numbers. Raises MissingDependency without pandas, StaleRead as `ids` does.
         """
         try:
             import pandas
@@ -223,14 +223,17 @@ class Hits(Sequence["QueryHits"]):
             "id": pandas.Series([one for mine in self.ids for one in mine], dtype=object),
             "score": self.scores.detach().cpu()[self.live.cpu()].numpy(),
         }
+        texts = pandas.Series([one for mine in self.texts for one in mine], dtype=object)
         if fields is None:
-            return pandas.DataFrame({**columns, "payload": pandas.Series(payloads, dtype=object)})
+            columns["payload"] = pandas.Series(payloads, dtype=object)
+            return pandas.DataFrame(columns | ({"text": texts} if texts.notna().any() else {}))
         if isinstance(fields, str) or not isinstance(fields, Iterable):
             raise BadInput(f'to_pandas: fields are {shown(fields)}; expected a list of names such as ["year", "lang"]')
         for name in fields:
             if not isinstance(name, str) or name in columns:
                 raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
-            columns[name] = [one.get(name) if isinstance(one, dict) else None for one in payloads]
+            own = [one.get(name) if isinstance(one, dict) else None for one in payloads]
+            columns[name] = texts if name == "$text" else own
         return pandas.DataFrame(columns)
 
     def _named(self, rows: list[int], texts: bool = False) -> Mapping[int, RecordEntry]:

@@ -39,6 +39,7 @@ class Plan:
         self.schema = schema
         self.records: dict[Id, dict[str, Any]] = {}
         self.fields: list[str] = []
+        self.text_index: str | None = None
         self.db = softdb.open(path, **schema)
 
     def upsert(
@@ -68,15 +69,20 @@ class Plan:
         for one, payload in payloads.items():
             self.records[one]["payload"] = payload
 
+    def index_text(self, tokenizer: Any) -> None:
+        """Index the texts."""
+        self.db.index_text(tokenizer)
+        self.text_index = tokenizer
+
     def text(self) -> str:
         """What a later softdb must find, as JSON, a record a line."""
         records = ",\n".join(json.dumps(record) for record in self.records.values())
-        start = json.dumps({"schema": self.schema, "fields": self.fields})
+        start = json.dumps({"schema": self.schema, "fields": self.fields, "text_index": self.text_index})
         return f'{start[:-1]}, "records": [\n{records}\n]}}\n'
 
 
 def compacted(path: Path) -> Plan:
-    """Half precision and labels; compacted with gaps, then tombstones, replaced payloads and an indexed field.
+    """Half precision and labels; compacted with gaps, then tombstones, replaced payloads, a field and texts indexed.
 
     Records without a key, of which compaction took the slots of some.
     """
@@ -84,6 +90,7 @@ def compacted(path: Path) -> Plan:
     random = np.random.default_rng(2)
     plan.db.index_field("year")
     plan.fields = ["year"]
+    plan.index_text("words")
     for low in range(0, 180, 60):
         ids: list[Id] = [f"r{i}" if i % 2 else i for i in range(low, low + 60)]
         keys, labels = random.standard_normal((60, 4)), random.integers(0, 5, 60)
@@ -113,6 +120,7 @@ def killed(path: Path) -> Plan:
     keys[4] = 0
     values[5] = [np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal, -0.0]
     plan.upsert(ids, keys, values, payloads, [f"{one} ü\0 🦉" for one in ids])
+    plan.index_text("trigram")
     plan.db.close()
     plan.db = softdb.open(path)
     plan.upsert(["1", "last"], [[1, 2, 3], [0, -1, 0]], [[4, 5, 6], [7, 8, 9]], [{"replaced": True}, None])

@@ -159,6 +159,15 @@ def test_a_frame_has_a_line_a_hit(db: SoftDB) -> None:
     assert (len(empty), list(empty.columns)) == (0, ["query", "rank", "id", "score", "x"])
 
 
+def test_a_frame_has_texts_where_a_hit_has_one(db: SoftDB) -> None:
+    db.update(["a"], texts=["<b>"])
+    hits = db.search([[1, 0]], k=2)
+    assert hits.to_pandas()["text"].tolist() == ["<b>", None]
+    frame = hits.to_pandas(fields=["x", "$text"])
+    assert list(frame.columns) == ["query", "rank", "id", "score", "x", "$text"]
+    assert frame["$text"].tolist() == ["<b>", None]
+
+
 def test_a_frame_that_cannot_be_made_says_why(db: SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     hits: Any = db.search([[1, 0]])
     for fields in ("x", 5, ["score"], [None]):
