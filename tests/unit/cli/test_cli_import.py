@@ -40,6 +40,8 @@ main()
 
 def source(folder: Path, kind: str) -> list[object]:
     """A file to import, with the words that go with it."""
+    if kind == "parquet":
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     random = np.random.default_rng(0)
     keys = random.standard_normal((N, 5)).astype(np.float32)
     if kind == "npy":
@@ -48,12 +50,13 @@ def source(folder: Path, kind: str) -> list[object]:
     if kind == "texts":
         rows: list[dict[str, Any]] = [{"id": i, "text": f"record {i} of {i * i % 97}", "n": i} for i in range(N)]
         return [lines(folder / "rows.jsonl", rows), "--text", "text", "--dim", 32]
-    if kind == "export":
+    if kind in ("export", "parquet"):
         with softdb.open(None, dim=5, value_dim=2, metric="cosine", fields=["n"], dtype="float16") as db:
             db.note_encoder("some model")
             db.insert([f"r{i}" for i in range(N)], keys, random.standard_normal((N, 2)), [{"n": i} for i in range(N)])
-            export_records(db, folder / "out.jsonl.gz")
-        return [folder / "out.jsonl.gz"]
+            name = "out.parquet" if kind == "parquet" else "out.jsonl.gz"
+            export_records(db, folder / name)
+        return [folder / name]
     rows = [{"id": f"r{i}", "key": keys[i].tolist(), "value": i % 3, "n": i, "é": "x" * (i % 50)} for i in range(N)]
     return [lines(folder / "rows.jsonl", rows), "--value", "value", "--num-classes", 3, "--metric", "l2"]
 
@@ -83,7 +86,7 @@ def stopped(path: Path, words: list[object], how: int) -> tuple[int, str]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind", ["jsonl", "npy", "texts", "export"])
+@pytest.mark.parametrize("kind", ["jsonl", "npy", "texts", "export", "parquet"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_what_was_stopped_goes_on_and_ends_as_if_unbroken(tmp_path: Path, kind: str, how: int) -> None:
     words = source(tmp_path, kind)

@@ -274,3 +274,36 @@ def test_a_packed_table_and_a_field_for_the_text(tmp_path: Path) -> None:
     (rows,) = read_records(table(), fields=Fields(text="kind"))
     assert rows.keys[:2] == ["x", "y"]
     assert rows.payloads[0]["kind"] == "x"
+
+
+LARGE = """
+import re, sys
+import softdb
+from softdb.formats import export_records, import_records
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return int(re.search(r"RssAnon:\\s+(\\d+)", file.read())[1]) / 1024
+
+grown = []
+with softdb.open(sys.argv[1], dim=128) as db:
+    import_records(db, sys.argv[2], progress=lambda rows: grown.append(anonymous()))
+    export_records(db, sys.argv[3], progress=lambda done, whole: grown.append(anonymous()))
+print(max(grown) - grown[0])
+"""
+
+
+@pytest.mark.slow
+def test_a_file_of_one_row_group_is_read_and_written_in_constant_memory(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    import pyarrow.parquet
+
+    random, n = np.random.default_rng(0), 300_000
+    keys = pa.FixedSizeListArray.from_arrays(pa.array(random.random(n * 128, dtype=np.float32)), 128)
+    whole = pa.table({"id": pa.array(range(n)), "key": keys})
+    pyarrow.parquet.write_table(whole, tmp_path / "r.parquet", row_group_size=n)
+    words = [sys.executable, "-c", LARGE, *(str(tmp_path / name) for name in ("db", "r.parquet", "out.parquet"))]
+    grown = float(subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout)
+    assert grown < 100  # MB, of 150 in the file
