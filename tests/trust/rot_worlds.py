@@ -36,7 +36,8 @@ def answers(db: softdb.SoftDB) -> list[Any]:
     for where in (None, *FILTERS):
         hits = db.search(ASKED, k=7, where=where)
         pooled = db.attend(ASKED, where=where)
-        found += [list(hits.ids), hits.scores.tolist(), hits.payloads, pooled.output.tolist(), db.count(where)]
+        found += [list(hits.ids), hits.scores.tolist(), hits.payloads, hits.texts]
+        found += [pooled.output.tolist(), db.count(where)]
     return found
 
 
@@ -76,10 +77,12 @@ def _change(db: softdb.SoftDB, rng: np.random.Generator, schema: dict[str, Any])
 
 
 def plain(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[State]]:
-    """float32, keys alone, declared fields, the note of an encoder."""
+    """float32, keys alone, declared fields, the note of an encoder, a text index."""
     schema: dict[str, Any] = {"metric": "l2"}
     with _filled(path, rng, **schema) as db:
         db.index_field("n", "kind")
+        db.update([0, "r1", 4], texts=["a fox", None, "the fox and the dog"])
+        db.index_text()
         _change(db, rng, schema)
         db.note_encoder("ngrams")
     return schema, []

@@ -90,7 +90,7 @@ class Remains:
                 self.tokenizer = next((one for one in format.TOKENIZERS if format.text_index_sql(one) == sql), None)
             if name in _TREES and kind in ("table", "index") and isinstance(root, int):
                 self._roots.setdefault(str(name), root)
-            elif isinstance(root, int) and kind == "table":
+            elif isinstance(root, int) and root and kind == "table":  # a virtual one has no pages of its own
                 self._strange.append(root)
             elif isinstance(name, str) and kind == "index":
                 self.fields += format.indexed_field(name)
