@@ -112,6 +112,8 @@ def update(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
     valued = ["values"] if given[0].value is not None else []
     may = ["keys", "payloads", "texts", *valued]
     parts = {may[i] for i in random.permutation(len(may))[: int(random.integers(1, len(may) + 1))]}
+    if "texts" in parts:
+        parts.add("keys")  # where there is an encoder, a text alone would make the key anew
     if parts & {"keys", "values"} and any(state[one].key is None for one in ids):
         parts |= {"keys", *valued}  # such a record gets both or neither
     after = dict(state)

@@ -76,10 +76,12 @@ class Work:
         self._done({**self.state, **new})
 
     def update_payloads(self, *ids: int | str) -> None:
-        """Give stored records new payloads and texts."""
-        payloads, texts = self._payloads(ids), self._texts(ids)
+        """Give stored records new payloads, and new texts where no encoder would make keys of them."""
+        payloads, texts, old = self._payloads(ids), self._texts(ids), [self.state[one].text for one in ids]
+        given = {} if self.db.encoder_name else {"texts": texts}
         self._begin("catalogue")
-        self.db.update(list(ids), payloads=payloads, texts=texts)
+        self.db.update(list(ids), payloads=payloads, **given)
+        texts = given.get("texts", old)
         new = {one: replace(self.state[one], payload=payloads[i], text=texts[i]) for i, one in enumerate(ids)}
         self._done({**self.state, **new})
 

@@ -243,7 +243,7 @@ def test_wide_filters_are_answered(name: str) -> None:
         {"$and": [{"x": {"$ne": i}} for i in range(33_000)]},
         {"$or": [{"x": None}] * 33_000},
         {f"f{i}": i for i in range(40_000)},
-        {'"': {"$contains": "x", "$not": {"$in": ["x", 1, None]}}, "$or": [{'"': {"$contains": "x"}}] * 10_000},
+        {'"': {"$contains": "x", "$not": {"$in": ["x", 1, None]}}, "$or": [{'"': {"$contains": "x"}}] * 33_000},
     ],
     ids=["$or", "$and", "nothing", "fields", "marks"],
 )
