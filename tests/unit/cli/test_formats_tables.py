@@ -186,6 +186,11 @@ def test_broken_files_are_named_and_what_stood_before_is_kept(tmp_path: Path) ->
     assert "r.parquet cannot be read as a table (" in fails("import", tmp_path / "new", file)
     (tmp_path / "r.arrow").write_bytes(b"ARROW1" + bytes(100))
     assert "r.arrow cannot be read as a table (" in fails("import", tmp_path / "new", tmp_path / "r.arrow")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_no_lance_table_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("lance", reason="Lance tables need pylance")
     (tmp_path / "r.lance").mkdir()
     assert "r.lance cannot be read as a table (" in fails("import", tmp_path / "new", tmp_path / "r.lance")
     assert not (tmp_path / "new").exists()
