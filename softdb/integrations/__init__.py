@@ -1,0 +1,1 @@
+"""softdb inside other libraries: one module each, imported by its name, never by `import softdb`."""
