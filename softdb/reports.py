@@ -91,6 +91,7 @@ class Stats(Report):
     generation: int  # grows with every change
     segments: int  # files of a column
     fields: list[str]  # declared fields of the payload
+    text_index: str | None  # "words" or "trigram"; None: the texts have no index
     bytes: int  # size on disk; 0 in memory
     kernels: str  # the instruction set of the kernels in use, or why torch serves in their place
     index: IndexReport | None  # None where search is exact

@@ -168,8 +168,11 @@ def fields(
                     db.count({name: {"$exists": True}})
             for warning in unknown:
                 terminal(stderr=True).print(f"[yellow]warning:[/] {safe(str(warning.message))}")
-        names = list(db.fields)
-    _print(names, as_json, "\n".join(map(safe, names)) if names else "no field has an index; --add NAME gives it one")
+        names, words = list(db.fields), db.text_index
+    said = list(map(safe, names)) or ["no field has an index; --add NAME gives it one"]
+    if words is not None:
+        said.append(f"[dim]the texts: {words}[/]")
+    _print(names, as_json, "\n".join(said))
 
 
 def index(

@@ -34,6 +34,7 @@ def stats(store: Store, index: IndexReport | None) -> Stats:
         generation=snapshot.generation,
         segments=len(snapshot.segments),
         fields=list(store.fields()),
+        text_index=store.text_index(),
         bytes=store.occupied(),
         kernels=in_use(),
         index=index,
