@@ -12,7 +12,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+RUN_ELSEWHERE = ROOT / "docs" / "integrations"  # by tests/integrations/test_pages.py, where the libraries are
 PAGES = [README, *DOCS, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))]
 
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -42,7 +43,10 @@ def links(page: Path) -> list[str]:
     return [first or second for first, second in LINK.findall(FENCE.sub("", page.read_text()))]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+RUN_HERE = [page for page in PAGES if blocks(page, "python") and RUN_ELSEWHERE not in page.parents]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
 def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of one page are one program, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
@@ -94,12 +98,13 @@ def test_a_page_opens_with_what_it_answers(page: Path) -> None:
     assert opening[:1].isalpha() or opening.startswith("`")
 
 
-def test_the_index_has_every_page() -> None:
-    index = ROOT / "docs" / "index.md"
-    listed = {link for link in links(index) if "/" not in link}
-    assert listed == {page.name for page in DOCS if page != index}
-    (tree,) = blocks(index, "{toctree}")
-    assert {f"{line}.md" for line in tree.split("\n\n")[1].split()} == listed
+@pytest.mark.parametrize("index", [page for page in DOCS if page.name == "index.md"], ids=name_of)
+def test_the_index_has_every_page(index: Path) -> None:
+    listed = {link for link in links(index) if not link.startswith("../")}
+    below = {*index.parent.glob("*.md"), *index.parent.glob("*/index.md")} - {index}
+    assert listed == {page.relative_to(index.parent).as_posix() for page in below}
+    trees = blocks(index, "{toctree}")
+    assert {f"{line}.md" for tree in trees for line in tree.split("\n\n", 1)[1].split()} == listed
 
 
 def defined(file: Path) -> set[str]:
