@@ -17,6 +17,7 @@ from torch import Tensor
 
 from softdb.attend.request import Live, Request
 from softdb.errors import BadInput
+from softdb.once import Once
 from softdb.scores import Score, ScoreFunction, fold
 from softdb.scores.contract import alike
 from softdb.weights import Sparse
@@ -24,7 +25,7 @@ from softdb.weights import Sparse
 if TYPE_CHECKING:
     from softdb.attend.source import Source
 
-__all__ = ["Blocks", "Once", "pool_into", "scored_tiles", "scores_of", "softmax_over", "sparse_over"]
+__all__ = ["Blocks", "pool_into", "scored_tiles", "scores_of", "softmax_over", "sparse_over"]
 
 BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
@@ -235,30 +236,6 @@ class Blocks(torch.autograd.Function):
             grads, (queries, *parameters, output_grad, lse_grad, *(one for one in ctx.columns if one is not None))
         )
         return query_grad, key_grad, value_grad, None, None, None, *parameter_grads
-
-
-class Once(torch.autograd.Function):
-    """A gradient that refuses to be differentiated: torch's own guard stays silent where the loss is linear."""
-
-    @staticmethod
-    def guarded(grads: list[Tensor | None], sources: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """The gradients, guarded if someone may differentiate them again."""
-        if not torch.is_grad_enabled():
-            return grads
-        return [None if grad is None else Once.apply(grad, *sources) for grad in grads]  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
-        """The same gradient, which depends on its sources."""
-        return grad.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Refused."""
-        raise BadInput(
-            "the soft query over every record has no second derivative; ask a database for the k nearest (k=), which "
-            "is made of plain torch operations, or leave out create_graph=True"
-        )
 
 
 def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v), (c, m), (m, v) or labels (m,)

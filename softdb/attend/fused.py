@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.blocks import Once
+from softdb.attend.on_device import kernel_form
 from softdb.attend.request import Request
 from softdb.check import Metric
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
+from softdb.once import Once
 from softdb.scores.products import length
 from softdb.store import Snapshot
-from softdb.weights import Sparse
 
 if TYPE_CHECKING:
     from softdb.attend.source import Source
@@ -74,16 +74,12 @@ def pass_of(request: Request, source: Source) -> tuple[Tensor, Pass, Tensor] | N
     if columns is None or queries.dtype is not torch.float32 or queries.device.type != "cpu" or not available():
         return None
     width = source.width if request.pools else 0
-    if isinstance(request.weighting, Sparse) or len(queries) * source.count * (queries.shape[1] + width) < WORTH:
+    if len(queries) * source.count * (queries.shape[1] + width) < WORTH:
         return None
-    folded = None if request.streamed_score is not request.score else request.folded
-    if folded is None or folded.scale is None or not _trains(request, source):
+    form = kernel_form(request)
+    if form is None or not _trains(request, source):
         return None
-    if isinstance(folded.scale, Tensor) and folded.scale.requires_grad and torch.is_grad_enabled():
-        return None  # the kernels have no gradient for it
-    inverse = float(folded.scale) / request.temperature
-    if not 1e-30 < inverse < 1e30:  # beyond what float32 holds
-        return None
+    folded, inverse = form
     asked = folded.queries
     if folded.metric is Metric.COSINE:
         asked = asked / length(asked).unsqueeze(1)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
+from softdb.attend.on_device import Resident
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_rows
 from softdb.check import Schema
+from softdb.gpu import usable
 from softdb.index import Finder
 from softdb.index.tail import Tail
 from softdb.lazy import cached_property
@@ -54,6 +56,10 @@ class Source(Protocol):
     @property
     def columns(self) -> Snapshot | None:
         """Keys and values as kernels read them where they lie; None: they come by `blocks` alone."""
+
+    @property
+    def resident(self) -> tuple[Resident, ...]:
+        """The columns where they lie on devices, in order of positions; none: they come by `columns` or `blocks`."""
 
     @property
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
@@ -97,6 +103,11 @@ class AsStored:
     """A source whose keys are compared as they are stored."""
 
     graph, block_size = False, 0
+
+    @property
+    def resident(self) -> tuple[Resident, ...]:
+        """None."""
+        return ()
 
     def encoded(self, block: Block) -> Block:
         """The block itself."""
@@ -220,6 +231,13 @@ class Columns(AsStored):
         """Those that want a gradient."""
         keys, values = (column if column.requires_grad else None for column in (self.keys, self.values))
         return keys, values
+
+    @cached_property
+    def resident(self) -> tuple[Resident, ...]:
+        """The tensors themselves, where they lie on a device."""
+        if self.keys.device.type != "cuda" and usable(self.keys.device) is not None:
+            return ()
+        return (Resident(self.keys, self.values),)
 
     @cached_property
     def columns(self) -> Snapshot | None:

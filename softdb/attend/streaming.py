@@ -1,8 +1,8 @@
 """A request over every record that takes part: memory that does not grow with the source.
 
-The one place that picks the path: kernels where the score is a product, a cosine or a squared distance of
-float32 queries on a CPU; else blocks of torch operations; where blocks carry a graph, blocks that are computed again
-in backward.
+The one place that picks the path: what lies on a device is asked there; kernels where the score is a product, a cosine
+or a squared distance of float32 queries on a CPU; else blocks of torch operations; where blocks carry a graph, blocks
+that are computed again in backward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from softdb.attend.blocks import Blocks, pool_into, scores_of, softmax_over, sparse_over
 from softdb.attend.fused import Fused, pass_of
+from softdb.attend.on_device import stream_on_device
 from softdb.attend.request import Request
 from softdb.errors import BadInput
 from softdb.pool import State, merge
@@ -49,6 +50,9 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
     temperature = divisor(request.temperature, request.queries.dtype)
     if temperature != request.temperature:
         request = replace(request, temperature=temperature)
+    answered = stream_on_device(request, source)
+    if answered is not None:
+        return answered
     passed = pass_of(request, source)
     if passed is not None:
         queries, what, lacking = passed

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
+from softdb.attend.on_device import Resident
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored, scan
 from softdb.attend.source import OfGeneration
@@ -174,6 +175,11 @@ class Encoded(OfGeneration):
     def width(self) -> int:
         """v."""
         return self.schema.pooled_dim if self.schema.has_values else self.encoding.dim
+
+    @property
+    def resident(self) -> tuple[Resident, ...]:
+        """None: encodings come by `blocks`."""
+        return ()
 
     @property
     def block_size(self) -> int:
