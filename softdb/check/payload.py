@@ -80,7 +80,10 @@ def _json_value(value: object, name: str, depth: int) -> None:
                 raise BadInput(f"{name} has the key {shown(key)}, which is no str; JSON keys are text, convert it")
         value = value.values()
     elif not isinstance(value, _LISTS):
-        raise BadInput(f"{name} holds a {kind.__name__}; expected JSON: dict, list, str, number, bool or None")
+        way = next((f" with .{one}()" for one in ("tolist", "isoformat") if hasattr(value, one)), "")
+        raise BadInput(
+            f"{name} holds a {kind.__name__}; expected JSON: dict, list, str, number, bool or None; convert it{way}"
+        )
     for inner in value:
         if type(inner) not in _LEAVES:
             _json_value(inner, name, depth + 1)

@@ -6,7 +6,8 @@
 
 Numbers compare with numbers, strings with strings, booleans with booleans; anything else does not match (SQLite's own
 order would call "1999" >= 2020 true). `$ne` and `$nin` match records without the field. What a field's name means, is
-in `softdb.store.paths`; a payload that is no object has no fields. `$text` in a field's place is the record's text.
+in `softdb.store.paths`; a payload that is no object has no fields. `$id` and `$text` in a field's place are the
+record's id and text.
 
 A field that is declared has an SQLite index over `field_sql`, its type and its value. These are the expressions of
 every condition, to the letter, so SQLite answers them from the index; `$contains` and `$elemMatch` always read the
@@ -31,7 +32,7 @@ __all__ = ["All", "Condition", "Either", "Node", "Not", "parse", "statement"]
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]
-_AROUND = ["$and", "$or", "$not", "$text"]
+_AROUND = ["$and", "$or", "$not", "$id", "$text"]
 _TYPES = {"number": "('integer', 'real')", "string": "('text')"}
 _MOST = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
 
@@ -251,12 +252,14 @@ def _field(name: object, of: str) -> _Field:
         raise BadFilter(f"where has the field name {shown(name)}; field names are str")
     if name == "$text" and of == "payload":
         return _Field(name, "CASE WHEN text IS NOT NULL THEN 'text' END", "text", indexed=False)
+    if name == "$id" and of == "payload":
+        return _Field(name, "typeof(id)", "id", indexed=False)
     if name in _OPERATORS:
         raise BadFilter(f'where has {name} without a field; write {{"field": {{"{name}": …}}}}')
     if name.startswith("$"):
         raise BadFilter(
             f"where has the unknown operator {shown(name)}{_meant(name, _AROUND)}; around fields stand $and, $or and "
-            "$not, and $text is the record's text"
+            "$not, and $id and $text are the record's id and text"
         )
     parts = parts_of(name)
     return _Field(spelled(parts), *field_sql(parts, of), indexed=of == "payload" and "\0" not in name)

@@ -296,6 +296,37 @@ def test_a_text_is_of_records_not_of_a_list_s_elements(db: softdb.SoftDB) -> Non
         db.count({"$txt": "cat"})
 
 
+@pytest.mark.parametrize(
+    ("condition", "right"),
+    [
+        ("a", ["a"]),
+        (7, [7]),
+        ("7", ["7"]),
+        ({"$ne": "a"}, ["7", 7, 8, "ab"]),
+        ({"$in": ["ab", 7, "x", None, True]}, [7, "ab"]),
+        ({"$nin": ["ab", 7]}, ["a", "7", 8]),
+        ({"$gt": 7}, [8]),
+        ({"$lte": "a"}, ["a", "7"]),
+        ({"$startswith": "a"}, ["a", "ab"]),
+        ({"$not": {"$contains": "a"}}, ["7", 7, 8]),
+        ({"$exists": False}, []),
+    ],
+    ids=repr,
+)
+def test_the_record_s_id_is_asked_like_a_field(condition: Any, right: list[Any]) -> None:
+    with softdb.open(None, dim=1, fields=["x"]) as db:
+
+        def named(where: dict[str, Any]) -> list[Any]:
+            return [one for batch in db.scan(where=where) for one in batch.ids]
+
+        db.insert(["a", "7", 7, 8, "ab"], [[1]] * 4 + [None], payloads=[{"x": 1, "$id": "b"}] * 5)
+        assert named({"$id": condition}) == named({"$and": [{"x": 1}, {"$id": condition}]}) == right
+        assert db.search([[1]], where={"$id": condition, "x": 1}).ids == [[one for one in right if one != "ab"]]
+        assert named({"$not": {"$id": condition}}) == [one for one in named({}) if one not in right]
+        db.upsert(["7"], [[2]])
+        assert sorted(map(repr, named({"$id": condition}))) == sorted(map(repr, right))
+
+
 @pytest.mark.parametrize("inner", [{"year": 1}, {"$gt": 1}], ids=["fields", "itself"])
 def test_elements_within_elements_nest_as_filters_do(db: softdb.SoftDB, inner: dict[str, Any]) -> None:
     for levels in (20, 100):
