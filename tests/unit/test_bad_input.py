@@ -88,7 +88,11 @@ WRITES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "deep payload": (lambda db: db.insert(["b"], ONE, V, [deep(1000)]), BadInput, "deeper than 64"),
     "cyclic payload": (lambda db: db.insert(["b"], ONE, V, [cyclic()]), BadInput, "deeper than 64"),
     "surrogate payload": (lambda db: db.insert(["b"], ONE, V, [{"x": "\udfff"}]), BadInput, "lone surrogate"),
-    "numpy in payload": (lambda db: db.insert(["b"], ONE, V, [{"x": np.float32(1)}]), BadInput, "holds a float32.*convert it with .tolist"),
+    "numpy in payload": (
+        lambda db: db.insert(["b"], ONE, V, [{"x": np.float32(1)}]),
+        BadInput,
+        "holds a float32.*convert it with .tolist",
+    ),
     "delete nothing named": (lambda db: db.delete(), BadInput, "give ids or where"),
     "delete both": (lambda db: db.delete("a", where={}), BadInput, "give ids or where"),
     "upsert twice": (lambda db: db.upsert(["b", "b"], TWO, TWO[:, :2]), softdb.DuplicateId, "comes twice"),

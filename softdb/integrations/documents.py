@@ -1,0 +1,100 @@
+"""What stores of documents share, whose ids are text: LangChain's and Haystack's."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import softdb
+from softdb.answers import Hit, Records
+from softdb.check import Id
+from softdb.database import SoftDB
+from softdb.errors import StaleRead, UnknownId
+
+__all__ = ["found", "opened", "own_ids", "relevance", "stored"]
+
+_WHOLE = re.compile(r"-?[1-9][0-9]{0,17}|0")
+_AGAIN = 100  # searches for one question, where writers replace its hits meanwhile
+
+
+def opened(
+    path: str | os.PathLike[str] | None,
+    new: Callable[[], dict[str, Any]],
+    **settings: Any,
+) -> SoftDB:
+    """The database there; where nothing is, a new one of the settings that `new` gives, with an index of its texts."""
+    there = isinstance(path, str | os.PathLike) and os.path.exists(path) and (os.path.isfile(path) or os.listdir(path))
+    if there or settings.get("mode") == "r":
+        return softdb.open(path, **settings)
+    db = softdb.open(path, **{**new(), **settings})
+    try:
+        db.index_text()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def own_ids(
+    db: SoftDB,
+    ids: Sequence[str],  # n
+) -> list[Id]:  # n
+    """Ids as the records have them: "7" is the number 7 where that is stored and the text is not."""
+    names: list[Id] = list(ids)
+    wholes = [one for one in ids if isinstance(one, str) and _WHOLE.fullmatch(one)]
+    if not wholes or "integer" not in db.id_types:
+        return names
+    numbers, texts = db.stored([int(one) for one in wholes]), db.stored(list(wholes))
+    known = {one for one, number, text in zip(wholes, numbers, texts, strict=True) if number and not text}
+    return [int(one) if one in known else one for one in names]
+
+
+def stored(db: SoftDB, ids: Sequence[Id]) -> Records | list[Any]:
+    """The records of those ids that are stored, each once, in the order of the ids."""
+    names = list(dict.fromkeys(ids))
+    while True:
+        names = [one for one, there in zip(names, db.stored(names), strict=True) if there]
+        try:
+            return db.get(names) if names else []
+        except UnknownId:  # deleted between the two
+            continue
+
+
+def found(db: SoftDB, **asked: Any) -> list[Hit]:
+    """The hits of one query, `asked` as of `SoftDB.search`; a handle that reads sees first what others committed."""
+    for _ in range(_AGAIN):
+        if db.mode == "r":
+            db.refresh()
+        try:
+            return list(db.search(**asked)[0])
+        except StaleRead:  # a hit was replaced before its payload was read
+            continue
+    return list(db.search(**asked)[0])
+
+
+def relevance(metric: str, mode: str | None) -> Callable[[float], float]:
+    """From a score to a number from 0 to 1, larger is closer; 1 is the same direction, or the same place.
+
+    "cosine": (1 + s) / 2. "l2": 1 / (1 + the distance). "dot": 1 / (1 + exp(-s)). By words ("text"): s / (1 + s); a
+    hybrid score is from 0 to 1 already.
+    """
+    if mode == "text":
+        return lambda score: max(score, 0.0) / (1 + max(score, 0.0))
+    if mode == "hybrid":
+        return _clamped
+    return {"cosine": lambda score: _clamped((1 + score) / 2), "l2": _near, "dot": _logistic}[metric]
+
+
+def _clamped(score: float) -> float:
+    return min(max(score, 0.0), 1.0)
+
+
+def _near(score: float) -> float:
+    return 1 / (1 + math.sqrt(max(-score, 0.0)))
+
+
+def _logistic(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score >= 0 else 1 - 1 / (1 + math.exp(max(score, -700.0)))
