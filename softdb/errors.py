@@ -9,6 +9,7 @@ __all__ = [
     "Closed",
     "CorruptionError",
     "DatabaseLocked",
+    "DeviceFailed",
     "DuplicateId",
     "FormatTooNew",
     "MissingDependency",
@@ -58,6 +59,10 @@ class ReadOnly(SoftDBError):
 
 class DatabaseLocked(SoftDBError):
     """Another writer holds the database."""
+
+
+class DeviceFailed(SoftDBError, RuntimeError):
+    """A device that the database computes on is full, was lost, or cannot be used by this process; nothing is lost."""
 
 
 class NotADatabase(SoftDBError):

@@ -47,8 +47,8 @@ def open(
         durability: "full": what a verb has done is on disk when it returns. "relaxed": it is within about a second, at
             `flush()` and at `close()`; a crash of the process or the machine before that takes the last changes, whole
             verbs from the last one back, never half of one. Other processes see what was flushed.
-        device: where this handle computes, "cpu" or "cuda": where queries that are no tensors are answered and the
-            index is searched; see `SoftDB.device`.
+        device: where this handle computes, "cpu", "cuda", "cuda:1" or a list of GPUs: where its columns are copied to
+            and queries that are no tensors are answered; see `SoftDB.device` and `SoftDB.to`.
         encoder: texts -> (n, d); then keys and queries may be texts. Its attribute `name`, where it has one, is kept
             with a database that holds no records yet; another's is refused from then on. "ngrams" is then made again
             without being given; a model is not, as models run code.
@@ -71,7 +71,7 @@ def open(
         if encoder is not None and not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
         dim = getattr(encoder, "dim", None) if dim is None else dim
-        where, declared = check.device(device), field_names(() if fields is None else fields)
+        where, declared = check.devices(device), field_names(() if fields is None else fields)
         shape = (dim, value_dim, num_classes, dtype, metric)
         new = check.schema(*shape, None) if dim is not None or path is None else None
         try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "CompactReport", "IndexReport", "MemoryReport", "ReembedReport", "ReindexReport", "SnapshotReport", "Stats",
-    "ViewReport",
+    "CompactReport", "DeviceReport", "IndexReport", "MemoryReport", "ReembedReport", "ReindexReport", "SnapshotReport",
+    "Stats", "ViewReport",
 ]  # fmt: skip
 
 ALWAYS = {"always": True}  # told even where it is as by default
@@ -72,6 +72,17 @@ _RENAMED = {"efSearch": "ef_search", "candidates": "fetch_k", "young": "unindexe
 
 
 @dataclass(frozen=True, repr=False)
+class DeviceReport(Report):
+    """What of a database lies on the devices that it computes on, as of now."""
+
+    devices: list[str]  # each with a run of the records
+    keys: str = field(metadata=ALWAYS)  # "resident", "streamed" where they do not fit, or "not asked for yet"
+    values: str = field(metadata=ALWAYS)  # likewise
+    dtype: str  # of the copies there
+    bytes: int  # that these take
+
+
+@dataclass(frozen=True, repr=False)
 class Stats(Report):
     """What a database is, holds and occupies."""
 
@@ -95,6 +106,7 @@ class Stats(Report):
     bytes: int  # size on disk; 0 in memory
     kernels: str  # the instruction set of the kernels in use, or why torch serves in their place
     index: IndexReport | None  # None where search is exact
+    device: DeviceReport | None = None  # None: the CPU
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,4 +29,5 @@ Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
 # one list of ids for every query, or one for each
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
-Device: TypeAlias = "str | int | torch.device"
+# one, or several GPUs that share the records
+Device: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device]"

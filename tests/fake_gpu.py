@@ -122,10 +122,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setattr(faiss, name, what, raising=False)
     monkeypatch.setattr(gpu, "current_stream", lambda device: pretended.stream)
     monkeypatch.setattr(gpu_search, "FEW", 500)
-    monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: cls(DEVICE)))
+    monkeypatch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: cls(DEVICE, dtype=dtype)))
     gpu._resources.cache_clear()
     yield pretended
     gpu._resources.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, cards: int = 1) -> None:
+    """Databases that are opened with a device compute on so many boards that are really the CPU; others do not."""
+
+    def of(cls: type[Board], devices: Any, dtype: Any = None) -> Board | None:
+        return None if devices is None else cls(*(torch.device("cpu", i) for i in range(cards)), dtype=dtype)
+
+    monkeypatch.setattr(Board, "of", classmethod(of))
 
 
 def recall(found: Any, exact: Any) -> float:

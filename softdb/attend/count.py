@@ -16,7 +16,7 @@ from softdb.attend.scoring import score_rows
 from softdb.attend.source import Stored
 from softdb.check import Tolerance
 from softdb.index.contract import prepared
-from softdb.index.flat import radius_search
+from softdb.index.device import radius_search
 from softdb.index.tail import FEWEST, Tail
 from softdb.kernels.threads import available
 

@@ -71,7 +71,13 @@ class _PassSums(NamedTuple):
 def pass_of(request: Request, source: Source) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
     """The queries as the kernels take them, their pass, and what its lse lacks; None where torch has to answer."""
     queries, columns = request.queries, source.columns
-    if columns is None or queries.dtype is not torch.float32 or queries.device.type != "cpu" or not available():
+    if (
+        columns is None
+        or not columns.on_host
+        or queries.dtype is not torch.float32
+        or queries.device.type != "cpu"
+        or not available()
+    ):
         return None
     width = source.width if request.pools else 0
     if len(queries) * source.count * (queries.shape[1] + width) < WORTH:

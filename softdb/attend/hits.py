@@ -13,8 +13,8 @@ from softdb.attend.request import Live, Positions
 from softdb.attend.scoring import metric_in_place, score_rows
 from softdb.check import Asked, Metric
 from softdb.index.contract import Floats, Found
+from softdb.index.device import radius_search
 from softdb.index.diverse import diverse
-from softdb.index.flat import radius_search
 from softdb.index.rerank import ordered
 from softdb.scores import score_of
 from softdb.store import Snapshot

@@ -13,6 +13,7 @@ from softdb.attend.blocks import scored_tiles
 from softdb.attend.request import Request
 from softdb.attend.scoring import Scored
 from softdb.attend.source import Source
+from softdb.index.on_device import OnDevice
 from softdb.weights import Uniform
 
 __all__ = ["Estimated", "answered", "explained", "hits_of"]
@@ -72,6 +73,8 @@ def answered(
         weighed = torch.from_numpy(found.positions >= 0).sum(1).to(lse.device)
         n_pooled = weighed if error is None else torch.where(exact, n_pooled, weighed)
     missed_mass = unknown if missed_mass is None else missed_mass
+    if isinstance(source.columns, OnDevice):
+        finder += source.columns.place(request.pools)
     pooled = Pooled(
         output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
         lambda count: explained(request, source, pooled, count), *bars,

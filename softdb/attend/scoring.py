@@ -82,7 +82,8 @@ def score_rows(
 
 def in_place(tensor: Tensor, snapshot: Snapshot) -> bool:
     """Whether kernels read stored columns where they lie for it; else torch has to, from copies."""
-    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.size > 0 and available()
+    fits = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.on_host
+    return fits and snapshot.size > 0 and available()
 
 
 _METRICS = {id(score_of(metric)): metric for metric in Metric}  # these objects stay

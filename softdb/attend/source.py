@@ -19,6 +19,7 @@ from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_row
 from softdb.check import Schema
 from softdb.gpu import usable
 from softdb.index import Finder
+from softdb.index.on_device import OnDevice
 from softdb.index.tail import Tail
 from softdb.lazy import cached_property
 from softdb.pool import pool
@@ -151,13 +152,18 @@ class Stored(OfGeneration, AsStored):
 
     finder: Finder
     resolve: Resolve
+    there: OnDevice | None = None  # the columns as they lie beside the queries; None: the host's serve
 
     trained = (None, None)
 
     @property
     def columns(self) -> Snapshot:
         """Those of the generation."""
-        return self.snapshot
+        return self.snapshot if self.there is None else self.there
+
+    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
+        """As `Snapshot.blocks`, wherever they lie."""
+        return self.columns.blocks(size, allowed, start)
 
     @property
     def width(self) -> int:
@@ -176,7 +182,7 @@ class Stored(OfGeneration, AsStored):
         folded, k = request.detached.folded, min(k, self.count)
         if folded is None or (isinstance(request.weighting, Argmax) and _plateaus(request.score)):
             return Candidates(scan(request, self, k), "scan")
-        find = functools.partial(self.finder.find, self.columns, exact=exact, pairwise=False, metric=folded.metric)
+        find = functools.partial(self.finder.find, self.snapshot, exact=exact, pairwise=False, metric=folded.metric)
         if request.mask is None:
             found = find(folded.queries, k, request.allowed)
             return Candidates(found.positions, found.finder)
@@ -200,7 +206,7 @@ class Stored(OfGeneration, AsStored):
 
     def sampler(self) -> tuple[Tail | None, int]:
         """What draws records through the index, None where nothing does; and the first position beyond it."""
-        return self.finder.tail(self.columns)
+        return self.finder.tail(self.snapshot)
 
 
 @dataclass(frozen=True)

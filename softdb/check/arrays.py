@@ -22,13 +22,14 @@ __all__ = [
     "Array",
     "Encoder",
     "all_finite",
-    "device",
+    "devices",
     "encoded",
     "finite",
     "mask",
     "matrix",
     "precise",
     "queries",
+    "resident_dtype",
     "values",
     "vectors",
 ]
@@ -37,16 +38,37 @@ Array: TypeAlias = NDArray[Any]
 Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
 
 
-def device(value: object) -> torch.device | None:
-    """A device to answer on: the CPU, or a GPU that torch sees."""
+def devices(value: object) -> tuple[torch.device, ...] | None:
+    """Devices to compute on: the CPU, a GPU that torch sees, or several of them."""
     if value is None:
         return None
+    given = value if isinstance(value, list | tuple) else [value]
+    found = tuple(_device(one) for one in given)
+    if not found or len(set(found)) < len(found) or (len(found) > 1 and any(one.type == "cpu" for one in found)):
+        raise BadInput(f"device is {shown(value)}; expected one device, or a list of GPUs that are all different")
+    return found
+
+
+def resident_dtype(value: object) -> torch.dtype | None:
+    """What columns are on a device, a torch dtype or its name; None: as they are stored."""
+    if value is None:
+        return None
+    import torch
+
+    known = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.float16, torch.bfloat16)}
+    found = known.get(str(value).removeprefix("torch."))
+    if found is None:
+        raise BadInput(f"dtype is {shown(value)}; expected 'float32', 'float16' or 'bfloat16', or None: as stored")
+    return found
+
+
+def _device(value: object) -> torch.device:
     import torch
 
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError):
-        raise BadInput(f"device is {shown(value)}; expected 'cpu' or 'cuda'") from None
+        raise BadInput(f"device is {shown(value)}; expected 'cpu', 'cuda', 'cuda:1' or a list of GPUs") from None
     if found.type not in ("cpu", "cuda"):
         raise BadInput(f"device is {shown(value)}, which softdb does not know; expected 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
@@ -54,6 +76,8 @@ def device(value: object) -> torch.device | None:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise BadInput(f"device is {found} but the last that torch sees is 'cuda:{last}'; choose one up to that")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return found
 
 

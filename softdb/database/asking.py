@@ -114,6 +114,7 @@ class AskingVerbs(TextVerbs):
             view = self._view_of(where, left_out, ask.group_by)
         snapshot, allowed, excluded, groups = view
         find = functools.partial(self._finder.find, snapshot, exact=exact)
+        snapshot = self._finder.columns(snapshot, tensor.device) or snapshot
         if groups is None:
             return Hits(*hits(ask, tensor, snapshot, metric, find, allowed, excluded), self._store.read)
         return Hits(*grouped(ask, tensor, snapshot, metric, find, allowed, excluded, groups), self._store.read)
@@ -303,9 +304,10 @@ class AskingVerbs(TextVerbs):
         generator = check.generator(generator) or torch.default_generator
         return sampled(request, source, count, generator)
 
-    def source(self, snapshot: Snapshot) -> Stored:
-        """The records of a generation, as every answer reads them."""
-        return Stored(snapshot, self._store.schema, self._finder, self._store.read)
+    def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:
+        """The records of a generation, as every answer to queries on a device reads them; None: the CPU."""
+        there = None if device is None else self._finder.columns(snapshot, device)
+        return Stored(snapshot, self._store.schema, self._finder, self._store.read, there)
 
     def request(
         self,
@@ -330,7 +332,7 @@ class AskingVerbs(TextVerbs):
         def asked() -> tuple[torch.Tensor, NDArray[np.bool_] | None, Stored]:
             tensor = self.as_queries(queries, query_width(by, self._store.schema.dim))
             snapshot, allowed = self.view(where)
-            return tensor, allowed, self.source(snapshot)
+            return tensor, allowed, self.source(snapshot, tensor.device)
 
         tensor, allowed, source = self._as_made(asked)
         if mask is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from softdb import check
 from softdb.check import Id, Schema
 from softdb.encoders import of_name
-from softdb.errors import BadInput, SoftDBError
+from softdb.errors import BadInput, DeviceFailed, SoftDBError
 from softdb.index import Finder
+from softdb.index.device import DEVICE_ERRORS
 from softdb.reports import CompactReport, SnapshotReport, Stats
 from softdb.store import Snapshot, Store
 from softdb.store.backup import backup
@@ -27,7 +28,7 @@ from softdb.store.compact import compact
 from softdb.store.entry import RecordEntry
 from softdb.store.stats import stats
 from softdb.store.verify import verify
-from softdb.typing import Vectors
+from softdb.typing import Device, Vectors
 
 __all__ = ["Handle", "verb"]
 
@@ -52,6 +53,8 @@ def verb(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], 
                 with check.precise():
                     return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
+        except DEVICE_ERRORS as error:
+            raise self._device_failed(method.__name__, error) from error
         except SoftDBError as error:
             if not hasattr(error, "verb"):
                 error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
@@ -64,11 +67,25 @@ def verb(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], 
 class Handle:
     """Store, finder and encoder of one database; its lifecycle, and the inner face for modules built on it."""
 
-    def __init__(self, store: Store, encoder: check.Encoder | None, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        encoder: check.Encoder | None,
+        devices: Sequence[torch.device] | None = None,
+        dtype: torch.dtype | None = None,  # of the columns there
+    ) -> None:
         self._store = store
-        self._finder = Finder(store, device)
+        self._finder = Finder(store, devices, dtype)
         self._encoders = {store.keyed.since: encoder}  # by the generation that they made the keys of
-        self._device = device
+        self._devices = devices
+
+    def _device_failed(self, verb: str, error: Exception) -> DeviceFailed:
+        why = str(error).split("\n")[0]
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            way = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
+        else:
+            way = "a device that was lost comes back in a new process alone; go on with db.to('cpu')"
+        return DeviceFailed(f"{verb.strip('_')}: {self._finder.place} failed ({why}); nothing is lost: {way}")
 
     # -- the handle ------------------------------------------------------------------------------------------------
 
@@ -84,11 +101,16 @@ class Handle:
 
     @property
     def device(self) -> torch.device:
-        """Where this handle computes: queries that are no tensors are answered there, and the index is searched there.
+        """Where this handle computes: its columns and its index lie there, and queries that are no tensors go there.
 
-        Given to `softdb.open`, changed by `build_index(device=)`. A tensor is answered where it lies.
+        Given to `softdb.open`, changed by `to` and `build_index(device=)`; the first of several. A tensor is answered
+        where it lies: beside the columns where they are there, else from the host's.
         """
-        return torch.device("cpu") if self._device is None else self._device
+        return torch.device("cpu") if self._devices is None else self._devices[0]
+
+    @property
+    def _device(self) -> torch.device | None:
+        return None if self._devices is None else self._devices[0]
 
     @property
     def dim(self) -> int:
@@ -157,6 +179,28 @@ class Handle:
         return dataclasses.replace(report, bytes=self._store.occupied())
 
     @verb
+    def to(self: H, device: Device, dtype: str | torch.dtype | None = None) -> H:
+        """Compute on another device from now on, as `torch.nn.Module.to`: changes this handle, and returns it.
+
+        Keys, values and what is live are copied there when a query first needs them, and follow every commit; records
+        lie on disk as ever. Where a column does not fit, it passes through in blocks; `stats().device` tells.
+
+        Args:
+            device: "cpu", "cuda", "cuda:1", or a list of GPUs that each take a run of the records.
+            dtype: of the copies: "float32", "float16" or "bfloat16"; None: as they are stored. With a narrower one
+                answers are those of the rounded records: a component is off by 2⁻¹¹ of itself in float16, 2⁻⁸ in
+                bfloat16, a dot product by at most so much of ‖q‖‖k‖.
+
+        Raises BadInput for a device that is not there.
+        """
+        devices, narrow = check.devices(device), check.resident_dtype(dtype)
+        if devices is None:
+            raise BadInput("device is None; expected 'cpu', 'cuda', 'cuda:1' or a list of GPUs")
+        self._finder.move(devices, narrow)
+        self._devices = None if devices[0].type == "cpu" else devices
+        return self
+
+    @verb
     def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
         """Copy the newest generation to another directory, consistent while writing goes on; it opens by itself.
 
@@ -176,7 +220,7 @@ class Handle:
     @verb
     def stats(self) -> Stats:
         """What the database is, holds and occupies. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
-        return stats(self._store, self._finder.report())
+        return stats(self._store, self._finder.report(), self._finder.device_report())
 
     @verb
     def flush(self) -> None:
@@ -220,7 +264,8 @@ class Handle:
         """A handle travels to another process as its path, and opens there for reading."""
         if self._store.path is None:
             raise BadInput("a database in memory cannot be pickled; give it a path")
-        return _reopen, (type(self), self._store.path, self._store.keyed.since, self._encoder(), self._device)
+        made = self._store.keyed.since, self._encoder(), self._devices, self._finder.dtype
+        return _reopen, (type(self), self._store.path, *made)
 
     # -- the inner face: what modules built on a database use (softdb.nn, train, bench, the command line) ----------
 
@@ -309,6 +354,13 @@ class Handle:
         return check.queries(vectors, width, self._device, "this score takes queries")
 
 
-def _reopen(kind: type[H], path: Path, since: int, encoder: check.Encoder | None, device: torch.device | None) -> H:
+def _reopen(
+    kind: type[H],
+    path: Path,
+    since: int,
+    encoder: check.Encoder | None,
+    devices: Sequence[torch.device] | None,
+    dtype: torch.dtype | None,
+) -> H:
     store = Store(path, "r", None)
-    return kind(store, encoder if store.keyed.since == since else None, device)  # another may have made keys anew
+    return kind(store, encoder if store.keyed.since == since else None, devices, dtype)  # keys may be made anew

@@ -82,7 +82,7 @@ class IndexVerbs(Handle):
             raise BadInput(f"background is {check.shown(background)}; expected True or False")
         if asked is not None and background:
             asked = asked.clone()  # the caller may go on to change what was given
-        where = check.device(device)
+        where = check.devices(device)
         work = self._finder.builder(kind, recall, check.integer(k, "k"), asked, memory, where)
         build = self._finder.begin(functools.partial(self._build_index, work, where), progress)
         if not background:
@@ -92,11 +92,11 @@ class IndexVerbs(Handle):
 
     @verb
     def _build_index(
-        self, work: Callable[[Progress], IndexReport], device: torch.device | None, say: Progress
+        self, work: Callable[[Progress], IndexReport], devices: tuple[torch.device, ...] | None, say: Progress
     ) -> IndexReport:
         with _index_kept():
             report = work(say)
-        self._device = self._device if device is None else device
+        self._devices = self._devices if devices is None else devices
         return report
 
     @verb

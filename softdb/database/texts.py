@@ -81,6 +81,7 @@ class TextVerbs(Handle):
         depth = min(depth, snapshot.records)
         ask, excluded = check.Asked(depth, None, 0.0, depth), None if rows is None else snapshot.positions(rows)
         near = functools.partial(self._finder.find, snapshot, exact=exact)
+        snapshot = self._finder.columns(snapshot, queries.device) or snapshot
         nearest = hits(ask, queries.detach(), snapshot, metric, near, found.allowed, excluded)[0].cpu().numpy()
         nearest = np.pad(nearest, ((0, 0), (0, depth - nearest.shape[1])), constant_values=-1)
         own, scores = fused_hits(

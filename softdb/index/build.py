@@ -56,7 +56,7 @@ def checked(
     if not isinstance(kind, str) or kind not in known:
         why, way = "", ""
         if isinstance(kind, str) and kind in KINDS and board is not None:
-            why, way = f", which has no form on {board.device}", ", or device='cpu'"
+            why, way = f", which has no form on {board.name}", ", or device='cpu'"
         raise BadInput(f"kind is {shown(kind)}{why}; choose one of {', '.join(map(repr, known))}{way}")
     if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
         raise BadInput(f"recall is {shown(recall)}; expected a share above 0 and at most 1, such as 0.95")
@@ -82,7 +82,7 @@ def build(
     fit = possible(snapshot, kind, memory, board)
     if not fit:
         reason = "asked for" if kind == "flat" else f"{snapshot.count} records are searched exactly in a moment"
-        where = "cpu" if board is None else str(board.device)
+        where = "cpu" if board is None else board.name
         return None, {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
     target = Target(recall, min(k, snapshot.count), queries)
     say = progress or (lambda *_: None)
@@ -111,7 +111,7 @@ def build(
 
 def possible(snapshot: Snapshot, kind: str, memory: int | None, board: Board | None = None) -> list[Option]:
     """What may be built, nothing where exact search serves better. Raises MissingDependency and BadInput."""
-    if kind == "flat":
+    if kind == "flat" or (board is not None and not engines(board)):
         return []
     if kind == "auto" and (snapshot.count < SMALL if board is None else board.small(snapshot)):
         return []

@@ -1,62 +1,135 @@
-"""Finding on a GPU with torch alone: exact search, and the exact order of candidates.
+"""Devices that a database computes on: exact search there with torch alone, and the exact order of candidates.
 
 Queries, keys and candidates stay on the device; what comes back are the positions found. Exact search is that of
-`flat`, but a query whose answer rounding leaves open is asked again on the CPU.
+`flat`, the second round for what rounding leaves open included. On several devices each holds a run of the positions;
+each is asked for its own, and the best of them are the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
 from softdb.index import flat
-from softdb.index.contract import Live, Rows
+from softdb.index.contract import Live, Recent, Rows
+from softdb.index.on_device import OnDevice, Shard, part_of
 from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
 from softdb.index.rerank import ordered
-from softdb.index.resident import DeviceView, Kept, KeyColumn, Seen
+from softdb.index.resident import Column, DeviceView, Kept, Seen
+from softdb.reports import DeviceReport
 from softdb.store import Snapshot
 
-__all__ = ["Board"]
+__all__ = ["DEVICE_ERRORS", "Board", "radius_search"]
+
+# what torch raises where a device is full or lost; until 2.8 the latter had no name of its own
+DEVICE_ERRORS = torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError)
 
 SCORED = 1 << 26  # scores at once: 256 MB
 CONVERTED = 1 << 26  # numbers of half-precision keys converted at once
 GATHERED = 1 << 25  # numbers of candidate keys gathered at once: 128 MB, twice that in float64
 QUERIES = 1024  # compared with a block at once
 SMALL = 1 << 27  # numbers that are compared in about a millisecond by a GPU that reads 0.5 TB/s
+UNEVEN = 1.5  # times its share of the records, from which on what the last device holds is shared out anew
 
 
-class Board:
-    """A GPU as one database uses it: its keys, as far as they fit, and what is known of the newest snapshot."""
+class _Card:
+    """One device as a database uses it: its columns, as far as they fit, and what is known of the newest snapshot."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.column = KeyColumn(device)
+        self.keys, self.values = Column(device, False, dtype), Column(device, True, dtype)
         self._seen: Seen | None = None
-
-    @classmethod
-    def of(cls, device: torch.device | None) -> Board | None:
-        """The board of a device; None for the CPU."""
-        return None if device is None or device.type == "cpu" else cls(device)
 
     def view(self, snapshot: Snapshot) -> DeviceView:
         """A snapshot, as it lies here."""
         seen = self._seen
         if seen is None or seen.snapshot() is not snapshot:
-            seen = self._seen = Seen(snapshot, self.column)
+            seen = self._seen = Seen(snapshot, self.keys, self.values)
         return DeviceView(snapshot, seen)
+
+    def forget(self) -> None:
+        """Give all memory back."""
+        self._seen = None
+        self.keys.forget()
+        self.values.forget()
+
+
+class Board:
+    """The devices that one database computes on, each with a run of the records; FAISS' index lies on the first."""
+
+    def __init__(self, *devices: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.cards = tuple(_Card(device, dtype) for device in devices)
+        self.device = self.cards[0].device
+        self.dtype = dtype  # of the columns there; None: as they are stored
+        self._lock = threading.Lock()
+        self._cuts: tuple[int, ...] = ()  # the first position of every card but the first
+        self._parts: Recent[tuple[Snapshot, ...]] = Recent(1)
+
+    @classmethod
+    def of(cls, devices: Sequence[torch.device] | None, dtype: torch.dtype | None = None) -> Board | None:
+        """The board of some devices; None for the CPU."""
+        return None if not devices or devices[0].type == "cpu" else cls(*devices, dtype=dtype)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All of them."""
+        return tuple(card.device for card in self.cards)
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        return " and ".join(map(str, self.devices))
+
+    def holds(self, device: torch.device) -> bool:
+        """Whether it is one of these."""
+        mine = [(one.type, one.index if one.type == "cuda" else None) for one in self.devices]
+        return (device.type, device.index) in mine
+
+    def view(self, snapshot: Snapshot) -> DeviceView:
+        """A snapshot, as it lies on the first device alone."""
+        return self.cards[0].view(snapshot)
+
+    def shards(self, snapshot: Snapshot) -> tuple[Shard, ...]:
+        """The records of a snapshot, as they lie on the devices: runs of positions."""
+        if len(self.cards) == 1:
+            return (Shard(self.view(snapshot), 0),)
+        parts = self._parts.of(lambda: self._apart(snapshot), snapshot)
+        lows = itertools.accumulate((part.size for part in parts), initial=0)
+        return tuple(Shard(card.view(part), low) for card, part, low in zip(self.cards, parts, lows, strict=False))
+
+    def _apart(self, snapshot: Snapshot) -> tuple[Snapshot, ...]:
+        """A part for each card; new records come to the last one, until it has far more than the others."""
+        size, cards = snapshot.size, len(self.cards)
+        with self._lock:
+            last = size - self._cuts[-1] if self._cuts else size
+            if not -size < last <= UNEVEN * size / cards:  # or most of them were compacted away
+                self._cuts = tuple(size * i // cards for i in range(1, cards))
+            ends = itertools.pairwise((0, *(min(cut, size) for cut in self._cuts), size))
+        return tuple(part_of(snapshot, low, high) for low, high in ends if low < high)
+
+    def columns(self, snapshot: Snapshot) -> OnDevice | None:
+        """A snapshot's columns there; None where it has none."""
+        return OnDevice.placed(snapshot, self.shards(snapshot)) if snapshot.size else None
+
+    def resident(self, snapshot: Snapshot) -> bool:
+        """Whether all keys are there."""
+        return all(shard.view.seen.keys is not None for shard in self.shards(snapshot))
 
     def small(self, snapshot: Snapshot) -> bool:
         """Whether a search of every record takes a moment: the keys are here, and few."""
         if not snapshot.size:
             return True
         numbers = snapshot.size * snapshot.segments[0].keys.shape[1]
-        return numbers <= SMALL and self.view(snapshot).seen.keys is not None
+        return numbers <= SMALL and self.resident(snapshot)
 
     def nearest(
         self,
@@ -74,19 +147,23 @@ class Board:
         found = np.full((len(queries), k), -1, np.int64)
         if not snapshot.count or not len(queries):
             return found
-        view = self.view(snapshot)
-        kept = view.kept(allowed)
-        count = int(np.count_nonzero(kept.mask[start:])) if start else kept.number
-        k = min(k, count)
-        if not k:
-            return found
         dtype = torch.promote_types(queries.dtype, torch.float64 if reduced() else torch.float32)
-        asked = queries.detach().to(self.device, dtype)
-        near, _, unsure = _DeviceScan(view, kept, start, count, metric).nearest(asked, k)
-        found[:, :k] = near.cpu().numpy()
-        again = unsure.nonzero()[:, 0]
-        if len(again):
-            found[again.cpu().numpy(), :k] = flat.nearest(snapshot, asked[again].cpu(), k, metric, allowed, start)
+        parts, shards = [], self.shards(snapshot)
+        for shard in shards:
+            view, own = shard.view, shard.of(allowed)
+            scan = _DeviceScan.of(view, own, max(0, start - shard.low), metric)
+            count = min(k, scan.count)
+            if count:
+                asked = queries.detach().to(view.device, dtype)
+                near = scan.answer(asked, count)
+                if len(shards) == 1:
+                    found[:, :count] = near
+                    return found
+                scores = scan.scores(asked.double(), torch.from_numpy(near).to(view.device))
+                parts.append((near + shard.low, scores.cpu().numpy()))
+        if parts:
+            best = _best_of(parts, k)
+            found[:, : best.shape[1]] = best
         return found
 
     def ordered(
@@ -108,6 +185,52 @@ class Board:
         found = positions.masked_fill(~there, -1).gather(1, order)
         return np.asarray(torch.nn.functional.pad(found, (0, k - found.shape[1]), value=-1).cpu().numpy())
 
+    def report(self, stored: str) -> DeviceReport:
+        """What lies here, of columns that are stored in some dtype."""
+        dtype = stored if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        keys, values = [card.keys for card in self.cards], [card.values for card in self.cards]
+        size = sum(column.bytes for column in (*keys, *values))
+        return DeviceReport([*map(str, self.devices)], _state(keys), _state(values), dtype, size)
+
+    def forget(self) -> None:
+        """Give all memory back."""
+        for card in self.cards:
+            card.forget()
+
+
+def _state(columns: list[Column]) -> str:
+    """Of one column, on all devices."""
+    asked = [column for column in columns if column.asked]
+    if not asked:
+        return "not asked for yet"
+    return "streamed" if any(not column.bytes for column in asked) else "resident"
+
+
+def _best_of(parts: list[tuple[Rows, NDArray[np.float64]]], k: int) -> Rows:  # (q, k_i) each -> (q, ≤ k)
+    """The best of what the devices found, by exact score, ties by position."""
+    positions, scores = (np.concatenate(column, axis=1) for column in zip(*parts, strict=True))
+    order = np.lexsort((positions, -scores), axis=1)[:, :k]
+    return np.take_along_axis(positions, order, 1)
+
+
+def radius_search(
+    snapshot: Snapshot,
+    queries: Tensor,  # (q, d) floating point, any device
+    least: float,
+    metric: Metric,
+    allowed: Live | None = None,  # (size,) over positions; None: every live record
+) -> Rows:  # (q, m), -1 = none
+    """As `flat.radius_search`, computed where the columns lie; a run of positions after the other."""
+    if not isinstance(snapshot, OnDevice):
+        return flat.radius_search(snapshot, queries, least, metric, allowed)
+    dtype, found = torch.promote_types(queries.dtype, torch.float32), [np.empty((len(queries), 0), np.int64)]
+    for shard in snapshot.shards:
+        scan = _DeviceScan.of(shard.view, shard.of(allowed), 0, metric)
+        if scan.count and len(queries):
+            near = scan.within(queries.detach().to(shard.view.device, dtype), least)
+            found.append(np.where(near < 0, -1, near + shard.low))
+    return np.concatenate(found, axis=1)
+
 
 class _DeviceScan(flat.Scan):
     """The records of one exact search, on a GPU."""
@@ -116,6 +239,22 @@ class _DeviceScan(flat.Scan):
         super().__init__(view.snapshot, kept.mask, start, count, metric)
         self.view, self.kept = view, kept
         self.queries, self.gathered = QUERIES, GATHERED
+
+    @classmethod
+    def of(cls, view: DeviceView, allowed: Live | None, start: int, metric: Metric) -> _DeviceScan:
+        """Of what a filter (size,) allows."""
+        kept = view.kept(allowed)
+        count = int(np.count_nonzero(kept.mask[start:])) if start else kept.number
+        return cls(view, kept, start, count, metric)
+
+    def compared(self, queries: Tensor, k: int) -> None:
+        """The kernels of the CPU do not reach here."""
+
+    def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
+        """As on the CPU; there, where the keys would have to travel."""
+        if self.view.seen.keys is not None:
+            return super().second_round(queries, worst, k)
+        return flat.nearest(self.snapshot, queries.cpu(), k, self.metric, self.kept.mask, self.start)
 
     @staticmethod
     def merge(best: Best | None, scores: Tensor, positions: Tensor, kept: int) -> Best:
@@ -132,8 +271,9 @@ class _DeviceScan(flat.Scan):
         return self.view.keys_at(positions)
 
     def scores(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Exact scores (q, c)."""
-        return _scores(self.view, queries, positions, self.metric)
+        """Exact scores (q, c), -inf of those that do not count: they stand where products overflowed."""
+        found = _scores(self.view, queries, positions, self.metric)
+        return found.masked_fill_(~self.kept.there[positions], -torch.inf)
 
 
 def _scores(view: DeviceView, queries: Tensor, positions: Tensor, metric: Metric) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +19,17 @@ from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Progress, Target, build, checked, possible, tuned
 from softdb.index.contract import Floats, Found, Index, Live, Rows, Selected, faiss_module
-from softdb.index.device import Board
+from softdb.index.device import DEVICE_ERRORS, Board
 from softdb.index.gpu import board_of, hosted, place, placed
 from softdb.index.gpu_search import find_there
 from softdb.index.ivf import IVF
+from softdb.index.on_device import OnDevice
 from softdb.index.reach import reach_of
 from softdb.index.search import find, find_among_all, indexed_until
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
 from softdb.kernels import available
-from softdb.reports import IndexReport
+from softdb.reports import DeviceReport, IndexReport
 from softdb.store import Snapshot, Store, fork
 
 __all__ = ["Finder"]
@@ -42,9 +43,14 @@ ABSORB_SHARE = 0.1  # and what share of the index they must be: to add copies it
 class Finder:
     """Finds candidates for a store. An index may be missing, stale or refused; the answer is right all the same."""
 
-    def __init__(self, store: Store, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        devices: Sequence[torch.device] | None = None,
+        dtype: torch.dtype | None = None,  # of the columns there; None: as they are stored
+    ) -> None:
         self._store = store
-        self._board = Board.of(device)  # the GPU to search on; None: the CPU
+        self._board = Board.of(devices, dtype)  # the GPUs to compute on; None: the CPU
         # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
         self._in_use: tuple[Index | None, int] = (None, 0)
         self._tail: Tail | None = None  # of the index, made when first needed
@@ -94,6 +100,8 @@ class Finder:
         own, board = self._store.loader.loaded.keyed.schema.metric, self._board
         metric = metric or own
         index = None if exact or metric is not own else self._current(snapshot)
+        if index is not None and not index.on_gpu and self._beside(snapshot, queries.device):
+            index = None
         found, start = None, time.perf_counter()
         if index is not None:
             search = find_there if index.on_gpu else find
@@ -103,6 +111,16 @@ class Finder:
         if certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
             self._watched(snapshot, index, found, time.perf_counter() - start, queries, allowed)
         return found
+
+    def columns(self, snapshot: Snapshot, device: torch.device) -> OnDevice | None:
+        """A snapshot's columns as queries on a device find them there; None where the host's serve."""
+        board = self._board
+        return board.columns(snapshot) if board is not None and board.holds(device) else None
+
+    def _beside(self, snapshot: Snapshot, device: torch.device) -> bool:
+        """Whether queries lie beside all keys: comparing all is faster than asking an index on the host."""
+        board = self._board
+        return board is not None and board.holds(device) and board.resident(snapshot)
 
     def find_among_all(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
         """As `find` on the CPU, with no filter, in the few steps that a single query should take; None: ask `find`."""
@@ -150,12 +168,10 @@ class Finder:
         k: int,
         queries: Tensor | None,
         memory: object = None,  # bytes, or text such as "200MB"
-        device: torch.device | None = None,  # None: where searches run now
+        devices: Sequence[torch.device] | None = None,  # None: where searches run now
     ) -> Callable[[Progress], IndexReport]:
         """What builds, measures, saves and uses a new index, and returns the report. The old one serves until then."""
-        board = self._board if device is None else Board.of(device)
-        if board is not None and self._board is not None and board.device == self._board.device:
-            board = self._board  # its keys are there already
+        board = self._board if devices is None else self._board_of(devices, self.dtype)
         kind, recall, most = checked(kind, recall, memory, board)
         snapshot, metric = self._store.snapshot, self._store.schema.metric
         possible(snapshot, kind, most, board)
@@ -176,6 +192,44 @@ class Finder:
             return IndexReport.of(report)
 
         return work
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the columns on devices; None: as they are stored."""
+        return None if self._board is None else self._board.dtype
+
+    def _board_of(self, devices: Sequence[torch.device], dtype: torch.dtype | None) -> Board | None:
+        """The board of some devices: the one in use, whose columns are there already, where it is theirs."""
+        board, mine = Board.of(devices, dtype), self._board
+        same = board is not None and mine is not None and (board.devices, dtype) == (mine.devices, mine.dtype)
+        return mine if same else board
+
+    @property
+    def place(self) -> str:
+        """Where it computes, as it is shown."""
+        return "the CPU" if self._board is None else self._board.name
+
+    def device_report(self) -> DeviceReport | None:
+        """What lies on the devices; None for the CPU."""
+        return None if self._board is None else self._board.report(self._store.schema.dtype.name)
+
+    def move(self, devices: Sequence[torch.device], dtype: torch.dtype | None) -> None:
+        """Compute elsewhere from now on; an index goes there, too, where it has a form there."""
+        board = self._board_of(devices, dtype)
+        with self._lock:
+            if board is self._board:
+                return
+            before, self._board = self._board, board
+            index, since = self._in_use
+            if index is not None:
+                try:
+                    self._in_use = placed(index, board), since
+                except DEVICE_ERRORS as error:  # what a device that was lost holds is lost
+                    _log.warning("the index is loaded anew, or else to be built anew: %s", error)
+                    self._in_use, self._tail = (None, 0), None
+                    self._file, self._looked, self._unsaved = None, False, False
+            if before is not None:
+                before.forget()
 
     def begin(self, work: Callable[[Progress], IndexReport], progress: Progress | None = None) -> Build[IndexReport]:
         """A build that may run now. Raises BadInput while another one does."""

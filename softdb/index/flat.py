@@ -48,16 +48,7 @@ def nearest(
     if not k or not len(queries):
         return found
     queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
-    scan = Scan(snapshot, keep, start, count, metric)
-    near, worst, unsure = scan.compared(queries, k) or scan.nearest(queries, k)
-    found[:, :k] = near.numpy()
-    if metric is not Metric.L2:  # for a query of zeros every record scores 0: nothing but the row decides
-        zero = ~queries.any(1)
-        found[zero.numpy(), :k] = np.flatnonzero(keep[start:])[:k] + start
-        unsure &= ~zero
-    again = unsure.nonzero()[:, 0]
-    for few in torch.split(again, _SECOND) if len(again) else ():
-        found[few.numpy(), :k] = scan.second_round(queries[few].double(), worst[few], k)
+    found[:, :k] = Scan(snapshot, keep, start, count, metric).answer(queries, k)
     return found
 
 
@@ -77,17 +68,7 @@ def radius_search(
     if not count or not len(queries):
         return np.empty((len(queries), 0), np.int64)
     queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
-    # a distance summed from differences is off by d roundings at most; what a product misplaced farther drops out here
-    slack = torch.finfo(queries.dtype).eps * (queries.shape[1] + 8) * abs(least) if metric is Metric.L2 else np.inf
-    scan = Scan(snapshot, keep, 0, count, metric)
-    which, found = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for low in range(0, len(queries), _QUERIES):
-        part = queries[low : low + _QUERIES]
-        for query, places, scores in scan.reaching(part, torch.full((len(part),), least, dtype=torch.float64)):
-            near = scores >= least - slack
-            which.append(query[near] + low)
-            found.append(places[near])
-    return _padded(np.concatenate(which), np.concatenate(found), len(queries))
+    return Scan(snapshot, keep, 0, count, metric).within(queries, least)
 
 
 def _padded(which: Rows, found: Rows, queries: int) -> Rows:  # (q, m)
@@ -114,6 +95,39 @@ class Scan:
         self.snapshot, self.keep, self.start, self.count, self.metric = snapshot, keep, start, count, metric
         self.dim = snapshot.segments[0].keys.shape[1]
         self.queries, self.gathered = _QUERIES, _BLOCK  # compared with a block at once; numbers of keys copied at once
+
+    def answer(
+        self,
+        queries: Tensor,  # (q, d)
+        k: int,  # at most count
+    ) -> Rows:  # (q, k)
+        """Positions of the k nearest, ties by row."""
+        near, worst, unsure = self.compared(queries, k) or self.nearest(queries, k)
+        found: Rows = near.cpu().numpy()
+        if self.metric is not Metric.L2:  # for a query of zeros every record scores 0: nothing but the row decides
+            zero = ~queries.any(1)
+            if bool(zero.any()):
+                found[zero.cpu().numpy()] = np.flatnonzero(self.keep[self.start :])[:k] + self.start
+                unsure &= ~zero
+        again = unsure.nonzero()[:, 0]
+        for few in torch.split(again, _SECOND) if len(again) else ():
+            found[few.cpu().numpy()] = self.second_round(queries[few], worst[few], k)
+        return found
+
+    def within(self, queries: Tensor, least: float) -> Rows:  # (q, d) -> (q, m)
+        """As `radius_search`."""
+        # a distance summed from differences is off by d roundings at most; what a product misplaced farther drops out
+        eps = torch.finfo(queries.dtype).eps
+        slack = eps * (queries.shape[1] + 8) * abs(least) if self.metric is Metric.L2 else np.inf
+        which, found = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for low in range(0, len(queries), _QUERIES):
+            part = queries[low : low + _QUERIES]
+            floor = torch.full((len(part),), least, dtype=torch.float64, device=part.device)
+            for query, places, scores in self.reaching(part, floor):
+                near = scores >= least - slack
+                which.append(query[near] + low)
+                found.append(places[near])
+        return _padded(np.concatenate(which), np.concatenate(found), len(queries))
 
     def nearest(
         self,
@@ -232,13 +246,13 @@ class Scan:
 
     def second_round(
         self,
-        queries: Tensor,  # (q, d) float64
+        queries: Tensor,  # (q, d)
         worst: Tensor,  # (q,) float64: no better k-th score exists below it
         k: int,
     ) -> Rows:  # (q, k)
         """Positions of the k nearest among all records that may reach the k-th score, scored exactly."""
         which, found, scores = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
-        for near, places, exact in self.reaching(queries, worst):
+        for near, places, exact in self.reaching(queries.double(), worst):
             which, found = np.concatenate([which, near]), np.concatenate([found, places])
             scores = np.concatenate([scores, exact])
             order = np.lexsort((found, -scores, which))
@@ -254,14 +268,16 @@ class Scan:
     ) -> Iterator[tuple[Rows, Rows, NDArray[np.float64]]]:
         """Pairs that may reach their query's least score, block by block: query, position, float64 score, each (p,)."""
         probe, prepared = Probe(self.metric, queries), None
-        constant = probe.full(torch.zeros(len(queries)))  # (q,) that approximate scores lack
+        constant = probe.full(queries.new_zeros(len(queries)))  # (q,) that approximate scores lack
         for block in self.blocks(len(queries)):
             prepared = BlockKeys(self.metric, block.keys.to(queries.dtype), prepared)
             longest = torch.linalg.vector_norm(prepared.keys, dim=1, dtype=torch.float64).amax().expand(len(queries))
             floor = (least - probe.slack(least, longest) - constant).to(queries.dtype)
             floor = torch.nextafter(floor, torch.full_like(floor, -torch.inf))  # rounding must not raise it
             # negated, so that a NaN counts as near
-            which, places = (~(probe.approximate(prepared) < floor.unsqueeze(1))).nonzero(as_tuple=True)
+            near = ~(probe.approximate(prepared) < floor.unsqueeze(1))
+            which, places = (near if block.dead is None else near & ~block.dead).nonzero(as_tuple=True)
             if len(which):
                 positions = block.positions[places]
-                yield which.numpy(), positions.numpy(), self._paired(queries.double(), which, positions).numpy()
+                scores = self._paired(queries.double(), which, positions)
+                yield which.cpu().numpy(), positions.cpu().numpy(), scores.cpu().numpy()

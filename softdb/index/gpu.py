@@ -191,7 +191,9 @@ class _DeviceIVFSQ8(OnGPU):
 
 
 def engines(board: Board) -> dict[str, type[OnGPU]]:
-    """The engines with a form on a GPU, each for indexes on that board."""
+    """The engines with a form on a GPU, each for indexes on that board; none for several GPUs, which compare all."""
+    if len(board.cards) > 1:
+        return {}
     return {engine.kind: type(engine.__name__, (engine,), {"board": board}) for engine in (_DeviceIVF, _DeviceIVFSQ8)}
 
 
@@ -223,6 +225,9 @@ def place(index: Index | None) -> str:
 
 def _movable(index: Index, board: Board) -> bool:
     """Whether an index of the CPU has a form on a GPU; one line in the log where it has none."""
+    if len(board.cards) > 1:
+        _log.warning("the index stays on the CPU: the GPUs together compare every record")
+        return False
     try:
         faiss, inner = gpu_faiss(board.device), index.inner
     except MissingDependency as error:

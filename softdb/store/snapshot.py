@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,8 @@ class Snapshot:
     live: Live  # (size,)
     count: int  # live records with a key: all that vectors meet
     keyless: Rows = field(default_factory=NONE.copy)  # rows of the others, ascending
+
+    on_host: ClassVar[bool] = True  # whether kernels read the columns where they lie
 
     @classmethod
     def of(cls, generation: int, segments: tuple[Segment, ...], live: Live, keyless: Rows = NONE) -> Snapshot:

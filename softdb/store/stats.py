@@ -7,14 +7,14 @@ import os
 import numpy as np
 
 from softdb.kernels import in_use
-from softdb.reports import IndexReport, Stats
+from softdb.reports import DeviceReport, IndexReport, Stats
 from softdb.store.snapshot import Snapshot
 from softdb.store.store import Store
 
 __all__ = ["noted_index", "stats"]
 
 
-def stats(store: Store, index: IndexReport | None) -> Stats:
+def stats(store: Store, index: IndexReport | None, device: DeviceReport | None = None) -> Stats:
     """The facts of a store. Cost: a walk over its directory."""
     snapshot, schema = store.snapshot, store.schema
     return Stats(
@@ -38,6 +38,7 @@ def stats(store: Store, index: IndexReport | None) -> Stats:
         bytes=store.occupied(),
         kernels=in_use(),
         index=index,
+        device=device,
     )
 
 

@@ -22,7 +22,7 @@ from softdb.check import Metric
 from softdb.index import cache, flat, gpu, gpu_search, resident
 from softdb.index.contract import Selected
 from softdb.index.device import Board
-from softdb.index.resident import KeyColumn
+from softdb.index.resident import Column
 from softdb.store.snapshot import Segment, Snapshot
 
 __all__ = ["fake"]
@@ -51,7 +51,9 @@ class TestPretendedIVFSQ8(IndexContract):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every database on the first GPU."""
     monkeypatch.setattr(gpu_search, "FEW", 500)
-    monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: cls(torch.device("cuda", 0))))
+    monkeypatch.setattr(
+        Board, "of", classmethod(lambda cls, devices, dtype=None: cls(torch.device("cuda", 0), dtype=dtype))
+    )
 
 
 @pytest.mark.gpu
@@ -121,12 +123,12 @@ def test_coarse_products_do_not_mislead(device: torch.device, rng: np.random.Gen
 def test_only_what_the_bound_leaves_open_is_asked_again(rng: np.random.Generator, monkeypatch: Any) -> None:
     again: list[int] = []
 
-    def counted(records: Snapshot, queries: torch.Tensor, *rest: Any) -> Any:
+    def counted(scan: Any, queries: torch.Tensor, *rest: Any) -> Any:
         again.append(len(queries))
-        return exact(records, queries, *rest)
+        return exact(scan, queries, *rest)
 
-    exact = flat.nearest
-    monkeypatch.setattr(flat, "nearest", counted)
+    exact = flat.Scan.second_round
+    monkeypatch.setattr(flat.Scan, "second_round", counted)
     keys = rng.standard_normal((2000, 32)).astype(np.float32)
     keys[100:160] = keys[7]
     queries = torch.from_numpy(np.concatenate([rng.standard_normal((30, 32)).astype(np.float32), keys[7:8]]))
@@ -197,7 +199,7 @@ def grown(keys: Array, generation: int, *segments: tuple[int, int, int]) -> Snap
 
 
 def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
-    keys, column = rng.standard_normal((100, 4)).astype(np.float32), KeyColumn(DEVICE)
+    keys, column = rng.standard_normal((100, 4)).astype(np.float32), Column(DEVICE, False)
     first = column.of(grown(keys, 1, (1, 0, 10), (2, 10, 15)))
     assert first is not None
     np.testing.assert_array_equal(first.numpy(), keys[:15])
@@ -216,7 +218,7 @@ def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
 
 
 def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.Generator) -> None:
-    keys, column = rng.standard_normal((50, 4)).astype(np.float32), KeyColumn(DEVICE)
+    keys, column = rng.standard_normal((50, 4)).astype(np.float32), Column(DEVICE, False)
     before = grown(keys, 1, (1, 0, 30), (2, 30, 50))
     assert column.of(before) is not None
     found = column.of(grown(keys, 2, (2, 30, 50), (3, 0, 10)))
@@ -228,12 +230,12 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
     np.testing.assert_array_equal(found.numpy(), np.concatenate([keys[20:40], keys[:12]]))
     queries = torch.from_numpy(keys[:3])
     board = Board(DEVICE)
-    board.column = column
+    board.cards[0].keys = column
     assert board.nearest(before, queries, 2, Metric.L2).tolist() == flat.nearest(before, queries, 2, Metric.L2).tolist()
 
 
 def test_keys_that_do_not_fit_stay_where_they_are(rng: np.random.Generator, monkeypatch: Any) -> None:
-    keys, column = rng.standard_normal((100, 4)).astype(np.float32), KeyColumn(DEVICE)
+    keys, column = rng.standard_normal((100, 4)).astype(np.float32), Column(DEVICE, False)
     space = {"bytes": 16 * 60 / (1 - resident.SPARE)}
     monkeypatch.setattr(resident, "room", lambda device: space["bytes"])
     assert column.of(grown(keys, 1, (1, 0, 61))) is None
@@ -292,7 +294,7 @@ def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: 
     db.search(queries)
     assert len(fake.asked) == 1
     assert gpu._resources().inner.stream == "FAISS' own"
-    assert db.attend(queries, k=20).finder == "ivf"
+    assert db.attend(queries, k=20).finder == "ivf on cpu:0"
     assert len(fake.asked) == 2
 
 
@@ -429,7 +431,7 @@ def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypa
     expected, board = db.search(queries).rows.tolist(), db._finder._board
     assert board is not None
     monkeypatch.setattr(resident, "room", lambda device: 0)
-    board.column, board._seen = KeyColumn(DEVICE), None
+    board.forget()
     fake.asked.clear()
     assert db.search(queries).rows.tolist() == expected
     assert fake.asked
@@ -450,7 +452,7 @@ def test_the_cache_is_an_index_of_the_cpu(fake: FakeGpu, kind: str, tmp_path: Pa
         assert db.search(queries).rows.tolist() == expected.tolist()
         assert index_report(db).device == "cpu:0"
         assert fake.uploads == uploads + 1
-    monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: None))
+    monkeypatch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: None))
     monkeypatch.delattr(faiss, "StandardGpuResources")
     with softdb.open(tmp_path / "db") as db:  # a machine without a GPU
         truth = np.argsort(-scores("dot", queries, keys), axis=1)[:, :10]
@@ -463,7 +465,7 @@ def test_codes_that_have_no_form_there_stay_on_the_cpu(
     fake: FakeGpu, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Board, "of", classmethod(lambda cls, device: None))
+        patch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: None))
         opened(tmp_path / "db")[0].close()
     with softdb.open(tmp_path / "db") as db, caplog.at_level(logging.WARNING, "softdb"):
         _, queries = world()
@@ -587,8 +589,8 @@ def db() -> softdb.SoftDB:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("moon", "device is 'moon'; expected 'cpu' or 'cuda'"),
-        (object(), "expected 'cpu' or 'cuda'"),
+        ("moon", "device is 'moon'; expected 'cpu', 'cuda', 'cuda:1' or a list of GPUs"),
+        (object(), "expected 'cpu', 'cuda', 'cuda:1' or a list"),
         ("mps", "device is 'mps', which softdb does not know; expected 'cpu' or 'cuda'"),
         ("meta", "device is 'meta', which softdb does not know"),
     ],
@@ -612,7 +614,7 @@ def test_a_gpu_that_is_not_there(db: softdb.SoftDB, monkeypatch: Any) -> None:
 
 
 def test_the_cpu_build_of_faiss(db: softdb.SoftDB, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: cls(DEVICE)))
+    monkeypatch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: cls(DEVICE, dtype=dtype)))
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
     with pytest.raises(softdb.MissingDependency, match="pip uninstall faiss-cpu, then pip install 'softdb\\[gpu\\]'"):
         db.build_index("ivf", device="cpu")
@@ -642,7 +644,7 @@ def test_engines_without_a_form_there(fake: FakeGpu, db: softdb.SoftDB, kind: st
 @pytest.mark.slow
 def test_back_to_the_cpu(fake: FakeGpu, monkeypatch: Any) -> None:
     db, _, queries = opened()
-    monkeypatch.setattr(Board, "of", classmethod(lambda cls, device: None))
+    monkeypatch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: None))
     assert db.build_index("hnsw", device="cpu").device == "cpu"
     assert bool(db.search(queries).live.all())
     assert db._finder._board is None
