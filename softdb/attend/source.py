@@ -161,6 +161,13 @@ class Stored(OfGeneration, AsStored):
         """Those of the generation."""
         return self.snapshot if self.there is None else self.there
 
+    @cached_property
+    def resident(self) -> tuple[Resident, ...]:
+        """Those that lie beside the queries, where both keys and values fit there."""
+        if self.there is None or not self.there.resident(pools=True):
+            return ()
+        return tuple(Resident(*shard.tensors, shard.low) for shard in self.there.shards)
+
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
         """As `Snapshot.blocks`, wherever they lie."""
         return self.columns.blocks(size, allowed, start)

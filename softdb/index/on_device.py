@@ -29,6 +29,14 @@ class Shard(NamedTuple):
         """The position after the last."""
         return self.low + self.view.snapshot.size
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Keys, and values where they are not the keys; which are live, None: all. For columns that are there."""
+        view = self.view
+        keys, values, kept = view.seen.keys, view.values, view.kept(None)
+        assert keys is not None
+        return keys, None if values is keys else values, None if kept.number == len(keys) else kept.there
+
     def of(self, column: Live | None) -> Live | None:  # (size,) -> (m,)
         """Its part of what is known of every position."""
         return column if column is None or self.high - self.low == len(column) else column[self.low : self.high]

@@ -1,0 +1,193 @@
+"""A database on a device: equal to one on the CPU at every step, from what lies there alone."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import pretend
+
+import softdb
+from softdb.answers import Hits
+from softdb.attend import exact
+from softdb.index import resident
+from softdb.scores import Gaussian, Laplacian
+from softdb.store.compact import compact
+
+D, V = 4, 3
+KINDS: dict[str, dict[str, Any]] = {
+    "dot": {"metric": "dot", "value_dim": V},
+    "cosine of halves": {"metric": "cosine", "dtype": "float16"},
+    "distances, labels": {"metric": "l2", "num_classes": V},
+}
+WHERE = {"x": {"$gt": 0}}
+
+
+def values_of(rng: np.random.Generator, kind: str, n: int) -> Any:
+    if "num_classes" in KINDS[kind]:
+        return rng.integers(0, V, n)
+    return rng.standard_normal((n, V)).astype(np.float32) if "value_dim" in KINDS[kind] else None
+
+
+def filled(path: Path | None, kind: str, rng: np.random.Generator, n: int = 60, **words: Any) -> softdb.SoftDB:
+    db = softdb.open(path, dim=D, **KINDS[kind], **words)
+    insert(db, kind, rng, range(n))
+    return db
+
+
+def insert(db: softdb.SoftDB, kind: str, rng: np.random.Generator, ids: Any) -> None:
+    keys = rng.standard_normal((len(ids), D)).astype(np.float32)
+    keys[len(ids) // 2 :] = keys[: len(ids) - len(ids) // 2]  # pairs that tie
+    db.insert(ids, keys, values_of(rng, kind, len(ids)), [{"x": float(key[0]), "g": int(key[1] > 0)} for key in keys])
+
+
+def sampled(db: softdb.SoftDB, queries: torch.Tensor) -> tuple[Any, ...]:
+    """What must be 0 of any draw: which records come depends on the blocks that pass."""
+    found = db.sample(queries, 3, temperature=0.5, generator=torch.Generator().manual_seed(3))
+    return (found.log_prob + db.log_partition(queries, temperature=0.5).value[:, None] - 2 * found.hits.scores,)
+
+
+def hits(found: Hits) -> tuple[Any, ...]:
+    return found.rows, found.scores
+
+
+def pooled(found: softdb.Pooled) -> tuple[Any, ...]:
+    return found.output, found.lse, found.exact, found.missed_mass, found.n_pooled
+
+
+ASKED: dict[str, Callable[[softdb.SoftDB, torch.Tensor], tuple[Any, ...]]] = {
+    "search": lambda db, q: hits(db.search(q, 7)),
+    "filter": lambda db, q: hits(db.search(q, 3, where=WHERE)),
+    "page": lambda db, q: hits(db.search(q, 3, offset=2, exclude_ids=[1, 2])),
+    "many": lambda db, q: hits(db.search(q, 3000)),
+    "radius": lambda db, q: hits(db.search(q, radius=1.0 if db.metric == "l2" else 0.3)),
+    "diverse": lambda db, q: hits(db.search(q, 4, diversity=0.3)),
+    "groups": lambda db, q: hits(db.search(q, 2, group_by="g", group_size=2)),
+    "attend": lambda db, q: pooled(db.attend(q, temperature=0.7)),
+    "attend, filter": lambda db, q: pooled(db.attend(q, where=WHERE)),
+    "attend, mask": lambda db, q: pooled(db.attend(q, mask=torch.arange(db.keyed) % 3 > 0)),
+    "attend, k": lambda db, q: pooled(db.attend(q, k=5)),
+    "attend, k, mask": lambda db, q: pooled(db.attend(q, k=5, mask=torch.arange(db.keyed) % 2 > 0)),
+    "weights": lambda db, q: pooled(db.attend(q, need_weights=True)),
+    "sparse": lambda db, q: pooled(db.attend(q, weights="sparsemax")),
+    "mean": lambda db, q: pooled(db.attend(q, weights="uniform")),
+    "lookup": lambda db, q: pooled(db.attend(q, weights="argmax")),
+    "kernel": lambda db, q: pooled(db.attend(q, score=Gaussian(0.8))),
+    "no product": lambda db, q: pooled(db.attend(q, score=Laplacian(0.8))),
+    "estimate": lambda db, q: pooled(db.attend(q, rtol=0.1)),
+    "partition": lambda db, q: (db.log_partition(q).value,),
+    "density": lambda db, q: (db.log_density(q, Gaussian(0.5)).value,),
+    "count": lambda db, q: (db.count_within(q, 1.0 if db.metric == "l2" else 0.3).value,),
+    "sample": sampled,
+}
+
+
+def asked(db: softdb.SoftDB, queries: torch.Tensor, name: str) -> tuple[Any, ...]:
+    """An answer, and the gradient of all of it that has one."""
+    own = queries.clone().requires_grad_()
+    found = ASKED[name](db, own)
+    wanted = [one[one.isfinite()].sum() for one in found if one.requires_grad]
+    return (*found, *(torch.autograd.grad(sum(wanted), own) if wanted else ()))  # type: ignore[arg-type]
+
+
+def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("cards", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch, cards)
+    seed = int(rng.integers(1 << 30))
+    here, there = (filled(None, kind, np.random.default_rng(seed), **on) for on in ({}, {"device": "cpu"}))
+    for db in (here, there):
+        db.delete([3, 50])
+    queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
+    for name in ASKED:
+        assert_alike(asked(there, queries, name), asked(here, queries, name))
+        assert_alike(asked(there, queries.double(), name), asked(here, queries.double(), name))
+    place = " and ".join(f"cpu:{i}" for i in range(cards))
+    assert there.attend(queries).finder == f"all on {place}"
+    assert there.attend(queries, k=3).finder == f"flat on {place}"
+    report = there.stats().device
+    assert report is not None
+    assert (report.keys, report.dtype) == ("resident", here.dtype)
+
+
+@pytest.mark.parametrize("cards", [1, 3])
+def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch, cards)
+    db = filled(None, "dot", rng, 20, device="cpu")
+    query = torch.from_numpy(rng.standard_normal((1, D)).astype(np.float32))
+    found = db.sample(query, 20_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
+    shares = torch.bincount(found, minlength=20) / len(found)
+    torch.testing.assert_close(shares, db.attend(query, need_weights=True).weights[0], atol=0.01, rtol=0)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
+    """Once columns are there, those of the host may be filled with what is no number."""
+    pretend(monkeypatch, cards)
+    db = filled(None, kind, rng, device="cpu")
+    db.delete([3, 50])
+    queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
+    expected = {name: asked(db, queries, name) for name in ASKED}
+    for segment in db._store.snapshot.segments:
+        for column in (segment.keys, segment.values):
+            if column is not None:
+                ctypes.memset(column.ctypes.data, 0xFF, column.nbytes)
+    for name, answer in expected.items():
+        found = asked(db, queries, name)
+        for one, other in zip(found, answer, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(AssertionError):  # and it would be seen
+        assert_alike(pooled(db.to("cpu").attend(queries)), expected["attend"][:-1])
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_follows_every_change(
+    kind: str, fits: bool, cards: int, rng: np.random.Generator, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A writer on the CPU and a reader on a device, or the other way round: equal after every step."""
+    pretend(monkeypatch, cards)
+    if not fits:
+        monkeypatch.setattr(resident, "room", lambda device: 0)
+    on: list[dict[str, Any]] = [{}, {"device": "cpu"}]
+    if rng.random() < 0.5:
+        on.reverse()
+    writer = filled(tmp_path / "db", kind, rng, 30, **on[0])
+    reader = softdb.open(tmp_path / "db", mode="r", **on[1])
+    number, names, kept = 30, list(ASKED), []
+    for step in range(12):
+        living = [one for batch in writer.scan() for one in batch.ids]
+        some = rng.choice(len(living), 4, replace=False)
+        which = [living[i] for i in some]
+        change = ["insert", "delete", "update", "compact", "nothing"][step % 5]
+        if change == "insert":
+            insert(writer, kind, rng, range(number, number + 8))
+            number += 8
+        elif change == "delete":
+            writer.delete(which)
+        elif change == "update":
+            writer.update(which, keys=rng.standard_normal((4, D)).astype(np.float32))
+        elif change == "compact":
+            compact(writer._store)
+        reader.refresh()
+        queries = torch.from_numpy(rng.standard_normal((3, D)).astype(np.float32))
+        for name in rng.choice(names, 4, replace=False):
+            assert_alike(asked(reader, queries, name), asked(writer, queries, name))
+        there = reader if on[1] else writer
+        request, source = there.request(queries)
+        kept.append((request, source, exact(request, source)))
+        for before, seen, answer in kept[-6:]:  # what saw an older generation sees it still
+            assert_alike(pooled(exact(before, seen)), pooled(answer))
+    assert there.stats().device.keys == ("resident" if fits else "streamed")  # type: ignore[union-attr]
