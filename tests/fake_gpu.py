@@ -129,10 +129,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, cards: int = 1) -> None:
-    """Databases that are opened with a device compute on so many boards that are really the CPU; others do not."""
+    """The device "cpu:0" means so many devices that are really the CPU; "cpu" stays what it is."""
 
     def of(cls: type[Board], devices: Any, dtype: Any = None) -> Board | None:
-        return None if devices is None else cls(*(torch.device("cpu", i) for i in range(cards)), dtype=dtype)
+        there = devices is not None and devices[0].index is not None
+        return None if not there else cls(*(torch.device("cpu", i) for i in range(cards)), dtype=dtype)
 
     monkeypatch.setattr(Board, "of", classmethod(of))
 

@@ -26,7 +26,7 @@ from softdb.index.resident import Column, DeviceView, Kept, Seen
 from softdb.reports import DeviceReport
 from softdb.store import Snapshot
 
-__all__ = ["DEVICE_ERRORS", "Board", "radius_search"]
+__all__ = ["DEVICE_ERRORS", "Board", "forked", "radius_search"]
 
 # what torch raises where a device is full or lost; until 2.8 the latter had no name of its own
 DEVICE_ERRORS = torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError)
@@ -37,6 +37,11 @@ GATHERED = 1 << 25  # numbers of candidate keys gathered at once: 128 MB, twice 
 QUERIES = 1024  # compared with a block at once
 SMALL = 1 << 27  # numbers that are compared in about a millisecond by a GPU that reads 0.5 TB/s
 UNEVEN = 1.5  # times its share of the records, from which on what the last device holds is shared out anew
+
+
+def forked() -> bool:
+    """Whether this process was forked from one in which CUDA had started: then CUDA cannot be used here."""
+    return bool(torch.cuda._is_in_bad_fork())  # which torch itself asks
 
 
 class _Card:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.errors import BadInput
+from softdb.errors import BadInput, DeviceFailed
 from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Progress, Target, build, checked, possible, tuned
 from softdb.index.contract import Floats, Found, Index, Live, Rows, Selected, faiss_module
-from softdb.index.device import DEVICE_ERRORS, Board
+from softdb.index.device import DEVICE_ERRORS, Board, forked
 from softdb.index.gpu import board_of, hosted, place, placed
 from softdb.index.gpu_search import find_there
 from softdb.index.ivf import IVF
@@ -205,6 +205,11 @@ class Finder:
         return mine if same else board
 
     @property
+    def board(self) -> Board | None:
+        """The devices to compute on; None: the CPU."""
+        return self._board
+
+    @property
     def place(self) -> str:
         """Where it computes, as it is shown."""
         return "the CPU" if self._board is None else self._board.name
@@ -221,15 +226,25 @@ class Finder:
                 return
             before, self._board = self._board, board
             index, since = self._in_use
-            if index is not None:
-                try:
+            try:
+                self.require_process(before)
+                if index is not None:
                     self._in_use = placed(index, board), since
-                except DEVICE_ERRORS as error:  # what a device that was lost holds is lost
-                    _log.warning("the index is loaded anew, or else to be built anew: %s", error)
-                    self._in_use, self._tail = (None, 0), None
-                    self._file, self._looked, self._unsaved = None, False, False
-            if before is not None:
-                before.forget()
+                if before is not None:
+                    before.forget()
+            except (*DEVICE_ERRORS, DeviceFailed) as error:  # what a device that was lost holds is lost
+                _log.warning("the index is loaded anew, or else to be built anew: %s", error)
+                self._in_use, self._tail = (None, 0), None
+                self._file, self._looked, self._unsaved = None, False, False
+
+    @staticmethod
+    def require_process(board: Board | None) -> None:
+        """Raises DeviceFailed where this process cannot use a board's devices."""
+        if board is not None and forked():
+            raise DeviceFailed(
+                f"this process was forked from one that used CUDA, and cannot use {board.name}; go on with "
+                "db.to('cpu'), or start processes by 'spawn'"
+            )
 
     def begin(self, work: Callable[[Progress], IndexReport], progress: Progress | None = None) -> Build[IndexReport]:
         """A build that may run now. Raises BadInput while another one does."""

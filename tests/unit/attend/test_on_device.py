@@ -16,6 +16,7 @@ import softdb
 from softdb.answers import Hits
 from softdb.attend import exact
 from softdb.index import resident
+from softdb.index.device import Board
 from softdb.scores import Gaussian, Laplacian
 from softdb.store.compact import compact
 
@@ -105,7 +106,7 @@ def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch, cards)
     seed = int(rng.integers(1 << 30))
-    here, there = (filled(None, kind, np.random.default_rng(seed), **on) for on in ({}, {"device": "cpu"}))
+    here, there = (filled(None, kind, np.random.default_rng(seed), **on) for on in ({}, {"device": "cpu:0"}))
     for db in (here, there):
         db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
@@ -123,7 +124,7 @@ def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.G
 @pytest.mark.parametrize("cards", [1, 3])
 def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch, cards)
-    db = filled(None, "dot", rng, 20, device="cpu")
+    db = filled(None, "dot", rng, 20, device="cpu:0")
     query = torch.from_numpy(rng.standard_normal((1, D)).astype(np.float32))
     found = db.sample(query, 20_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
     shares = torch.bincount(found, minlength=20) / len(found)
@@ -135,7 +136,7 @@ def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator,
 def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     """Once columns are there, those of the host may be filled with what is no number."""
     pretend(monkeypatch, cards)
-    db = filled(None, kind, rng, device="cpu")
+    db = filled(None, kind, rng, device="cpu:0")
     db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
     expected = {name: asked(db, queries, name) for name in ASKED}
@@ -147,8 +148,8 @@ def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generato
         found = asked(db, queries, name)
         for one, other in zip(found, answer, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(AssertionError):  # and it would be seen
-        assert_alike(pooled(db.to("cpu").attend(queries)), expected["attend"][:-1])
+    with pytest.raises(softdb.BadInput, match="NaN"):  # and it would be seen
+        db.to("cpu").attend(queries)
 
 
 @pytest.mark.parametrize("cards", [1, 2])
@@ -161,7 +162,7 @@ def test_it_follows_every_change(
     pretend(monkeypatch, cards)
     if not fits:
         monkeypatch.setattr(resident, "room", lambda device: 0)
-    on: list[dict[str, Any]] = [{}, {"device": "cpu"}]
+    on: list[dict[str, Any]] = [{}, {"device": "cpu:0"}]
     if rng.random() < 0.5:
         on.reverse()
     writer = filled(tmp_path / "db", kind, rng, 30, **on[0])
@@ -191,3 +192,127 @@ def test_it_follows_every_change(
         for before, seen, answer in kept[-6:]:  # what saw an older generation sees it still
             assert_alike(pooled(exact(before, seen)), pooled(answer))
     assert there.stats().device.keys == ("resident" if fits else "streamed")  # type: ignore[union-attr]
+
+
+# -- what goes wrong there ---------------------------------------------------------------------------------------------
+
+FULL, LOST = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), torch.AcceleratorError("CUDA error: unspecified")
+
+
+@pytest.mark.parametrize(("error", "way"), [(FULL, "fewer queries at once"), (LOST, "comes back in a new process")])
+@pytest.mark.parametrize("where", ["softdb.attend.on_device.pooled", "softdb.index.resident.DeviceView.keys_at"])
+def test_a_device_that_fails_loses_nothing(
+    error: Exception, way: str, where: str, rng: np.random.Generator, monkeypatch: Any
+) -> None:
+    pretend(monkeypatch)
+    db = filled(None, "dot", rng, device="cpu:0")
+    queries = rng.standard_normal((2, D)).astype(np.float32)
+    expected = hits(db.search(queries, 3)), pooled(db.attend(queries))
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as failed:
+        failed.setattr(where, failing)
+        verb = db.attend if where.endswith("pooled") else db.search
+        with pytest.raises(
+            softdb.DeviceFailed, match=rf"{verb.__name__}: cpu:0 failed \(CUDA .*nothing is lost.*{way}"
+        ):
+            verb(queries)  # type: ignore[operator]
+        insert(db, "dot", rng, [1000])  # the database goes on
+        db.delete([1000])
+        assert_alike(hits(db.to("cpu").search(queries, 3)), expected[0])
+        assert db.stats().device is None
+        assert db.attend(queries).finder == "all"
+    assert_alike(pooled(db.to("cpu:0").attend(queries)), expected[1])
+
+
+def test_memory_that_runs_out_while_columns_go_there(rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
+    expected = pooled(db.to("cpu").attend(queries))
+    empty = torch.empty
+
+    def full(size: Any, *rest: Any, **words: Any) -> Any:
+        if words.get("device") == torch.device("cpu", 0) and size[1] == V:
+            raise FULL
+        return empty(size, *rest, **words)
+
+    with monkeypatch.context() as failed:
+        failed.setattr(torch, "empty", full)
+        answer = db.to("cpu:0").attend(queries)
+    assert_alike(pooled(answer), expected)
+    assert answer.finder == "all streamed to cpu:0"
+    report = db.stats().device
+    assert report is not None
+    assert (report.keys, report.values, report.bytes) == ("resident", "streamed", 60 * D * 4)
+    assert db.attend(queries, k=3).finder == "flat streamed to cpu:0"
+
+
+def test_a_forked_process_is_told(rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
+    expected = pooled(db.attend(queries))
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    for ask in (db.search, db.attend, db.sample):
+        with pytest.raises(softdb.DeviceFailed, match="forked from one that used CUDA, and cannot use cpu:0"):
+            ask(queries)  # type: ignore[operator]
+    insert(db, "dot", rng, [1000])
+    db.delete([1000])
+    assert_alike(pooled(db.to("cpu").attend(queries)), expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda:7", r"to: device is cuda:7 but the last that torch sees is 'cuda:1'"),
+        (["cuda:0", "cuda:0"], "expected one device, or a list of GPUs that are all different"),
+        (["cuda:0", "cpu"], "expected one device, or a list of GPUs that are all different"),
+        ([], "expected one device, or a list of GPUs"),
+        (None, "device is None; expected 'cpu'"),
+    ],
+)
+def test_devices_that_are_none(device: Any, message: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    db = filled(None, "dot", rng)
+    with pytest.raises(softdb.BadInput, match=message):
+        db.to(device)
+    assert db.device == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(softdb.BadInput, match="device is cuda but torch sees no CUDA device"):
+        db.to("cuda")
+
+
+def test_narrower_copies(rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    db, queries = filled(None, "dot", rng), rng.standard_normal((4, D)).astype(np.float32)
+    exactly, lengths = db.attend(queries, k=60), np.linalg.norm(queries, axis=1)[:, None]
+    longest = float(np.linalg.norm(np.concatenate([batch.keys for batch in db.scan()]), axis=1).max())
+    for dtype, unit in {"float16": 2.0**-11, torch.bfloat16: 2.0**-8}.items():
+        answer = db.to("cpu:0", dtype).attend(queries, k=60)
+        assert db.stats().device.dtype == str(dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        assert answer.hits is not None
+        assert exactly.hits is not None
+        mine, others = (one.hits.scores.gather(1, one.hits.rows.argsort(1)) for one in (answer, exactly))
+        off = (mine - others).abs().numpy()
+        assert (off <= 1.01 * unit * lengths * longest).all()
+        assert off.max() > unit / 100
+        torch.testing.assert_close(answer.output, exactly.output, rtol=0, atol=20 * unit)
+    db.insert(["large"], np.full((1, D), 1e5, np.float32), np.zeros((1, V), np.float32))
+    with pytest.raises(softdb.BadInput, match=r"keys are too large for torch.float16 .its largest is 65504"):
+        db.to("cpu:0", "float16").attend(queries)
+    assert db.to("cpu:0", torch.bfloat16).attend(queries).finder == "all on cpu:0"
+    with pytest.raises(softdb.BadInput, match="dtype is 'int8'; expected 'float32', 'float16' or 'bfloat16'"):
+        db.to("cpu:0", "int8")
+
+
+def test_a_tensor_elsewhere_is_answered_where_it_lies(rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
+    beside = db.attend(queries)
+    monkeypatch.setattr(Board, "holds", lambda self, device: False)
+    asked_elsewhere = torch.from_numpy(queries)
+    assert_alike(pooled(db.attend(asked_elsewhere)), pooled(beside))
+    assert (beside.finder, db.attend(asked_elsewhere).finder) == ("all on cpu:0", "all")
+    assert_alike(hits(db.search(asked_elsewhere, 3)), hits(db.to("cpu").search(queries, 3)))
