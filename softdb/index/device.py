@@ -22,7 +22,7 @@ from softdb.index.contract import Live, Recent, Rows
 from softdb.index.on_device import OnDevice, Shard, part_of
 from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
 from softdb.index.rerank import ordered
-from softdb.index.resident import Column, DeviceView, Kept, Seen
+from softdb.index.resident import DeviceColumn, DeviceView, Kept, Seen
 from softdb.reports import DeviceReport
 from softdb.store import Snapshot
 
@@ -51,7 +51,7 @@ class _Card:
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.keys, self.values = Column(device, False, dtype), Column(device, True, dtype)
+        self.keys, self.values = DeviceColumn(device, False, dtype), DeviceColumn(device, True, dtype)
         self._seen: Seen | None = None
 
     def view(self, snapshot: Snapshot) -> DeviceView:
@@ -203,7 +203,7 @@ class Board:
             card.forget()
 
 
-def _state(columns: list[Column]) -> str:
+def _state(columns: list[DeviceColumn]) -> str:
     """Of one column, on all devices."""
     asked = [column for column in columns if column.asked]
     if not asked:
@@ -232,7 +232,7 @@ def radius_search(
     for shard in snapshot.shards:
         scan = _DeviceScan.of(shard.view, shard.of(allowed), 0, metric)
         if scan.count and len(queries):
-            near = scan.within(queries.detach().to(shard.view.device, dtype), least)
+            near = scan.in_radius(queries.detach().to(shard.view.device, dtype), least)
             found.append(np.where(near < 0, -1, near + shard.low))
     return np.concatenate(found, axis=1)
 

@@ -68,7 +68,7 @@ def radius_search(
     if not count or not len(queries):
         return np.empty((len(queries), 0), np.int64)
     queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
-    return Scan(snapshot, keep, 0, count, metric).within(queries, least)
+    return Scan(snapshot, keep, 0, count, metric).in_radius(queries, least)
 
 
 def _padded(which: Rows, found: Rows, queries: int) -> Rows:  # (q, m)
@@ -114,7 +114,7 @@ class Scan:
             found[few.cpu().numpy()] = self.second_round(queries[few], worst[few], k)
         return found
 
-    def within(self, queries: Tensor, least: float) -> Rows:  # (q, d) -> (q, m)
+    def in_radius(self, queries: Tensor, least: float) -> Rows:  # (q, d) -> (q, m)
         """As `radius_search`."""
         # a distance summed from differences is off by d roundings at most; what a product misplaced farther drops out
         eps = torch.finfo(queries.dtype).eps

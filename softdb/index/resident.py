@@ -17,7 +17,7 @@ from softdb.index.products import KeyBlock
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block, Segment
 
-__all__ = ["Column", "DeviceView", "Kept", "Seen", "room"]
+__all__ = ["DeviceColumn", "DeviceView", "Kept", "Seen", "room"]
 
 SPARE = 0.2  # of the memory that is free: for scores, candidates, and whatever else runs there
 UPLOADED = 1 << 24  # numbers sent to the GPU at once
@@ -34,7 +34,7 @@ def room(device: torch.device) -> int:
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-class Column:
+class DeviceColumn:
     """One column of a database on one device, keys or values or labels, dead records included.
 
     A newer snapshot costs the upload of what is new in it; a compaction, of all. Safe to use from several threads and
@@ -155,7 +155,7 @@ class Seen:
     All of it is made here and uploaded, so that it is whole for every stream.
     """
 
-    def __init__(self, snapshot: Snapshot, keys: Column, values: Column) -> None:
+    def __init__(self, snapshot: Snapshot, keys: DeviceColumn, values: DeviceColumn) -> None:
         self.snapshot = weakref.ref(snapshot)  # an old one must not keep its segments mapped
         self.device = keys.device
         self.columns = keys, values

@@ -22,7 +22,7 @@ from softdb.check import Metric
 from softdb.index import cache, flat, gpu, gpu_search, resident
 from softdb.index.contract import Selected
 from softdb.index.device import Board
-from softdb.index.resident import Column
+from softdb.index.resident import DeviceColumn
 from softdb.store.snapshot import Segment, Snapshot
 
 __all__ = ["fake"]
@@ -199,7 +199,7 @@ def grown(keys: Array, generation: int, *segments: tuple[int, int, int]) -> Snap
 
 
 def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
-    keys, column = rng.standard_normal((100, 4)).astype(np.float32), Column(DEVICE, False)
+    keys, column = rng.standard_normal((100, 4)).astype(np.float32), DeviceColumn(DEVICE, False)
     first = column.of(grown(keys, 1, (1, 0, 10), (2, 10, 15)))
     assert first is not None
     np.testing.assert_array_equal(first.numpy(), keys[:15])
@@ -218,7 +218,7 @@ def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
 
 
 def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.Generator) -> None:
-    keys, column = rng.standard_normal((50, 4)).astype(np.float32), Column(DEVICE, False)
+    keys, column = rng.standard_normal((50, 4)).astype(np.float32), DeviceColumn(DEVICE, False)
     before = grown(keys, 1, (1, 0, 30), (2, 30, 50))
     assert column.of(before) is not None
     found = column.of(grown(keys, 2, (2, 30, 50), (3, 0, 10)))
@@ -235,7 +235,7 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
 
 
 def test_keys_that_do_not_fit_stay_where_they_are(rng: np.random.Generator, monkeypatch: Any) -> None:
-    keys, column = rng.standard_normal((100, 4)).astype(np.float32), Column(DEVICE, False)
+    keys, column = rng.standard_normal((100, 4)).astype(np.float32), DeviceColumn(DEVICE, False)
     space = {"bytes": 16 * 60 / (1 - resident.SPARE)}
     monkeypatch.setattr(resident, "room", lambda device: space["bytes"])
     assert column.of(grown(keys, 1, (1, 0, 61))) is None
