@@ -76,7 +76,7 @@ def _device(value: object) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise BadInput(f"device is {found} but the last that torch sees is 'cuda:{last}'; choose one up to that")
-    if found.type == "cuda" and found.index is None:
+    if str(found) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return found
 

@@ -93,7 +93,7 @@ def asked(db: softdb.SoftDB, queries: torch.Tensor, name: str) -> tuple[Any, ...
     own = queries.clone().requires_grad_()
     found = ASKED[name](db, own)
     wanted = [one[one.isfinite()].sum() for one in found if one.requires_grad]
-    return (*found, *(torch.autograd.grad(sum(wanted), own) if wanted else ()))  # type: ignore[arg-type]
+    return (*found, *(torch.autograd.grad(sum(wanted), own) if wanted else ()))
 
 
 def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
@@ -106,7 +106,7 @@ def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch, cards)
     seed = int(rng.integers(1 << 30))
-    here, there = (filled(None, kind, np.random.default_rng(seed), **on) for on in ({}, {"device": "cpu:0"}))
+    here, there = (filled(None, kind, np.random.default_rng(seed), device=on) for on in (None, "cpu:0"))
     for db in (here, there):
         db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
@@ -218,7 +218,7 @@ def test_a_device_that_fails_loses_nothing(
         with pytest.raises(
             softdb.DeviceFailed, match=rf"{verb.__name__}: cpu:0 failed \(CUDA .*nothing is lost.*{way}"
         ):
-            verb(queries)  # type: ignore[operator]
+            verb(queries)
         insert(db, "dot", rng, [1000])  # the database goes on
         db.delete([1000])
         assert_alike(hits(db.to("cpu").search(queries, 3)), expected[0])
@@ -256,7 +256,7 @@ def test_a_forked_process_is_told(rng: np.random.Generator, monkeypatch: Any) ->
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     for ask in (db.search, db.attend, db.sample):
         with pytest.raises(softdb.DeviceFailed, match="forked from one that used CUDA, and cannot use cpu:0"):
-            ask(queries)  # type: ignore[operator]
+            ask(queries)
     insert(db, "dot", rng, [1000])
     db.delete([1000])
     assert_alike(pooled(db.to("cpu").attend(queries)), expected)
@@ -289,12 +289,12 @@ def test_narrower_copies(rng: np.random.Generator, monkeypatch: Any) -> None:
     db, queries = filled(None, "dot", rng), rng.standard_normal((4, D)).astype(np.float32)
     exactly, lengths = db.attend(queries, k=60), np.linalg.norm(queries, axis=1)[:, None]
     longest = float(np.linalg.norm(np.concatenate([batch.keys for batch in db.scan()]), axis=1).max())
-    for dtype, unit in {"float16": 2.0**-11, torch.bfloat16: 2.0**-8}.items():
+    narrower: list[tuple[Any, float]] = [("float16", 2.0**-11), (torch.bfloat16, 2.0**-8)]
+    for dtype, unit in narrower:
         answer = db.to("cpu:0", dtype).attend(queries, k=60)
         assert db.stats().device.dtype == str(dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        assert answer.hits is not None
-        assert exactly.hits is not None
-        mine, others = (one.hits.scores.gather(1, one.hits.rows.argsort(1)) for one in (answer, exactly))
+        found: list[Any] = [answer.hits, exactly.hits]
+        mine, others = (one.scores.gather(1, one.rows.argsort(1)) for one in found)
         off = (mine - others).abs().numpy()
         assert (off <= 1.01 * unit * lengths * longest).all()
         assert off.max() > unit / 100
