@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import softdb
 from softdb.answers import Hit, Records
@@ -23,6 +23,7 @@ _AGAIN = 100  # searches for one question, where writers replace its hits meanwh
 def opened(
     path: str | os.PathLike[str] | None,
     new: Callable[[], dict[str, Any]],
+    text_index: Literal["words", "trigram"] = "words",
     **settings: Any,
 ) -> SoftDB:
     """The database there; where nothing is, a new one of the settings that `new` gives, with an index of its texts."""
@@ -31,7 +32,7 @@ def opened(
         return softdb.open(path, **settings)
     db = softdb.open(path, **{**new(), **settings})
     try:
-        db.index_text()
+        db.index_text(text_index)
     except BaseException:
         db.close()
         raise

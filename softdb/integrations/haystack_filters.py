@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from datetime import date
 from typing import Any
 
@@ -22,7 +21,6 @@ _ORDER = {">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte"}
 _OPERATORS = ("==", "!=", *_ORDER, "in", "not in")
 _OURS = {"$eq": "==", "$ne": "!=", "$in": "in", "$nin": "not in", **{ours: theirs for theirs, ours in _ORDER.items()}}
 _ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}([Tt ].+)?")
-_NOTHING: dict[str, Any] = {"$or": []}
 
 
 def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
@@ -47,19 +45,17 @@ def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
 
 def _comparison(one: dict[str, Any]) -> dict[str, Any]:
     name, operator, value = _field(_part(one, "field")), _part(one, "operator"), _part(one, "value")
-    if isinstance(value, date):
-        value = value.isoformat()
-    if operator in _ORDER:
-        return _NOTHING if value is None else {name: {_ORDER[operator]: _ordered(one["field"], operator, value)}}
-    ways: dict[str, Callable[[], dict[str, Any]]] = {
-        "==": lambda: _equal(name, value),
-        "!=": lambda: {"$not": _equal(name, value)},
-        "in": lambda: _among(name, value),
-        "not in": lambda: {"$not": _among(name, value)},
-    }
-    if not isinstance(operator, str) or operator not in ways:
+    if not isinstance(operator, str) or operator not in _OPERATORS:
         raise BadFilter(f"operator of {shown(one['field'])} is {shown(operator)}; there are {', '.join(_OPERATORS)}")
-    return ways[operator]()
+    if operator in ("in", "not in"):
+        found = _among(name, value)
+    elif isinstance(value, list | tuple | dict):
+        raise BadFilter(f"{one['field']} is compared with {shown(value)}; only 'in' and 'not in' take a list")
+    elif operator in _ORDER:
+        return _ordered(name, operator, value)
+    else:
+        found = _equal(name, value)
+    return {"$not": found} if operator in ("!=", "not in") else found
 
 
 def _part(one: dict[str, Any], name: str) -> Any:
@@ -82,21 +78,27 @@ def _field(name: object) -> str:
     return rest if first == "meta" else f"{first}.{rest}" if rest else first
 
 
+def _plain(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, date) else value
+
+
 def _equal(name: str, value: Any) -> dict[str, Any]:
-    return {"$or": [{name: {"$exists": False}}, {name: None}]} if value is None else {name: {"$eq": value}}
+    return {"$or": [{name: {"$exists": False}}, {name: None}]} if value is None else {name: {"$eq": _plain(value)}}
 
 
 def _among(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, list):
-        raise BadFilter(f"value of 'in' is {shown(value)}; expected a list")
-    kept = [one.isoformat() if isinstance(one, date) else one for one in value if one is not None]
-    return {"$or": [{name: {"$in": kept}}, *([_equal(name, None)] if None in value else [])]}
+        raise BadFilter(f"{name} is looked for in {shown(value)}; expected a list")
+    kept = {name: {"$in": [_plain(one) for one in value if one is not None]}}
+    return {"$or": [kept, _equal(name, None)]} if None in value else kept
 
 
-def _ordered(name: str, operator: str, value: Any) -> Any:
+def _ordered(name: str, operator: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {"$or": []}  # nothing is more or less than nothing
     if isinstance(value, str) and not _ISO_DATE.fullmatch(value):
         raise BadFilter(f"{name} {operator} {shown(value)}: of texts only dates in ISO form have an order")
-    return value
+    return {name: {_ORDER[operator]: _plain(value)}}
 
 
 def _example(ours: dict[Any, Any]) -> str:

@@ -1,0 +1,133 @@
+"""Haystack's retrievers on a `SoftDBDocumentStore`: by embedding, by words, by both."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from haystack import Document, component, default_from_dict, default_to_dict
+from haystack.document_stores.types import FilterPolicy, apply_filter_policy
+
+from softdb.check import shown
+from softdb.errors import BadInput
+from softdb.integrations.haystack.store import SoftDBDocumentStore, awaited
+
+__all__ = ["SoftDBEmbeddingRetriever", "SoftDBHybridRetriever", "SoftDBKeywordRetriever"]
+
+
+class _Retriever:
+    """What the three share: their settings, and what a run says in place of them."""
+
+    def __init__(
+        self,
+        document_store: SoftDBDocumentStore,
+        filters: dict[str, Any] | None = None,
+        top_k: int = 10,
+        scale_score: bool = False,
+        filter_policy: FilterPolicy = FilterPolicy.REPLACE,
+    ) -> None:
+        if not isinstance(document_store, SoftDBDocumentStore):
+            raise BadInput(f"document_store is {shown(document_store)}; expected a SoftDBDocumentStore")
+        if not isinstance(top_k, int) or top_k < 1:
+            raise BadInput(f"top_k is {shown(top_k)}; expected a whole number of at least 1")
+        self.document_store, self.filters, self.top_k = document_store, filters, top_k
+        self.scale_score, self.filter_policy = scale_score, filter_policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """How the retriever is made, with its store."""
+        settings = {**vars(self), "filter_policy": self.filter_policy.value}
+        return default_to_dict(self, **{k: v for k, v in settings.items() if not k.startswith("_")})  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Any:
+        """A retriever made so."""
+        made = dict(data.get("init_parameters", {}))
+        if isinstance(made.get("filter_policy"), str):
+            made["filter_policy"] = FilterPolicy.from_str(made["filter_policy"])
+        return default_from_dict(cls, {**data, "init_parameters": made})
+
+    def close(self) -> None:
+        """Close the document store, as a pipeline's `close()` asks."""
+        self.document_store.close()
+
+    async def close_async(self) -> None:
+        """As `close`, in another thread."""
+        await self.document_store.close_async()
+
+    def _asked(self, filters: Any, top_k: int | None, scale_score: bool | None) -> dict[str, Any]:
+        return {
+            "filters": apply_filter_policy(self.filter_policy, self.filters, filters),
+            "top_k": self.top_k if top_k is None else top_k,
+            "scale_score": self.scale_score if scale_score is None else scale_score,
+        }
+
+
+@component
+class SoftDBEmbeddingRetriever(_Retriever):
+    """Documents nearest to the embedding of a query."""
+
+    @component.output_types(documents=list[Document])
+    def run(
+        self,
+        query_embedding: list[float],
+        filters: dict[str, Any] | None = None,
+        top_k: int | None = None,
+        scale_score: bool | None = None,
+        return_embedding: bool = False,
+    ) -> dict[str, list[Document]]:
+        """The documents; what is given here stands for what the retriever was made with."""
+        asked = self._asked(filters, top_k, scale_score)
+        found = self.document_store.embedding_retrieval(query_embedding, **asked, return_embedding=return_embedding)
+        return {"documents": found}
+
+    run_async = awaited(run)
+
+
+@component
+class SoftDBKeywordRetriever(_Retriever):
+    """Documents that match the words of a query best, by BM25."""
+
+    @component.output_types(documents=list[Document])
+    def run(
+        self,
+        query: str,
+        filters: dict[str, Any] | None = None,
+        top_k: int | None = None,
+        scale_score: bool | None = None,
+    ) -> dict[str, list[Document]]:
+        """The documents; what is given here stands for what the retriever was made with."""
+        return {"documents": self.document_store.bm25_retrieval(query, **self._asked(filters, top_k, scale_score))}
+
+    run_async = awaited(run)
+
+
+@component
+class SoftDBHybridRetriever(_Retriever):
+    """Documents best by words and vectors together; `fusion` as of `SoftDB.search`."""
+
+    def __init__(
+        self,
+        document_store: SoftDBDocumentStore,
+        filters: dict[str, Any] | None = None,
+        top_k: int = 10,
+        scale_score: bool = False,
+        filter_policy: FilterPolicy = FilterPolicy.REPLACE,
+        fusion: Literal["scores", "ranks"] | float = "scores",
+    ) -> None:
+        _Retriever.__init__(self, document_store, filters, top_k, scale_score, filter_policy)
+        self.fusion = fusion
+
+    @component.output_types(documents=list[Document])
+    def run(
+        self,
+        query: str,
+        query_embedding: list[float],
+        filters: dict[str, Any] | None = None,
+        top_k: int | None = None,
+        scale_score: bool | None = None,
+    ) -> dict[str, list[Document]]:
+        """The documents; what is given here stands for what the retriever was made with."""
+        asked = self._asked(filters, top_k, scale_score)
+        found = self.document_store.hybrid_retrieval(query, query_embedding, **asked, fusion=self.fusion)
+        return {"documents": found}
+
+    run_async = awaited(run)
