@@ -21,7 +21,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.origin import TOLD, Followed, Origin, in_order
-from softdb.nn.parameters import Parameters
+from softdb.nn.parameters import Parameters, chosen, on
 from softdb.nn.reindexed import Policy, Reindexed, Work
 from softdb.nn.stale_index import FEWEST, StaleIndex
 from softdb.reports import MemoryReport, ReindexReport
@@ -59,8 +59,11 @@ class Memory(Reindexed):
     ids: it is loaded by id, in any order, and raises BadInput, before anything changes, where the records are not the
     same. After loading one, `reindex()`.
 
-    Parameters live in the RAM, in float32 (or float64, for checks: then every key is compared); queries may come from a
-    GPU. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records, then q k (d + v).
+    Parameters are float32 (or float64, for checks: then every key is compared), whatever the database stores, and lie
+    where `memory.to(device)` puts them, at first in the RAM; queries are answered on their own device. On a GPU every
+    key is compared as it is, in one pass, and nothing is ever stale; `commit` writes what the GPU holds, rounded to what
+    the database stores. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records (on a
+    GPU q n d), then q k (d + v).
     Sources: Lample et al. 2019 (arXiv 1907.05242) for sparse training, Guu et al. 2020 (REALM, section 3.3) for finding
     among stale keys.
 
@@ -109,10 +112,10 @@ class Memory(Reindexed):
         self._followed = Followed.of(origin)
         dtype = "float16" if db.schema.dtype == np.float16 else "float32"
         self._begin(reindex, StaleIndex(db.schema.metric, dtype=dtype))
-        trained, every = self._trained(keys, values), np.arange(len(self))
+        trained, every = chosen(db.schema, keys, values), np.arange(len(self))
         for name, train, stored in zip(("keys", "values"), trained, (origin.keys, origin.values), strict=True):
             self.register_parameter(name, torch.nn.Parameter(stored(every).float()) if train else None)
-        self._touched = np.zeros(len(self), np.bool_)  # had a gradient since the last commit
+        self._touched = torch.zeros(len(self), dtype=torch.bool)  # had a gradient since the last commit
         self._moved = 0  # records written since the database's index was built
         self._listening: list[RemovableHandle] = []
         self._watch()
@@ -121,6 +124,15 @@ class Memory(Reindexed):
     def db(self) -> SoftDB:
         """The database."""
         return self._followed.origin.db
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie. Raises BadInput where keys and values lie apart."""
+        devices = {parameter.device for parameter in self.parameters()}
+        if len(devices) > 1:
+            where = " and ".join(f"{name} on {one.device}" for name, one in self.named_parameters())
+            raise BadInput(f"the memory has {where}; move it as a whole, memory.to(device)")
+        return devices.pop()
 
     def __len__(self) -> int:
         """How many records are held."""
@@ -146,18 +158,19 @@ class Memory(Reindexed):
         training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
         """
         pooled = nearest(*self.request(queries))
-        device = queries.device if isinstance(queries, Tensor) else torch.device("cpu")
-        return pooled if device.type == "cpu" else _on(pooled, device)
+        there = pooled.output.device
+        return pooled if not isinstance(queries, Tensor) or queries.device == there else on(pooled, queries.device)
 
     def source(self) -> Parameters:
         """The records, by keys and values as they are now. Raises Closed."""
         return Parameters(self._at_newest(), self.keys, self.values, self._stale.now, self.overfetch)
 
     def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
-        """What is asked, checked, on the CPU, and the parameters that it is asked of; temperature None: its own."""
-        asked, source = check.queries(queries, self.db.schema.dim), self.source()
+        """What is asked, checked, where the parameters lie, and these; temperature None: its own."""
+        device = self.device
+        asked, source = check.queries(queries, self.db.schema.dim, device), self.source()
         heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
-        request = Request.of(asked.cpu(), score_of(self.db.schema.metric), "softmax", heat, k=self.k)
+        request = Request.of(asked.to(device), score_of(self.db.schema.metric), "softmax", heat, k=self.k)
         self._asked = request.queries.detach()[:ASKED].clone()
         return request, source
 
@@ -199,7 +212,7 @@ class Memory(Reindexed):
         """How old the candidates are, what renewing them cost, and what had a gradient since the last commit."""
         return MemoryReport(
             len(self), self.steps, self.age, self._recall, self.reindexing, self._reindexes, self._stale.now.seconds,
-            self._seconds, int(np.count_nonzero(self._touched)),
+            self._seconds, int(self._touched.sum()),
         )  # fmt: skip
 
     # -- the database --------------------------------------------------------------------------------------------------
@@ -232,12 +245,13 @@ class Memory(Reindexed):
         if reindex and self.db.finder.building:
             raise BadInput("reindex=True while an index is being built; wait for that build, then commit")
         origin = self._at_newest()
-        if lost := int(np.count_nonzero(self._touched & ~origin.present)):
+        touched = self._touched.cpu().numpy()
+        if lost := int(np.count_nonzero(touched & ~origin.present)):
             raise StaleRead(
-                f"commit: {lost} of {np.count_nonzero(self._touched)} trained records were deleted or replaced since; "
+                f"commit: {lost} of {np.count_nonzero(touched)} trained records were deleted or replaced since; "
                 "reload() lets them go and keeps what else was learnt, then commit again"
             )
-        which = np.flatnonzero(origin.present & (self._touched | everything))
+        which = np.flatnonzero(origin.present & (touched | everything))
         changed = origin.changed(which, self.keys, self.values)
         if len(changed):
             self._followed.origin = origin.written(changed, self.keys, self.values)
@@ -278,7 +292,7 @@ class Memory(Reindexed):
             if old is not None:
                 data = torch.cat([old.detach()[kept], stored(new).to(old)])
                 setattr(self, name, torch.nn.Parameter(data, old.requires_grad))
-        self._touched = np.concatenate([self._touched[kept], np.zeros(len(fresh), np.bool_)])
+        self._touched = torch.cat([self._touched[kept], self._touched.new_zeros(len(fresh))])
         self._watch()
         self._forget()
         if indexed:
@@ -304,19 +318,6 @@ class Memory(Reindexed):
     def _at_newest(self) -> Origin:
         self._followed.origin = self._followed.origin.now()
         return self._followed.origin
-
-    def _trained(self, keys: object, values: object) -> tuple[bool, bool]:
-        """Whether keys and values are trained."""
-        if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
-            raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
-        schema = self.db.schema
-        if values and schema.value_dim is None:
-            what = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
-            raise BadInput(f"values=True, but this database's values are {what}; leave values out")
-        trained = keys, schema.value_dim is not None if values is None else values
-        if not any(trained):
-            raise BadInput("neither keys nor values would be trained; db.attend asks without training")
-        return trained
 
     def _lags(self) -> bool:
         return Parameters(self._followed.origin, self.keys, None, self._stale.now, 1).stale
@@ -356,9 +357,17 @@ class Memory(Reindexed):
         if parameter.grad is None:
             return
         if parameter.grad.is_sparse:
-            self._touched[parameter.grad._indices()[0].numpy()] = True
+            self._touched.index_fill_(0, parameter.grad._indices()[0], True)
         else:  # a loss that looks at the parameter itself
             self._touched[:] = True
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Memory:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.device != self._touched.device:
+            self._touched, self._asked = self._touched.to(self.device), None
+            self._forget()  # a copy of the keys in the RAM
+        self._watch()  # other tensors may be in place
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -385,11 +394,3 @@ class Memory(Reindexed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._watch()  # copies of a parameter have no hooks
-
-
-def _on(pooled: Pooled, device: torch.device) -> Pooled:
-    """The answer on another device."""
-    assert pooled.hits is not None
-    hits = dataclasses.replace(pooled.hits, rows=pooled.hits.rows.to(device), scores=pooled.hits.scores.to(device))
-    columns: dict[str, Any] = {name: one.to(device) for name, one in vars(pooled).items() if isinstance(one, Tensor)}
-    return dataclasses.replace(pooled, hits=hits, **columns)

@@ -159,7 +159,7 @@ class Origin:
             for now, stored in ((keys, self.keys), (values, self.values)):
                 if now is not None:
                     then = stored(part)
-                    differ[low : low + BLOCK] |= (now.detach()[part].to(then.dtype) != then).any(1).numpy()
+                    differ[low : low + BLOCK] |= (now.detach()[part].to(then) != then).any(1).numpy()
         return which[differ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from softdb.answers import Resolve
+from softdb import gpu
+from softdb.answers import Pooled, Resolve
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored
 from softdb.attend.source import AsStored
+from softdb.check import Schema, precise, shown
 from softdb.errors import BadInput
 from softdb.index.flat import nearest
 from softdb.index.rerank import ordered
@@ -23,7 +26,20 @@ from softdb.pool import pool
 from softdb.store import Segment, Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["Parameters"]
+__all__ = ["Parameters", "chosen", "on"]
+
+
+def chosen(schema: Schema, keys: object, values: object) -> tuple[bool, bool]:
+    """Whether keys and values are trained. Raises BadInput for what a memory cannot train."""
+    if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
+        raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
+    if values and schema.value_dim is None:
+        what = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
+        raise BadInput(f"values=True, but this database's values are {what}; leave values out")
+    trained = keys, schema.value_dim is not None if values is None else values
+    if not any(trained):
+        raise BadInput("neither keys nor values would be trained; db.attend asks without training")
+    return trained
 
 
 @dataclass(frozen=True)
@@ -65,8 +81,12 @@ class Parameters(AsStored):
 
     @property
     def stale(self) -> bool:
-        """Whether candidates come from keys as they were; else comparing them all, as they are, costs no more."""
-        if self.keys is None or len(self.keys) < FEWEST or self.keys.dtype is not torch.float32:
+        """Whether candidates come from keys as they were; else comparing them all, as they are, costs no more.
+
+        On a GPU it never does: what fits there is read in some milliseconds.
+        """
+        keys = self.keys
+        if keys is None or len(keys) < FEWEST or keys.dtype is not torch.float32 or keys.device.type != "cpu":
             return False
         return self.version.number > 0 or self.origin.indexed
 
@@ -75,13 +95,15 @@ class Parameters(AsStored):
         keep = self.live if allowed is None else self.live & allowed
         for positions in np.split(which := np.flatnonzero(keep[start:]) + start, range(size, len(which), size)):
             if len(positions):
-                keys = self.origin.keys(positions) if self.keys is None else self.keys.detach()[positions]
-                yield Block(torch.from_numpy(positions), keys, self._values(positions, keys))
+                keys = self._of(self.keys, self.origin.keys, positions)
+                values = keys if not self.origin.db.schema.has_values else None
+                if values is None:
+                    values = self._of(self.values, self.origin.values, positions)
+                yield Block(torch.from_numpy(positions), keys, values)
 
-    def _values(self, positions: Positions, keys: Tensor) -> Tensor:
-        if not self.origin.db.schema.has_values:
-            return keys
-        return self.origin.values(positions) if self.values is None else self.values.detach()[positions]
+    @staticmethod
+    def _of(trained: Tensor | None, stored: Callable[[Positions], Tensor], positions: Positions) -> Tensor:
+        return stored(positions) if trained is None else trained.detach()[positions]
 
     def frozen(self) -> Parameters:
         """Itself: `blocks` have no graph."""
@@ -98,7 +120,7 @@ class Parameters(AsStored):
         if self.keys is None:
             return Candidates(*origin.find(queries, k))
         if exact or not self.stale:
-            return Candidates(nearest(self._columns, queries, k, origin.metric), "flat")
+            return Candidates(self._nearest(queries, k), "flat")
         count = min(k * self.overfetch, self.count)
         if self.version.number:
             keep = None if origin.count == len(origin.rows) else origin.present
@@ -106,31 +128,45 @@ class Parameters(AsStored):
         else:
             found, finder = origin.find(queries, count, certain=k)
             if finder == "flat":  # so many that the index does not serve
-                return Candidates(nearest(self._columns, queries, k, origin.metric), finder)
+                return Candidates(self._nearest(queries, k), finder)
         return Candidates(ordered(self._columns, queries.float().numpy(), found, k, origin.metric)[0], finder)
+
+    def _nearest(self, queries: Tensor, k: int) -> Positions:  # (q, k)
+        """Every key that is there is compared, where the keys lie."""
+        keys = self._keys
+        if keys.device.type == "cpu":
+            return nearest(self._columns, queries, k, self.origin.metric)
+        gone = self.count < len(keys)
+        keep = torch.from_numpy(self.live).to(keys.device) if gone else None
+        found = gpu.nearest(queries.to(keys.dtype), keys.contiguous(), k, metric=self.origin.metric, keep=keep)[1]
+        return np.asarray(found.cpu().numpy())
+
+    @property
+    def _keys(self) -> Tensor:
+        """Trained keys, without a graph. Raises BadInput where they are less than float32."""
+        assert self.keys is not None
+        if self.keys.dtype not in (torch.float32, torch.float64):
+            raise BadInput(
+                f"the keys are {self.keys.dtype}, in which small steps are lost; keep the memory in float32, "
+                "memory.float(), and the rest of the model as it is"
+            )
+        return self.keys.detach()
 
     @property
     def _columns(self) -> Snapshot:
         """Trained keys as finding reads records: no copy, unless their rows are not contiguous."""
-        keys = self.keys
-        assert keys is not None
-        if keys.device.type != "cpu" or keys.dtype not in (torch.float32, torch.float64):
-            raise BadInput(
-                f"the keys are {keys.dtype} on {keys.device}; a memory lives in the RAM, in float32: move the rest of "
-                "the model, its queries may come from a GPU"
-            )
-        return Snapshot.of(0, (Segment(0, 0, None, keys.detach().contiguous().numpy(), None),), self.live)
+        keys = self._keys
+        return Snapshot.of(0, (Segment(0, 0, None, keys.contiguous().numpy(), None),), self.live)
 
     def scored(self, request: Request, positions: Positions) -> Scored:
         """Scores, with sparse gradients to the keys found. Raises BadInput where one is NaN or infinite."""
-        which = torch.from_numpy(positions)
-        keys = (
-            self.origin.keys(positions).to(request.queries.dtype)
-            if self.keys is None
-            else F.embedding(which, self.keys, sparse=True)
-        )
-        with torch.autocast("cpu", enabled=False):
-            scores = request.score(request.queries, keys)
+        queries = request.queries
+        if self.keys is None:
+            keys = self.origin.keys(positions).to(queries)
+        else:
+            keys = F.embedding(torch.from_numpy(positions).to(queries.device), self.keys, sparse=True)
+        with precise():
+            scores = request.score(queries, keys)
         if not bool(scores.detach().isfinite().all()):
             raise BadInput(
                 "scores are NaN or infinite: training has moved the keys too far; begin again from the last commit "
@@ -141,17 +177,26 @@ class Parameters(AsStored):
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
         """The weighted sum of values, with sparse gradients to those found."""
         schema, keys = self.origin.db.schema, found.keys
-        with torch.autocast("cpu", enabled=False):
+        with precise():
             if not schema.has_values and keys is not None:
                 return pool(weights, keys)
             if self.values is None or not found.positions.size:
-                return pool(weights, self.origin.values(found.positions), schema.num_classes)
+                stored = self.origin.values(found.positions).to(weights.device)
+                return pool(weights, stored, schema.num_classes)
             # holds no (q, k, v) copy of the values, as a gather would
             factors = weights.to(self.values.dtype)
-            which = torch.from_numpy(found.positions)
+            which = torch.from_numpy(found.positions).to(weights.device)
             output = F.embedding_bag(which, self.values, mode="sum", per_sample_weights=factors, sparse=True)
             return output.to(weights.dtype)
 
     def rows(self, positions: Positions) -> Positions:
         """Permanent rows of their records."""
         return np.where(positions < 0, -1, self.origin.rows[positions])
+
+
+def on(pooled: Pooled, device: torch.device) -> Pooled:
+    """The answer on another device."""
+    assert pooled.hits is not None
+    hits = replace(pooled.hits, rows=pooled.hits.rows.to(device), scores=pooled.hits.scores.to(device))
+    columns: dict[str, Any] = {name: one.to(device) for name, one in vars(pooled).items() if isinstance(one, Tensor)}
+    return replace(pooled, hits=hits, **columns)
