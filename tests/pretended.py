@@ -6,19 +6,15 @@ stands on torch's interface for backends in Python, and knows every operation, s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 NAME = "pretended"
-MAY_MEET = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "index_put"}  # the CPU's, as with CUDA
+INDEXES = {"index", "index_put_", "_index_put_impl_", "index_put"}  # take indices of the CPU, as with CUDA
 
 
 class _Module(_DummyBackendModule):
@@ -51,9 +47,7 @@ class There(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if Pretended.now is None:
-            raise RuntimeError(f"{call} of a tensor of {DEVICE} outside the test that made it")
-        return Pretended.now.__torch_dispatch__(call, types, args, kwargs)  # from another thread
+        return computed(call, *args, **(kwargs or {}))
 
 
 class Crossing(NamedTuple):
@@ -63,51 +57,49 @@ class Crossing(NamedTuple):
     count: int  # numbers
 
 
-class Pretended(TorchDispatchMode):
-    """While it lasts there is the device; what crossed is in `crossings`, and where the CPU waited in `waits`."""
+class Pretended:
+    """What crossed, and how often the CPU waited for a number, since it was made."""
 
     device = DEVICE
-    now: Pretended | None = None
+    noting: Pretended | None = None
 
     def __init__(self) -> None:
-        super().__init__()
         self.crossings: list[Crossing] = []
         self.waits = 0
+        Pretended.noting = self
 
-    def __enter__(self) -> Self:
-        Pretended.now = self
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        Pretended.now = None
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, named = kwargs or {}, call.overloadpacket.__name__
-        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
-        there = {id(one.inner): one for one in tensors if isinstance(one, There)}
-        wanted = kwargs.get("device")
-        goal = None if wanted is None else torch.device(wanted).type
-        if not there and goal != NAME:
-            return call(*args, **kwargs)
-        here = [one for one in tensors if not isinstance(one, There) and one.ndim]
-        if there and here and named not in MAY_MEET:
-            raise RuntimeError(f"{named}: tensors of {DEVICE} and of the CPU, {[tuple(one.shape) for one in tensors]}")
-        self._note(named, goal, bool(there), tensors)
-        found = call(*tree_map(_inside, args), **tree_map(_inside, kwargs))
-        if goal == "cpu" or (named == "copy_" and not isinstance(args[0], There)):
-            return found
-        return tree_map(lambda one: there.get(id(one), There(one)) if isinstance(one, Tensor) else one, found)
-
-    def _note(self, named: str, goal: str | None, there: bool, tensors: list[Tensor]) -> None:
+    def note(self, named: str, goal: str | None, tensors: list[Tensor]) -> None:
+        """One operation on tensors of which some are there."""
         if named == "_local_scalar_dense":
             self.waits += 1
-        elif (named == "_to_copy" and goal is not None and (goal == NAME) != there) or (
-            named in MAY_MEET - {"_to_copy"} and len({type(one) is There for one in tensors if one.ndim}) == 2
-        ):
-            moved = tensors[0] if named == "_to_copy" else next(one for one in tensors if not isinstance(one, There))
-            to = goal if named == "_to_copy" else NAME if isinstance(tensors[0], There) else "cpu"
-            self.crossings.append(Crossing(str(to), moved.numel()))
+            return
+        here = [one for one in tensors if not isinstance(one, There) and one.ndim]
+        if named == "_to_copy" and goal == "cpu":
+            self.crossings.append(Crossing("cpu", tensors[0].numel()))
+        elif here:
+            to = NAME if isinstance(tensors[0], There) else "cpu"
+            self.crossings.append(Crossing(to, here[0].numel()))
+
+
+def computed(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation, by the CPU; with what torch refuses on a device of its own."""
+    named = call.overloadpacket.__name__
+    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+    there = {id(one.inner): one for one in tensors if isinstance(one, There)}
+    goal = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+    meets = named in ("copy_", "_to_copy") or (named in INDEXES and isinstance(tensors[0], There))
+    if there and not meets and any(one.ndim for one in tensors if not isinstance(one, There)):
+        raise RuntimeError(f"{named}: tensors of {DEVICE} and of the CPU, {[tuple(one.shape) for one in tensors]}")
+    if Pretended.noting is not None:
+        Pretended.noting.note(named, goal, tensors)
+    found = call(*tree_map(_inside, args), **tree_map(_inside, kwargs))
+    if goal == "cpu" or (named == "copy_" and not isinstance(args[0], There)):
+        return args[0] if named == "copy_" else found
+    return tree_map(lambda one: there.get(id(one), There(one)) if isinstance(one, Tensor) else one, found)
+
+
+LIBRARY = torch.library.Library("_", "IMPL")
+LIBRARY.fallback(computed, "PrivateUse1")
 
 
 def _inside(one: Any) -> Any:

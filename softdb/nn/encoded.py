@@ -29,7 +29,7 @@ from softdb.scores.contract import alike
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["Encode", "Encoded", "Encoding", "probed", "unindexed"]
+__all__ = ["Encode", "Encoded", "Encoding", "device_of", "probed", "unindexed"]
 
 GATHERED = 1 << 24  # numbers of encoded candidates gathered at once: 64 MB
 
@@ -126,10 +126,21 @@ class Encoding:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def _like(encoder: Encode) -> Tensor | None:
+    """A parameter of the encoder, in whose dtype and on whose device it takes keys; None where it has none."""
+    parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
+    return next((one for one in parameters if one.is_floating_point()), None)
+
+
+def device_of(encoder: Encode) -> torch.device | None:
+    """Where the encoder's parameters lie; None where it has none."""
+    like = _like(encoder)
+    return None if like is None else like.device
+
+
 def _as_input(encoder: Encode, keys: Tensor) -> Tensor:
     """Keys in the dtype and on the device of the encoder's parameters; float32 where it has none."""
-    parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
-    like = next((one for one in parameters if one.is_floating_point()), None)
+    like = _like(encoder)
     return keys.float() if like is None else keys.to(like.device).to(like.dtype)
 
 
@@ -230,10 +241,10 @@ class Encoded(OfGeneration):
         chunk = max(1, GATHERED // max(1, positions.shape[1] * self.encoding.dim))
         for low in range(0, len(positions), chunk):
             part = slice(low, low + chunk)
-            scores = scores_of(request.score, request.queries[part], table[torch.from_numpy(places[part])]).cpu()
-            scores = scores.masked_fill(torch.from_numpy(positions[part] < 0), -torch.inf)
+            scores = scores_of(request.score, request.queries[part], table[torch.from_numpy(places[part])])
+            scores = scores.masked_fill(torch.from_numpy(positions[part] < 0).to(scores.device), -torch.inf)
             order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            best[part] = np.take_along_axis(positions[part], order.numpy(), 1)
+            best[part] = np.take_along_axis(positions[part], order.cpu().numpy(), 1)
         return np.pad(best, ((0, 0), (0, k - best.shape[1])), constant_values=-1)
 
     def scored(self, request: Request, positions: Positions) -> Scored:

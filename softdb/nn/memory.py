@@ -20,6 +20,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
+from softdb.nn.eager import eager
 from softdb.nn.origin import TOLD, Followed, Origin, in_order
 from softdb.nn.parameters import Parameters, chosen, on
 from softdb.nn.reindexed import Policy, Reindexed, Work
@@ -61,8 +62,8 @@ class Memory(Reindexed):
 
     Parameters are float32 (or float64, for checks: then every key is compared), whatever the database stores, and lie
     where `memory.to(device)` puts them, at first in the RAM; queries are answered on their own device. On a GPU every
-    key is compared as it is, in one pass, and nothing is ever stale; `commit` writes what the GPU holds, rounded to what
-    the database stores. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records (on a
+    key is compared as it is, in one pass, and nothing is ever stale; `commit` writes what the GPU holds, in the dtype
+    that is stored. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records (on a
     GPU q n d), then q k (d + v).
     Sources: Lample et al. 2019 (arXiv 1907.05242) for sparse training, Guu et al. 2020 (REALM, section 3.3) for finding
     among stale keys.
@@ -147,6 +148,7 @@ class Memory(Reindexed):
 
     __call__: Callable[..., Pooled]
 
+    @eager
     def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
         """The soft query over the k nearest records, by keys and values as they are.
 

@@ -16,7 +16,7 @@ from softdb.answers import Pooled, Resolve
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored
 from softdb.attend.source import AsStored
-from softdb.check import Schema, precise, shown
+from softdb.check import Schema, shown
 from softdb.errors import BadInput
 from softdb.index.flat import nearest
 from softdb.index.rerank import ordered
@@ -165,8 +165,7 @@ class Parameters(AsStored):
             keys = self.origin.keys(positions).to(queries)
         else:
             keys = F.embedding(torch.from_numpy(positions).to(queries.device), self.keys, sparse=True)
-        with precise():
-            scores = request.score(queries, keys)
+        scores = request.score(queries, keys)
         if not bool(scores.detach().isfinite().all()):
             raise BadInput(
                 "scores are NaN or infinite: training has moved the keys too far; begin again from the last commit "
@@ -177,17 +176,16 @@ class Parameters(AsStored):
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
         """The weighted sum of values, with sparse gradients to those found."""
         schema, keys = self.origin.db.schema, found.keys
-        with precise():
-            if not schema.has_values and keys is not None:
-                return pool(weights, keys)
-            if self.values is None or not found.positions.size:
-                stored = self.origin.values(found.positions).to(weights.device)
-                return pool(weights, stored, schema.num_classes)
-            # holds no (q, k, v) copy of the values, as a gather would
-            factors = weights.to(self.values.dtype)
-            which = torch.from_numpy(found.positions).to(weights.device)
-            output = F.embedding_bag(which, self.values, mode="sum", per_sample_weights=factors, sparse=True)
-            return output.to(weights.dtype)
+        if not schema.has_values and keys is not None:
+            return pool(weights, keys)
+        if self.values is None or not found.positions.size:
+            stored = self.origin.values(found.positions).to(weights.device)
+            return pool(weights, stored, schema.num_classes)
+        # holds no (q, k, v) copy of the values, as a gather would
+        factors = weights.to(self.values.dtype)
+        which = torch.from_numpy(found.positions).to(weights.device)
+        output = F.embedding_bag(which, self.values, mode="sum", per_sample_weights=factors, sparse=True)
+        return output.to(weights.dtype)
 
     def rows(self, positions: Positions) -> Positions:
         """Permanent rows of their records."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb import check
+from softdb import check, gpu
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, Closed
 from softdb.index.build import build
@@ -40,8 +41,8 @@ class Version:
 
     number: int  # 1 for the first; 0: nothing was indexed yet
     rows: Rows  # (n,) of the vectors, in their order
-    vectors: Snapshot | None  # as columns; None: there are none
-    index: Index | None  # of them; None: they are compared one by one
+    vectors: Snapshot | Tensor | None  # as columns; (n, d) on the GPU that they were made on; None: there are none
+    index: Index | None  # of them; None: they are compared one by one, as on a GPU
     metric: Metric
     seconds: float  # what making it took
     step: int = 0  # the training step that the vectors are of
@@ -74,13 +75,19 @@ class Version:
         """Rows of the k nearest as of this version, best first, -1 = none."""
         if self.vectors is None:
             return np.full((len(queries), k), -1)
-        places = find(self.vectors, self.index, queries, k, self.metric, keep).positions
+        if isinstance(self.vectors, Tensor):
+            there = self.vectors
+            kept = None if keep is None else torch.from_numpy(keep).to(there.device)
+            asked = queries.detach().to(there.device, torch.promote_types(queries.dtype, there.dtype))
+            places = gpu.nearest(asked, there, k, metric=self.metric, keep=kept)[1].cpu().numpy()
+        else:
+            places = find(self.vectors, self.index, queries, k, self.metric, keep).positions
         return np.where(places < 0, -1, self.rows[places])
 
     def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)
         """Some of the vectors, copied."""
         assert self.vectors is not None  # else there are no places
-        return self.vectors.keys_at(places)
+        return self.vectors[places] if isinstance(self.vectors, Tensor) else self.vectors.keys_at(places)
 
 
 NOTHING = Version(0, np.zeros(0, np.int64), None, None, Metric.DOT, 0.0)
@@ -91,8 +98,9 @@ class StaleIndex:
 
     While an encoder or the keys themselves are trained, candidates come from here and true scores from the vectors as
     they are. `replace` makes a new version beside the old one, which answers until the swap of one reference. Safe to
-    use from several threads. Memory: n d numbers, twice that while the next version is made. A deep copy shares the
-    version, not what comes after; a pickle has none.
+    use from several threads. Vectors that come on a GPU stay there and are compared one by one, without an index.
+    Memory: n d numbers, twice that while the next version is made. A deep copy shares the version, not what comes
+    after; a pickle has none.
 
         index = StaleIndex("l2")
         index.replace(rows, (encoder(block) for block in blocks))
@@ -137,7 +145,7 @@ class StaleIndex:
             start, before, rows = time.perf_counter(), self.now, np.array(rows, np.int64)
             vectors = self._columns(len(rows), blocks)
             index = None
-            if vectors is not None and len(rows) >= FEWEST and self._kind != "flat":
+            if isinstance(vectors, Snapshot) and len(rows) >= FEWEST and self._kind != "flat":
                 index, report = build(vectors, self._metric, self._kind, self._target, TUNED_FOR, None, None)
                 self._kind = self._kind if index is None else report["kind"]  # so few are compared as fast as found
             self._require_open()
@@ -149,25 +157,30 @@ class StaleIndex:
         """Release the vectors; a replacement under way ends with Closed. Safe to call twice."""
         self._closed, self._now = True, NOTHING
 
-    def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | None:
-        """The vectors as columns; None where there are none."""
-        column, done = np.empty((0, 0), self.dtype), 0
+    def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | Tensor | None:
+        """The vectors as columns, where the first of them lie; None where there are none."""
+        column, done, dtype = torch.empty(0, 0), 0, getattr(torch, self.dtype)
         for block in blocks:
             self._require_open()
             if not len(block):
                 continue
             if done + len(block) > count:
                 raise BadInput(f"there are {count} rows but at least {done + len(block)} vectors; give one for each")
-            if not column.size:
-                column = np.empty((count, block.shape[1]), self.dtype)
-            vectors = check.matrix(block.detach(), "vectors", column.shape[1], column.dtype)
-            column[done : done + len(block)] = check.filled(vectors, "vectors", len(block))
+            if not column.numel():
+                column = torch.empty(count, block.shape[1], dtype=dtype, device=block.device)
+            part, vectors = column[done : done + len(block)], block.detach()
+            if column.device.type == "cpu":
+                vectors = torch.from_numpy(check.matrix(vectors, "vectors", column.shape[1], np.dtype(self.dtype)))
+                check.filled(vectors.numpy(), "vectors", len(block))
+            part.copy_(vectors)
+            if column.device.type != "cpu" and not bool(part.isfinite().all()):
+                raise BadInput(f"vectors hold NaN or infinity in {dtype}; repair them or what made them")
             done += len(block)
         if done < count:
             raise BadInput(f"there are {count} rows but only {done} vectors; give one for each")
-        if not count:
-            return None
-        return Snapshot.of(0, (Segment(0, 0, None, column, None),), np.ones(count, np.bool_))
+        if not count or column.device.type != "cpu":
+            return column if count else None
+        return Snapshot.of(0, (Segment(0, 0, None, column.numpy(), None),), np.ones(count, np.bool_))
 
     def _require_open(self) -> None:
         if self._closed:

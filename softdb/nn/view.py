@@ -20,7 +20,8 @@ from softdb.check import Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
-from softdb.nn.encoded import Encode, Encoded, Encoding, probed, unindexed
+from softdb.nn.eager import untraced
+from softdb.nn.encoded import Encode, Encoded, Encoding, device_of, probed, unindexed
 from softdb.nn.handle import SharedHandle
 from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
@@ -51,8 +52,9 @@ class View(Reindexed):
     with the encoder in eval mode; scores that carry the gradient are of its current mode. Threads run the encoder of a
     view one at a time; who calls it directly meanwhile may meet it in eval mode. Autocast reaches the encoder alone:
     scores and pooling are in the queries' precision. The encoder is a submodule; the handle and the stale index are not
-    in the state_dict; copies share the handle; loading a state_dict, or a pickle, makes the index anew when it is next
-    needed. Nothing is written: the database may be open for reading only.
+    in the state_dict; copies share the handle; loading a state_dict, a pickle, or a move to another device makes the
+    index anew when it is next needed. Encodings made on a GPU stay there, n d' numbers, and all of them are compared.
+    Answers lie where the queries do. Nothing is written: the database may be open for reading only.
 
     Cost: reindexing is n records through the encoder and an index of them, n d' numbers in memory; `attend(k=)` is a
     search, up to q overfetch k records through the encoder, and q k of them again with gradient.
@@ -122,6 +124,7 @@ class View(Reindexed):
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
+    @untraced
     def attend(
         self,
         queries: Numbers,  # (q, d')
@@ -156,6 +159,7 @@ class View(Reindexed):
         with check.precise():
             return exact(request, source) if k is None else nearest(request, source)
 
+    @untraced
     def search(
         self,
         queries: Numbers,  # (q, d')
@@ -239,10 +243,10 @@ class View(Reindexed):
             return 1.0
         rows, score = version.rows[places], score_of(self.metric)
         fresh = encoding.found(snapshot.keys_at(snapshot.positions(rows)), rows)
-        asked = fresh[:ASKED] if self._asked is None else self._asked
+        asked = fresh[:ASKED] if self._asked is None else self._asked.to(fresh.device)
         with torch.no_grad(), check.precise():
             now = score(asked, fresh).topk(min(k, len(places))).indices
-            then = score(asked, version.vectors_at(places)).topk(min(self.overfetch * k, len(places))).indices
+            then = score(asked, version.vectors_at(places).to(fresh)).topk(min(self.overfetch * k, len(places))).indices
         found = (now.unsqueeze(2) == then.unsqueeze(1)).any(2)
         self._recall = float(found.double().mean())
         return self._recall
@@ -303,6 +307,13 @@ class View(Reindexed):
         """The database, the metric and the policy."""
         return f"{self.db!r}, dim={self.dim}, metric={self.metric.value!r}, reindex={self.policy!r}"
 
+    def _apply(self, *args: Any, **kwargs: Any) -> View:
+        before = device_of(self.encoder)
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if before != device_of(self.encoder):
+            _outdated(self, None)
+        return self
+
     def _start(self) -> None:
         """What no copy takes along."""
         self._first, self._running = threading.Lock(), threading.RLock()
@@ -340,6 +351,6 @@ def _frozen(encoder: Encode) -> Encode:
 
 
 def _outdated(view: View, keys: Any) -> None:
-    """Other parameters were loaded: the stale index is of none of them."""
+    """Other parameters were loaded, or they were moved: the stale index is of none of them, or elsewhere."""
     view._stop("other parameters were loaded")
     view._stale = view._stale.anew()
