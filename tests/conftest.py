@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,48 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+def gpu() -> Any:
+    """The GPU, where there is one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device here; docs/gpu.md says how to run these tests on one")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """A torch.device that is not the CPU: a pretended one everywhere, and a GPU where there is one."""
+    if request.param == "cuda":
+        return gpu()
+    from pretended import DEVICE
+
+    return DEVICE
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def anywhere(request: pytest.FixtureRequest) -> Any:
+    """The CPU, and a GPU where there is one."""
+    import torch
+
+    return gpu() if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> Any:
+    """A GPU, or the test is skipped."""
+    return gpu()
+
+
+@pytest.fixture
+def pretended() -> Iterator[Any]:
+    """The device that is pretended, which notes what crosses to it and back."""
+    from pretended import Pretended
+
+    yield Pretended()
+    Pretended.noting = None
 
 
 def arguments(case: pytest.Function) -> set[tuple[str, type, object]]:
