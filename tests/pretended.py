@@ -24,29 +24,31 @@ class _Module(_DummyBackendModule):
         return [torch.bfloat16, torch.float16]
 
 
-_setup_privateuseone_for_python_backend(NAME, _Module())  # type: ignore[no-untyped-call]
+_setup_privateuseone_for_python_backend(NAME, _Module())
 DEVICE = torch.device(NAME, 0)
 
 
 class There(torch.Tensor):
     """A tensor of the pretended device, around one of the CPU."""
 
-    inner: Tensor
+    inside: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> There:
         laid: dict[str, Any] = {"layout": inner.layout}
         if inner.layout is torch.strided:
             laid = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        made: There = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=DEVICE, **laid)  # type: ignore[attr-defined]
-        made.inner = inner
+        made: There = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=DEVICE, **laid)
+        made.inside = inner
         return made
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, call: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return computed(call, *args, **(kwargs or {}))
 
 
@@ -54,7 +56,7 @@ class Crossing(NamedTuple):
     """What went from one device to the other."""
 
     to: str
-    count: int  # numbers
+    numbers: int
 
 
 class Pretended:
@@ -85,7 +87,7 @@ def computed(call: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation, by the CPU; with what torch refuses on a device of its own."""
     named = call.overloadpacket.__name__
     tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
-    there = {id(one.inner): one for one in tensors if isinstance(one, There)}
+    there = {id(one.inside): one for one in tensors if isinstance(one, There)}
     goal = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
     meets = named in ("copy_", "_to_copy") or (named in INDEXES and isinstance(tensors[0], There))
     if there and not meets and any(one.ndim for one in tensors if not isinstance(one, There)):
@@ -98,11 +100,11 @@ def computed(call: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map(lambda one: there.get(id(one), There(one)) if isinstance(one, Tensor) else one, found)
 
 
-LIBRARY = torch.library.Library("_", "IMPL")
+LIBRARY: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
 LIBRARY.fallback(computed, "PrivateUse1")
 
 
 def _inside(one: Any) -> Any:
     if isinstance(one, There):
-        return one.inner
+        return one.inside
     return torch.device("cpu") if isinstance(one, torch.device) and one.type == NAME else one

@@ -113,6 +113,8 @@ class General(torch.nn.Module):
 def dot(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> (…, q, n) or (…, q, k)
     """q·k of shared or own keys, alike in dtype and device."""
     if keys.ndim > queries.ndim:
+        if keys.device.type != "cpu":  # no faster as a product of matrices, which TF32 would round
+            return (keys * queries.unsqueeze(-2)).sum(-1)
         return (keys @ queries.unsqueeze(-1)).squeeze(-1)
     return queries @ keys.mT
 

@@ -17,7 +17,7 @@ from softdb.errors import BadInput
 from softdb.nn import Memory, info_nce, pooled_loss, retrieval_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own optimisers make them
-OPTIMISERS = {
+OPTIMISERS: dict[str, Any] = {
     "SparseAdam": lambda p: torch.optim.SparseAdam(list(p), lr=0.05),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -29,7 +29,7 @@ def _seeded() -> None:
     torch.manual_seed(3)
 
 
-def both(db: softdb.SoftDB, device: torch.device, **words: Any) -> tuple[Memory, Memory]:
+def both(db: softdb.SoftDB, device: torch.device, **words: Any) -> tuple[Any, Any]:
     """A memory in the RAM, and one on a device."""
     return Memory(db, **words), Memory(db, **words).to(device)
 
@@ -56,7 +56,7 @@ def test_answers_and_gradients_are_those_of_the_ram(
     up = torch.randn_like(answers[0].output)
     for pooled in answers:
         loss = (pooled.output * up.to(pooled.output.device)).sum() + pooled.lse.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     for name in ("output", "lse", "weights", "exact", "missed_mass"):
         assert getattr(answers[1], name).device == device
         torch.testing.assert_close(*(getattr(one, name).cpu() for one in answers), equal_nan=True)
@@ -77,16 +77,16 @@ def test_what_is_learnt_there_is_committed_to_the_bit(
     device: torch.device, tmp_path: Path, name: str, dtype: Any
 ) -> None:
     db = filled(path=tmp_path / "db", dtype=dtype)
-    before = db.get(range(N))
+    before: Any = db.get(range(N))
     memories = both(db, device, k=4)
     queries, targets = torch.randn(5, D), torch.randn(5, V)
     for memory in memories:
-        optimiser: torch.optim.Optimizer = OPTIMISERS[name](memory.parameters())  # type: ignore[no-untyped-call]
+        optimiser: Any = OPTIMISERS[name](memory.parameters())
         memory.check(optimiser)
         for _ in range(4):
             optimiser.zero_grad()
             loss = (memory(queries.to(memory.device)).output - targets.to(memory.device)).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimiser.step()
             memory.step()
     here, there = memories
@@ -98,7 +98,7 @@ def test_what_is_learnt_there_is_committed_to_the_bit(
     assert there.commit() == 0
     db.close()
     with softdb.open(tmp_path / "db", verify=True) as again:
-        stored = again.get(range(N))
+        stored: Any = again.get(range(N))
         for parameter, old, now in zip(
             there.parameters(), (before.keys, before.values), (stored.keys, stored.values), strict=True
         ):
@@ -108,13 +108,13 @@ def test_what_is_learnt_there_is_committed_to_the_bit(
 
 def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None:
     db = large(4000)
-    memory = Memory(db, k=8).to(pretended.device)
-    optimiser = torch.optim.SparseAdam(list(memory.parameters()), lr=0.01)
+    memory: Any = Memory(db, k=8).to(pretended.device)
+    optimiser: Any = torch.optim.SparseAdam(list(memory.parameters()), lr=0.01)
     queries = torch.randn(16, 16).to(pretended.device)
 
     def step() -> None:
         optimiser.zero_grad()
-        memory(queries).output.square().sum().backward()  # type: ignore[no-untyped-call]
+        memory(queries).output.square().sum().backward()
         optimiser.step()
         memory.step()
 
@@ -126,8 +126,8 @@ def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None
     step()
     candidates = 16 * 8
     assert {one.to for one in pretended.crossings} == {"cpu", "pretended"}
-    assert max(one.count for one in pretended.crossings) <= candidates, "more than positions travels"
-    assert sum(one.count for one in pretended.crossings) <= 8 * candidates
+    assert max(one.numbers for one in pretended.crossings) <= candidates, "more than positions travels"
+    assert sum(one.numbers for one in pretended.crossings) <= 8 * candidates
     assert pretended.waits <= 4
 
 
@@ -135,15 +135,16 @@ def test_losses_through_a_memory_there(device: torch.device) -> None:
     db = filled()
     queries = torch.randn(6, D)
     right = [[i, (i + 3) % N] for i in range(6)]
-    for loss in (
+    losses: list[Any] = [
         lambda memory, asked: retrieval_loss(memory, asked, right),
         lambda memory, asked: info_nce(memory, asked, right, negatives=4),
         lambda memory, asked: pooled_loss(memory, asked, torch.ones(6, V, device=asked.device)),
-    ):
+    ]
+    for loss in losses:
         found = []
         for memory in both(db, device, k=5):
             asked = queries.clone().to(memory.device).requires_grad_()
-            value = loss(memory, asked)  # type: ignore[no-untyped-call]
+            value = loss(memory, asked)
             value.backward()
             assert value.device == memory.device
             found.append((value.detach(), asked.grad, memory.keys.grad.cpu().to_dense()))
@@ -159,9 +160,9 @@ def test_a_state_moves_between_devices(device: torch.device, tmp_path: Path) -> 
             parameter += 1
     torch.save({name: one.cpu() for name, one in there.state_dict().items()}, tmp_path / "state.pt")
     here.load_state_dict(torch.load(tmp_path / "state.pt", map_location="cpu"))
-    back = Memory(db, k=5).to(device)
+    back: Any = Memory(db, k=5).to(device)
     back.load_state_dict(here.state_dict())  # of the RAM, into parameters there
-    again = Memory(db, k=5)
+    again: Any = Memory(db, k=5)
     again.load_state_dict(there.state_dict())
     queries = torch.randn(4, D)
     expected = there(queries.to(device)).output
@@ -176,7 +177,7 @@ def test_queries_are_answered_where_they_lie(device: torch.device) -> None:
     queries = torch.randn(4, D)
     expected = here(queries).output
     for memory, asked in ((there, queries), (here, queries.to(device))):
-        leaf = asked.clone().requires_grad_()
+        leaf: Any = asked.clone().requires_grad_()
         pooled = memory(leaf)
         assert pooled.output.device == pooled.hits.rows.device == asked.device
         same(pooled.output, expected)
@@ -188,7 +189,7 @@ def test_queries_are_answered_where_they_lie(device: torch.device) -> None:
 def test_it_moves_while_it_is_trained(device: torch.device) -> None:
     db = large()
     db.build_index("ivf")
-    memory = Memory(db, k=3, reindex=1)
+    memory: Any = Memory(db, k=3, reindex=1)
     queries = torch.randn(5, 16)
     assert memory(queries).finder == "ivf"
     memory.reindex()
@@ -198,7 +199,7 @@ def test_it_moves_while_it_is_trained(device: torch.device) -> None:
         memory.zero_grad()
         pooled = memory(queries.to(device))
         assert pooled.finder == "flat"
-        pooled.output.sum().backward()  # type: ignore[no-untyped-call]
+        pooled.output.sum().backward()
         torch.optim.SGD(memory.parameters(), lr=0.1).step()
         assert memory.step() == "kept"
     assert (memory.age, memory.measure()) == (0, 1.0)
@@ -213,7 +214,7 @@ def test_it_moves_while_it_is_trained(device: torch.device) -> None:
 
 def test_reload_takes_in_what_others_did(device: torch.device) -> None:
     db = filled()
-    memory = Memory(db, k=5).to(device)
+    memory: Any = Memory(db, k=5).to(device)
     with torch.no_grad():
         memory.keys += 1
     learnt = memory.keys.detach().cpu().clone()
@@ -227,7 +228,7 @@ def test_reload_takes_in_what_others_did(device: torch.device) -> None:
 
 
 def test_what_does_not_fit_together(device: torch.device) -> None:
-    memory = Memory(filled(), k=5).to(device)
+    memory: Any = Memory(filled(), k=5).to(device)
     with pytest.raises(BadInput, match="queries hold NaN or infinity, first in query 1"):
         memory(torch.tensor([[1.0] * D, [70000.0] * D]).half().to(device))
     memory.values = torch.nn.Parameter(memory.values.detach().cpu())

@@ -26,7 +26,7 @@ def db() -> softdb.SoftDB:
     return db
 
 
-def both(db: softdb.SoftDB, device: torch.device, **words: Any) -> tuple[View, View]:
+def both(db: softdb.SoftDB, device: torch.device, **words: Any) -> tuple[Any, Any]:
     """A view with its encoder on the CPU, and one with it on a device."""
     encoder = torch.nn.Sequential(torch.nn.Linear(D, 8), torch.nn.ReLU(), torch.nn.Linear(8, E))
     return View(db, encoder, **words), View(db, copy.deepcopy(encoder).to(device), **words)
@@ -64,13 +64,14 @@ def test_encodings_stay_where_they_are_made(db: softdb.SoftDB, pretended: Preten
     view = both(db, pretended.device)[1]
     queries = torch.randn(4, E).to(pretended.device)
     view.search(queries, 3)
-    assert not [one for one in pretended.crossings if one.to == "cpu" and one.count >= N * E]
+    assert not [one for one in pretended.crossings if one.to == "cpu" and one.numbers >= N * E]
     assert view.measure() == 1.0
 
 
 @pytest.mark.parametrize("loss", [retrieval_loss, pooled_loss])
 def test_an_encoder_is_trained_there(db: softdb.SoftDB, device: torch.device, loss: Any) -> None:
-    queries, losses = torch.randn(8, E), []
+    queries = torch.randn(8, E)
+    losses: list[list[float]] = []
     for view in both(db, device, reindex=2):
         place = next(view.parameters()).device
         optimiser = torch.optim.SGD(view.parameters(), 0.05)
