@@ -24,7 +24,6 @@ lint:
 # pages: blocks run, links lead somewhere, names exist; then HTML in build/docs
 docs:
     pytest tests/house
-    pip install --quiet sphinx myst-parser
     sphinx-build -W -q docs build/docs
 
 # recall and speed on a seeded world

@@ -1,7 +1,104 @@
-"""The pages as HTML: `pip install sphinx myst-parser`, then `sphinx-build -W docs build/docs`."""
+"""The pages as a site: `pip install -c constraints.txt -e '.[docs]'`, then `sphinx-build -W docs build/docs`.
+
+Nothing on a page comes from another host: the theme and the search are files of the site, formulas are MathML.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from results import Results
+
+REPOSITORY = "https://github.com/softdb/softdb"
 
 project = "softdb"
-extensions = ["myst_parser"]
+copyright = "The softdb developers; MIT licence"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3  # the anchors that GitHub gives headings
-suppress_warnings = ["myst.xref_missing"]  # links to files outside docs/; tests/house/test_readme.py follows them
-html_theme = "alabaster"
+suppress_warnings = ["myst.xref_missing"]  # tests/house/test_readme.py follows every link
+exclude_patterns = ["images"]
+html_theme = "furo"
+html_title = "softdb"
+html_show_sourcelink = False
+html_theme_options = {"navigation_with_keys": True}
+html_math_renderer = "mathml"
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the signature says them; shapes stand in the docstring
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+default_role = "code"
+
+SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Attributes:")
+FIELD = re.compile(r"^    (\w+): (.+?)(?:  # (.+))?$")
+
+
+def fields(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+    """The fields of a dataclass or tuple with what their comments say: shapes, units, and when there is None."""
+    if what != "class" or not ("__dataclass_fields__" in vars(subject) or hasattr(subject, "_fields")):
+        return
+    found = [FIELD.match(line) for line in inspect.getsource(subject).splitlines()]
+    known = [match for match in found if match and match[1] in subject.__annotations__]
+    lines += ["", *(f"* ``{match[1]}``: {match[3] or match[2]}" for match in known), ""]
+
+
+def equations(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+    """Equations and examples are indented in a docstring: as they stand, not as a quotation."""
+    kept: list[str] = []
+    for line in lines:
+        before = [one for one in kept if one.strip()][-1:]
+        opens = line.startswith("    ") and kept and not kept[-1].strip() and before and before[0] not in SECTIONS
+        if opens and not before[0].startswith("    "):
+            kept += ["::", ""]
+        kept.append(line if line.startswith("    ") else line.replace("|", "\\|"))  # |x| is no substitution
+    lines[:] = kept
+
+
+def inline(self: Any, node: nodes.math) -> None:
+    """A formula as the browser sets it itself."""
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def block(self: Any, node: nodes.math_block) -> None:
+    """A formula of its own line."""
+    formula = convert(node.astext(), display="block").replace("<math ", '<math displaystyle="true" ', 1)
+    self.body.append(f'<div class="formula">{formula}</div>')
+    raise nodes.SkipNode
+
+
+def elsewhere(app: Sphinx, page: str, source: list[str]) -> None:
+    """A link to a file that is no page of the site leads to the repository."""
+    docs, folder = Path(app.srcdir), (Path(app.srcdir) / page).parent
+
+    def repository(link: re.Match[str]) -> str:
+        file = (folder / link[1]).resolve()
+        if file.is_relative_to(docs):
+            return link[0]
+        return f"]({REPOSITORY}/blob/main/{file.relative_to(docs.parent).as_posix()}{link[2] or ''})"
+
+    source[0] = re.sub(r"(?<!\!)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)", lambda link: repository(link), source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """What Sphinx calls."""
+    app.connect("autodoc-process-docstring", equations, priority=400)  # before napoleon's
+    app.connect("autodoc-process-docstring", fields)
+    app.connect("source-read", elsewhere)
+    app.add_directive("results", Results)
+    app.add_html_math_renderer("mathml", (inline, None), (block, None))
+    return {"parallel_read_safe": True}

@@ -1,0 +1,86 @@
+"""The site is built without a warning, asks no other host for anything, and what is published is complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import softdb
+
+ROOT = Path(__file__).parents[2]
+ASKED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(https?:)?//|<link(?![^>]*rel=\"canonical\")[^>]*href=\"(https?:)?//"
+)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
+    pytest.importorskip("furo", reason="needs softdb[docs]")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "-q",
+        "-d",
+        str(tmp_path / "trees"),
+        "docs",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {
+        page.relative_to(tmp_path / "site").as_posix(): page.read_text() for page in (tmp_path / "site").rglob("*.html")
+    }
+    assert [name for name, text in pages.items() if ASKED.search(text)] == []
+    assert "<math" in pages["mathematics.html"]
+    assert 'id="softdb.SoftDB.attend"' in pages["api/database.html"]
+    assert pages["results.html"].count("<table") > 20
+    assert (tmp_path / "site" / "searchindex.js").stat().st_size > 10_000  # the search needs no server
+
+
+def test_a_page_that_asks_another_host_is_seen() -> None:
+    assert ASKED.search('<script async src="https://example.org/a.js">')
+    assert ASKED.search('<link rel="stylesheet" href="//example.org/a.css">')
+    assert not ASKED.search('<a href="https://example.org">')
+
+
+def faults(wheel: Path, version: str | None = None) -> list[str]:
+    spec = importlib.util.spec_from_file_location("check_wheel", ROOT / ".ci" / "check_wheel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: list[str] = module.faults(wheel, version)
+    return found
+
+
+def test_a_wheel_that_lacks_something_is_not_published(tmp_path: Path) -> None:
+    wheel = tmp_path / "softdb-1.0-py3-none-any.whl"
+    whole = [
+        "softdb/py.typed", "softdb/__init__.py", "softdb/data/wordnet/keys.npy",
+        "softdb/data/wordnet/LICENSE-WordNet.txt", "softdb/kernels/_native.so", "softdb-1.0.dist-info/licenses/LICENSE",
+    ]  # fmt: skip
+    for left_out in range(len(whole)):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name in whole[:left_out] + whole[left_out + 1 :]:
+                archive.writestr(name, "")
+        assert len(faults(wheel)) == 1
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in [*whole, "tests/test_a.py"]:
+            archive.writestr(name, "")
+    assert faults(wheel, "1.1") == ["holds tests/test_a.py", "is of version 1.0, not 1.1"]
+
+
+def test_the_version_is_one() -> None:
+    stated = [
+        re.search(r'^version[ =:]+"?([\d.]+)', (ROOT / name).read_text(), re.M)
+        for name in ("pyproject.toml", "CITATION.cff")
+    ]
+    assert [match and match[1] for match in stated] == [softdb.__version__] * 2
