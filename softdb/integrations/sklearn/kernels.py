@@ -1,0 +1,268 @@
+"""Kernel regression and kernel densities, their bandwidth learnt from the samples."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import gammainc
+from sklearn.base import DensityMixin, RegressorMixin
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.validation import check_is_fitted
+
+from softdb.check import integer, number, one_of, positive, shown
+from softdb.errors import BadInput
+from softdb.integrations.sklearn.samples import SampleEstimator, halves, rounded, whole
+from softdb.nn import KernelRegressor
+from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
+from softdb.scores.distance import Bandwidth
+
+__all__ = ["KernelDensity", "NadarayaWatsonRegressor"]
+
+KERNELS: dict[str, type[Kernel]] = {  # by scikit-learn's names
+    "gaussian": Gaussian, "tophat": Boxcar, "epanechnikov": Epanechnikov, "exponential": Laplacian,
+    "linear": Triangular,
+}  # fmt: skip
+SEARCHED = 2048  # samples among whose distances one bandwidth is searched
+
+
+class NadarayaWatsonRegressor(RegressorMixin, SampleEstimator):
+    """Kernel regression, with one bandwidth or one for each coordinate, learnt by leave-one-out.
+
+        ŷ(x) = Σ_i K(‖(x - x_i) / h‖) y_i / Σ_j K(‖(x - x_j) / h‖)     (Nadaraya 1964, Watson 1964)
+
+    One h is searched (`softdb.scores.leave_one_out`). One for each coordinate is trained through the database from
+    there (`softdb.nn.KernelRegressor`): coordinates that tell nothing get a wide one. So is one h of more than 2,048
+    samples, from an evenly spaced sample of them. Where a compact kernel reaches no sample the answer is NaN.
+
+    Args:
+        kernel: "gaussian", "exponential", "epanechnikov", "linear" or "tophat".
+        bandwidth: h, or one for each coordinate; None: learnt by `fit`.
+        per_coordinate: learn one for each coordinate.
+        steps, learning_rate, batch_size, random_state: of that training, by Adam.
+        path: a new directory for the database, which then is on disk; None: memory.
+
+    Attributes: `bandwidth_` (a number or (d,)), `db_`, `n_samples_fit_`, `n_features_in_`. Precision and float32 as of
+    `SoftKNeighborsClassifier`.
+
+    >>> import numpy as np
+    >>> x = np.linspace(0, 3, 31)[:, None]
+    >>> NadarayaWatsonRegressor().fit(x, np.sin(x[:, 0])).predict([[1.5]]).round(2)
+    array([1.])
+    """
+
+    def __init__(
+        self,
+        kernel: str = "gaussian",
+        *,
+        bandwidth: Bandwidth | None = None,
+        per_coordinate: bool = False,
+        steps: int = 50,
+        learning_rate: float = 0.1,
+        batch_size: int = 256,
+        random_state: Any = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.bandwidth = bandwidth
+        self.per_coordinate = per_coordinate
+        self.steps = steps
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.random_state = random_state
+        self.path = path
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> NadarayaWatsonRegressor:
+        """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn h.
+
+        Raises BadInput for settings that make no sense, and where no bandwidth can be learnt: all samples equal, a
+        compact kernel that does not reach from each sample to another, "tophat" for each coordinate.
+        """
+        kind = KERNELS[one_of(self.kernel, "kernel", KERNELS)]
+        h = None if self.bandwidth is None else kind(self.bandwidth).bandwidth
+        if self.per_coordinate and kind is Boxcar:
+            raise BadInput(
+                "kernel 'tophat' has no gradient to train a bandwidth for each coordinate by; choose another"
+            )
+        samples, targets = self._validated(
+            X, y, reset=True, multi_output=True, y_numeric=True, ensure_min_samples=1 if h is not None else 2
+        )
+        if h is not None and h.ndim and len(h) != samples.shape[1]:
+            raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give one, or one for each")
+        self._flat = targets.ndim == 1
+        table = targets.astype(np.float64).reshape(len(targets), -1)
+        values = halves(table)
+        if h is None:
+            h = _searched(rounded(samples), table, kind)
+        self.db_ = self._open(samples, values, value_dim=values.shape[1], metric="l2")
+        trains = self.bandwidth is None and (self.per_coordinate or (len(samples) > SEARCHED and kind is not Boxcar))
+        found = self._trained(kind, h) if trains else h
+        self.bandwidth_ = found.numpy() if found.ndim else float(found)
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
+        """The weighted means; NaN where no sample is in reach."""
+        check_is_fitted(self)
+        kernel = KERNELS[self.kernel](torch.as_tensor(self.bandwidth_))
+        found = self.db_.attend(self._queries(X), score=kernel)
+        told = whole(found.output.numpy())
+        told[np.isneginf(found.lse.numpy())] = np.nan
+        return told[:, 0] if self._flat else told
+
+    def _trained(self, kind: type[Kernel], start: torch.Tensor) -> torch.Tensor:  # () -> () or (d,)
+        model = KernelRegressor(self.db_, kind, start, per_coordinate=self.per_coordinate)
+        seed = int(check_random_state(self.random_state).randint(1 << 31))
+        model.fit(steps=self.steps, lr=self.learning_rate, batch_size=self.batch_size, seed=seed)
+        return model.kernel.bandwidth.detach().double()
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+class KernelDensity(DensityMixin, SampleEstimator):
+    """Kernel density estimate over a database, as scikit-learn's KernelDensity tells it.
+
+        p(x) = Σ_i w_i K(‖x - x_i‖ / h) / (Σ_i w_i ∫K)     (Rosenblatt 1956, Parzen 1962)
+
+    Args:
+        bandwidth: h; "scott" and "silverman" are scikit-learn's rules, for samples of standard deviation 1;
+            "leave_one_out" maximises the likelihood of samples that are told from all others.
+        kernel: "gaussian", "tophat", "epanechnikov", "exponential" or "linear".
+        rtol: 0 is exact; else densities are estimated to this relative error, 19 times of 20, from a few hundred
+            samples drawn through an index, where that costs less (`SoftDB.log_density`). For the Gaussian kernel.
+        path: a new directory for the database, which then is on disk; None: memory.
+
+    Attributes: `bandwidth_`, `db_`, `n_samples_fit_`, `n_features_in_`.
+
+    >>> import numpy as np
+    >>> KernelDensity(bandwidth=1.0).fit(np.array([[0.0], [1.0]])).score_samples([[0.5]]).round(4)
+    array([-1.0439])
+    """
+
+    def __init__(
+        self,
+        *,
+        bandwidth: float | str = 1.0,
+        kernel: str = "gaussian",
+        rtol: float = 0,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.bandwidth = bandwidth
+        self.kernel = kernel
+        self.rtol = rtol
+        self.path = path
+
+    def fit(self, X: ArrayLike, y: object = None, sample_weight: ArrayLike | None = None) -> KernelDensity:
+        """Put the samples (n, d) into a new database; those of weight 0 are left out.
+
+        Raises BadInput for settings that make no sense; ValueError for weights that are negative or all 0.
+        """
+        kind = KERNELS[one_of(self.kernel, "kernel", KERNELS)]
+        rtol = number(self.rtol, "rtol", "a number of at least 0", lambda found: found >= 0)
+        if rtol and (sample_weight is not None or kind is not Gaussian):
+            raise BadInput("rtol is for the gaussian kernel without sample_weight; leave it at 0")
+        samples = self._validated(X, reset=True)
+        weights = None if sample_weight is None else _weights(sample_weight, len(samples))
+        if weights is not None:
+            samples, weights = samples[weights > 0], weights[weights > 0]
+        self.bandwidth_ = self._bandwidth(samples, kind, weights is not None)
+        self._weight = float(len(samples)) if weights is None else float(weights.sum())
+        pooled = {} if weights is None else {"value_dim": 2}
+        values = None if weights is None else halves(weights[:, None])
+        self.db_ = self._open(samples, values, metric="l2", **pooled)
+        self._index()
+        return self
+
+    def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,)
+        """The log density at each query; -inf where a compact kernel reaches no sample."""
+        check_is_fitted(self)
+        queries, kernel = self._queries(X), KERNELS[self.kernel](self.bandwidth_)
+        if self.db_.value_dim is None:
+            found: NDArray[np.float64] = self.db_.log_density(queries, kernel, rtol=self.rtol or 0.05).value.numpy()
+            return found.astype(np.float64)
+        answer = self.db_.attend(queries, score=kernel)
+        with np.errstate(divide="ignore"):
+            weight = np.log(whole(answer.output.numpy())[:, 0])
+        volume = float(kernel.log_volume(queries.shape[1]))
+        logs: NDArray[np.float64] = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
+        return logs
+
+    def score(self, X: ArrayLike, y: object = None) -> float:
+        """The total log likelihood of the queries."""
+        return float(self.score_samples(X).sum())
+
+    def sample(self, n_samples: int = 1, random_state: Any = None) -> NDArray[np.float64]:  # (n_samples, d)
+        """New samples from the density, the same as scikit-learn's of a seed, up to float32's rounding.
+
+        Raises BadInput for kernels other than "gaussian" and "tophat".
+        """
+        check_is_fitted(self)
+        count = integer(n_samples, "n_samples")
+        if self.kernel not in ("gaussian", "tophat"):
+            raise BadInput(f"sample: there is no sampling for the kernel {self.kernel!r}; use 'gaussian' or 'tophat'")
+        snapshot, _ = self.db_.view()
+        every = np.arange(snapshot.size)
+        rng = check_random_state(random_state)
+        drawn = rng.uniform(0, 1, size=count)
+        if self.db_.value_dim is None:
+            chosen = (drawn * len(every)).astype(np.int64)
+        else:
+            weights = whole(snapshot.values_at(every).numpy())[:, 0].cumsum()
+            chosen = np.searchsorted(weights, drawn * weights[-1])
+        centres: NDArray[np.float64] = snapshot.keys_at(chosen).double().numpy()
+        if self.kernel == "gaussian":
+            around: NDArray[np.float64] = rng.normal(centres, self.bandwidth_)
+            return around
+        normal, d = rng.normal(size=centres.shape), centres.shape[1]
+        squares = np.square(normal).sum(axis=1)  # a normal vector's length, made that of a point in the unit ball
+        lengths: NDArray[np.float64] = gammainc(d / 2, squares / 2) ** (1 / d) * self.bandwidth_ / np.sqrt(squares)
+        inside: NDArray[np.float64] = centres + normal * lengths[:, None]
+        return inside
+
+    def _index(self) -> None:
+        """Build the index that `rtol` draws through."""
+        if self.rtol:
+            self.db_.build_index("ivf")
+
+    def _bandwidth(self, X: NDArray[Any], kind: type[Kernel], weighted: bool) -> float:
+        n, d = X.shape
+        if not isinstance(self.bandwidth, str):
+            return positive(self.bandwidth, "bandwidth")
+        if self.bandwidth == "scott":
+            return float(n ** (-1 / (d + 4)))
+        if self.bandwidth == "silverman":
+            return float((n * (d + 2) / 4) ** (-1 / (d + 4)))
+        if self.bandwidth != "leave_one_out":
+            raise BadInput(
+                f"bandwidth is {shown(self.bandwidth)}; expected a number above 0, 'scott', 'silverman' or "
+                "'leave_one_out'"
+            )
+        if weighted:
+            raise BadInput("bandwidth='leave_one_out' knows no sample_weight; give a number")
+        return leave_one_out(torch.from_numpy(X), None, kind)
+
+
+def _searched(X: NDArray[Any], y: NDArray[np.float64], kind: type[Kernel]) -> torch.Tensor:  # ()
+    """The bandwidth of least leave-one-out error, on evenly spaced samples where there are many."""
+    n, d = X.shape
+    chosen = np.unique(np.linspace(0, n - 1, min(n, SEARCHED), dtype=np.int64))
+    h = leave_one_out(torch.from_numpy(X[chosen]), torch.from_numpy(y[chosen]), kind)
+    return torch.tensor(
+        h * (len(chosen) / n) ** (1 / (d + 4)), dtype=torch.float64
+    )  # more samples want less: this rate
+
+
+def _weights(given: ArrayLike, count: int) -> NDArray[np.float64]:  # (n,)
+    weights: NDArray[np.float64] = check_array(
+        given, ensure_2d=False, dtype=np.float64, ensure_non_negative=True, input_name="sample_weight"
+    )
+    if weights.shape != (count,):
+        raise BadInput(f"sample_weight has shape {weights.shape}; expected ({count},), one for each sample")
+    if not weights.any():
+        raise BadInput("sample_weight is zero for every sample; give one sample a weight above 0")
+    return weights

@@ -1,0 +1,245 @@
+"""Classification and regression by softmax-weighted neighbours, with a temperature that is learnt."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize_scalar
+from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d
+from torch import Tensor
+
+from softdb.check import integer, one_of, positive
+from softdb.errors import BadInput
+from softdb.integrations.sklearn.graph import NeighborEstimator, metric_of
+from softdb.integrations.sklearn.samples import halves, rounded, whole
+from softdb.weights import weighting
+
+__all__ = ["SoftKNeighborsClassifier", "SoftKNeighborsRegressor"]
+
+LEFT_OUT = 1024  # samples that are told from all others to learn the temperature by
+WEIGHTS = ("softmax", "uniform", "sparsemax", "entmax15", "argmax")
+MASKED = 1 << 26  # bools that say which those are
+SPAN, STEPS = (-20.0, 4.0), 13  # of log T about the mean squared distance, and how many are tried at first
+
+
+class _SoftNeighbors(NeighborEstimator):
+    """The mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
+
+    temperature_: float
+
+    def __init__(
+        self,
+        n_neighbors: int | None = None,
+        *,
+        temperature: float | None = None,
+        weights: str = "softmax",
+        metric: str = "euclidean",
+        recall: float | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.n_neighbors = n_neighbors
+        self.temperature = temperature
+        self.weights = weights
+        self.metric = metric
+        self.recall = recall
+        self.path = path
+
+    def _start(self, X: NDArray[Any], values: NDArray[Any], **schema: Any) -> None:
+        """A database of the first samples, and the temperature."""
+        k = None if self.n_neighbors is None else integer(self.n_neighbors, "n_neighbors")
+        one_of(self.weights, "weights", WEIGHTS)
+        given = None if self.temperature is None else positive(self.temperature, "temperature")
+        if k is not None and k > len(X):
+            raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
+        self.db_ = self._open(X, values, metric=metric_of(self.metric), **schema)
+        self._index()
+        self.temperature_ = self._learnt() if given is None else given
+
+    def _add(self, X: NDArray[Any], values: NDArray[Any]) -> None:
+        count = self.n_samples_fit_
+        self.db_.insert(range(count, count + len(X)), rounded(X), values)
+
+    def _told(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, v)
+        """The weighted means of the values."""
+        check_is_fitted(self)
+        queries = self._queries(X)
+        k = None if self.n_neighbors is None else self._count(self.n_neighbors)
+        found = self.db_.attend(queries, temperature=self.temperature_, weights=self.weights, k=k)
+        told: NDArray[np.float64] = found.output.double().numpy()
+        return told
+
+    def _learnt(self) -> float:
+        """The temperature under which samples are best told by all others; 1 where that says nothing.
+
+        Up to 1,024 samples, evenly spaced, at some 20 temperatures: as many passes of `attend`, or one search with k.
+        """
+        n = self.n_samples_fit_
+        if n < 2 or self.weights in ("uniform", "argmax"):
+            return 1.0
+        snapshot, _ = self.db_.view()
+        chosen = np.unique(np.linspace(0, n - 1, min(n, LEFT_OUT, max(1, MASKED // n)), dtype=np.int64))
+        keys, true = snapshot.keys_at(chosen), snapshot.values_at(chosen).numpy()
+        told = self._told_by_others(keys, chosen)
+        spread = 1.0 if self.db_.metric == "cosine" else 2 * float(keys.double().var(dim=0, correction=0).sum())
+        if not spread:
+            return 1.0
+        return math.exp(_least(lambda log: self._loss(told(math.exp(log)).double().numpy(), true), math.log(spread)))
+
+    def _told_by_others(self, keys: Tensor, places: NDArray[np.int64]) -> Callable[[float], Tensor]:  # T -> (b, v)
+        """What is told for some samples by all others, or by the k nearest of them, at a temperature."""
+        n, by = self.n_samples_fit_, weighting(self.weights)
+        if self.n_neighbors is None:
+            others = torch.ones(len(keys), n, dtype=torch.bool)
+            others[torch.arange(len(keys)), torch.from_numpy(places)] = False
+            return lambda T: self.db_.attend(keys, temperature=T, weights=by, mask=others).output
+        hits = self.db_.search(keys.double(), min(self.n_neighbors, n - 1), exclude_ids=[[i] for i in places.tolist()])
+        values = self.db_.view()[0].values_at(hits.rows.flatten().numpy())
+        if values.ndim == 1:
+            values = torch.nn.functional.one_hot(values.long(), self.db_.num_classes or -1)
+        near, live = values.reshape(*hits.rows.shape, -1).double(), torch.ones_like(hits.rows, dtype=torch.bool)
+        return lambda T: torch.einsum("bk,bkv->bv", by.weigh(hits.scores, T, live).weights, near)
+
+    def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
+        raise NotImplementedError
+
+
+class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
+    """The classes' shares of a softmax over the samples: calibrated distributions from a database.
+
+        p(c | x) = Σ_i w_i [y_i = c],    w = softmax(-‖x - x_i‖² / T)
+
+    over every sample, or over the `n_neighbors` nearest. T is learnt where it is not given: by the log loss of samples
+    that are told from all others. Equal to scikit-learn's KNeighborsClassifier with
+    weights=lambda d: np.exp(-d**2 / T), and with weights="uniform"; but nothing underflows.
+
+    Args:
+        n_neighbors: k; None: every sample takes part, so that no class has probability 0.
+        temperature: T, a number above 0; None: learnt by `fit`.
+        weights: "softmax", "uniform", or another of `SoftDB.attend`: "sparsemax", "entmax15", "argmax".
+        metric: "euclidean" (squared, as above) or "cosine" (w = softmax(cos / T)).
+        recall: None compares with every sample; a share such as 0.95 builds an index for the k nearest.
+        path: a new directory for the database, which then is on disk; None: memory.
+
+    X of float32 is answered in float32 by the kernels, several times as fast; else float64. Samples are stored as
+    float32: scale what needs more. Attributes: `classes_`, `temperature_`, `db_`, `n_samples_fit_`, `n_features_in_`.
+
+    >>> import numpy as np
+    >>> model = SoftKNeighborsClassifier(temperature=0.5).fit(np.array([[0.0], [1.0], [2.0]]), ["a", "b", "b"])
+    >>> model.predict_proba([[0.0]]).round(3).tolist()
+    [[0.881, 0.119]]
+    """
+
+    classes_: NDArray[Any]
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsClassifier:
+        """Put the samples (n, d) and their classes (n,) into a new database, and learn T. Raises BadInput."""
+        samples, labels = self._samples(X, y, reset=True)
+        self.classes_, codes = np.unique(labels, return_inverse=True)
+        self._start(samples, codes.astype(np.int64), num_classes=len(self.classes_))
+        return self
+
+    def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> SoftKNeighborsClassifier:
+        """Add samples; T stays as the first call learnt it. That call names all `classes`, unless `fit` has seen them.
+
+        Raises BadInput for a class that was not named, before anything is added.
+        """
+        first = not hasattr(self, "db_")
+        samples, labels = self._samples(X, y, reset=first)
+        if first and classes is None:
+            raise BadInput("partial_fit: the first call has to name all classes; give classes=")
+        known = np.unique(np.asarray(classes)) if first else self.classes_
+        if strange := sorted(set(labels.tolist()) - set(known.tolist()), key=str):
+            raise BadInput(f"partial_fit: y has {strange[:5]}, not among the classes of the first call")
+        codes = np.searchsorted(known, labels).astype(np.int64)
+        if first:
+            self.classes_ = known
+            self._start(samples, codes, num_classes=len(known))
+        else:
+            self._add(samples, codes)
+        return self
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, classes)
+        """The probability of each of `classes_`; rows sum to 1."""
+        told = self._told(X)
+        shares: NDArray[np.float64] = told / told.sum(axis=1, keepdims=True)
+        return shares
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:  # (q, d) -> (q,)
+        """The most probable class, the first of several."""
+        best = self._told(X).argmax(axis=1)
+        found: NDArray[Any] = self.classes_[best]
+        return found
+
+    def _samples(self, X: ArrayLike, y: ArrayLike, reset: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+        samples, labels = self._validated(X, y, reset=reset)
+        check_classification_targets(labels)
+        return samples, column_or_1d(labels, warn=True)
+
+    def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
+        """The log loss, of no probability below float64's precision."""
+        return -float(np.log(told[np.arange(len(true)), true].clip(np.finfo(np.float64).eps)).mean())
+
+
+class SoftKNeighborsRegressor(RegressorMixin, _SoftNeighbors):
+    """The softmax-weighted mean of the samples' targets; arguments and attributes as `SoftKNeighborsClassifier`.
+
+        ŷ(x) = Σ_i w_i y_i,    w = softmax(-‖x - x_i‖² / T)
+
+    T is learnt, where it is not given, by the squared error of samples that are told from all others. Targets of one
+    or several outputs are pooled to float64's precision.
+
+    >>> import numpy as np
+    >>> SoftKNeighborsRegressor(2, weights="uniform").fit([[0.0], [1.0], [4.0]], [1.0, 2.0, 7.0]).predict([[0.2]])
+    array([1.5])
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
+        """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
+        samples, targets = self._validated(X, y, reset=True, multi_output=True, y_numeric=True)
+        self._flat = targets.ndim == 1
+        values = halves(_table(targets))
+        self._start(samples, values, value_dim=values.shape[1])
+        return self
+
+    def partial_fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
+        """Add samples; T stays as the first call learnt it. Raises BadInput for targets of another width."""
+        if not hasattr(self, "db_"):
+            return self.fit(X, y)
+        samples, targets = self._validated(X, y, reset=False, multi_output=True, y_numeric=True)
+        self._add(samples, halves(_table(targets)))
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
+        """The weighted means."""
+        told = whole(self._told(X))
+        return told[:, 0] if self._flat else told
+
+    def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
+        return float(np.square(whole(told - true)).mean())
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def _table(y: NDArray[Any]) -> NDArray[np.float64]:  # (n,) or (n, v) -> (n, v)
+    return y.astype(np.float64).reshape(len(y), -1)
+
+
+def _least(loss: Callable[[float], float], middle: float) -> float:
+    """Where a loss of log T is least: a grid, then a bounded search between the neighbours of its best."""
+    grid = middle + np.linspace(*SPAN, STEPS)
+    losses = [loss(log) for log in grid]
+    best = int(np.argmin(losses))
+    bounds = grid[max(best - 1, 0)], grid[min(best + 1, STEPS - 1)]
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 0.02})
+    return float(found.x if found.fun < losses[best] else grid[best])
