@@ -40,6 +40,7 @@ __all__ = [
     "filter_of",
     "ids_of",
     "input_lines",
+    "meant_ids",
     "named",
     "opened",
     "projected",
@@ -172,12 +173,16 @@ def ids_of(texts: list[str] | None) -> list[str | int] | None:
 
 
 def typed_ids(db: SoftDB, typed: list[str] | None) -> list[str | int]:
-    """Ids as they were typed or piped, as JSON or bare: "7" is the text; 7 the number, or the text if that is stored.
+    """Ids as they were typed, or piped where that is `-`: see `meant_ids`."""
+    return meant_ids(db, [line.strip() for _, line in input_lines(STDIN)] if typed == [STDIN] else typed or [])
+
+
+def meant_ids(db: SoftDB, words: list[str]) -> list[str | int]:
+    """Ids as JSON or bare: "7" is the text; 7 the number, or the text if that is stored.
 
     So both `jq .id` and `jq -r .id` give ids that are found.
     """
-    words = [line.strip() for _, line in input_lines(STDIN)] if typed == [STDIN] else typed
-    found = [_typed_id(word) for word in words or ()]
+    found = [_typed_id(word) for word in words]
     numbers: list[str | int] = [one for one in found if isinstance(one, int)]
     texts = {str(one) for one, is_number in zip(numbers, db.stored(numbers), strict=True) if not is_number}
     also = {one for one, is_text in zip(texts, db.stored(list(texts)), strict=True) if is_text}

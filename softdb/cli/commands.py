@@ -36,6 +36,7 @@ COMMANDS = {
     "verify": "softdb.cli.keep:verify",
     "compact": "softdb.cli.keep:compact",
     "snapshot": "softdb.cli.keep:snapshot",
+    "explore": "softdb.explore.command:explore",
     "mcp": "softdb.mcp.command:mcp",
     "bench": "softdb.bench.command:bench",
 }
@@ -55,6 +56,7 @@ A vector database you can backpropagate through: a directory, no server.
   fields             index fields of the payload: filters on them are fast
   info, verify       what is there; every byte against its checksum
   compact, snapshot  give back room; copy, while others write
+  explore            look at it in a browser: search, soft queries, a map
   mcp                serve a database to a language model, read-only
   bench              recall, speed and memory, beside other engines
 

@@ -16,10 +16,9 @@ from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import Field
 
 from softdb import __version__, check
-from softdb.cli.arguments import opened
 from softdb.cli.ask import soft_answers
-from softdb.database import SoftDB
-from softdb.errors import BadInput, MissingDependency, SoftDBError
+from softdb.cli.served import Served
+from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import dumps
 
 __all__ = ["Tools"]
@@ -48,35 +47,13 @@ class Tools:
     """The tools over one database. Calls take turns; each sees what was committed before it."""
 
     def __init__(self, path: Path, encoder: str | None) -> None:
-        self._path, self._encoder, self._turn = path, encoder, threading.Lock()
-        self._open()
+        self._served, self._turn = Served(path, encoder), threading.Lock()
 
     def __enter__(self) -> Tools:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._db.close()
-
-    def _open(self) -> None:
-        self._db, self._takes_text = _opened(self._path, self._encoder)
-        self._file = self._identity()
-
-    def _identity(self) -> tuple[int, int]:
-        facts = (self._path / "catalog.sqlite").stat()
-        return facts.st_dev, facts.st_ino
-
-    def _newest(self) -> SoftDB:
-        """The database as it is now: another may lie there, or none."""
-        try:
-            same = self._identity() == self._file
-        except OSError:
-            same = False
-        if same and not self._db.closed:
-            self._db.refresh()
-        else:
-            self._db.close()
-            self._open()
-        return self._db
+        self._served.__exit__()
 
     def server(self) -> MCPServer[Any]:
         """The server with its tools."""
@@ -107,14 +84,14 @@ class Tools:
 
     def describe(self) -> dict[str, Any]:
         """What the database holds: how many records, how they are compared, fields of the payloads to filter on."""
-        db = self._newest()
+        db = self._served.newest()
         first = next(db.scan(SAMPLE), None)
         payloads = [one for one in (first.payloads if first is not None else []) if isinstance(one, dict)]
         seen = sorted({name[:TEXT] for one in payloads for name in one})[:NAMES]
         has_texts = first is not None and any(one is not None for one in first.texts)
         return {
             "records": len(db), "dim": db.dim, "metric": db.metric,
-            "takes_text": self._takes_text or db.text_index is not None,
+            "takes_text": self._served.takes_text or db.text_index is not None,
             "num_classes": db.num_classes, "value_dim": db.value_dim, "has_texts": has_texts,
             "indexed_fields": list(db.fields)[:NAMES], "fields_of_the_first_records": seen,
         }  # fmt: skip
@@ -124,7 +101,7 @@ class Tools:
         offset: Annotated[int, Field(ge=0, le=10_000, description="Pass over the best so many.")] = 0,
     ) -> dict[str, Any]:  # fmt: skip
         """The records nearest to a text or a vector, best first; a larger score is closer."""
-        db, asked = self._newest(), _query(text, vector)
+        db, asked = self._served.newest(), _query(text, vector)
         by_words = text is not None and db.text_index is not None  # alone, or with the vector that an encoder makes
         (hits,) = (
             db.search(texts=asked, k=k, where=where, offset=offset)
@@ -137,7 +114,7 @@ class Tools:
         self, ids: Annotated[list[int | str], Field(min_length=1, max_length=MOST, description="1 and \"1\" differ.")]
     ) -> dict[str, Any]:  # fmt: skip
         """Records by their ids, with payload and text; those that are not stored are named as missing."""
-        db = self._newest()
+        db = self._served.newest()
         stored = db.stored(ids)
         found = db.get([one for one, there in zip(ids, stored, strict=True) if there]) if stored.any() else ()
         records = ({"id": one.id, "payload": one.payload, "text": one.text} for one in found)
@@ -148,7 +125,7 @@ class Tools:
 
     def count(self, where: Filter = None) -> dict[str, Any]:
         """How many records there are, or how many a filter matches."""
-        return {"count": self._newest().count(where)}
+        return {"count": self._served.newest().count(where)}
 
     def attend(
         self, text: Text = None, vector: Vector = None,
@@ -160,22 +137,12 @@ class Tools:
         The k records that weigh most come with their weights; the output is a distribution over classes where
         describe says num_classes. effective_records says over how many records the weights are spread.
         """
-        db = self._newest()
+        db = self._served.newest()
         ((fact, hits),) = soft_answers(db, _query(text, vector), temperature, where=where, shown=k)
         output = fact.pop("output")
         told = {"output": output[:NUMBERS], "output_width": len(output), **fact}
         parts = ({"id": one[0], "weight": one[1], "payload": one[2], "text": one[3]} for one in hits)
         return told | _bounded("hits", parts)
-
-
-def _opened(path: Path, encoder: str | None) -> tuple[SoftDB, bool]:
-    """The database, and whether it takes text: not where its encoder is unknown or would have to be named."""
-    try:
-        return opened(path, True, encoder), True
-    except (BadInput, MissingDependency):
-        if encoder is not None:
-            raise
-        return opened(path), False
 
 
 def _query(text: str | None, vector: list[float] | None) -> Any:

@@ -29,7 +29,7 @@ def fits(command: str, output: Any) -> None:
 
 
 def test_the_table_has_every_command_and_the_comparer_refuses() -> None:
-    assert set(TABLE) == {*COMMANDS, "verify --repair", "error", "warning"} - {"mcp"}
+    assert set(TABLE) == {*COMMANDS, "verify --repair", "error", "warning"} - {"explore", "mcp"}
     assert mismatch([{"id": 1, "n": None}], [{"id": "id", "n": "int or null"}]) == []
     for value, shape in (
         ([1], ["text"]),

@@ -1,0 +1,125 @@
+"""A sample of the keys on a plane: their two principal components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.check import Metric
+from softdb.database import SoftDB
+from softdb.scores import score_of
+from softdb.store.entry import RecordEntry
+
+__all__ = ["Plane", "Temperatures"]
+
+SAMPLE = 2000  # records on the map
+QUERIES = 64  # of them, whose scores say which temperatures are cold and hot
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Temperatures:
+    """The ends of the slider, and where it starts."""
+
+    low: float
+    start: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Where a sample of the records lies.
+
+    The sample are the rows with the smallest hashes, so that it changes little as the database does; the axes keep
+    their signs. A cosine does not see lengths, so a query is drawn as long as keys are.
+    """
+
+    generation: int
+    made: int  # the generation that made the keys
+    entries: list[RecordEntry]  # m
+    rows: NDArray[np.int64]  # (m,)
+    keys: Tensor  # (m, d) float32
+    centre: Floats  # (d,)
+    axes: Floats  # (d, 2)
+    share: float  # of the variance, that the plane shows
+    length: float | None  # that queries are drawn with
+    temperatures: Temperatures
+
+    @classmethod
+    def of(cls, db: SoftDB, before: Plane | None = None) -> Plane:
+        """Of the generation that a handle sees; the last one's axes keep their signs. Cost m d min(m, d)."""
+        snapshot, _ = db.view()
+        live = np.flatnonzero(snapshot.live)
+        rows = snapshot.rows(live)
+        if len(rows) > SAMPLE:
+            chosen = np.sort(np.argpartition(_hashed(rows), SAMPLE)[:SAMPLE])
+            live, rows = live[chosen], rows[chosen]
+        found = db.resolve(rows, texts=True)
+        there = np.array([row in found for row in rows.tolist()], np.bool_)
+        positions = live[there]
+        keys = snapshot.keys_at(positions).float() if len(positions) else torch.zeros(0, db.dim)
+        wide = keys.double().numpy()
+        centre = wide.mean(0) if len(wide) else np.zeros(db.dim)
+        axes, share = _axes(wide - centre)
+        made = db.reembedded
+        if before is not None and before.axes.shape == axes.shape:
+            axes = axes * np.where((before.axes * axes).sum(0) < 0, -1, 1)
+        length = float(np.linalg.norm(wide, axis=1).mean()) if db.metric == "cosine" and len(wide) else None
+        entries = [found[row] for row in rows[there].tolist()]
+        hot = _temperatures(keys, db.schema.metric)
+        return cls(snapshot.generation, made, entries, rows[there], keys, centre, axes, share, length, hot)
+
+    def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
+        """Where vectors lie."""
+        found: Floats = (np.asarray(vectors, np.float64) - self.centre) @ self.axes
+        return found
+
+    def query_at(self, query: Tensor) -> Floats:  # (d,) -> (2,)
+        """Where a query lies."""
+        vector = query.double().numpy()
+        norm = float(np.linalg.norm(vector))
+        return self.at(vector if self.length is None or not norm else vector * (self.length / norm))
+
+
+def _hashed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A fixed number for each row, as good as random."""
+    mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    found: NDArray[np.uint64] = mixed * np.uint64(0xBF58476D1CE4E5B9)
+    return found
+
+
+def _axes(centred: Floats) -> tuple[Floats, float]:  # (m, d) -> (d, 2)
+    """The two directions of largest variance, and their share of it; zeros where there are none."""
+    m, d = centred.shape
+    axes, whole = np.zeros((d, 2)), float(np.square(centred).sum())
+    if whole == 0:
+        return axes, 0.0
+    square = centred.T @ centred if d <= m else centred @ centred.T
+    values, vectors = np.linalg.eigh(square)
+    best = vectors[:, ::-1][:, :2]
+    if d > m:
+        best = centred.T @ best
+    norms = np.linalg.norm(best, axis=0)
+    best = best[:, norms > 1e-9 * norms[0]] / norms[norms > 1e-9 * norms[0]]
+    best = best * np.where(best[np.abs(best).argmax(0), np.arange(best.shape[1])] < 0, -1, 1)
+    axes[:, : best.shape[1]] = best
+    return axes, min(1.0, float(values[::-1][:2].clip(0).sum()) / whole)
+
+
+def _temperatures(keys: Tensor, metric: Metric) -> Temperatures:
+    """From where the nearest record takes all to where all weigh alike: by how far the best score is above others."""
+    scores = score_of(metric)(keys[:QUERIES], keys)
+    scores.fill_diagonal_(-torch.inf)
+    best = scores.amax(1) if len(keys) > 1 else torch.zeros(0)
+    gaps = best - scores.masked_fill(scores.isinf(), 0).sum(1) / max(1, len(keys) - 1)
+    gaps = gaps[gaps.isfinite() & (gaps > 0)]
+    gap = float(gaps.median()) if len(gaps) else 1.0
+    low, start, high = (float(f"{gap * by:.1g}") for by in (1 / 400, 1 / 10, 50))
+    return Temperatures(low, start, high)

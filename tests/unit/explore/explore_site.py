@@ -1,0 +1,60 @@
+"""A server of the explorer over a database, in this process, and what asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import uvicorn
+
+from softdb.cli.served import Served
+from softdb.explore.answers import Answers
+from softdb.explore.command import configured
+from softdb.explore.server import Desk, application
+
+
+class Site:
+    """A page that is served, and its answers as a browser gets them."""
+
+    def __init__(self, port: int, desk: Desk) -> None:
+        self.port, self.desk, self.address = port, desk, f"http://127.0.0.1:{port}/"
+
+    def fetch(self, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request(method, path, headers={one.replace("_", "-"): value for one, value in headers.items()})
+            response = connection.getresponse()
+            return response, response.read()
+
+    def call(self, name: str, status: int = 200, /, **parameters: Any) -> Any:
+        response, body = self.fetch(f"/api/{name}?{urlencode(parameters)}")
+        found = json.loads(body)
+        assert response.status == status, found
+        return found["error"] if status != 200 else found
+
+
+@contextlib.contextmanager
+def served(path: Path | None, encoder: str | None = None, db: Any = None, first: str | None = None) -> Iterator[Site]:
+    with Served(path, encoder, db) as database, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        app, desk = application(Answers(database, first), frozenset({f"127.0.0.1:{port}"}))
+        server = uvicorn.Server(configured(app))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.005)
+            yield Site(port, desk)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            desk.close()

@@ -1,0 +1,448 @@
+"""The explorer over HTTP: its answers are the database's, and nobody but its page gets any."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from explore_site import Site, served
+
+import softdb
+from softdb.cli.served import Served
+from softdb.explore.answers import Answers
+from softdb.explore.asked import Question, Weighing
+from softdb.explore.command import _listening
+from softdb.explore.guard import LONGEST
+from softdb.explore.plane import Plane
+from softdb.explore.told import fields_of, named_id, title
+from softdb.text import HashedNGrams
+
+ROOT = Path(softdb.__file__).parents[1]
+HOSTILE = '<img src=x onerror="alert(1)"></script>\x1b[2J\u202e{{1}}'
+WORDS = ["call me ishmael", "down the rabbit hole", "the hound of the moor", HOSTILE]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("explore") / "library"
+    with softdb.open(path, metric="cosine", encoder=HashedNGrams(64), fields=["year"]) as db:
+        ids: list[str | int] = [1, "1", "hound", HOSTILE, 2**53 + 1]
+        payloads: list[Any] = [
+            {"year": 1851, "by": {"name": "Melville"}},
+            {"year": 1865},
+            {"year": 1902},
+            {HOSTILE: HOSTILE},
+            7,
+        ]
+        db.insert(ids, texts=[*WORDS, "another"], payloads=payloads)
+        db.insert(["bare"], keys=[None], texts=["no key at all"])
+        db.index_text()
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(place: Path) -> Iterator[Site]:
+    with served(place) as site:
+        yield site
+
+
+@pytest.mark.parametrize("where", [None, {"year": {"$gte": 1860}}])
+@pytest.mark.parametrize(
+    ("way", "options"), [("exact", {}), ("nearest", {"k": 2}), ("estimate", {"rtol": 0.1})], ids=lambda one: str(one)
+)
+def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, options: Any, where: Any) -> None:
+    with softdb.open(place, mode="r") as db:
+        query, t = db.as_queries(["rabbit"]), 0.2
+        pooled = db.attend(query, temperature=t, where=where, **options)
+        hits = db.search(query, 5, where=where)
+        asked: dict[str, Any] = {"text": "rabbit", "way": way, "temperature": t, "shown": 5, **options}
+        asked |= {"where": json.dumps(where)} if where else {}
+        found = site.call("ask", **asked)
+        soft = found["soft"]
+        assert [hit["id"] for hit in found["hits"]] == [named_id(one) for one in hits.ids[0]]
+        weights = [math.exp(one / t - pooled.lse[0].item()) for one in hits.scores[0, : len(hits.ids[0])].tolist()]
+        if way == "nearest":
+            weights[2:] = [0.0] * len(weights[2:])
+        np.testing.assert_allclose(soft["weights"], weights, rtol=1e-4)
+        np.testing.assert_allclose(soft["output"], pooled.output[0, :12].tolist(), rtol=1e-5)
+        assert soft["candidates"] == int(pooled.n_pooled[0])
+        assert soft["exact"] == bool(pooled.exact[0])
+        squares = sum(one * one for one in weights)  # all that take part are shown
+        assert soft["effective"] == pytest.approx(1 / squares, rel=1e-3)
+        # what the map's records weigh, as the page computes it
+        keys, (snapshot, allowed) = site.call("map"), db.view(where)
+        assert len(keys["points"]) == len(found["lights"]) == db.keyed
+        lit = {one[0]: light for one, light in zip(keys["records"], found["lights"], strict=True)}
+        assert lit["1"] == pytest.approx(torch.cosine_similarity(query, db.get([1]).keys).item(), abs=1e-6) or where
+        assert sum(one is None for one in lit.values()) == (
+            0 if allowed is None else db.keyed - int((snapshot.live & allowed).sum())
+        )
+        again = site.call("weigh", **(asked | {"temperature": 100}))
+        assert again["soft"]["effective"] == pytest.approx(2 if way == "nearest" else len(hits.ids[0]), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"text": "rabbit"},
+        {"id": "hound"},
+        {"id": '"1"', "ranking": "hybrid", "words": "hole"},
+        {"text": "hole", "ranking": "text"},
+    ],
+    ids=lambda one: str(one)[:30],
+)
+def test_the_python_of_an_answer_gives_the_answer(site: Site, place: Path, asked: dict[str, str]) -> None:
+    found = site.call("ask", shown=3, temperature=0.3, where='{"year": {"$lt": 1900}}', **asked)
+    with softdb.open(place, mode="r") as db:
+        scope: dict[str, Any] = {"db": db}
+        exec(found["python"], scope)
+        assert [named_id(one) for one in scope["hits"].ids[0]] == [hit["id"] for hit in found["hits"]]
+        assert scope["answer"].lse[0].item() == pytest.approx(found["soft"]["lse"], rel=1e-5)
+
+
+def test_ids_and_payloads_arrive_whole_and_as_text(site: Site) -> None:
+    about = site.call("about")
+    assert (about["records"], about["keyless"], about["takes_text"], about["text_index"]) == (6, 1, True, "words")
+    fields = {one["name"]: (one["kinds"], one["indexed"]) for one in about["filters"]}
+    assert (fields["by.name"], fields["year"]) == ((["text"], False), (["number"], True))
+    (hit,) = site.call("ask", id=named_id(HOSTILE), shown=1)["hits"]
+    assert hit["title"].startswith("<img src=x")
+    assert hit["payload"] == [[one := '<img src=x onerror="alert(1)"></script>\\x1b[2J\\u202e{{1}}', one]]
+    assert site.call("ask", id=hit["id"], shown=1)["hits"] == [hit]
+    assert site.call("ask", id=2**53 + 1, shown=1)["hits"][0]["id"] == str(2**53 + 1)  # JavaScript's numbers end before
+    assert [site.call("ask", id=one, shown=1)["hits"][0]["text"] for one in ("1", '"1"')] == WORDS[:2]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "message"),
+    [
+        ({}, "BadInput", "one of them, and not an empty one"),
+        ({"text": " "}, "BadInput", "not an empty one"),
+        ({"text": "a", "id": "b"}, "BadInput", "one of them"),
+        ({"text": "a", "limit": 5}, "BadInput", "there is no parameter 'limit'"),
+        ({"vector": "[1, nan" + ", 0" * 62 + "]"}, "BadInput", "NaN or infinity"),
+        ({"vector": "[1e999" + ", 0" * 63 + "]"}, "BadInput", "NaN or infinity"),
+        ({"vector": "[1, 2]"}, "BadInput", "2 wide"),
+        ({"vector": "[[1]]"}, "BadInput", "a vector is numbers"),
+        ({"vector": "one two"}, "BadInput", "a vector is numbers"),
+        ({"id": "nobody"}, "UnknownId", "nobody"),
+        ({"id": "-"}, "UnknownId", "'-'"),
+        ({"id": "x" * 100_000}, "UnknownId", "xxx"),
+        ({"id": "bare"}, "BadInput", "has no key"),
+        ({"text": "a", "temperature": 0}, "BadInput", "above 0"),
+        ({"text": "a", "temperature": "nan"}, "BadInput", "above 0"),
+        ({"text": "a", "temperature": "inf"}, "BadInput", "above 0"),
+        ({"text": "a", "shown": 51}, "BadInput", "from 1 to 50"),
+        ({"text": "a", "shown": 1.5}, "BadInput", "whole number"),
+        ({"text": "a", "way": "nearest", "k": 0}, "BadInput", "k is '0'"),
+        ({"text": "a", "way": "guess"}, "BadInput", "choose one of 'exact'"),
+        ({"text": "a", "where": "{"}, "BadInput", "the filter is not JSON"),
+        ({"text": "a", "where": "[" * 50_000}, "BadInput", "the filter is not JSON"),
+        ({"text": "a", "where": '{"year": {"$gtt": 1}}'}, "BadFilter", "$gt"),
+        ({"text": "a", "where": "5"}, "BadFilter", "where"),
+        ({"id": "hound", "ranking": "hybrid"}, "BadInput", "needs words"),
+    ],
+    ids=lambda one: str(one)[:40],
+)  # fmt: skip
+def test_bad_questions_are_typed_errors_in_a_line(site: Site, parameters: Any, kind: str, message: str) -> None:
+    error = site.call("ask", 404 if kind == "UnknownId" else 400, **parameters)
+    assert (error["type"], "\n" in error["message"]) == (kind, False)
+    assert message in error["message"]
+    assert site.call("about")["records"] == 6
+
+
+def test_only_the_page_itself_is_answered(site: Site) -> None:
+    for host in ("evil.example", f"evil.example:{site.port}", "127.0.0.1", "127.0.0.1:1", ""):
+        response, body = site.fetch("/api/about", Host=host)
+        assert (response.status, b"ForeignHost" in body, b"records" in body) == (403, True, False)
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW"):
+        response, _ = site.fetch("/api/about", method)
+        assert (response.status, response.headers["Allow"]) == (405, "GET")
+    assert site.fetch("/api/about", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0].status == 403
+    assert site.fetch("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0].status == 200
+    for path in ("/", "/page.js", "/style.css", "/icon.svg", "/api/about", "/nothing"):
+        response, _ = site.fetch(path)
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
+        assert "access-control-allow-origin" not in headers
+        assert "server" not in headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/..%2fserver.py",
+        "//etc/passwd",
+        "/page.js%00",
+        "/api/",
+        "/api/../page.js",
+        "/%ff",
+    ],
+)
+def test_no_other_file_is_served(site: Site, path: str) -> None:
+    response, body = site.fetch(path)
+    assert (response.status, b"NotFound" in body) == (404, True)
+
+
+def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(site: Site) -> None:
+    html = site.fetch("/")[1].decode()
+    for word in ("<script>", "<style", " style=", " onclick=", "http://", "https://", "//"):
+        assert word not in html
+    for name in ("page.js", "map.js", "results.js", "filters.js", "panels.js", "style.css"):
+        source = site.fetch(f"/{name}")[1].decode()
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "http://",
+            "https://",
+            "url(",
+        ):
+            assert word not in source, name
+        assert len(source.splitlines()) <= 400
+
+
+def test_a_request_that_is_too_long_is_refused(site: Site) -> None:
+    for length in (LONGEST + 1, 10_000_000):
+        with socket.create_connection(("127.0.0.1", site.port), timeout=30) as raw, contextlib.suppress(OSError):
+            raw.sendall(b"GET /api/ask?text=%b HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % (b"x" * length, site.port))
+            assert raw.recv(100).startswith((b"HTTP/1.1 414", b"HTTP/1.1 400"))  # or it has hung up before the end
+    assert site.call("ask", 400, vector="0 " * 10_000)["message"].startswith("queries are 10000 wide")
+    assert site.call("about")["records"] == 6
+
+
+def test_nobody_else_can_connect() -> None:
+    with _listening(None) as first, _listening(None) as second:  # where the port is taken, by another
+        assert {one.getsockname()[0] for one in (first, second)} == {"127.0.0.1"}
+        assert first.getsockname()[1] != second.getsockname()[1]
+
+
+def test_what_a_newer_question_overtakes_is_not_answered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    gate, ended = threading.Event(), threading.Event()
+
+    def slow(self: Answers, question: Question, weighing: Weighing, wanted: Any) -> dict[str, Any]:
+        begun.append(question.text or "")
+        gate.wait(20)
+        try:
+            wanted()
+        except BaseException:
+            ended.set()
+            raise
+        return {}
+
+    monkeypatch.setattr(Answers, "ask", slow)
+    before, raw = site.desk.overtaken, []
+    for text in ("first", "second", "third", "fourth"):  # two run, two wait
+        one = socket.create_connection(("127.0.0.1", site.port))
+        one.sendall(f"GET /api/ask?text={text} HTTP/1.1\r\nHost: 127.0.0.1:{site.port}\r\n\r\n".encode())
+        raw.append(one)
+        until(lambda: len(begun) == min(2, len(raw)))
+    for one in raw:
+        one.close()  # as a browser does when a fetch is aborted
+    until(lambda: site.desk.overtaken == before + 4)
+    gate.set()
+    until(ended.is_set)
+    assert site.call("about")["records"] == 6
+    assert sorted(begun) == ["first", "second"]  # those that waited were never begun
+
+
+def until(true: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_many_at_once_are_answered_or_told_to_wait(site: Site) -> None:
+    with ThreadPoolExecutor(60) as pool:
+        kinds = [one.result() for one in [pool.submit(site.fetch, f"/api/ask?text=t{i}") for i in range(120)]]
+    statuses = [response.status for response, _ in kinds]
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) >= 30
+    assert all(b"Busy" in body for response, body in kinds if response.status == 503)
+    assert site.call("ask", text="rabbit")["hits"]
+
+
+def test_writes_are_seen_and_a_database_that_is_gone_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    with softdb.open(path, dim=2, num_classes=3) as db, served(path) as site:
+        about = site.call("about")
+        assert (about["records"], about["values"], about["temperatures"]["start"]) == (0, "classes", 0.1)
+        assert site.call("map") == {
+            "generation": about["generation"],
+            "of": 0,
+            "share": 0.0,
+            "points": [],
+            "records": [],
+        }
+        empty = site.call("ask", vector="1 0")
+        assert (empty["hits"], empty["soft"]["candidates"], empty["soft"]["effective"]) == ([], 0, 0)
+        db.insert(["a", "b"], [[1, 0], [0, 1]], [2, 0])
+        found = site.call("ask", vector="1 0", temperature=1)
+        classes = dict(map(tuple, found["soft"]["classes"]))
+        assert classes[2] == pytest.approx(1 / (1 + math.exp(-1)), rel=1e-5)
+        assert found["map"] < found["generation"]  # so the page fetches another
+        assert len(site.call("map")["points"]) == 2
+        assert site.call("ask", vector="1 0")["map"] == found["generation"]
+        db.delete(["a"])
+        assert [one["id"] for one in site.call("ask", vector="1 0")["hits"]] == ["b"]
+        db.close()
+        shutil.rmtree(path)
+        assert site.call("ask", 503, vector="1 0")["type"] == "NotADatabase"
+        with softdb.open(path, dim=3) as other:
+            other.insert(["c"], [[0, 0, 1]])
+        assert site.call("ask", vector="[0, 0, 1]")["hits"][0]["id"] == "c"
+        assert site.call("ask", 400, vector="1 0")["message"].endswith("3 wide; encode them alike")
+
+
+def test_questions_while_another_process_writes(tmp_path: Path) -> None:
+    path, stop = tmp_path / "db", threading.Event()
+    with softdb.open(path, dim=2, durability="relaxed") as db, served(path) as site:
+        db.insert(range(50), np.eye(2)[np.arange(50) % 2])
+        db.flush()
+
+        def write() -> None:
+            for i in range(50, 10_000):
+                if stop.is_set():
+                    return
+                db.insert([i], [[1, i / 1e4]])
+                db.delete([i - 40])
+                db.flush()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            for i in range(60):
+                response, body = site.fetch(f"/api/{'map' if i % 5 == 0 else 'ask?vector=1+0'}")
+                assert response.status == 200 or b"StaleRead" in body or b"UnknownId" in body, body
+        finally:
+            stop.set()
+            thread.join()
+        assert site.call("ask", vector="1 0")["hits"]
+
+
+def test_recall_of_an_answer(site: Site) -> None:
+    found = site.call("compare", text="rabbit", shown=3)
+    assert (found["recall"], found["missed"], found["of"]) == (1.0, [], 3)
+    assert "recall is of a ranking by vector" in site.call("compare", 400, text="rabbit", ranking="text")["message"]
+
+
+def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
+    with Served(place) as database:
+        answers = Answers(database)
+        for _ in range(2):  # a handle warns once, the page tells each time
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("softdb.explore.answers.noted", iter([["no record has the field 'yeer'"], []]).__next__)
+                told = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
+            assert told["notes"] == ["no record has the field 'yeer'"]
+            answers._kept.clear()
+
+
+def test_a_model_is_not_loaded_because_a_database_says_so(tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "db", dim=2) as db:
+        db.note_encoder("stranger/model")
+        db.insert([1], [[1, 0]], texts=["a thief in space"])
+        db.index_text()
+    with served(tmp_path / "db") as site:
+        assert not site.call("about")["takes_text"]
+        assert "--encoder MODEL" in site.call("ask", 400, text="space")["message"]
+        found = site.call("ask", text="space", ranking="text")
+        assert (found["hits"][0]["id"], found["soft"], found["lights"]) == ("1", None, [None])
+
+
+def test_the_plane_is_that_of_pca(rng: np.random.Generator) -> None:
+    for n, d in ((300, 8), (20, 50)):
+        keys = rng.normal(size=(n, d)) * np.linspace(3, 1, d) + 5
+        with softdb.open(None, dim=d, metric="l2") as db:
+            db.insert(range(n), keys)
+            plane = Plane.of(db)
+            left, singular, _ = np.linalg.svd(keys - keys.mean(0), full_matrices=False)
+            np.testing.assert_allclose(np.abs(plane.at(plane.keys)), np.abs(left * singular)[:, :2], atol=1e-3)
+            squares = np.square(singular)
+            assert plane.share == pytest.approx(squares[:2].sum() / squares.sum(), rel=1e-4)
+            db.insert([n], keys[:1])
+            again = Plane.of(db, plane)
+            assert ((again.axes * plane.axes).sum(0) > 0).all()  # it is not mirrored when a record comes
+
+
+@pytest.mark.parametrize("keys", [[[1.0, 1.0]], [[1.0, 1.0]] * 5, [[0.0, 0.0], [1.0, 0.0]]])
+def test_the_plane_of_next_to_nothing(keys: list[list[float]]) -> None:
+    with softdb.open(None, dim=2, metric="cosine") as db:
+        db.insert(range(len(keys)), keys)
+        plane = Plane.of(db)
+        assert np.isfinite(plane.at(plane.keys)).all()
+        assert 0 < plane.temperatures.low < plane.temperatures.start < plane.temperatures.high < math.inf
+
+
+def test_a_sample_stays_when_records_come(rng: np.random.Generator) -> None:
+    with softdb.open(None, dim=2) as db:
+        db.insert(range(5000), rng.normal(size=(5000, 2)))
+        first = Plane.of(db)
+        db.insert(range(5000, 5100), rng.normal(size=(100, 2)))
+        second = Plane.of(db)
+        assert len(first.rows) == len(second.rows) == 2000
+        assert len(set(first.rows.tolist()) & set(second.rows.tolist())) > 1900
+        assert first.rows.mean() == pytest.approx(2500, abs=100)
+
+
+def test_names_of_records_and_fields() -> None:
+    names: list[str | int] = [7, "7", "a b", " a", "", '"', "-", "a\n"]
+    assert [named_id(one) for one in names] == ["7", '"7"', "a b", '" a"', '""', '"\\""', '"-"', '"a\\n"']
+    payloads: list[Any] = [{"b": 1, "a": "x", "name": "n"}, {"b": 1}, None, 5]
+    assert [title(one, "t") for one in payloads[:2]] + [title(one, None) for one in payloads[2:]] == ["n", "t", "", "5"]
+    found = fields_of([{"a.b": 1, "c": {"d": ["x", "y"]}, "": 2}, {"a.b": True}, 5], ["e"], True)
+    kinds = {one["name"]: one["kinds"] for one in found}
+    assert kinds == {"a\\.b": ["boolean", "number"], "c.d": ["list"], "e": [], "$text": ["text"]}
+    assert sorted(found[1]["values"]) == ['"x"', '"y"']
+
+
+def test_the_command_says_where_and_ends_at_ctrl_c(place: Path) -> None:
+    words = [sys.executable, "-m", "softdb", "explore", str(place), "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("softdb explore: http://127.0.0.1:")
+        port = int(line.split(":")[3].split("/")[0])
+        assert Site(port, None).call("about")["records"] == 6  # type: ignore[arg-type]
+        taken = subprocess.run([*words[:-1], str(port)], capture_output=True, text=True, check=False, cwd=ROOT)
+        assert (taken.returncode, f"port {port} cannot be had" in taken.stderr) == (1, True)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out, errors) == (0, "", "")
+
+
+def test_the_command_refuses_what_it_cannot_show(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from softdb.cli.commands import app
+
+    for words, message in (([], "or --demo"), (["db", "--demo"], "or --demo"), ([str(tmp_path)], "holds no")):
+        result = CliRunner().invoke(app, ["explore", *words])
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert message in result.stderr

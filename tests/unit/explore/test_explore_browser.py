@@ -1,0 +1,246 @@
+"""The explorer in Debian's Chromium, as someone uses it: by mouse, by keyboard alone, and what the browser sends."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from explore_site import Site, served
+
+import softdb
+from softdb.text import HashedNGrams
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium"),
+]
+HOSTILE = "<b id=own>bold</b><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+TEXTS = [f"{size} {animal}" for size in ("small", "large", "old", "young") for animal in ("cat", "dog", "whale", "hen")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("browser") / "zoo"
+    with softdb.open(path, metric="cosine", encoder=HashedNGrams(64), fields=["animal"]) as db:
+        payloads = [{"animal": text.split()[1], "size": text.split()[0]} for text in TEXTS]
+        db.insert(range(len(TEXTS)), texts=TEXTS, payloads=payloads)
+        db.insert([HOSTILE], texts=[HOSTILE], payloads=[{HOSTILE: HOSTILE, "title": HOSTILE}])
+        db.index_text()
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(place: Path) -> Iterator[Site]:
+    with served(place) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page in a fresh profile, and what it asked and complained about."""
+
+    def __init__(self, context: Any, site: Site, at: str = "") -> None:
+        self.page = context.new_page()
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda one: self.asked.append(one.url))
+        self.page.on("pageerror", lambda one: self.complaints.append(str(one)))
+        self.page.on("console", lambda one: self.complaints.append(one.text) if one.type in ("error", "warning") else 0)
+        self.page.goto(site.address + at)
+        self.settled()
+
+    def settled(self) -> None:
+        """Until the newest question and temperature are answered."""
+        self.page.wait_for_selector("#answer[aria-busy=false] #hits li")
+
+    def weights(self) -> list[float]:
+        return [float(one.get_attribute("data-weight")) for one in self.page.query_selector_all("#hits > li[data-id]")]
+
+
+@pytest.fixture
+def visit(chromium: Any, site: Site) -> Iterator[Visit]:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(15_000)
+    one = Visit(context, site, "#text=cat&shown=5")
+    yield one
+    assert [url for url in one.asked if not url.startswith(site.address)] == []  # nothing leaves the origin
+    assert one.complaints == []
+    context.close()
+
+
+def test_the_slider_shows_the_weights_of_attend(visit: Visit, place: Path) -> None:
+    page, seen = visit.page, []
+    with softdb.open(place, mode="r") as db:
+        for step in (0, 300, 520, 800, 1000):
+            page.evaluate(
+                "([step]) => { const one = document.getElementById('temperature'); one.value = step;"
+                " one.dispatchEvent(new Event('input')); }",
+                [step],
+            )
+            visit.settled()
+            t = float(page.input_value("#exactly"))
+            hits, pooled = db.search("cat", 5), db.attend("cat", temperature=t)
+            expected = [math.exp(one / t - pooled.lse[0].item()) for one in hits.scores[0].tolist()]
+            np.testing.assert_allclose(visit.weights(), expected, rtol=1e-3, atol=1e-12)
+            widths = page.eval_on_selector_all("#hits .bar i", "all => all.map((one) => parseFloat(one.style.width))")
+            np.testing.assert_allclose(widths, 100 * np.array(expected), rtol=1e-3, atol=1e-6)
+            seen.append(page.inner_text("#verdict").split(":")[0])
+        assert (seen[0], seen[-1]) == ("a look-up", "average pooling")
+        assert "a soft query" in seen
+        assert "Map of 17 keys" in page.get_attribute("#map", "aria-label")
+        drawn = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((one) => one > 0)"
+        assert page.eval_on_selector("#map", drawn)
+
+
+def test_what_is_stored_is_text(visit: Visit) -> None:
+    page = visit.page
+    page.check("input[value=id]", force=True)
+    page.fill("#asked", HOSTILE)
+    page.press("#asked", "Enter")
+    visit.settled()
+    assert HOSTILE[:40] in page.inner_text("#hits > li:first-child .name")
+    assert page.query_selector("#own, #hits img, #hits script, #tip img") is None
+    page.click("#dimmer")
+    assert "<b id=own>" in page.inner_text("#walked")
+    assert page.title() == "zoo · softdb explore"
+
+
+def test_keyboard_alone(visit: Visit) -> None:
+    page = visit.page
+
+    def tab_to(name: str) -> None:
+        for _ in range(80):
+            page.keyboard.press("Tab")
+            if page.evaluate("(name) => document.activeElement.matches(name)", name):
+                return
+        raise AssertionError(name)
+
+    tab_to(".skip")
+    tab_to("#lesson-close")
+    page.keyboard.press("Enter")
+    assert not page.is_visible("#lesson")
+    tab_to("#asked")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("whale")
+    page.keyboard.press("Enter")
+    visit.settled()
+    assert "whale" in page.inner_text("#hits > li:first-child")
+    tab_to("summary")
+    page.keyboard.press("Enter")
+    tab_to("#field")
+    page.keyboard.type("size")
+    tab_to("#value")
+    page.keyboard.type("old")
+    page.keyboard.press("Enter")
+    visit.settled()
+    assert json.loads(page.input_value("#where")) == {"size": "old"}
+    assert len(visit.weights()) == 4
+    tab_to("#temperature")
+    before = visit.weights()
+    for _ in range(60):
+        page.keyboard.press("ArrowRight")
+    visit.settled()
+    assert visit.weights()[0] < before[0]
+    assert "record" in page.get_attribute("#temperature", "aria-valuetext")
+    tab_to("#hits button")
+    page.keyboard.press("Enter")
+    visit.settled()
+    assert page.is_checked("input[value=id]")
+    tab_to("#dimmer")
+    page.keyboard.press("Enter")
+    tab_to("#visit")
+    page.keyboard.press("Enter")
+    visit.settled()
+    tab_to("#compare")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#compared")).to_contain_text("100.0 % of the 4")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_nothing(chromium: Any, site: Site, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: pip install -e '.[browser]'")
+    for width in (1280, 400):
+        context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
+        one = Visit(context, site, "#text=cat")
+        one.page.click("summary")
+        found = axe.Axe().run(one.page).response["violations"]
+        assert [(rule["id"], rule["impact"], [node["html"][:90] for node in rule["nodes"]]) for rule in found] == []
+        wide = one.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width  # nothing sticks out
+        context.close()
+
+
+def test_errors_are_shown_as_text_and_the_page_goes_on(visit: Visit, site: Site) -> None:
+    page = visit.page
+    page.check("input[value=id]", force=True)
+    page.fill("#asked", "<i>nobody</i>")
+    page.press("#asked", "Enter")
+    page.wait_for_selector("#problem:not([hidden])")
+    assert page.inner_text("#problem b") == "UnknownId"
+    assert "<i>nobody</i>" in page.inner_text("#problem")
+    page.check("input[value=vector]", force=True)
+    page.fill("#numbers", "[1, 2]")
+    page.press("#numbers", "Enter")
+    sync_api.expect(page.locator("#problem")).to_contain_text("2 wide")
+    page.check("input[value=text]", force=True)
+    page.fill("#asked", "hen")
+    page.wait_for_selector("#problem", state="hidden")
+    visit.settled()
+    assert "hen" in page.inner_text("#hits > li:first-child")
+    assert all("Failed to load resource" in one for one in visit.complaints)  # the browser's own word on 400 and 404
+    visit.complaints.clear()
+
+
+def test_a_newer_question_overtakes_an_older_one(visit: Visit, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from softdb.explore.answers import Answers
+
+    page, gate, before, asked = visit.page, threading.Event(), site.desk.overtaken, Answers.ask
+
+    def slow(self: Answers, question: Any, weighing: Any, wanted: Any) -> Any:
+        if question.text == "whale":
+            gate.wait(20)
+            wanted()
+        return asked(self, question, weighing, wanted)
+
+    monkeypatch.setattr(Answers, "ask", slow)
+    page.fill("#asked", "whale")
+    page.press("#asked", "Enter")
+    page.fill("#asked", "hen")
+    page.press("#asked", "Enter")
+    visit.settled()
+    gate.set()
+    assert "hen" in page.inner_text("#hits > li:first-child")
+    assert site.desk.overtaken > before
+    assert not page.is_visible("#problem")
+
+
+def test_what_another_process_commits_is_seen(chromium: Any, tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "db", dim=2, metric="l2", num_classes=2) as db, served(tmp_path / "db") as site:
+        one = Visit(chromium.new_context(), site)
+        assert "holds no record yet" in one.page.inner_text("#hits")
+        db.insert(["a", "b", "c"], [[0, 0], [1, 0], [0, 2]], [0, 1, 1])
+        one.page.check("input[value=vector]", force=True)
+        one.page.fill("#numbers", "0 0")
+        one.page.press("#numbers", "Enter")
+        one.page.wait_for_selector("#hits li[data-id]")
+        assert [line.get_attribute("data-id") for line in one.page.query_selector_all("#hits > li")] == ["a", "b", "c"]
+        assert "class 0" in one.page.inner_text("#soft")
+        assert one.complaints == []
+        one.page.context.close()
