@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.gpu import twin
+from softdb.gpu import launch, twin
 from softdb.gpu.asked import folded
 from softdb.scores.products import length
 
@@ -33,5 +33,5 @@ def nearest(
         queries = queries / length(queries).unsqueeze(-1)
     what = folded(queries, keys, None, metric, 1.0, keep, mask, None)
     with torch.autocast(queries.device.type, enabled=False):
-        scores, positions = twin.nearest(what, k)
+        scores, positions = (launch if what.unfit() is None else twin).nearest(what, k)
     return scores.to(queries.dtype).reshape(*what.lead, k), positions.reshape(*what.lead, k)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.gpu import twin
+from softdb.gpu import launch, twin
 from softdb.gpu.asked import DevicePass, folded
 from softdb.gpu.twin import PassedSums
 from softdb.once import Once
@@ -56,11 +56,14 @@ class PooledPass(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor, values: Tensor | None, what: DevicePass
     ) -> tuple[Tensor, Tensor]:
         """The queries, keys and values are those of `what`, given for their gradients."""
-        with torch.autocast(queries.device.type, enabled=False):
-            sums = twin.forward(what)
+        if what.unfit() is None:
+            sums, lse = launch.forward(what)
+        else:
+            with torch.autocast(queries.device.type, enabled=False):
+                sums = twin.forward(what)
+            lse = (sums.total.log() + sums.top * what.scale).to(queries.dtype)
         ctx.what = what
         ctx.save_for_backward(queries, keys, values, *sums)
-        lse = (sums.total.log() + sums.top * what.scale).to(queries.dtype)
         return sums.output.to(queries.dtype), lse
 
     @staticmethod
@@ -72,7 +75,8 @@ class PooledPass(torch.autograd.Function):
             what = what._replace(values=values)
         wanted = ctx.needs_input_grad[:3]
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-            found = twin.backward(what, PassedSums(*saved), output_grad, lse_grad, wanted)
+            by = launch if what.unfit() is None else twin
+            found = by.backward(what, PassedSums(*saved), output_grad, lse_grad, wanted)
         grads = [
             None if one is None else one.to(of.dtype) for one, of in zip(found, (queries, keys, values), strict=True)
         ]

@@ -1,0 +1,113 @@
+"""What the kernels share: products that lose no digits, scores of a tile, and who takes part in it."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+DOT, COSINE, L2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # it multiplies no bfloat16
+
+
+@triton.jit
+def product(x, y):  # (m, k) float32, (k, n) as stored -> (m, n) float32
+    """x y. Where y is half, x in parts of y's precision whose products are exact: two of float16, three of bfloat16."""
+    if y.dtype == tl.float32:
+        found = tl.dot(x, y, input_precision="ieee")
+    elif y.dtype == tl.float16:
+        # each row over a power of two, so that nothing leaves the range of float16
+        bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+        x = x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+        high = x.to(tl.float16)
+        low = ((x - high.to(tl.float32)) * 2048).to(tl.float16)
+        found = (tl.dot(high, y) + tl.dot(low, y) / 2048) * bits.to(tl.float32, bitcast=True)[:, None]
+    else:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        if INTERPRETED:
+            y = y.to(tl.float32)
+            high, middle, low = high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
+        found = tl.dot(high, y) + (tl.dot(middle, y) + tl.dot(low, y))
+    return found
+
+
+@triton.jit
+def rows_of(base, rows, stride, there, first, width, B: tl.constexpr):  # -> (m, B)
+    """B numbers, from `first` on, of some rows (m,); 0 beyond the width and where the row is not there."""
+    columns = first + tl.arange(0, B)
+    at = base + rows[:, None] * stride + columns[None, :]
+    return tl.load(at, mask=there[:, None] & (columns < width)[None, :], other=0.0)
+
+
+@triton.jit
+def inverse_lengths(sums, small, large):  # (m,) each
+    """1 / ‖k‖ from Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)², of which one holds it; 0 for a vector of zeros."""
+    found = tl.div_rn(1.0, tl.sqrt_rn(sums))
+    tiny = tl.where(small >= 4.7e-38, tl.div_rn(18446744073709551616.0, tl.sqrt_rn(small)), 0.0)
+    huge = tl.div_rn(8.470329472543003e-22, tl.sqrt_rn(large))
+    return tl.where(sums < 1e-30, tiny, tl.where(sums > 1e30, huge, found))
+
+
+@triton.jit
+def scored(
+    q, asked, q_rows, q_stride, q_there, k, k_rows, k_stride, k_there, d,
+    METRIC: tl.constexpr, ONCE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """Scores (BQ, BN) and, for cosines, the inverse lengths (BN,) that they were multiplied with.
+
+    ONCE: d ≤ BD, and `asked` holds the queries. Distances are sums of squared differences, BL numbers at a time.
+    """
+    scores = tl.zeros((BQ, BN), tl.float32)
+    inverse = tl.full((BN,), 1.0, tl.float32)
+    if METRIC == L2:
+        for first in range(0, d, BL):
+            mine = rows_of(q, q_rows, q_stride, q_there, first, d, BL)
+            keys = rows_of(k, k_rows, k_stride, k_there, first, d, BL).to(tl.float32)
+            apart = mine[:, None, :] - keys[None, :, :]
+            scores -= tl.sum(apart * apart, 2)
+    else:
+        sums, small, large = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+        for first in range(0, d, BD):
+            mine = asked
+            if not ONCE:
+                mine = rows_of(q, q_rows, q_stride, q_there, first, d, BD)
+            keys = rows_of(k, k_rows, k_stride, k_there, first, d, BD)
+            scores += product(mine, tl.trans(keys))
+            if METRIC == COSINE:
+                wide = keys.to(tl.float32)
+                sums += tl.sum(wide * wide, 1)
+                up, down = wide * 18446744073709551616.0, wide * 8.470329472543003e-22
+                small += tl.sum(up * up, 1)
+                large += tl.sum(down * down, 1)
+        if METRIC == COSINE:
+            inverse = inverse_lengths(sums, small, large)
+            scores *= inverse[None, :]
+    return scores, inverse
+
+
+@triton.jit
+def present(keep, at, there, KEEP: tl.constexpr):  # (m,) -> (m,)
+    """Which records take part in any query."""
+    if KEEP:
+        there = there & (tl.load(keep + at, mask=there, other=0) != 0)
+    return there
+
+
+@triton.jit
+def together(mask, q_rows, q_stride, q_there, at, there, MASK: tl.constexpr):  # (BQ,), (BN,) -> (BQ, BN)
+    """Which records take part in which query."""
+    both = q_there[:, None] & there[None, :]
+    if MASK:
+        both = both & (tl.load(mask + q_rows[:, None] * q_stride + at[None, :], mask=both, other=0) != 0)
+    return both
+
+
+@triton.jit
+def finite(scores):
+    """Whether each is a number."""
+    return tl.abs(scores) < float("inf")
