@@ -14,6 +14,7 @@ from torch import Tensor
 from softdb.attend import Columns, Request, nearest, stream
 from softdb.attend.blocks import scores_of
 from softdb.attend.leading import Layout, TakingPart, as_tensor
+from softdb.attend.on_device import entries_on_device
 from softdb.attend.request import indifferent
 from softdb.check import positive, shown
 from softdb.errors import BadInput
@@ -226,6 +227,11 @@ def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), 
 def _streamed(call: _Call) -> Tensor:  # (u, q, v)
     """The output, block by block."""
     u, q, _ = call.request.queries.shape
+    if call.live is None or u * q * call.keys.shape[1] <= MASKED:
+        mask = None if call.live is None else call.live.rows(0, u * q).reshape(u, q, -1)
+        found_at_once = entries_on_device(replace(call.request, mask=mask), call.keys, call.values)
+        if found_at_once is not None:
+            return found_at_once[0]
     rows = q if call.live is None else max(1, MASKED // call.keys.shape[1])
     found, low = [], 0
     for queries, keys, values in zip(call.request.queries, call.keys, call.values, strict=True):

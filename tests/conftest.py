@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 TALLY = pytest.StashKey[Counter[str]]()
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait ruin a shared machine
+os.environ.setdefault("TRITON_INTERPRET", "1")  # as Triton is imported; what compiles its kernels takes it out again
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is, said aloud: else Triton warns
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,13 @@ def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("softdb.index.costs.measured", lambda *_: usual)
         monkeypatch.setattr("softdb.attend.rounds.measured", lambda *_: Pace(1e-10, 6e-12, 1e-3, 5e-4))
         monkeypatch.setattr(Pace, "tell", lambda *_: None)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU count as a device's: Triton's interpreter serves them."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sys.modules["softdb.gpu.usable"], "PRETENDED", True)
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
             scores = scores_of(request.streamed_score, part, keys)
             scores = scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
         weights, pulls = ctx.of(scores.detach(), chunk)
-        if value_grad is not None:
+        if value_grad is not None and request.pools:
             _add_at(value_grad, tile.positions, weights.mT @ output_grad[chunk])
         if not scores.requires_grad:  # a constant
             continue

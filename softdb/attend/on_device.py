@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.request import Request
-from softdb.gpu import pooled
+from softdb.attend.request import Positions, Request
+from softdb.gpu import nearest, pooled, usable
 from softdb.pool import State, merge
 from softdb.scores import Fold
 from softdb.weights import Sparse
@@ -19,7 +20,12 @@ from softdb.weights import Sparse
 if TYPE_CHECKING:
     from softdb.attend.source import Source
 
-__all__ = ["Resident", "kernel_form", "stream_on_device"]
+__all__ = ["Resident", "entries_on_device", "find_on_device", "kernel_form", "served", "stream_on_device"]
+
+
+def served(device: torch.device) -> bool:
+    """Whether columns there are asked where they lie."""
+    return device.type == "cuda" or usable(device) is None
 
 
 class Resident(NamedTuple):
@@ -29,6 +35,15 @@ class Resident(NamedTuple):
     values: Tensor | None  # (m, v), or int labels (m,); None: the key serves
     live: Tensor | None = None  # (m,) bool; None: all are live
     start: int = 0  # the first position
+
+    def taking_part(self, keep: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Of what is allowed (size,) and a mask (q, size), over all positions, this range here, without the dead."""
+        device, rows = self.keys.device, slice(self.start, self.start + len(self.keys))
+        live = self.live
+        if keep is not None:
+            allowed = keep[rows].to(device)
+            live = allowed if live is None else live & allowed
+        return live, None if mask is None else mask[:, rows].to(device)
 
 
 def kernel_form(request: Request) -> tuple[Fold, float] | None:
@@ -53,28 +68,19 @@ def stream_on_device(request: Request, source: Source) -> tuple[Tensor, Tensor] 
     if form is None:
         return None
     folded, scale = form
-    keep = None if request.allowed is None else torch.from_numpy(request.allowed)
-    mask = request.mask
-    if mask is not None and source.count < len(source.live):
-        spread = mask.new_zeros(len(mask), len(source.live))
-        spread[:, torch.from_numpy(source.live).to(mask.device)] = mask
-        mask = spread
+    keep, mask = _taking_part(request, source)
     states = []
     for part in source.resident:
-        device, rows = part.keys.device, slice(part.start, part.start + len(part.keys))
-        live = part.live
-        if keep is not None:
-            allowed = keep[rows].to(device)
-            live = allowed if live is None else live & allowed
+        live, own = part.taking_part(keep, mask)
         values = part.keys if part.values is None else part.values
         output, lse = pooled(
-            folded.queries.to(device),
+            folded.queries.to(part.keys.device),
             part.keys,
             values if request.pools else None,
             metric=folded.metric,
             scale=scale,
             keep=live,
-            mask=None if mask is None else mask[:, rows].to(device),
+            mask=own,
             num_classes=source.num_classes,
         )
         states.append(State(output.to(request.queries.device), lse.to(request.queries.device)))
@@ -82,3 +88,53 @@ def stream_on_device(request: Request, source: Source) -> tuple[Tensor, Tensor] 
     if bool(lse.isnan().any()):
         return None
     return output, lse + torch.as_tensor(folded.bias, device=lse.device).to(lse.dtype) / request.temperature
+
+
+def entries_on_device(
+    request: Request,  # of queries (u, q, d), mask (u, q, n)
+    keys: Tensor,  # (u, n, d)
+    values: Tensor,  # (u, n, v)
+) -> tuple[Tensor, Tensor] | None:  # (u, q, v), (u, q)
+    """The same for entries that each have records of their own, all in one pass; None as `stream_on_device`."""
+    form = kernel_form(request) if served(keys.device) else None
+    if form is None:
+        return None
+    folded, scale = form
+    output, lse = pooled(folded.queries, keys, values, metric=folded.metric, scale=scale, mask=request.mask)
+    if bool(lse.isnan().any()):
+        return None
+    return output, lse + torch.as_tensor(folded.bias, device=lse.device).to(lse.dtype) / request.temperature
+
+
+def find_on_device(request: Request, source: Source, k: int) -> Positions | None:  # (q, k), -1 = none
+    """The k nearest of each query by comparing all where they lie, best first, ties by position.
+
+    None where the columns lie on no device, the score has no order of an index, or a score overflows.
+    """
+    folded = request.detached.folded if source.resident else None
+    if folded is None:
+        return None
+    keep, mask = _taking_part(request, source)
+    scores, places = [], []
+    for part in source.resident:
+        live, own = part.taking_part(keep, mask)
+        found, at = nearest(
+            folded.queries.to(part.keys.device), part.keys, k, metric=folded.metric, keep=live, mask=own
+        )
+        scores.append(found.to(request.queries.device))
+        places.append(torch.where(at < 0, -1, at + part.start).to(request.queries.device))
+    best, order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
+    if bool(best.isnan().any()):
+        return None
+    return np.asarray(torch.cat(places, 1).gather(1, order)[:, :k].cpu().numpy())
+
+
+def _taking_part(request: Request, source: Source) -> tuple[Tensor | None, Tensor | None]:
+    """What is allowed (size,), and the mask (q, size), over positions."""
+    keep = None if request.allowed is None else torch.from_numpy(request.allowed)
+    mask = request.mask
+    if mask is not None and source.count < len(source.live):
+        spread = mask.new_zeros(len(mask), len(source.live))
+        spread[:, torch.from_numpy(source.live).to(mask.device)] = mask
+        mask = spread
+    return keep, mask

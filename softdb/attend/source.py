@@ -13,11 +13,10 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
-from softdb.attend.on_device import Resident
+from softdb.attend.on_device import Resident, find_on_device, served
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_rows
 from softdb.check import Schema
-from softdb.gpu import usable
 from softdb.index import Finder
 from softdb.index.on_device import OnDevice
 from softdb.index.tail import Tail
@@ -248,9 +247,7 @@ class Columns(AsStored):
     @cached_property
     def resident(self) -> tuple[Resident, ...]:
         """The tensors themselves, where they lie on a device."""
-        if self.keys.device.type != "cuda" and usable(self.keys.device) is not None:
-            return ()
-        return (Resident(self.keys, self.values),)
+        return (Resident(self.keys, self.values),) if served(self.keys.device) else ()
 
     @cached_property
     def columns(self) -> Snapshot | None:
@@ -282,7 +279,8 @@ class Columns(AsStored):
 
     def find(self, request: Request, k: int, exact: bool = True) -> Candidates:
         """Every record is compared."""
-        return Candidates(scan(request, self, k), "scan")
+        found = None if _plateaus(request.score) else find_on_device(request, self, min(k, self.count))
+        return Candidates(scan(request, self, k) if found is None else found, "scan")
 
     def scored(self, request: Request, positions: Positions) -> Scored:
         """By the score, on copies."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.gpu.asked import DevicePass
-from softdb.gpu.plan import Plan, plan_of, splits_of
+from softdb.gpu.plan import Plan, Way, plan_of, splits_of
 from softdb.gpu.twin import PassedSums
 
 __all__ = ["backward", "forward", "nearest"]
@@ -42,7 +42,7 @@ def forward(what: DevicePass) -> tuple[PassedSums, Tensor]:
             pass_forward[(chunks * blocks * splits * h,)](
                 *columns.given, sums, tops, totals,
                 c, h, q, n, columns.d, width, rows, splits, chunks, *columns.strides,
-                **columns.flags, **plan.blocks, num_warps=plan.warps, num_stages=plan.stages,
+                **columns.flags, **plan.options,
             )  # fmt: skip
             wide = min(plan.BV, 128)
             parts = max(1, -(-width // wide))
@@ -57,49 +57,46 @@ def backward(
     what: DevicePass, sums: PassedSums, output_grad: Tensor, lse_grad: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of the queries, the keys and the values, in float32, where wanted."""
-    plan, (h, q, d) = plan_of(what), what.queries.shape
+    q = what.queries.shape[1]
     empty = sums.total == 0
     g = output_grad.float().masked_fill(empty.unsqueeze(2), 0).contiguous()
     offset = (lse_grad - (g * sums.output).sum(2)).masked_fill(empty, 0)
     inverse = (1 / sums.total).masked_fill(empty, 0)
     centre = what.queries.mean(1) if what.metric is Metric.L2 else what.queries.new_empty(0)
-    columns = _Columns(what, plan)
-    given = (*columns.given, centre, g, sums.top, inverse, offset)
-    to_queries = _to_queries(what, plan, columns, given, centre) if wanted[0] and q else None
-    to_keys, to_values = _to_records(what, plan, columns, given, wanted) if any(wanted[1:]) else (None, None)
-    return to_queries if q or not wanted[0] else torch.zeros_like(what.queries), to_keys, to_values
+    given = centre, g, sums.top, inverse, offset
+    to_queries = torch.zeros_like(what.queries) if wanted[0] else None
+    if wanted[0] and q:
+        to_queries = _to_queries(what, given)
+    return to_queries, *(_to_records(what, given, wanted) if any(wanted[1:]) else (None, None))
 
 
-def _to_queries(
-    what: DevicePass, plan: Plan, columns: _Columns, given: tuple[Tensor, ...], centre: Tensor
-) -> Tensor:  # (h, q, d)
+def _to_queries(what: DevicePass, given: tuple[Tensor, ...]) -> Tensor:  # (h, q, d)
     from softdb.gpu.kernels.backward import pass_backward
 
-    (h, q, d), n = what.queries.shape, what.keys.shape[1]
-    chunks, blocks = -(-d // plan.BD), -(-q // plan.BQ)
+    plan, (h, q, d), n = plan_of(what, Way.TO_QUERIES), what.queries.shape, what.keys.shape[1]
+    columns, chunks, blocks = _Columns(what, plan), -(-d // plan.BD), -(-q // plan.BQ)
     splits, rows = splits_of(n, h * blocks * chunks, h * q * (d + 1), plan, what.queries.device)
     pulled, masses = what.queries.new_empty(splits, h, q, d), what.queries.new_empty(splits, h, q)
     with on(what.queries.device):
         pass_backward[(chunks * blocks * splits * h,)](
-            *given, pulled, masses,
+            *columns.given, *given, pulled, masses,
             what.scale / math.log(2), h, q, n, d, what.width, rows, splits, chunks, *columns.strides,
-            **columns.flags, **plan.blocks, num_warps=plan.warps, num_stages=plan.stages,
+            **columns.flags, WHOLE=what.width <= plan.BV, **plan.options,
         )  # fmt: skip
     found = pulled.sum(0, dtype=torch.float64)
     if what.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
-        seen = (what.queries - centre.unsqueeze(1)).double()
+        seen = (what.queries - given[0].unsqueeze(1)).double()
         found = 2 * (found - masses.sum(0, dtype=torch.float64).unsqueeze(2) * seen)
     return found.mul_(what.scale).float()
 
 
 def _to_records(
-    what: DevicePass, plan: Plan, columns: _Columns, given: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]
+    what: DevicePass, given: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:  # (h, n, d), (h, n, v)
     from softdb.gpu.kernels.backward import records_backward
 
-    (h, q, d), n, width = what.queries.shape, what.keys.shape[1], what.width
-    plan = plan._replace(BV=min(plan.BV, 128), BD=plan.BD if columns.flags["ONCE"] else min(plan.BD, 128))
-    zeros = what.queries.new_zeros  # of records that take no part nothing is written
+    plan, (h, q, d), n, width = plan_of(what, Way.TO_RECORDS), what.queries.shape, what.keys.shape[1], what.width
+    columns, zeros = _Columns(what, plan), what.queries.new_zeros  # of records that take no part nothing is written
     key_grad = zeros(h, n, d) if wanted[1] else zeros(0)
     value_grad = zeros(h, n, width) if wanted[2] else zeros(0)
     chunks = max(-(-d // plan.BD) if wanted[1] else 1, -(-width // plan.BV) if wanted[2] else 1)
@@ -107,10 +104,9 @@ def _to_records(
     if h * q * n:
         with on(what.queries.device):
             records_backward[(chunks * tiles * h,)](
-                *given, key_grad, value_grad,
+                *columns.given, *given, key_grad, value_grad,
                 what.scale / math.log(2), q, n, d, width, tiles, chunks, *columns.strides,
-                **columns.flags, TO_KEYS=wanted[1], TO_VALUES=wanted[2],
-                **plan.blocks, num_warps=plan.warps, num_stages=plan.stages,
+                **columns.flags, WHOLE=width <= plan.BV, TO_KEYS=wanted[1], TO_VALUES=wanted[2], **plan.options,
             )  # fmt: skip
     return key_grad.mul_(what.scale) if wanted[1] else None, value_grad if wanted[2] else None
 
@@ -145,8 +141,7 @@ def _nearest(what: DevicePass, k: int, plan: Plan, size: int, groups: int) -> tu
     (asked, keys, _, keep, mask), (q_h, q_q, k_h, k_n, _, _, m_h, m_q) = columns.given, columns.strides
     strides = q_h, q_q, k_h, k_n, m_h, m_q
     flags: dict[str, Any] = {name: columns.flags[name] for name in ("METRIC", "KEEP", "MASK", "ONCE")}
-    flags |= {name: size for name, size in plan.blocks.items() if name != "BV"} | {"GROUP": size}
-    flags |= {"num_warps": plan.warps, "num_stages": plan.stages}
+    flags |= {name: size for name, size in plan.options.items() if name != "BV"} | {"GROUP": size}
     with on(what.queries.device):
         group_bests[(-(-q // plan.BQ) * groups * h,)](
             asked, keys, keep, mask, bests, q, n, d, groups, *strides, **flags
@@ -171,7 +166,7 @@ def _first(scores: Tensor, k: int) -> Tensor:  # (…, m) -> (…, k), int64
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; its interpreter, on a CPU, overflows in numpy, which a GPU does silently."""
+    """Triton launches on the current device; its interpreter overflows in numpy, which a GPU does silently."""
     return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
 
 

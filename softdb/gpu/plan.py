@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from typing import NamedTuple
 
@@ -10,14 +11,20 @@ import torch
 from softdb.check import Metric
 from softdb.gpu.asked import DevicePass
 
-__all__ = ["Plan", "plan_of", "splits_of"]
+__all__ = ["Plan", "Way", "plan_of", "splits_of"]
 
 LEAST = 16  # of each side of a product on tensor cores
 ACCUMULATED = 1 << 14  # float32 sums a program holds: 64 KB of registers
-STAGE = 32 << 10  # bytes of keys or values in flight: 99 KB of shared memory hold all, where compiled binaries say so
+STAGE = 32 << 10  # bytes of keys and values that are loaded at once, while those before are worked on
 ROWS = 1 << 14  # records of a range at most: longer sums in float32 lose digits
 WAVES = 4  # programs a processor, so that the last to end waits for little
 PARTIAL = 1 << 26  # numbers of partial sums at most: 256 MB
+
+
+class Way(enum.Enum):
+    """What a pass computes."""
+
+    FORWARD, TO_QUERIES, TO_RECORDS = range(3)
 
 
 class Plan(NamedTuple):
@@ -32,36 +39,35 @@ class Plan(NamedTuple):
     stages: int
 
     @property
-    def blocks(self) -> dict[str, int]:
+    def options(self) -> dict[str, int]:
         """As the kernels take them."""
-        return {name: getattr(self, name) for name in ("BQ", "BN", "BD", "BV", "BL")}
+        tiles = {name: getattr(self, name) for name in ("BQ", "BN", "BD", "BV", "BL")}
+        return tiles | {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def plan_of(what: DevicePass) -> Plan:
+def plan_of(what: DevicePass, way: Way = Way.FORWARD) -> Plan:
     """The sizes for a pass over columns of d and v numbers."""
     q, d = what.queries.shape[1:]
-    size = max(what.keys.element_size(), 0 if what.values is None or what.labels else what.values.element_size())
-    return _plan(min(q, 64), d, what.width, size, what.metric)
+    dtypes = {what.keys.dtype} if what.values is None or what.labels else {what.keys.dtype, what.values.dtype}
+    narrow = torch.float32 not in dtypes and way is not Way.TO_RECORDS  # products on tensor cores
+    parts = 0 if not narrow else 3 if torch.bfloat16 in dtypes else 2
+    return _plan(min(q, 64), d, what.width, parts, what.metric is Metric.L2, way)
 
 
 @functools.cache
-def _plan(q: int, d: int, v: int, size: int, metric: Metric) -> Plan:
-    queries = max(LEAST, _power(q))
-    if metric is Metric.L2:
+def _plan(q: int, d: int, v: int, parts: int, apart: bool, way: Way) -> Plan:
+    size, forward = 2 if parts else 4, way is Way.FORWARD
+    if apart or way is Way.TO_RECORDS:
         queries = LEAST
-    keys = min(_power(d), 256 if queries == LEAST else 128)
-    values = min(_power(v), ACCUMULATED // queries)
-    most = 64 if size == 2 else 32
-    if metric is Metric.L2:
-        most = 32
-    records = max(LEAST, min(most, STAGE // (size * max(keys, values)) // LEAST * LEAST))
-    records = 1 << (records.bit_length() - 1)
-    stage = records * (keys + values) * size
-    return Plan(
-        queries, records, max(LEAST, keys), max(LEAST, values), LEAST,
-        warps=8 if queries * values > 8192 or queries == 64 else 4,
-        stages=3 if stage <= 24 << 10 else 2 if stage <= 48 << 10 else 1,
-    )  # fmt: skip
+    else:
+        queries = min(_power(q), 64 if forward or (parts == 2 and max(d, v) <= 128) else 32)
+    widest = 64 if way is Way.TO_RECORDS else 256 if forward and queries == LEAST else 128
+    keys, values = min(_power(d), widest), min(_power(v), ACCUMULATED // queries if forward else widest)
+    most = 64 if parts == 2 and not apart and (forward or queries == LEAST) else 32
+    records = LEAST
+    while records < most and 2 * records * (keys + values) * size <= (STAGE if forward or parts else STAGE // 2):
+        records *= 2
+    return Plan(queries, records, keys, values, LEAST, 8 if queries == 64 or queries * values > 8192 else 4, 2)
 
 
 def _power(number: int) -> int:

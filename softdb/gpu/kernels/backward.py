@@ -10,20 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from softdb.gpu.kernels.forward import LABELS, NOTHING, VALUES
-from softdb.gpu.kernels.tiles import COSINE, L2, finite, present, product, rows_of, scored, together
+from softdb.gpu.kernels.forward import LABELS, VALUES
+from softdb.gpu.kernels.tiles import COSINE, COUNTS, L2, finite, present, product, rows_of, scored, together
 
 
 @triton.jit
 def pulls(
-    scores, alive, g, q_rows, g_q, q_there, v, at, v_n, there, tops, inverse_totals, offsets, out, c, width,
-    POOL: tl.constexpr, BV: tl.constexpr,
+    scores, alive, g, grads, q_rows, g_q, q_there, v, at, v_n, there, tops, inverse_totals, offsets, out, c, width,
+    POOL: tl.constexpr, WHOLE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """p and ds of a tile, (BQ, BN) each."""
+    """p and ds of a tile, (BQ, BN) each. WHOLE: v ≤ BV, and `grads` holds those of the output."""
     top = tl.load(tops + out, mask=q_there, other=0.0)
     inverse = tl.load(inverse_totals + out, mask=q_there, other=0.0)
     along = tl.zeros_like(scores) + tl.load(offsets + out, mask=q_there, other=0.0)[:, None]
-    if POOL == VALUES:
+    if POOL == VALUES and WHOLE:
+        along += product(grads, tl.trans(rows_of(v, at, v_n, there, 0, width, BV)))
+    elif POOL == VALUES:
         for first in range(0, width, BV):
             mine = rows_of(g, q_rows, g_q, q_there, first, width, BV)
             along += product(mine, tl.trans(rows_of(v, at, v_n, there, first, width, BV)))
@@ -36,13 +38,13 @@ def pulls(
     return p, p * along
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def pass_backward(
     q, k, v, keep, mask, centre, g, tops, inverse_totals, offsets, pulled, masses,  # (splits, h, q, d), (splits, h, q)
     c, heads, queries, n, d, width, rows, splits, chunks,
     q_h, q_q, k_h, k_n, v_h, v_n, m_h, m_q,
     METRIC: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    WHOLE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """To BQ queries, BD numbers of each, from one range of the records. Distances pull from the centre (h, d)."""
     pid = tl.program_id(0)
@@ -55,6 +57,7 @@ def pass_backward(
     q, k, v, mask = q + head * q_h, k + head * k_h, v + head * v_h, mask + head * m_h
     g, row = g + head * queries * width, head * queries + q_rows
     asked = rows_of(q, q_rows, q_q, q_there, 0, d, BD)
+    grads = rows_of(g, q_rows, width, q_there, 0, width, BV)
     acc, mass = tl.zeros((BQ, BD), tl.float32), tl.zeros((BQ,), tl.float32)
     start = split * rows
     stop = tl.minimum(start + rows, n)
@@ -64,8 +67,8 @@ def pass_backward(
         scores, inverse = scored(q, asked, q_rows, q_q, q_there, k, at, k_n, there, d, METRIC, ONCE, BQ, BN, BD, BL)
         alive = together(mask, q_rows, m_q, q_there, at, there, MASK)
         _, ds = pulls(
-            scores, alive, g, q_rows, width, q_there, v, at, v_n, there, tops, inverse_totals, offsets, row, c, width,
-            POOL, BV,
+            scores, alive, g, grads, q_rows, width, q_there, v, at, v_n, there, tops, inverse_totals, offsets, row, c,
+            width, POOL, WHOLE, BV,
         )  # fmt: skip
         keys = rows_of(k, at, k_n, there, first, d, BD)
         if METRIC == L2:
@@ -80,13 +83,13 @@ def pass_backward(
         tl.store(masses + out, mass, mask=q_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def records_backward(
     q, k, v, keep, mask, centre, g, tops, inverse_totals, offsets, key_grad, value_grad,  # (h, n, d), (h, n, v)
     c, queries, n, d, width, tiles, chunks,
     q_h, q_q, k_h, k_n, v_h, v_n, m_h, m_q,
     METRIC: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr,
-    TO_KEYS: tl.constexpr, TO_VALUES: tl.constexpr,
+    WHOLE: tl.constexpr, TO_KEYS: tl.constexpr, TO_VALUES: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """To the keys and values of one tile of records, BD and BV numbers of each, from all queries."""
@@ -106,11 +109,12 @@ def records_backward(
         q_rows = low + tl.arange(0, BQ).to(tl.int64)
         q_there = q_rows < queries
         asked = rows_of(q, q_rows, q_q, q_there, 0, d, BD)
+        grads = rows_of(g, q_rows, width, q_there, 0, width, BV)
         scores, lengths = scored(q, asked, q_rows, q_q, q_there, k, at, k_n, there, d, METRIC, ONCE, BQ, BN, BD, BL)
         alive = together(mask, q_rows, m_q, q_there, at, there, MASK)
         p, ds = pulls(
-            scores, alive, g, q_rows, width, q_there, v, at, v_n, there, tops, inverse_totals, offsets,
-            head * queries + q_rows, c, width, POOL, BV,
+            scores, alive, g, grads, q_rows, width, q_there, v, at, v_n, there, tops, inverse_totals, offsets,
+            head * queries + q_rows, c, width, POOL, WHOLE, BV,
         )  # fmt: skip
         if TO_VALUES:
             mine = rows_of(g, q_rows, width, q_there, chunk * BV, width, BV)

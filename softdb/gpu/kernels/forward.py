@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from softdb.gpu.kernels.tiles import finite, present, product, rows_of, scored, together
+from softdb.gpu.kernels.tiles import COUNTS, finite, present, product, rows_of, scored, together
 
 NOTHING, VALUES, LABELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -25,7 +25,7 @@ def tile_pooled(p, v, at, v_stride, there, first, width, POOL: tl.constexpr, BV:
     return product(p, values)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def pass_forward(
     q, k, v, keep, mask, sums, tops, totals,  # (h, q, d), (h, n, d), …; (splits, h, q, v), (splits, h, q) twice
     c, heads, queries, n, d, width, rows, splits, chunks,
@@ -70,10 +70,12 @@ def pass_forward(
         tl.store(totals + out, tl.where(bad > 0, float("nan"), total), mask=q_there)
     if POOL != NOTHING:
         columns = first + tl.arange(0, BV)
-        tl.store(sums + out[:, None] * width + columns[None, :], acc, mask=q_there[:, None] & (columns < width)[None, :])
+        tl.store(
+            sums + out[:, None] * width + columns[None, :], acc, mask=q_there[:, None] & (columns < width)[None, :]
+        )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_splits(
     sums, tops, totals, output, top_out, total_out, lse, c, scale, rows, width, splits, chunks,
     POOL: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr,
@@ -104,4 +106,8 @@ def merge_splits(
         tl.store(total_out + row, whole.to(tl.float32))
         tl.store(lse + row, (tl.log(whole) + most.to(tl.float64) * scale).to(tl.float32))
     if POOL:
-        tl.store(output + row * width + columns, (acc / tl.where(whole == 0, 1.0, whole)).to(tl.float32), mask=columns < width)
+        tl.store(
+            output + row * width + columns,
+            (acc / tl.where(whole == 0, 1.0, whole)).to(tl.float32),
+            mask=columns < width,
+        )

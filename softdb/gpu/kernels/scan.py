@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from softdb.gpu.kernels.tiles import finite, present, rows_of, scored, together
+from softdb.gpu.kernels.tiles import COUNTS, finite, present, rows_of, scored, together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def group_bests(
     q, k, keep, mask, bests,  # (h, q, d), (h, n, d), …; (h, q, groups)
     queries, n, d, groups,
@@ -39,7 +39,7 @@ def group_bests(
     tl.store(bests + (head * queries + q_rows) * groups + group, best, mask=q_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def group_scores(
     q, k, keep, mask, chosen, out,  # …; (h, q, m) groups, (h, q, m, GROUP)
     queries, n, d, m,
@@ -47,7 +47,7 @@ def group_scores(
     METRIC: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr, GROUP: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one chosen group with one query, by the same operations: -inf where dead, NaN where one overflows."""
+    """The scores of one chosen group with one query, by the same operations: -inf where dead, NaN where not finite."""
     pid = tl.program_id(0).to(tl.int64)  # over (h, q, m)
     head, query = pid // m // queries, pid // m % queries
     group = tl.load(chosen + pid)
@@ -63,4 +63,6 @@ def group_scores(
         scores = tl.where(finite(scores), scores, float("nan"))
         scores = tl.where(alive, scores, float("-inf"))
         inside = q_there[:, None] & tl.full((1, BN), 1, tl.int1)
-        tl.store(out + pid * GROUP + low + (tl.arange(0, BQ) * 0)[:, None] + tl.arange(0, BN)[None, :], scores, mask=inside)
+        tl.store(
+            out + pid * GROUP + low + (tl.arange(0, BQ) * 0)[:, None] + tl.arange(0, BN)[None, :], scores, mask=inside
+        )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 DOT, COSINE, L2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+COUNTS = ("heads", "queries", "n", "rows", "splits", "chunks", "tiles", "groups", "m")  # they change: no binary of each
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # it multiplies no bfloat16
 
 
@@ -45,12 +46,35 @@ def rows_of(base, rows, stride, there, first, width, B: tl.constexpr):  # -> (m,
 
 
 @triton.jit
-def inverse_lengths(sums, small, large):  # (m,) each
-    """1 / ‖k‖ from Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)², of which one holds it; 0 for a vector of zeros."""
+def squares(keys):  # (m, BD) -> (m,) three times
+    """Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)², of which one holds it."""
+    keys = keys.to(tl.float32)
+    up, down = keys * 18446744073709551616.0, keys * 8.470329472543003e-22
+    return tl.sum(keys * keys, 1), tl.sum(up * up, 1), tl.sum(down * down, 1)
+
+
+@triton.jit
+def inverse_lengths(sums, small, large):  # (m,) each, as `squares`
+    """1 / ‖k‖; 0 for a vector of zeros."""
     found = tl.div_rn(1.0, tl.sqrt_rn(sums))
     tiny = tl.where(small >= 4.7e-38, tl.div_rn(18446744073709551616.0, tl.sqrt_rn(small)), 0.0)
     huge = tl.div_rn(8.470329472543003e-22, tl.sqrt_rn(large))
     return tl.where(sums < 1e-30, tiny, tl.where(sums > 1e30, huge, found))
+
+
+@triton.jit
+def distances(
+    q, q_rows, q_stride, q_there, k, k_rows, k_stride, k_there, d,
+    BQ: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """-‖q - k‖² (BQ, BN), by differences, BL numbers at a time."""
+    scores = tl.zeros((BQ, BN), tl.float32)
+    for first in range(0, d, BL):
+        mine = rows_of(q, q_rows, q_stride, q_there, first, d, BL)
+        keys = rows_of(k, k_rows, k_stride, k_there, first, d, BL).to(tl.float32)
+        apart = mine[:, None, :] - keys[None, :, :]
+        scores -= tl.sum(apart * apart, 2)
+    return scores
 
 
 @triton.jit
@@ -60,33 +84,31 @@ def scored(
 ):  # fmt: skip
     """Scores (BQ, BN) and, for cosines, the inverse lengths (BN,) that they were multiplied with.
 
-    ONCE: d ≤ BD, and `asked` holds the queries. Distances are sums of squared differences, BL numbers at a time.
+    ONCE: d ≤ BD, and `asked` holds the queries; without a loop in it the caller's loop loads ahead.
     """
-    scores = tl.zeros((BQ, BN), tl.float32)
     inverse = tl.full((BN,), 1.0, tl.float32)
     if METRIC == L2:
-        for first in range(0, d, BL):
-            mine = rows_of(q, q_rows, q_stride, q_there, first, d, BL)
-            keys = rows_of(k, k_rows, k_stride, k_there, first, d, BL).to(tl.float32)
-            apart = mine[:, None, :] - keys[None, :, :]
-            scores -= tl.sum(apart * apart, 2)
+        scores = distances(q, q_rows, q_stride, q_there, k, k_rows, k_stride, k_there, d, BQ, BN, BL)
+    elif ONCE:
+        keys = rows_of(k, k_rows, k_stride, k_there, 0, d, BD)
+        scores = product(asked, tl.trans(keys))
+        if METRIC == COSINE:
+            sums, small, large = squares(keys)
+            inverse = inverse_lengths(sums, small, large)
     else:
+        scores = tl.zeros((BQ, BN), tl.float32)
         sums, small, large = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
         for first in range(0, d, BD):
-            mine = asked
-            if not ONCE:
-                mine = rows_of(q, q_rows, q_stride, q_there, first, d, BD)
+            mine = rows_of(q, q_rows, q_stride, q_there, first, d, BD)
             keys = rows_of(k, k_rows, k_stride, k_there, first, d, BD)
             scores += product(mine, tl.trans(keys))
             if METRIC == COSINE:
-                wide = keys.to(tl.float32)
-                sums += tl.sum(wide * wide, 1)
-                up, down = wide * 18446744073709551616.0, wide * 8.470329472543003e-22
-                small += tl.sum(up * up, 1)
-                large += tl.sum(down * down, 1)
+                more, more_small, more_large = squares(keys)
+                sums, small, large = sums + more, small + more_small, large + more_large
         if METRIC == COSINE:
             inverse = inverse_lengths(sums, small, large)
-            scores *= inverse[None, :]
+    if METRIC == COSINE:
+        scores *= inverse[None, :]
     return scores, inverse
 
 

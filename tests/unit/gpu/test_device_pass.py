@@ -1,63 +1,427 @@
-"""Soft queries and nearest records over columns on a device, in torch, against the loops; and where they are picked."""
+"""Soft queries and nearest records over columns on a device, by Triton's interpreter and by torch, against float64."""
 
 from __future__ import annotations
 
-import sys
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
 from torch import Tensor
-from worlds import Array, awkward
+from worlds import awkward
 
+from softdb import attention
 from softdb.attend import Columns, Request, stream
+from softdb.attend.on_device import find_on_device
+from softdb.attend.scoring import scan
 from softdb.check import Metric
-from softdb.gpu import nearest, pooled
-from softdb.scores import Cosine, Dot, Gaussian, Score
+from softdb.errors import BadInput
+from softdb.gpu import launch, nearest, pooled, usable
+from softdb.gpu.plan import Plan
+from softdb.scores import Cosine, Dot, Gaussian, NegativeL2, Score
 
 EQUATIONS = {Metric.DOT: reference.dot, Metric.COSINE: reference.cosine, Metric.L2: reference.negative_l2}
-D, V = 5, 3
+every_metric = pytest.mark.parametrize("metric", Metric)
+CLASSES = 19
+SMALL = Plan(BQ=16, BN=16, BD=16, BV=16, BL=16, warps=4, stages=1)
+EXACT = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}  # of the columns as they are stored
+Found = list[Tensor]
 
 
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the CPU count as a device's."""
-    monkeypatch.setattr(sys.modules["softdb.gpu.usable"], "PRETENDED", True)
+@pytest.fixture(params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways, in tiles so small that few records fall into many."""
+    if request.param == "kernels":
+        request.getfixturevalue("pretended")
+        monkeypatch.setattr(launch, "plan_of", lambda what, way=None: SMALL)
+        monkeypatch.setattr(launch, "splits_of", lambda n, *_: (max(1, -(-n // 48)), 48))
+    else:
+        monkeypatch.setattr("softdb.gpu.twin.SCORED", 200)
+    return str(request.param)
 
 
-@pytest.fixture
-def world(rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Queries (6, D), keys (40, D), values (40, V)."""
-    shapes = (6, D), (40, V)
-    queries, values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    return queries, awkward(rng, 40, D), values
+class World:
+    """Queries, keys and values whose scores differ by little, and what takes part."""
+
+    def __init__(self, q: int, n: int, d: int, v: int, dtype: torch.dtype = torch.float32, heads: int = 0) -> None:
+        random = np.random.default_rng([q, n, d, v])
+        lead = (heads,) if heads else ()
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.from_numpy(random.standard_normal(lead + shape).astype(np.float32))
+
+        self.queries, self.keys, self.values = drawn(q, d) / d**0.5, drawn(n, d).to(dtype), drawn(n, v).to(dtype)
+        self.labels = torch.from_numpy(random.integers(0, CLASSES, (*lead, n)))
+        self.keep, self.mask = (torch.from_numpy(random.random(s) < 0.7) for s in ((n,), (*lead, q, n)))
+
+    def asked(self, precise: bool, values: Tensor | None, trained: bool, **how: Any) -> Found:
+        """Output, lse, and gradients of a random sum; precisely: in float64, which is torch's."""
+        given = [self.queries, self.keys, values]
+        given = [one.double() if precise and one is not None and one.is_floating_point() else one for one in given]
+        queries, keys, pooling = given
+        assert queries is not None
+        assert keys is not None
+        wanted = [queries.requires_grad_()]
+        if trained:
+            wanted += [one.requires_grad_() for one in (keys, pooling) if one is not None and one.is_floating_point()]
+        output, lse = pooled(queries, keys, pooling, num_classes=CLASSES, **how)
+        weights = torch.Generator().manual_seed(1)
+        loss = (output * torch.randn(output.shape, generator=weights)).sum() + (
+            lse * torch.randn(lse.shape, generator=weights)
+        ).where(lse > -torch.inf, 0).sum()
+        grads = torch.autograd.grad(loss, wanted)
+        for one in wanted:
+            one.requires_grad_(False)
+        return [output.detach(), lse.detach(), *grads]
 
 
-@pytest.mark.parametrize(("metric", "equation"), EQUATIONS.items())
-def test_the_equations(world: tuple[Array, Array, Array], metric: Metric, equation: reference.Score) -> None:
-    queries, keys, values = map(torch.from_numpy, world)
-    expected = reference.soft_query(equation, *world, 0.5)
-    for one, other in zip(pooled(queries, keys, values, metric=metric, scale=2.0), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    scores, positions = nearest(queries, keys, 7, metric=metric)
-    table = torch.from_numpy(reference.scores(equation, *world[:2])).float()
+def agree(found: Found, expected: Found, tolerance: float = 1e-6) -> None:
+    """Each number, by the largest of its tensor, half as much again for a gradient, which is a difference of two."""
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.shape == other.shape
+        within = tolerance * (1 if place < 2 else 4)
+        if one.dtype is not torch.float32:  # rounded once, to what is stored
+            within = torch.finfo(one.dtype).eps
+        scale = other[other.isfinite()].abs().amax().clamp(min=1e-30) if other.isfinite().any() else 1.0
+        np.testing.assert_allclose(one.double() / scale, other.double() / scale, rtol=0, atol=within)
+
+
+# -- the equations -----------------------------------------------------------------------------------------------------
+
+
+@every_metric
+def test_the_equations(way: str, metric: Metric, rng: np.random.Generator) -> None:
+    queries, keys = rng.standard_normal((6, 5)).astype(np.float32), awkward(rng, 40, 5)
+    values = rng.standard_normal((40, 3)).astype(np.float32)
+    live = rng.random((6, 40)) < 0.7
+    live[2] = False
+    expected = reference.soft_query(EQUATIONS[metric], queries, keys, values, 2.0, live)
+    asked = [torch.from_numpy(one) for one in (queries, keys, values)]
+    found = pooled(*asked, metric=metric, scale=0.5, mask=torch.from_numpy(live))
+    agree(list(found), [torch.from_numpy(one) for one in expected])
+    scores, positions = nearest(asked[0], asked[1], 7, metric=metric, keep=torch.from_numpy(live[0]))
+    table = torch.from_numpy(reference.scores(EQUATIONS[metric], queries, keys)).float()
     torch.testing.assert_close(scores, table.gather(1, positions))
-    torch.testing.assert_close(scores, table.sort(dim=1, descending=True).values[:, :7])
+    torch.testing.assert_close(scores, table[:, live[0]].sort(dim=1, descending=True).values[:, :7])
+    assert live[0][positions.numpy()].all()
 
 
-@pytest.mark.parametrize("score", [Dot(), Cosine(), Gaussian(0.7)])
-def test_columns_on_a_device_are_asked_there(
-    world: tuple[Array, Array, Array], score: Score, request: pytest.FixtureRequest
+SHAPES = [(1, 1, 1, 1), (3, 50, 5, 3), (17, 49, 16, 17), (2, 100, 33, 40)]
+MORE = [(16, 16, 128, 16), (5, 47, 100, 128), (33, 97, 48, 64), (2, 20, 768, 300), (2, 35, 1024, 1024)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_metric
+@pytest.mark.few(6)
+def test_kernels_agree_with_float64(
+    way: str, shape: tuple[int, int, int, int], dtype: torch.dtype, metric: Metric
 ) -> None:
-    def answered() -> tuple[Tensor, ...]:
-        queries, keys, values = (torch.from_numpy(one).requires_grad_() for one in world)
-        asked = Request.of(queries, score, allowed=np.arange(40) % 3 > 0, mask=torch.ones(6, 40).tril(20).bool())
-        found = stream(asked, Columns(keys, values))
-        return (*found, *torch.autograd.grad((found[0].sum() + found[1].sum()), (queries, keys, values)))
+    world = World(*shape, dtype)
+    how = {"metric": metric, "scale": 0.7}
+    agree(world.asked(False, world.values, True, **how), world.asked(True, world.values, True, **how))
 
-    expected = answered()
+
+@every_metric
+@pytest.mark.parametrize("pooling", ["values", "labels", "nothing"])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.few(6)
+def test_who_takes_part_and_what_is_pooled(way: str, metric: Metric, pooling: str, keep: bool, mask: bool) -> None:
+    world = World(18, 70, 20, 18)
+    world.mask[1] = False
+    how = {"metric": metric, "scale": 1.3}
+    how |= {"keep": world.keep if keep else None, "mask": world.mask if mask else None}
+    values = {"values": world.values, "labels": world.labels, "nothing": None}[pooling]
+    found, expected = (world.asked(precise, values, True, **how) for precise in (False, True))
+    agree(found, expected)
+    if mask:
+        assert [found[1][1].item(), found[0][1].abs().sum().item(), found[2][1].abs().sum().item()] == [
+            -torch.inf,
+            0,
+            0,
+        ]
+
+
+@pytest.mark.parametrize("shared", ["nothing", "keys", "records", "queries"])
+def test_heads(way: str, shared: str) -> None:
+    world = World(2, 20, 6, 4, heads=3)
+    given = [world.queries, world.keys, world.values]
+    for place in {"nothing": (), "keys": (1,), "records": (1, 2), "queries": (0,)}[shared]:
+        given[place] = given[place][0]
+    given = [one.transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for one in given]  # strides
+    found = pooled(*given, metric=Metric.DOT, mask=world.mask, keep=world.keep)
+    each = [
+        pooled(
+            *(one if one.ndim == 2 else one[i] for one in given), metric=Metric.DOT, mask=world.mask[i], keep=world.keep
+        )
+        for i in range(3)
+    ]
+    expected = [torch.stack(one) for one in zip(*each, strict=True)]
+    grads = [torch.autograd.grad(o.sin().sum() + lse.sum(), given) for o, lse in (found, expected)]
+    for one, other in zip((*found, *grads[0]), (*expected, *grads[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@every_metric
+def test_nobody(way: str, metric: Metric) -> None:
+    world = World(3, 20, 4, 2)
+    none = torch.zeros(20, dtype=torch.bool)
+    empty = World(3, 0, 4, 2)
+    for one, how in ((world, {"keep": none}), (empty, {})):
+        output, lse, grad = one.asked(False, one.values, False, metric=metric, **how)
+        assert not output.any()
+        assert not grad.any()
+        assert (lse == -torch.inf).all()
+        scores, positions = nearest(one.queries, one.keys, 3, metric=metric, **how)
+        assert (scores == -torch.inf).all()
+        assert (positions == -1).all()
+    assert [tuple(one.shape) for one in World(0, 9, 4, 2).asked(False, None, True, metric=metric)[:2]] == [(0, 0), (0,)]
+
+
+@every_metric
+def test_bytes_of_records_that_take_no_part_are_not_looked_at(way: str, metric: Metric) -> None:
+    world = World(3, 40, 5, 4)
+    expected = world.asked(False, world.values, True, metric=metric, keep=world.keep)
+    world.keys[~world.keep], world.values[~world.keep] = torch.nan, torch.inf
+    for one, other in zip(
+        world.asked(False, world.values, True, metric=metric, keep=world.keep), expected, strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@every_metric
+def test_a_score_that_overflows_is_nan_for_its_query_alone(way: str, metric: Metric) -> None:
+    world = World(3, 40, 5, 4)
+    expected = pooled(world.queries, world.keys, world.values, metric=metric)
+    world.queries[1] = 3e38
+    world.keys[7] = torch.tensor([3e38, 3e38, 0, 0, 0]) * (1 if metric is Metric.DOT else -1)
+    keep = torch.ones(40, dtype=torch.bool)
+    output, lse = pooled(world.queries, world.keys, world.values, metric=metric)
+    overflows = [False, metric is not Metric.COSINE, False]
+    if metric is Metric.L2:
+        overflows = [True] * 3
+    assert lse.isnan().tolist() == overflows
+    assert nearest(world.queries, world.keys, 2, metric=metric)[0][:, 0].isnan().tolist() == overflows
+    keep[7] = False
+    again = pooled(world.queries, world.keys, world.values, metric=metric, keep=keep)[1]
+    assert bool(again[0].isfinite())
+    assert output.shape == expected[0].shape
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-15, 1e15, 1e30, 3e38])
+def test_cosines_of_any_length(way: str, size: float) -> None:
+    world = World(3, 30, 4, 2)
+    expected = world.asked(True, world.values, False, metric=Metric.COSINE)
+    world.keys[::2] *= size / world.keys[::2].abs().amax()
+    world.keys[5] = 0
+    expected = world.asked(True, world.values, False, metric=Metric.COSINE)
+    agree(world.asked(False, world.values, False, metric=Metric.COSINE), expected)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_queries_of_any_length_keep_their_digits_on_half_columns(way: str, size: float, dtype: torch.dtype) -> None:
+    world = World(3, 30, 20, 4, dtype)
+    world.queries *= size
+    how = {"metric": Metric.DOT, "scale": 1 / size}
+    agree(world.asked(False, world.values, False, **how), world.asked(True, world.values, False, **how))
+
+
+@every_metric
+def test_weights_far_apart(way: str, metric: Metric) -> None:
+    """Thousands of small weights together matter; so does the one that comes last and is far larger."""
+    n = 500
+    world = World(2, n, 3, 2, torch.float16)
+    world.keys.zero_()
+    world.keys[:, 0] = -torch.linspace(0, 3, n).half() * (1 if metric is Metric.DOT else 0.7)
+    world.queries[:] = torch.tensor([[20.0, 0, 0], [-20.0, 0, 0]]) if metric is Metric.DOT else 0.25
+    how = {"metric": metric, "scale": 1.0}
+    agree(world.asked(False, world.values, False, **how), world.asked(True, world.values, False, **how), 4e-6)
+
+
+# -- the nearest -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 3, 64, 200, 400])
+@every_metric
+def test_the_nearest_with_ties_by_position(way: str, k: int, metric: Metric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "CANDIDATES", 4096)
+    random = np.random.default_rng(k)
+    keys = torch.from_numpy(random.integers(-2, 3, (300, 3)).astype(np.float32))
+    queries = torch.tensor([[1.0, 2.0, -1.0], [0.0, 0.0, 0.0], [-1.0, 1.0, 1.0]])
+    mask = torch.from_numpy(random.random((3, 300)) < 0.9)
+    keep = torch.from_numpy(random.random(300) < 0.9)
+    found, positions = nearest(queries, keys, k, metric=metric, keep=keep, mask=mask)
+    for i in range(3):
+        live = (keep & mask[i]).numpy()
+        expected = reference.nearest(EQUATIONS[metric], queries[i : i + 1].numpy(), keys.numpy(), k, live)[0]
+        if metric is not Metric.COSINE:  # its ties are rounded
+            assert positions[i, : len(expected)].tolist() == expected
+        assert len(set(positions[i, : len(expected)].tolist())) == len(expected)
+        assert (positions[i, len(expected) :] == -1).all()
+        assert (found[i, len(expected) :] == -torch.inf).all()
+        assert live[positions[i, : len(expected)].numpy()].all()
+
+
+# -- what else is promised ---------------------------------------------------------------------------------------------
+
+
+def test_two_calls_are_equal_to_the_bit_and_modes_change_nothing(way: str) -> None:
+    world = World(2, 60, 20, 6)
+    first = world.asked(False, world.values, True, metric=Metric.DOT)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            again = world.asked(False, world.values, True, metric=Metric.DOT)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_records_beyond_four_billion_numbers(tmp_path: Any) -> None:
+    """Rows lie 2³⁰ numbers apart in a sparse file: offsets are past int32 from the third row on."""
+    n, apart = 5, 1 << 30
+    file = torch.from_file(str(tmp_path / "keys"), shared=True, size=n * apart, dtype=torch.float16)
+    keys = file.as_strided((n, 4), (apart, 1))
+    small = World(2, n, 4, 4, torch.float16)
+    keys.copy_(small.keys)
+    for metric in (Metric.DOT, Metric.L2):
+        far = [pooled(small.queries, keys, keys, metric=metric), nearest(small.queries, keys, 2, metric=metric)]
+        near = [pooled(small.queries, small.keys, small.keys, metric=metric)]
+        near += [nearest(small.queries, small.keys, 2, metric=metric)]
+        for one, other in zip(itertools.chain(*far), itertools.chain(*near), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_the_kernels_do_not_take_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(launch, "forward", refuse)
+    monkeypatch.setattr(launch, "nearest", refuse)
+    wide = World(2, 4, 1025, 2)
+    for queries, keys in ((wide.queries, wide.keys), (wide.queries[:, :3].double(), wide.keys[:, :3])):
+        pooled(queries, keys, wide.values, metric=Metric.DOT)
+        nearest(queries, keys, 2, metric=Metric.DOT)
+    with pytest.raises(AssertionError, match="launched"):
+        pooled(wide.queries[:, :1024], wide.keys[:, :1024], wide.values, metric=Metric.DOT)
+
+
+def test_why_not() -> None:
+    assert "cpu is not a CUDA device" in str(usable(torch.device("cpu")))
+
+
+BAD = {
+    "widths": ((2, 3), (4, 5), (4, 1), None, None),
+    "values": ((2, 3), (4, 3), (5, 1), None, None),
+    "keep": ((2, 3), (4, 3), (4, 1), (5,), None),
+    "mask": ((2, 3), (4, 3), (4, 1), None, (1, 4)),
+    "heads": ((2, 2, 3), (3, 4, 3), (4, 1), None, None),
+}
+
+
+@pytest.mark.parametrize("shapes", BAD.values(), ids=BAD)
+def test_shapes_that_do_not_fit(shapes: tuple[Any, ...]) -> None:
+    queries, keys, values, keep, mask = (None if shape is None else torch.zeros(shape) for shape in shapes)
+    with pytest.raises(BadInput, match=r"the shapes are queries .*; expected queries \(q, d\)"):
+        pooled(queries, keys, values, metric=Metric.DOT, keep=keep, mask=mask)  # type: ignore[arg-type]
+
+
+def test_labels_need_a_width() -> None:
+    with pytest.raises(BadInput, match="give num_classes"):
+        pooled(torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64), metric=Metric.DOT)
+
+
+def test_no_second_derivative(way: str) -> None:
+    world = World(2, 6, 3, 2)
+    queries = world.queries.requires_grad_()
+    (grad,) = torch.autograd.grad(
+        pooled(queries, world.keys, world.values, metric=Metric.DOT)[0].sum(), queries, create_graph=True
+    )
+    with pytest.raises(BadInput, match="no second derivative"):
+        grad.sum().backward()
+
+
+# -- where they are picked ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what the kernels are asked for."""
+    found: list[str] = []
+    for name in ("forward", "backward", "nearest"):
+
+        def noted(*args: Any, name: str = name, real: Callable[..., Any] = getattr(launch, name)) -> Any:
+            found.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(launch, name, noted)
+    return found
+
+
+def on_and_off(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Off the device, then on it."""
+    yield
     request.getfixturevalue("pretended")
-    assert Columns(torch.from_numpy(world[1]), torch.from_numpy(world[2])).resident
-    for one, other in zip(answered(), expected, strict=True):
+    yield
+
+
+@pytest.mark.parametrize("score", [Dot(), Cosine(), Gaussian(0.7), NegativeL2(2.0)])
+@pytest.mark.parametrize("pools", [True, False])
+def test_columns_on_a_device_are_asked_there(
+    score: Score, pools: bool, request: pytest.FixtureRequest, launched: list[str], rng: np.random.Generator
+) -> None:
+    keys, mask = awkward(rng, 40, 5), torch.ones(6, 40).tril(20).bool()
+    found = []
+    for _ in on_and_off(request):
+        given = [torch.from_numpy(one).requires_grad_() for one in (keys[:6] + 0.5, keys, keys[:, :3].copy())]
+        asked = Request.of(given[0], score, allowed=np.arange(40) % 3 > 0, mask=mask)
+        asked = Request(**{**vars(asked), "pools": pools})
+        output, lse = stream(asked, Columns(*given[1:]))  # type: ignore[arg-type]
+        loss = output.sum() + lse.sum()
+        found.append((output, lse, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)))
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert launched == ["forward", "backward"]
+
+
+def test_attention_with_heads_is_one_pass(
+    request: pytest.FixtureRequest, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softdb.functional.DENSE", 0)
+    found = []
+    for _ in on_and_off(request):
+        world = World(7, 9, 4, 3, heads=6)
+        given = [
+            one.reshape(2, 3, *one.shape[1:]).requires_grad_() for one in (world.queries, world.keys, world.values)
+        ]
+        output = attention(*given, is_causal=True)
+        found.append((output, *torch.autograd.grad(output.sin().sum(), given)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert launched == ["forward", "backward"]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_the_nearest_of_columns(launched: list[str]) -> None:
+    world = World(4, 60, 5, 2)
+    source, asked = Columns(world.keys, world.values), Request.of(world.queries, Dot(), mask=world.mask)
+    found = find_on_device(asked, source, 70)
+    assert found is not None
+    np.testing.assert_array_equal(found[:, :60], scan(asked, source, 60))
+    assert (found[:, 60:] == -1).all()
+    assert launched == ["nearest"]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_an_overflow_on_a_device_is_told_as_elsewhere() -> None:
+    keys = torch.tensor([[3e38, 3e38], [1.0, 1.0]])
+    with pytest.raises(BadInput, match="the score returned NaN"):
+        stream(Request.of(torch.tensor([[3e38, -3e38]]), Dot()), Columns(keys, keys))
