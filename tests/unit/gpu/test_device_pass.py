@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -358,11 +359,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for name in ("forward", "backward", "nearest"):
 
-        def noted(*args: Any, name: str = name, real: Callable[..., Any] = getattr(launch, name)) -> Any:
+        def noted(*args: Any, name: str, real: Callable[..., Any]) -> Any:
             found.append(name)
             return real(*args)
 
-        monkeypatch.setattr(launch, name, noted)
+        monkeypatch.setattr(launch, name, functools.partial(noted, name=name, real=getattr(launch, name)))
     return found
 
 
