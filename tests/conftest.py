@@ -41,7 +41,7 @@ def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as a device's: Triton's interpreter serves them."""
     pytest.importorskip("triton")
     monkeypatch.setattr(sys.modules["softdb.gpu.usable"], "PRETENDED", True)

@@ -28,7 +28,7 @@ def forward(what: DevicePass) -> tuple[PassedSums, Tensor]:
     plan, (h, q, _) = plan_of(what), what.queries.shape
     width, chunks = what.width, max(1, -(-what.width // plan.BV))
     blocks = -(-q // plan.BQ)
-    columns = _Columns(what, plan)
+    columns = _Arguments(what, plan)
     n = what.keys.shape[1]
     splits, rows = splits_of(n, h * blocks * chunks, h * q * (width + 2), plan, what.queries.device)
     new = what.queries.new_empty
@@ -74,7 +74,7 @@ def _to_queries(what: DevicePass, given: tuple[Tensor, ...]) -> Tensor:  # (h, q
     from softdb.gpu.kernels.backward import pass_backward
 
     plan, (h, q, d), n = plan_of(what, Way.TO_QUERIES), what.queries.shape, what.keys.shape[1]
-    columns, chunks, blocks = _Columns(what, plan), -(-d // plan.BD), -(-q // plan.BQ)
+    columns, chunks, blocks = _Arguments(what, plan), -(-d // plan.BD), -(-q // plan.BQ)
     splits, rows = splits_of(n, h * blocks * chunks, h * q * (d + 1), plan, what.queries.device)
     pulled, masses = what.queries.new_empty(splits, h, q, d), what.queries.new_empty(splits, h, q)
     with on(what.queries.device):
@@ -96,7 +96,7 @@ def _to_records(
     from softdb.gpu.kernels.backward import records_backward
 
     plan, (h, q, d), n, width = plan_of(what, Way.TO_RECORDS), what.queries.shape, what.keys.shape[1], what.width
-    columns, zeros = _Columns(what, plan), what.queries.new_zeros  # of records that take no part nothing is written
+    columns, zeros = _Arguments(what, plan), what.queries.new_zeros  # of records that take no part nothing is written
     key_grad = zeros(h, n, d) if wanted[1] else zeros(0)
     value_grad = zeros(h, n, width) if wanted[2] else zeros(0)
     chunks = max(-(-d // plan.BD) if wanted[1] else 1, -(-width // plan.BV) if wanted[2] else 1)
@@ -137,7 +137,7 @@ def _nearest(what: DevicePass, k: int, plan: Plan, size: int, groups: int) -> tu
     places = torch.full((h, q, k), -1, dtype=torch.int64, device=found.device)
     if not h * q * m:
         return found, places
-    columns = _Columns(what, plan)
+    columns = _Arguments(what, plan)
     (asked, keys, _, keep, mask), (q_h, q_q, k_h, k_n, _, _, m_h, m_q) = columns.given, columns.strides
     strides = q_h, q_q, k_h, k_n, m_h, m_q
     flags: dict[str, Any] = {name: columns.flags[name] for name in ("METRIC", "KEEP", "MASK", "ONCE")}
@@ -170,7 +170,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
 
 
-class _Columns:
+class _Arguments:
     """The tensors of a pass as kernels take them."""
 
     def __init__(self, what: DevicePass, plan: Plan) -> None:

@@ -36,7 +36,7 @@ Found = list[Tensor]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways, in tiles so small that few records fall into many."""
     if request.param == "kernels":
-        request.getfixturevalue("pretended")
+        request.getfixturevalue("interpreted")
         monkeypatch.setattr(launch, "plan_of", lambda what, way=None: SMALL)
         monkeypatch.setattr(launch, "splits_of", lambda n, *_: (max(1, -(-n // 48)), 48))
     else:
@@ -284,7 +284,7 @@ def test_two_calls_are_equal_to_the_bit_and_modes_change_nothing(way: str) -> No
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-@pytest.mark.usefixtures("pretended")
+@pytest.mark.usefixtures("interpreted")
 def test_records_beyond_four_billion_numbers(tmp_path: Any) -> None:
     """Rows lie 2³⁰ numbers apart in a sparse file: offsets are past int32 from the third row on."""
     n, apart = 5, 1 << 30
@@ -300,7 +300,7 @@ def test_records_beyond_four_billion_numbers(tmp_path: Any) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.usefixtures("pretended")
+@pytest.mark.usefixtures("interpreted")
 def test_what_the_kernels_do_not_take_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a kernel was launched")
@@ -370,7 +370,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def on_and_off(request: pytest.FixtureRequest) -> Iterator[None]:
     """Off the device, then on it."""
     yield
-    request.getfixturevalue("pretended")
+    request.getfixturevalue("interpreted")
     yield
 
 
@@ -410,7 +410,7 @@ def test_attention_with_heads_is_one_pass(
     assert launched == ["forward", "backward"]
 
 
-@pytest.mark.usefixtures("pretended")
+@pytest.mark.usefixtures("interpreted")
 def test_the_nearest_of_columns(launched: list[str]) -> None:
     world = World(4, 60, 5, 2)
     source, asked = Columns(world.keys, world.values), Request.of(world.queries, Dot(), mask=world.mask)
@@ -421,7 +421,7 @@ def test_the_nearest_of_columns(launched: list[str]) -> None:
     assert launched == ["nearest"]
 
 
-@pytest.mark.usefixtures("pretended")
+@pytest.mark.usefixtures("interpreted")
 def test_an_overflow_on_a_device_is_told_as_elsewhere() -> None:
     keys = torch.tensor([[3e38, 3e38], [1.0, 1.0]])
     with pytest.raises(BadInput, match="the score returned NaN"):
