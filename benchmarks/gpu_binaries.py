@@ -1,6 +1,6 @@
 """The kernels of softdb/gpu compiled for devices that need not be there: registers, shared memory and spills of each.
 
-    python benchmarks/gpu_binaries.py [--few] [--output benchmarks/results/gpu_binaries.json]
+    python benchmarks/gpu_binaries.py [--target sm_90] [--few] [--output benchmarks/results/gpu_binaries.json]
 
 What is compiled is what a call of softdb.gpu launches: the calls run on tensors without memory, of which the launches
 are recorded. No device runs them.
@@ -79,6 +79,13 @@ class Launch(NamedTuple):
     kernel: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Its kernel, and the sizes of its tiles."""
+        names = ("BQ", "BN", "BD", "BV", "BL", "BS", "GROUP", "num_warps", "num_stages")
+        sizes = " ".join(f"{name}={self.options[name]}" for name in names if name in self.options)
+        return {"kernel": self.kernel.fn.__name__, "sizes": sizes}
 
 
 def recorded(case: Case, processors: int) -> list[Launch]:
@@ -185,14 +192,16 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="one shape alone")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="of these alone")
     parser.add_argument("--output", type=Path, help="a file for the table, in JSON")
     asked = parser.parse_args()
     rows = []
     much = False
-    for target, (_, processors, shared) in TARGETS.items():
+    for target in asked.target or TARGETS:
+        _, processors, shared = TARGETS[target]
         for case in FEW if asked.few else CASES:
             for one in recorded(case, processors):
-                row = {"target": target, "case": case.name, "kernel": one.kernel.fn.__name__, **compiled(one, target)}
+                row = {"target": target, "case": case.name, **one.told, **compiled(one, target)}
                 rows.append(row)
                 print(" ".join(f"{value!s}" for value in row.values()), flush=True)
                 if row["shared"] > shared << 10:

@@ -18,7 +18,7 @@ from softdb.gpu.twin import PassedSums
 __all__ = ["backward", "forward", "nearest"]
 
 METRICS = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}
-MERGED = 16  # ranges that are merged at once
+MERGED = 64, 32  # ranges, and numbers of a value, that are merged at once
 CANDIDATES = 1 << 26  # scores of chosen groups at once: 256 MB
 GROUPS = 64, 1024  # records of a group, at least and at most
 
@@ -44,11 +44,11 @@ def forward(what: DevicePass) -> tuple[PassedSums, Tensor]:
                 c, h, q, n, columns.d, width, rows, splits, chunks, *columns.strides,
                 **columns.flags, **plan.options,
             )  # fmt: skip
-            wide = min(plan.BV, 128)
+            most, wide = MERGED
             parts = max(1, -(-width // wide))
             merge_splits[(h * q * parts,)](
                 sums, tops, totals, output, top, total, lse, c, what.scale, h * q, width, splits, parts,
-                POOL=columns.flags["POOL"] > 0, BS=MERGED, BV=wide, num_warps=4,
+                POOL=columns.flags["POOL"] > 0, BS=most, BV=wide, num_warps=4,
             )  # fmt: skip
     return PassedSums(output, top, total), lse
 

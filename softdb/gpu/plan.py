@@ -17,7 +17,8 @@ LEAST = 16  # of each side of a product on tensor cores
 ACCUMULATED = 1 << 14  # float32 sums a program holds: 64 KB of registers
 STAGE = 32 << 10  # bytes of keys and values that are loaded at once, while those before are worked on
 ROWS = 1 << 14  # records of a range at most: longer sums in float32 lose digits
-WAVES = 4  # programs a processor, so that the last to end waits for little
+WAVES = 8  # programs a processor, so that the last to end waits for little
+TILES = 4  # of a range at least, so that what a program does once is little
 PARTIAL = 1 << 26  # numbers of partial sums at most: 256 MB
 
 
@@ -80,10 +81,9 @@ def splits_of(n: int, programs: int, numbers: int, plan: Plan, device: torch.dev
 
     `programs`: how many a range takes, `numbers`: how many partial sums.
     """
-    wanted = -(-WAVES * _processors(device) // programs)
-    few = min(-(-n // ROWS), PARTIAL // max(1, numbers))
-    rows = -(-n // max(1, wanted, few))
-    rows = max(1, -(-rows // plan.BN)) * plan.BN
+    wanted = max(-(-WAVES * _processors(device) // max(1, programs)), -(-n // ROWS))
+    rows = -(-n // max(1, min(wanted, PARTIAL // max(1, numbers))))
+    rows = max(TILES, -(-rows // plan.BN)) * plan.BN
     return max(1, -(-n // rows)), rows
 
 
