@@ -1,4 +1,4 @@
-"""The kernels compile for devices that are not here, and fit; benchmarks/results/gpu_binaries.json is of these kernels."""
+"""The kernels compile for devices that are not here, and fit; what the benchmark tells of them is of these kernels."""
 
 from __future__ import annotations
 
