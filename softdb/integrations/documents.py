@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import softdb
 from softdb.answers import Hit, Records
-from softdb.check import Id
+from softdb.check import Id, identifiers, shown
 from softdb.database import SoftDB
-from softdb.errors import StaleRead, UnknownId
+from softdb.errors import BadInput, StaleRead, UnknownId
 
 __all__ = ["found", "opened", "own_ids", "relevance", "stored"]
 
@@ -43,9 +43,11 @@ def own_ids(
     db: SoftDB,
     ids: Sequence[str],  # n
 ) -> list[Id]:  # n
-    """Ids as the records have them: "7" is the number 7 where that is stored and the text is not."""
-    names: list[Id] = list(ids)
-    wholes = [one for one in ids if isinstance(one, str) and _WHOLE.fullmatch(one)]
+    """Ids as the records have them: "7" is the number 7 where that is stored and the text is not. Raises BadInput."""
+    if isinstance(ids, str):
+        raise BadInput(f"ids are {shown(ids)}; expected a list of str")
+    names = identifiers(ids, unique=False)
+    wholes = [one for one in names if isinstance(one, str) and _WHOLE.fullmatch(one)]
     if not wholes or "integer" not in db.id_types:
         return names
     numbers, texts = db.stored([int(one) for one in wholes]), db.stored(list(wholes))

@@ -103,9 +103,11 @@ class SoftDBVectorStore(VectorStore):
 
         Raises BadInput, where nothing of the batch was written: DuplicateId for an id that comes twice.
         """
-        if isinstance(texts, str):
+        texts = texts if isinstance(texts, str) else list(texts)
+        if isinstance(texts, str) or not all(isinstance(one, str) for one in texts):
             raise BadInput(f"texts are {shown(texts)}; expected a list of str")
-        texts = list(texts)
+        if isinstance(ids, str):
+            raise BadInput(f"ids are {shown(ids)}; expected a list of str, None where one is to be made")
         names = [one or str(uuid4()) for one in (ids if ids is not None else [None] * len(texts))]
         payloads = metadatas if metadatas is not None else [{} for _ in texts]
         if not len(texts) == len(names) == len(payloads):
@@ -118,6 +120,13 @@ class SoftDBVectorStore(VectorStore):
             keys = None if self.embedding is None else self.embedding.embed_documents(texts[mine])
             self.db.upsert(own_ids(self.db, names[mine]), keys, payloads=payloads[mine], texts=texts[mine])
         return names
+
+    def add_documents(self, documents: list[Document], **added: Any) -> list[str]:
+        """As `add_texts`, of documents; an id of theirs stands where `ids` are not given."""
+        if not isinstance(documents, list | tuple) or not all(isinstance(one, Document) for one in documents):
+            raise BadInput(f"documents are {shown(documents)}; expected a list of LangChain's Document")
+        ids = {"ids": [one.id for one in documents], **added}
+        return self.add_texts([one.page_content for one in documents], [one.metadata for one in documents], **ids)
 
     def delete(self, ids: list[str] | None = None, *, filter: dict[str, Any] | None = None) -> bool:
         """Delete documents by id (missing ones are fine), by filter, or, where neither is given, all of them."""

@@ -248,6 +248,11 @@ def test_other_bad_input(store: SoftDBDocumentStore) -> None:
         (lambda: some.hybrid_retrieval("x", [1.0, 0.0, 0.0], fusion="max"), "'scores', 'ranks'"),
         (lambda: retriever(store, top_k=0), "top_k is 0"),
         (lambda: retriever("films"), "expected a SoftDBDocumentStore"),
+        (lambda: retriever(store, filter_policy="mix"), "expected one of replace, merge"),
+        (lambda: some.delete_documents("alien"), "ids are 'alien'; expected a list of str"),
+        (lambda: store.get_metadata_field_unique_values("year", size=-1), "size is -1"),
+        (lambda: make(5), "expected a directory's path, or None for memory"),
+        (lambda: make(fields="year"), "expected a list of field names"),
         (lambda: make(metric="l3"), "metric"),
         (lambda: make(embedding_dim=0), "dim is 0"),
     ]
@@ -295,7 +300,7 @@ async def test_three_ways_to_retrieve(store: SoftDBDocumentStore) -> None:
         assert all(0 <= one <= 1 for one in scaled)
         assert all(one.embedding is None for one in found)
     assert near.run(vector, return_embedding=True)["documents"][0].embedding == [1.0, 0.0, 0.0]
-    merged = SoftDBKeywordRetriever(store, YOUNG, filter_policy=FilterPolicy.MERGE)
+    merged = SoftDBKeywordRetriever(store, YOUNG, filter_policy="merge")
     assert ids(merged.run(query, {"field": "id", "operator": "in", "value": ["ran", "alien"]})["documents"]) == ["ran"]
     assert ids(SoftDBKeywordRetriever(store, YOUNG).run("space")["documents"]) == []
     assert ids(SoftDBHybridRetriever(store, fusion="ranks").run("space", vector)["documents"])[0] == "alien"

@@ -23,14 +23,14 @@ class _Retriever:
         filters: dict[str, Any] | None = None,
         top_k: int = 10,
         scale_score: bool = False,
-        filter_policy: FilterPolicy = FilterPolicy.REPLACE,
+        filter_policy: FilterPolicy | str = FilterPolicy.REPLACE,
     ) -> None:
         if not isinstance(document_store, SoftDBDocumentStore):
             raise BadInput(f"document_store is {shown(document_store)}; expected a SoftDBDocumentStore")
         if not isinstance(top_k, int) or top_k < 1:
             raise BadInput(f"top_k is {shown(top_k)}; expected a whole number of at least 1")
         self.document_store, self.filters, self.top_k = document_store, filters, top_k
-        self.scale_score, self.filter_policy = scale_score, filter_policy
+        self.scale_score, self.filter_policy = scale_score, _policy(filter_policy)
 
     def to_dict(self) -> dict[str, Any]:
         """How the retriever is made, with its store."""
@@ -40,10 +40,7 @@ class _Retriever:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
         """A retriever made so."""
-        made = dict(data.get("init_parameters", {}))
-        if isinstance(made.get("filter_policy"), str):
-            made["filter_policy"] = FilterPolicy.from_str(made["filter_policy"])
-        return default_from_dict(cls, {**data, "init_parameters": made})
+        return default_from_dict(cls, data)
 
     def close(self) -> None:
         """Close the document store, as a pipeline's `close()` asks."""
@@ -59,6 +56,14 @@ class _Retriever:
             "top_k": self.top_k if top_k is None else top_k,
             "scale_score": self.scale_score if scale_score is None else scale_score,
         }
+
+
+def _policy(given: object) -> Any:
+    policies = {one.value: one for one in FilterPolicy}
+    name = given.value if isinstance(given, FilterPolicy) else given
+    if name not in list(policies):
+        raise BadInput(f"filter_policy is {shown(given)}; expected one of {', '.join(policies)}")
+    return policies[str(name)]
 
 
 @component
@@ -110,7 +115,7 @@ class SoftDBHybridRetriever(_Retriever):
         filters: dict[str, Any] | None = None,
         top_k: int = 10,
         scale_score: bool = False,
-        filter_policy: FilterPolicy = FilterPolicy.REPLACE,
+        filter_policy: FilterPolicy | str = FilterPolicy.REPLACE,
         fusion: Literal["scores", "ranks"] | float = "scores",
     ) -> None:
         _Retriever.__init__(self, document_store, filters, top_k, scale_score, filter_policy)

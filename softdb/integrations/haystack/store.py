@@ -19,6 +19,7 @@ from softdb.integrations.documents import found, opened, own_ids, relevance, sto
 from softdb.integrations.haystack.documents import document, payload_of, plain_meta, require_documents
 from softdb.integrations.haystack_filters import PARTS, where_of
 from softdb.store.filters import parse
+from softdb.store.paths import field_names
 
 try:
     from haystack import Document, default_from_dict, default_to_dict
@@ -95,7 +96,8 @@ class SoftDBDocumentStore:
         text_index: Literal["words", "trigram"] = "words",
         mode: Literal["rw", "r"] = "rw",
     ) -> None:
-        self.path = path if path is None else os.fspath(path)
+        self.path = None if path is None else str(check.folder(path, "path", "a directory's path, or None for memory"))
+        declared = field_names(() if fields is None else fields)
         self.embedding_dim, self.metric, self.fields = embedding_dim, metric, fields
         self.text_index, self.mode = text_index, mode
         with _sharing:
@@ -106,7 +108,7 @@ class SoftDBDocumentStore:
                 if place is not None:
                     _shared[place] = held
             check.schema(embedding_dim, None, None, None, metric, held.db.schema)
-            if missing := set(fields or ()) - set(held.db.fields):
+            if missing := set(declared) - set(held.db.fields):
                 held.db.index_field(*sorted(missing))
             held.users.add(self)
             self._held: _Shared | None = held
@@ -272,7 +274,8 @@ class SoftDBDocumentStore:
         kinds = {json.dumps(one, sort_keys=True): one for one in values if one is not None}
         kept = [one for one in kinds.values() if (search_term or "").lower() in str(one).lower()]
         kept.sort(key=lambda one: (str(one), type(one).__name__))
-        return kept[from_ : from_ + size], len(kept)
+        first = check.integer(from_, "from_", 0)
+        return kept[first : first + check.integer(size, "size", 0)], len(kept)
 
     # -- retrieval -------------------------------------------------------------------------------------------------
 
