@@ -30,6 +30,7 @@ __all__ = ["Answers"]
 KEPT = 32  # questions whose records are remembered, so that another temperature finds nothing anew
 NUMBERS, CLASSES = 12, 8  # of an output that are shown
 EXACT = 1 << 28  # numbers of keys up to which all records are weighed where nothing else is asked for
+COLD = 1e5  # of scores / T, where float32 rounds by 0.01: so much may a weight be off
 Wanted = Callable[[], None]  # raises where nobody waits for the answer any more
 
 
@@ -231,14 +232,13 @@ class Answers:
         floor = None
         if weighing.way == "nearest" and pooled.hits is not None and candidates:
             floor = pooled.hits.scores[0][pooled.hits.live[0]].min().item()
-        effective = _effective(db, question, found.query, weighing, pooled)
-        weights = [
-            0.0 if one is None or not candidates or (floor is not None and one < floor) else math.exp(one / t - lse)
-            for one in found.scores
-        ]
+        best, most, weights = _shares(found.scores if candidates else [], t, lse, floor)
+        weights += [0.0] * (len(found.scores) - len(weights))
+        effective = 0.0 if not candidates else _effective(db, question, found.query, weighing, pooled, weights)
         finite = [float(one) if math.isfinite(one) else None for one in (pooled.bar[0], pooled.missed_mass[0])]
         return {
-            "temperature": t, "lse": lse if candidates else None, "candidates": candidates, "floor": floor,
+            "temperature": t, "lse": lse if candidates else None, "candidates": candidates,
+            "floor": floor, "best": best, "most": most,
             "exact": bool(pooled.exact[0]), "met": bool(pooled.met[0]), "bar": finite[0], "missed": finite[1],
             "finder": pooled.finder, "effective": effective, "weights": weights,
             "rest": max(0.0, 1 - sum(weights)) if candidates else 0.0, "of": db.keyed,
@@ -260,15 +260,38 @@ def _scored(db: SoftDB, query: Tensor, records: Records) -> list[float | None]:
     return [one if own else None for one, own in zip(scores, records.keyed.tolist(), strict=True)]
 
 
-def _effective(db: SoftDB, question: Question, query: Tensor, weighing: Weighing, pooled: Pooled) -> float:
+def _is_cold(lse: float) -> bool:
+    """Whether scores / T are so large that float32 does not tell their differences: then what is nearest is all."""
+    return not abs(lse) < COLD
+
+
+def _shares(
+    scores: list[float | None], t: float, lse: float, floor: float | None
+) -> tuple[float | None, float, list[float]]:
+    """The best score, its weight, and all weights: w_i = exp((s_i - s_best) / T) w_best; 0 without a key or below k."""
+    known = [one for one in scores if one is not None and (floor is None or one >= floor)]
+    if not known:
+        return None, 0.0, []
+    best = max(known)
+    most = 1 / sum(math.exp((one - best) / t) for one in known) if _is_cold(lse) else math.exp(min(0.0, best / t - lse))
+    within = [one is not None and (floor is None or one >= floor) for one in scores]
+    pairs = zip(scores, within, strict=True)
+    return best, most, [most * math.exp((one - best) / t) if own and one is not None else 0.0 for one, own in pairs]
+
+
+def _effective(
+    db: SoftDB, question: Question, query: Tensor, weighing: Weighing, pooled: Pooled, weights: list[float]
+) -> float:
     """1 / Σ w²: among how many records equal weights would be as spread out."""
+    lse = pooled.lse[0].item()
     if weighing.way == "nearest" and pooled.weights is not None:
-        squares = pooled.weights[0].double().square().sum().item()
-        return 1 / squares if squares else 0.0
-    # Σ w² = exp(lse(T/2) - 2 lse(T))
-    half = db.attend(query, temperature=weighing.temperature / 2, where=question.filter, **weighing.options)
-    found = (2 * pooled.lse[0].double() - half.lse[0]).exp().item()
-    return found if math.isfinite(found) else 0.0
+        weights = pooled.weights[0].tolist()
+    elif not _is_cold(2 * lse):
+        # Σ w² = exp(lse(T/2) - 2 lse(T))
+        half = db.attend(query, temperature=weighing.temperature / 2, where=question.filter, **weighing.options)
+        return max(1.0, math.exp(2 * lse - half.lse[0].item()))
+    squares = sum(one * one for one in weights)
+    return 1 / squares if squares else 0.0
 
 
 def _output(db: SoftDB, plane: Plane, output: Tensor | None) -> dict[str, Any]:

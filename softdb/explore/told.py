@@ -38,12 +38,11 @@ def _line(value: Any) -> str:
 
 def title(payload: Any, text: str | None) -> str:
     """One line that says which record it is; "" where nothing does."""
-    if isinstance(payload, dict):
-        own = [payload[name] for name in _TITLES if isinstance(payload.get(name), str)]
-        own += [one for one in payload.values() if isinstance(one, str)]
-        if own:
-            return _cut(own[0], TITLE)
-    return _cut(text or (_line(payload) if payload is not None else ""), TITLE)
+    fields = payload if isinstance(payload, dict) else {}
+    named = [fields[name] for name in _TITLES if isinstance(fields.get(name), str)]
+    texts = [*named, text, *(one for one in fields.values() if isinstance(one, str)), payload]
+    found = next((one for one in texts if one is not None), "")
+    return _cut(_line(found), TITLE)
 
 
 def record(name: Id, payload: Any, text: str | None) -> dict[str, Any]:

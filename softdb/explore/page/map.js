@@ -21,7 +21,7 @@ export class Sky {
     if (!this.map) return [];
     const { answer, soft, map } = this;
     const lights = answer && answer.map === map.generation ? answer.lights : [];
-    const weight = (score) => (!soft || soft.lse === null || score === null || score === undefined || (soft.floor !== null && score < soft.floor) ? 0 : Math.exp(score / soft.temperature - soft.lse));
+    const weight = (score) => (!soft || soft.best === null || score === null || score === undefined || (soft.floor !== null && score < soft.floor) ? 0 : soft.most * Math.exp(Math.min(0, (score - soft.best) / soft.temperature)));
     const found = map.points.map(([x, y], i) => ({ x, y, id: map.records[i][0], title: map.records[i][1] || map.records[i][0], weight: weight(lights[i]), dim: lights[i] === null }));
     const there = new Set(map.records.map((one) => one[0]));
     (answer?.hits ?? []).forEach((hit, i) => {
@@ -68,7 +68,7 @@ export class Sky {
     const brightest = Math.max(...this.all.map((one) => one.weight), 1e-300);
     for (const one of this.all) {
       const [x, y] = to([one.x, one.y]);
-      pen.fillStyle = `rgba(${colours.dot}, ${one.dim ? 0.12 : 0.5})`;
+      pen.fillStyle = `rgba(${colours.dot}, ${one.dim ? 0.15 : 0.6})`;
       pen.beginPath();
       pen.arc(x, y, 1.3, 0, 7);
       pen.fill();

@@ -163,6 +163,8 @@ async function redrawMap() {
 
 function visit(id) {
   choose("id");
+  if ($("ranking").value !== "vector" && !$("words").value.trim()) $("ranking").value = "vector"; // a record says no words
+  options();
   $("asked").value = id;
   $("asked").focus({ preventScroll: true });
   window.scrollTo({ top: 0 });
@@ -179,6 +181,7 @@ function choose(name) {
   $("asked-label").textContent = text ? "Text to ask by" : "Id of the record to ask by";
   if (name === "id") $("asked").setAttribute("list", "examples");
   else $("asked").removeAttribute("list");
+  if (text && !state.about.takes_text) $("ranking").value = "text"; // words are all that this database takes
   options();
 }
 
@@ -191,9 +194,13 @@ function options() {
 
 // -- what stands in the address after #, so that a page can be loaded again, or marked
 
+let remembering = 0;
 function remember() {
-  const given = { ...parameters(), ...way(), temperature: temperature() };
-  history.replaceState(null, "", `#${new URLSearchParams(given)}`);
+  clearTimeout(remembering); // a slider that moves would be more than browsers allow
+  remembering = setTimeout(() => {
+    const given = { ...parameters(), ...way(), temperature: temperature() };
+    history.replaceState(null, "", `#${new URLSearchParams(given)}`);
+  }, 400);
 }
 
 function recall() {
@@ -236,7 +243,7 @@ async function begin() {
     await introduce();
     recall();
     await Promise.all([redrawMap(), ask()]);
-    if (!state.about.records) showHits($("hits"), { hits: [], scores: [] }, visit);
+    if (!state.about.records) showHits($("hits"), { hits: [], scores: [], places: [] }, visit);
     if (!state.about.records) $("hits").firstChild.textContent = "This database holds no record yet. Insert some; this page sees them with the next question.";
   } catch (error) {
     tell(error);

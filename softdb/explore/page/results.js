@@ -26,16 +26,16 @@ const bar = (weight) => {
 
 // The list of hits, made once a question; `weigh` then changes the weights in place.
 export function showHits(list, answer, onVisit) {
-  list.replaceChildren(...answer.hits.map((hit, i) => hitLine(hit, answer.scores[i], i, onVisit)));
+  list.replaceChildren(...answer.hits.map((hit, i) => hitLine(hit, answer.scores[i], answer.places[i] !== null, i, onVisit)));
   if (!answer.hits.length) list.append(make("li", "empty", "No record matches. Loosen the filter, or ask otherwise."));
 }
 
-function hitLine(hit, score, i, onVisit) {
+function hitLine(hit, score, keyed, i, onVisit) {
   const line = make("li"), middle = make("div"), weight = make("div", "weight"), parts = make("ul", "parts");
   line.dataset.id = hit.id;
   middle.append(make("span", "name", hit.title || hit.shown_id), make("span", "own-id", hit.title ? hit.shown_id : ""));
   if (hit.text !== null && hit.text !== hit.title) middle.append(make("p", "body", hit.text));
-  weight.append(make("b"), make("small", "", score === null ? "no key" : `score ${short(score)}`));
+  weight.append(make("b"), make("small", "", !keyed ? "no key" : score === null ? "" : `score ${short(score)}`));
   for (const [name, value] of hit.payload) {
     if (value === hit.title) continue;
     const part = make("li");
@@ -44,7 +44,7 @@ function hitLine(hit, score, i, onVisit) {
     parts.append(part);
   }
   if (hit.more) parts.append(make("li", "", `and ${count(hit.more)} more fields`));
-  if (hit.id && score !== null) parts.append(button("Ask by this", `Ask by ${hit.title || hit.shown_id}`, () => onVisit(hit.id)));
+  if (hit.id && keyed) parts.append(button("Ask by this", `Ask by ${hit.title || hit.shown_id}`, () => onVisit(hit.id)));
   if ((hit.text ?? "").length > 220) parts.append(button("Whole text", "Show the whole text", () => line.classList.toggle("whole")));
   line.append(make("span", "rank", String(i + 1)), middle, weight, bar(0), parts);
   return line;

@@ -96,6 +96,22 @@ def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, opti
         assert again["soft"]["effective"] == pytest.approx(2 if way == "nearest" else len(hits.ids[0]), rel=1e-2)
 
 
+@pytest.mark.parametrize("way", ["exact", "nearest", "estimate"])
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+def test_at_any_temperature_weights_are_weights(metric: Any, way: str, rng: np.random.Generator) -> None:
+    with softdb.open(None, dim=4, metric=metric) as db:
+        db.insert(range(30), 1e3 * rng.normal(size=(30, 4)))
+        answers = Answers(Served(None, db=db))
+        for t in ("1e-320", "1e-38", "1e-10", "1e-3", "1", "1e30", "1e300"):
+            given = {"vector": "1 2 3 4e3", "way": way, "k": "5", "temperature": t, "shown": "50"}
+            soft = answers.ask(Question.of(given), Weighing.of(given), lambda: None)["soft"]
+            assert sum(soft["weights"]) == pytest.approx(1, rel=0.02), t
+            assert soft["weights"] == sorted(soft["weights"], reverse=True)
+            assert 1 <= soft["effective"] <= 30.01
+            assert 0 <= soft["rest"] <= 0.02
+        assert soft["effective"] == pytest.approx(5 if way == "nearest" else 30, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -412,6 +428,7 @@ def test_names_of_records_and_fields() -> None:
     assert [named_id(one) for one in names] == ["7", '"7"', "a b", '" a"', '""', '"\\""', '"-"', '"a\\n"']
     payloads: list[Any] = [{"b": 1, "a": "x", "name": "n"}, {"b": 1}, None, 5]
     assert [title(one, "t") for one in payloads[:2]] + [title(one, None) for one in payloads[2:]] == ["n", "t", "", "5"]
+    assert [title({"a": "x"}, one) for one in ("t", None)] == ["t", "x"]
     found = fields_of([{"a.b": 1, "c": {"d": ["x", "y"]}, "": 2}, {"a.b": True}, 5], ["e"], True)
     kinds = {one["name"]: one["kinds"] for one in found}
     assert kinds == {"a\\.b": ["boolean", "number"], "c.d": ["list"], "e": [], "$text": ["text"]}

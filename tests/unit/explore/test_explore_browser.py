@@ -206,6 +206,20 @@ def test_errors_are_shown_as_text_and_the_page_goes_on(visit: Visit, site: Site)
     visit.complaints.clear()
 
 
+def test_from_words_to_a_record_and_its_soft_query(visit: Visit) -> None:
+    page = visit.page
+    page.select_option("#ranking", "text")
+    page.fill("#asked", "old dog")
+    page.press("#asked", "Enter")
+    visit.settled()
+    assert "old dog" in page.inner_text("#hits > li:first-child")
+    page.click("#hits > li:first-child button")
+    visit.settled()
+    assert (page.is_checked("input[value=id]"), page.input_value("#ranking")) == (True, "vector")
+    assert visit.weights()[0] == max(visit.weights()) > 0
+    assert "db.get(" in page.inner_text("#python")
+
+
 def test_a_newer_question_overtakes_an_older_one(visit: Visit, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
