@@ -16,7 +16,7 @@ from softdb.attend.request import Positions
 from softdb.index.contract import Floats
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
-from softdb.store import Snapshot
+from softdb.store import Segment, Snapshot
 
 __all__ = ["SKEWED", "Bars", "ErrorEstimate", "bars", "f_quantile", "joined", "pooled_at", "spread_at", "sure"]
 
@@ -63,6 +63,7 @@ def pooled_at(
 ) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v."""
     output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
+    snapshot, positions = on_host(snapshot, positions)
 
     def given(part: slice) -> tuple[Any, ...]:
         return logits[part], positions[part], snapshot.value_column, output[part], lse[part]
@@ -88,6 +89,7 @@ def spread_at(
     (q, k), v = logits.shape, output.shape[1]
     weights, found = np.empty((q, k), logits.dtype), np.empty((3, q))
     signs: int = native().SIGNS
+    snapshot, positions = on_host(snapshot, positions)
     first, roots, signed = np.empty((q, v)), np.empty((q, signs)), np.empty((q, signs * v), np.float32)
 
     def given(part: slice) -> tuple[Any, ...]:
@@ -100,6 +102,17 @@ def spread_at(
     sums = noise, noises, variance, first, signed.reshape(q, signs, v), roots
     seen = output.astype(np.float64), lse.astype(np.float64), *sums
     return ErrorEstimate(*seen, *[np.zeros(q)] * 4), torch.from_numpy(weights)
+
+
+def on_host(snapshot: Snapshot, positions: Positions) -> tuple[Snapshot, Positions]:  # (q, k) -> and (q, k)
+    """Candidates and their values where kernels read them: those on a device are copied, these records alone."""
+    if snapshot.on_host:
+        return snapshot, positions
+    values = snapshot.values_at(positions).flatten(0, 1).cpu()
+    values = values.to(torch.float32 if values.is_floating_point() else torch.int32)
+    few = Segment(0, 0, None, np.empty((len(values), 0), np.float32), values.numpy())
+    places = np.where(positions < 0, -1, np.arange(positions.size).reshape(positions.shape))
+    return Snapshot.of(snapshot.generation, (few,), np.ones(len(values), np.bool_)), places
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:

@@ -23,7 +23,6 @@ from softdb.index.contract import Floats, prepared
 from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.kernels import available, native
 from softdb.pool import State, merge
-from softdb.store import Segment, Snapshot
 from softdb.weights import Softmax, divisor, softmax
 
 __all__ = ["FIRST", "Estimator", "Round"]
@@ -36,7 +35,6 @@ NEAR = 3  # times as many are scored because their codes are nearest
 LOOKS, WIDER = 3, 8  # how often it is looked wider for what is heavy, and how much wider
 BLIND, BLINDER = 0.3, 0.8  # of the bar, at most, may be for what was not drawn: else it is looked wider
 MARGIN = 1.3  # more than the error bar says will be needed
-MEASURED = 1 << 23  # numbers of records that a pass is measured over
 LEAST = 25  # records that must be pooled, or their spread tells nothing of the others'
 AT_ONCE = 1 << 22  # records scored at once, of all queries
 SMALL = 0.1  # of that size: below it, tolerance is relative to it
@@ -184,13 +182,9 @@ class Estimator(NamedTuple):
         return known
 
     def _measured(self) -> Pace:
-        plain, snapshot = replace(self.request.detached, allowed=None, tolerance=None), self.source.columns
-        first = snapshot.segments[0]
-        size = min(len(first), max(1, MEASURED // (self.asked.shape[1] + self._width)))
-        values = None if first.values is None else first.values[:size]
-        few = Segment(0, 0, None, first.keys[:size], values)
-        some = replace(self.source, snapshot=Snapshot.of(0, (few,), np.ones(size, np.bool_)))
-        asked = self.request.detached.queries
+        plain = replace(self.request.detached, allowed=None, tolerance=None)
+        some = self.source.first(self.asked.shape[1] + self._width)
+        size, asked = some.count, self.request.detached.queries
 
         def repeated(count: int) -> Tensor:
             return asked[torch.arange(count) % len(asked)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_rows
 from softdb.check import Schema
 from softdb.index import Finder
-from softdb.index.on_device import OnDevice
+from softdb.index.on_device import OnDevice, part_of
 from softdb.index.tail import Tail
 from softdb.lazy import cached_property
 from softdb.pool import pool
@@ -29,6 +29,10 @@ from softdb.store.snapshot import Block, Segment
 from softdb.weights import Argmax
 
 __all__ = ["AsStored", "Columns", "OfGeneration", "Source", "Stored"]
+
+
+MEASURED = 1 << 23  # numbers of records that a pass is measured over
+MEASURED_THERE = 1 << 28  # the same where they lie on a device, which passes over the others before it is asked
 
 
 class Source(Protocol):
@@ -175,6 +179,15 @@ class Stored(OfGeneration, AsStored):
     def width(self) -> int:
         """v."""
         return self.schema.pooled_dim
+
+    def first(self, width: int) -> Stored:
+        """So many of the first records, all live, as a pass is measured over; `width` numbers of each are read."""
+        resident = self.there is not None and self.there.resident(pools=True)
+        size = min(len(self.snapshot.segments[0]), max(1, (MEASURED_THERE if resident else MEASURED) // width))
+        part = part_of(self.snapshot, 0, size)
+        part = Snapshot.of(part.generation, part.segments, np.ones(size, np.bool_))
+        there = None if self.there is None else self.there.first(part)
+        return replace(self, snapshot=part if there is None else there, there=there)
 
     def frozen(self) -> Stored:
         """Itself: a generation never changes."""

@@ -53,7 +53,8 @@ class Finder:
         self._board = Board.of(devices, dtype)  # the GPUs to compute on; None: the CPU
         # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
         self._in_use: tuple[Index | None, int] = (None, 0)
-        self._tail: Tail | None = None  # of the index, made when first needed
+        self._tail: Tail | None = None  # of an index, made when first needed
+        self._tail_of: Index | None = None  # which one
         self._file: str | None = None  # the file that was last loaded or refused
         self._since = 0  # the generation that made the keys which it is of
         self._looked = False  # whether the catalogue was asked for one
@@ -154,11 +155,11 @@ class Finder:
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
-        if index is None or not isinstance(index, IVF) or self._board is not None:
+        if index is None or not isinstance(index, IVF):
             return None, 0
         with self._lock:
-            if self._tail is None or self._tail.index is not index:
-                self._tail = Tail(index, snapshot)
+            if self._tail is None or self._tail_of is not index:  # draws go over lists on the host
+                self._tail, self._tail_of = Tail(hosted(index) if index.on_gpu else index, snapshot), index
             return self._tail, indexed_until(snapshot, index)
 
     def builder(

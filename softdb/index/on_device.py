@@ -55,6 +55,12 @@ class OnDevice(Snapshot):
         """A snapshot with at least one record, as it lies there."""
         return cls(**{one.name: getattr(snapshot, one.name) for one in fields(Snapshot)}, shards=shards)
 
+    def first(self, part: Snapshot) -> OnDevice:
+        """Some of the first records, at most those of the first device."""
+        view, size = self.shards[0].view, min(part.size, self.shards[0].high)
+        part = part if size == part.size else part_of(part, 0, size)
+        return OnDevice.placed(part, (Shard(DeviceView(part, view.seen.first(part, view.values)), 0),))
+
     @property
     def device(self) -> torch.device:
         """Where answers come from."""

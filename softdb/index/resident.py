@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -174,6 +175,14 @@ class Seen:
             if self._values is None:
                 self._values = (self.columns[1].of(snapshot),)
             return self._values[0]
+
+    def first(self, part: Snapshot, values: Tensor | None) -> Seen:
+        """The same of the first records alone."""
+        few = copy.copy(self)
+        few.snapshot, few._every, few._filtered, few._rows = weakref.ref(part), self._kept(part.live), Recent(), None
+        few.keys = None if self.keys is None else self.keys[: part.size]
+        few._values = (None if values is None else values[: part.size],)
+        return few
 
     def rows(self, snapshot: Snapshot) -> Tensor | None:
         """(size,); None: rows are positions."""

@@ -15,6 +15,7 @@ from fake_gpu import pretend
 import softdb
 from softdb.answers import Hits
 from softdb.attend import exact
+from softdb.attend.pace import Pace
 from softdb.index import resident
 from softdb.index.device import Board
 from softdb.scores import Gaussian, Laplacian
@@ -101,6 +102,14 @@ def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, equal_nan=True)
 
 
+def spoil(db: softdb.SoftDB) -> None:
+    """Fill the host's columns with what is no number."""
+    for segment in db._store.snapshot.segments:
+        for column in (segment.keys, segment.values):
+            if column is not None:
+                ctypes.memset(column.ctypes.data, 0xFF, column.nbytes)
+
+
 @pytest.mark.parametrize("cards", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
@@ -126,7 +135,7 @@ def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator,
     pretend(monkeypatch, cards)
     db = filled(None, "dot", rng, 20, device="cpu:0")
     query = torch.from_numpy(rng.standard_normal((1, D)).astype(np.float32))
-    found = db.sample(query, 20_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
+    found = db.sample(query, 30_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
     shares = torch.bincount(found, minlength=20) / len(found)
     torch.testing.assert_close(shares, db.attend(query, need_weights=True).weights[0], atol=0.01, rtol=0)  # type: ignore[index]
 
@@ -140,10 +149,7 @@ def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generato
     db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
     expected = {name: asked(db, queries, name) for name in ASKED}
-    for segment in db._store.snapshot.segments:
-        for column in (segment.keys, segment.values):
-            if column is not None:
-                ctypes.memset(column.ctypes.data, 0xFF, column.nbytes)
+    spoil(db)
     for name, answer in expected.items():
         found = asked(db, queries, name)
         for one, other in zip(found, answer, strict=True):
@@ -192,6 +198,45 @@ def test_it_follows_every_change(
         for before, seen, answer in kept[-6:]:  # what saw an older generation sees it still
             assert_alike(pooled(exact(before, seen)), pooled(answer))
     assert there.stats().device.keys == ("resident" if fits else "streamed")  # type: ignore[union-attr]
+
+
+ESTIMATED: dict[str, Callable[[softdb.SoftDB, torch.Tensor], tuple[Any, ...]]] = {
+    "attend": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.05)),
+    "filter": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.1, where={"x": {"$gt": -1}})),
+    "bounded": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.05, max_draws=200)),
+    "partition": lambda db, q: one(db.log_partition(q, temperature=0.3)),
+    "count": lambda db, q: one(db.count_within(q, 1.5 if db.metric == "l2" else 2.0, rtol=0.2)),
+}
+
+
+def estimate(found: softdb.Pooled) -> tuple[Any, ...]:
+    assert not bool(found.exact.all())
+    return found.output, found.lse, found.bar, found.stderr, found.n_pooled
+
+
+def one(found: softdb.Estimate) -> tuple[Any, ...]:
+    return found.value, found.bar, found.exact
+
+
+@pytest.mark.parametrize("kind", ["dot", "distances, labels"])
+def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setattr("softdb.attend.rounds.measured", lambda *_: Pace(1.0, 1.0, 1e-9, 1e-9))  # a pass is dear
+    db = filled(None, kind, rng, 30_000)
+    db.build_index("ivf")
+    insert(db, kind, rng, range(30_000, 30_100))  # which the index lacks
+    db.delete(range(0, 2000, 3))
+    queries = torch.from_numpy(rng.standard_normal((3, D)).astype(np.float32))
+    expected = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
+    asked_with_gradient = [ESTIMATED["attend"](db, queries.clone().requires_grad_()) for db in (db, db.to("cpu:0"))]
+    assert_alike(asked_with_gradient[1], asked_with_gradient[0])
+    answers = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
+    for name, answer in answers.items():
+        assert_alike(answer, expected[name])
+    assert db.attend(queries, temperature=0.3, rtol=0.05).finder == "ivf on cpu:0"
+    spoil(db)
+    for name, answer in answers.items():
+        torch.testing.assert_close(ESTIMATED[name](db, queries), answer, rtol=0, atol=0)
 
 
 # -- what goes wrong there ---------------------------------------------------------------------------------------------
