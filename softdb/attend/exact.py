@@ -12,11 +12,11 @@ from torch import Tensor
 from softdb.answers import Pooled
 from softdb.attend.blocks import pool_into, scored_tiles, scores_of
 from softdb.attend.nearest import nearest
+from softdb.attend.on_host import stream_where_faster
 from softdb.attend.request import Positions, Request
 from softdb.attend.result import answered
 from softdb.attend.scoring import Candidates, Scored
 from softdb.attend.source import Source
-from softdb.attend.streaming import stream
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scores.contract import alike
@@ -49,12 +49,13 @@ def exact(request: Request, source: Source) -> Pooled:
             f"the weighting {shown(by)} needs all scores at once, which no exact query holds; pass k=, or "
             "use one of softdb.weights"
         )
-    return answered(request, source, *stream(request, source), finder="all")
+    output, lse, source = stream_where_faster(request, source)
+    return answered(request, source, output, lse, finder="all")
 
 
 def log_normaliser(request: Request, source: Source) -> Tensor:  # (q,)
     """log Z of the softmax over every record, exactly. Nothing is pooled: cost q n d."""
-    return stream(replace(request, pools=False), source)[1]
+    return stream_where_faster(replace(request, pools=False), source)[1]
 
 
 @torch.no_grad()

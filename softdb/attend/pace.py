@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Pace", "measured"]
+__all__ = ["Pace", "Rate", "measured", "rate"]
 
 TURNS = 2  # of which the fastest counts: the first one warms up
 SOME, FEW = 8, 3  # queries asked together of a pass, and of a round, where each takes milliseconds
@@ -18,6 +19,17 @@ DEAR = 1.1  # times as long as a pass over every record that estimates may take 
 NEWEST = 0.2  # what the last of them counts of that average
 MOST = 2.0  # and for how many times a pass it counts at most
 FORGOTTEN = 0.99  # of what is above 1, with each answer that was not tried to be estimated
+
+
+class Rate(NamedTuple):
+    """What a pass over every record costs, in seconds."""
+
+    read: float  # of a number of a record, once for all queries
+    passed: float  # and for each query
+
+    def seconds(self, numbers: int, queries: int) -> float:
+        """Of a pass over so many numbers."""
+        return numbers * (self.read + queries * self.passed)
 
 
 @dataclass
@@ -32,7 +44,7 @@ class Pace:
 
     def exact(self, numbers: int, queries: int) -> float:
         """Of a pass over so many numbers."""
-        return numbers * (self.read + queries * self.passed)
+        return Rate(self.read, self.passed).seconds(numbers, queries)
 
     def round(self, queries: float) -> float:
         """Of a first round; of another one for so many times as many queries."""
@@ -57,11 +69,17 @@ def measured(
     one_round: Callable[[int], object],  # of an estimate, for so many queries
 ) -> Pace:
     """By the clock."""
-    one, some = (_fastest(pass_over, count) / numbers for count in (1, SOME))
-    passed = max((some - one) / (SOME - 1), 0.01 * one)
+    read, passed = rate(pass_over, numbers)
     alone, together = (_fastest(one_round, count) for count in (1, FEW))
     each = max((together - alone) / (FEW - 1), 0.01 * alone)
-    return Pace(max(one - passed, 0.0), passed, max(alone - each, 0.0), each)
+    return Pace(read, passed, max(alone - each, 0.0), each)
+
+
+def rate(pass_over: Callable[[int], object], numbers: int) -> Rate:
+    """By the clock: a pass by so many queries over so many numbers."""
+    one, some = (_fastest(pass_over, count) / numbers for count in (1, SOME))
+    passed = max((some - one) / (SOME - 1), 0.01 * one)
+    return Rate(max(one - passed, 0.0), passed)
 
 
 def _fastest(run: Callable[[int], object], queries: int) -> float:

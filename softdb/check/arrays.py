@@ -154,17 +154,16 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
 def all_finite(array: Array) -> bool:
     """Whether all numbers are finite, for sure: their sum of squares is, which costs far less than asking each."""
     flat = array.reshape(-1)
-    return math.isfinite(np.dot(flat, flat))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return math.isfinite(np.dot(flat, flat))
 
 
 def finite(array: Array, name: str, remedy: str = "; remove or repair those rows") -> None:
     """BadInput, naming the first row, where a number is NaN or infinite."""
     if array.dtype.kind != "f":
         return
-    if array.itemsize > 2:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            if all_finite(array):
-                return
+    if array.itemsize > 2 and all_finite(array):
+        return
     bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
     if len(bad):
         raise BadInput(f"{name} hold NaN or infinity in {len(bad)} of {len(array)} rows, first in row {bad[0]}{remedy}")

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb import gpu
 from softdb.check import Metric
+from softdb.gpu import usable
 from softdb.index import flat
 from softdb.index.contract import Live, Recent, Rows
 from softdb.index.on_device import OnDevice, Shard, part_of
@@ -252,8 +254,37 @@ class _DeviceScan(flat.Scan):
         count = int(np.count_nonzero(kept.mask[start:])) if start else kept.number
         return cls(view, kept, start, count, metric)
 
-    def compared(self, queries: Tensor, k: int) -> None:
-        """The kernels of the CPU do not reach here."""
+    def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `nearest`, by the kernels of the device, which read the keys once; None where they do not serve."""
+        keys, few = self.view.seen.keys, 4 * self.count <= len(self.keep) - self.start
+        if keys is None or few or queries.dtype is not torch.float32 or usable(self.view.device) is not None:
+            return None
+        kept, parts = min(k + 8 + k // 8, self.count), []
+        there = self.kept.there[self.start :]
+        for asked in torch.split(queries, self.queries):
+            scores, positions = gpu.nearest(asked, keys[self.start :], kept, metric=self.metric, keep=there)
+            exact, order = self._settled(asked, positions + self.start)
+            worst, floor = exact[:, k - 1], scores[:, -1].double()
+            unsure = ~floor.isfinite() | scores[:, 0].isnan()
+            if kept < self.count:  # negated, so that a NaN counts as unsure
+                unsure |= ~(worst > floor + self._slack(asked, worst, order))
+            parts.append((order[:, :k], worst, unsure))
+        near, worst, unsure = (torch.cat(column) for column in zip(*parts, strict=True))
+        return near, worst, unsure
+
+    def _settled(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # (q, c), (q, c)
+        """Exact scores and positions of candidates, best first, ties by position."""
+        positions = positions.sort(dim=1).values
+        exact, order = self.scores(queries.double(), positions).sort(dim=1, descending=True, stable=True)
+        return exact, positions.gather(1, order)
+
+    def _slack(self, queries: Tensor, worst: Tensor, found: Tensor) -> Tensor:  # (q,) float64
+        """As `Probe.slack`, of scores that the kernels sum in float32, wherever they see them from."""
+        terms = torch.finfo(torch.float32).eps / 2 * (2 * self.dim + 16)
+        lengths: Tensor = torch.linalg.vector_norm(queries.double(), dim=1)
+        if self.metric is Metric.L2:
+            return terms * (2 * lengths + (-worst).clamp(min=0).sqrt()).square()
+        return terms * lengths * (self._longest(found) if self.metric is Metric.DOT else 1)
 
     def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
         """As on the CPU; there, where the keys would have to travel."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class Finder:
         self._in_use: tuple[Index | None, int] = (None, 0)
         self._tail: Tail | None = None  # of an index, made when first needed
         self._tail_of: Index | None = None  # which one
+        self.rates: dict[int, Any] = {}  # of passes over so many numbers of a record, for `softdb.attend.on_host`
         self._file: str | None = None  # the file that was last loaded or refused
         self._since = 0  # the generation that made the keys which it is of
         self._looked = False  # whether the catalogue was asked for one
@@ -225,7 +227,7 @@ class Finder:
         with self._lock:
             if board is self._board:
                 return
-            before, self._board = self._board, board
+            before, self._board, self.rates = self._board, board, {}
             index, since = self._in_use
             try:
                 self.require_process(before)

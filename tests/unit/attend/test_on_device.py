@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from fake_gpu import pretend
 
 import softdb
+from softdb import gpu
 from softdb.answers import Hits
 from softdb.attend import exact
-from softdb.attend.pace import Pace
+from softdb.attend.pace import Pace, Rate
 from softdb.index import resident
 from softdb.index.device import Board
 from softdb.scores import Gaussian, Laplacian
@@ -201,17 +203,20 @@ def test_it_follows_every_change(
 
 
 ESTIMATED: dict[str, Callable[[softdb.SoftDB, torch.Tensor], tuple[Any, ...]]] = {
-    "attend": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.05)),
-    "filter": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.1, where={"x": {"$gt": -1}})),
-    "bounded": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.05, max_draws=200)),
+    "attend": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.5)),
+    "filter": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.5, where={"x": {"$gt": -1}})),
+    "bounded": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.5, max_draws=200)),
     "partition": lambda db, q: one(db.log_partition(q, temperature=0.3)),
     "count": lambda db, q: one(db.count_within(q, 1.5 if db.metric == "l2" else 2.0, rtol=0.2)),
 }
 
 
 def estimate(found: softdb.Pooled) -> tuple[Any, ...]:
-    assert not bool(found.exact.all())
-    return found.output, found.lse, found.bar, found.stderr, found.n_pooled
+    """Not the bars, which are made with other random signs there."""
+    assert not bool(found.exact.any())
+    assert bool((found.bar > 0).all())
+    assert bool(found.bar.isfinite().all())
+    return found.output, found.lse, found.n_pooled
 
 
 def one(found: softdb.Estimate) -> tuple[Any, ...]:
@@ -228,15 +233,71 @@ def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.G
     db.delete(range(0, 2000, 3))
     queries = torch.from_numpy(rng.standard_normal((3, D)).astype(np.float32))
     expected = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
-    asked_with_gradient = [ESTIMATED["attend"](db, queries.clone().requires_grad_()) for db in (db, db.to("cpu:0"))]
-    assert_alike(asked_with_gradient[1], asked_with_gradient[0])
+    steep = [one.clone().requires_grad_() for one in (queries, queries)]
+    for own, there in zip(steep, (False, True), strict=True):
+        (db.to("cpu:0") if there else db).attend(own, temperature=0.3, rtol=0.5).output[:, 0].sum().backward()
+    assert_alike((steep[1].grad,), (steep[0].grad,))
     answers = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
     for name, answer in answers.items():
         assert_alike(answer, expected[name])
-    assert db.attend(queries, temperature=0.3, rtol=0.05).finder == "ivf on cpu:0"
+    assert db.attend(queries, temperature=0.3, rtol=0.5).finder == "ivf on cpu:0"
     spoil(db)
     for name, answer in answers.items():
         torch.testing.assert_close(ESTIMATED[name](db, queries), answer, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cheap", ["device", "host"])
+def test_what_does_not_fit_goes_where_it_is_faster(cheap: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setattr(resident, "room", lambda device: 0)
+    times = iter([1.0, 2.0] if cheap == "device" else [2.0, 1.0])  # of what is sent, and of what the CPU reads
+    measured: list[int] = []
+
+    def rated(pass_over: Callable[[int], object], numbers: int) -> Rate:
+        pass_over(3)
+        measured.append(numbers)
+        return Rate(next(times), 0.0)
+
+    monkeypatch.setattr("softdb.attend.on_host.rate", rated)
+    db = filled(None, "dot", rng, 5000)
+    queries = torch.from_numpy(rng.standard_normal((4, D)).astype(np.float32))
+    names = ["attend", "attend, filter", "attend, mask", "kernel"]
+    expected = {name: asked(db, queries, name) for name in names}
+    db.to("cpu:0")
+    for name in names:
+        assert_alike(asked(db, queries, name), expected[name])
+    answer = db.attend(queries)
+    assert answer.finder == ("all streamed to cpu:0" if cheap == "device" else "all")
+    assert measured == [5000 * (D + V)] * 2  # once
+    assert_alike(
+        (torch.tensor(answer.explain(3)[0].weights),),
+        (torch.tensor(db.to("cpu").attend(queries).explain(3)[0].weights),),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_of_a_device_find_the_same(kind: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+    pretend(monkeypatch)
+    db = filled(None, kind, rng, 300)
+    db.delete(range(0, 300, 7))
+    queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
+    queries[0], queries[1] = 0, 1e30  # which tie, and overflow
+    few = {"where": {"x": {"$gt": 1}}}
+    expected = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
+    monkeypatch.setattr(sys.modules["softdb.gpu.usable"], "PRETENDED", True)
+    found: list[int] = []
+    nearest = gpu.nearest
+
+    def counted(*given: Any, **words: Any) -> Any:
+        found.append(given[2])
+        return nearest(*given, **words)
+
+    monkeypatch.setattr(gpu, "nearest", counted)
+    db.to("cpu:0")
+    answers = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer[0].tolist() == other[0].tolist()
+    assert len(found) == 3  # few matches are gathered
 
 
 # -- what goes wrong there ---------------------------------------------------------------------------------------------
