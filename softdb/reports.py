@@ -80,6 +80,7 @@ class DeviceReport(Report):
     values: str = field(metadata=ALWAYS)  # likewise
     dtype: str  # of the copies there
     bytes: int  # that these take
+    kernels: str = field(metadata=ALWAYS)  # "triton", or why torch serves in their place
 
 
 @dataclass(frozen=True, repr=False)

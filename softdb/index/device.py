@@ -197,7 +197,8 @@ class Board:
         dtype = stored if self.dtype is None else str(self.dtype).removeprefix("torch.")
         keys, values = [card.keys for card in self.cards], [card.values for card in self.cards]
         size = sum(column.bytes for column in (*keys, *values))
-        return DeviceReport([*map(str, self.devices)], _state(keys), _state(values), dtype, size)
+        kernels = usable(self.device) or "triton"
+        return DeviceReport([*map(str, self.devices)], _state(keys), _state(values), dtype, size, kernels)
 
     def forget(self) -> None:
         """Give all memory back."""

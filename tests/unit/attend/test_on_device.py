@@ -130,6 +130,7 @@ def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.G
     report = there.stats().device
     assert report is not None
     assert (report.keys, report.dtype) == ("resident", here.dtype)
+    assert report.kernels == "cpu:0 is not a CUDA device"
 
 
 @pytest.mark.parametrize("cards", [1, 3])
