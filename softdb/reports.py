@@ -77,7 +77,7 @@ class DeviceReport(Report):
 
     devices: list[str]  # each with a run of the records
     keys: str = field(metadata=ALWAYS)  # "resident", "streamed" where they do not fit, or "not asked for yet"
-    values: str = field(metadata=ALWAYS)  # likewise
+    values: str = field(metadata=ALWAYS)  # likewise; "the keys" where these serve
     dtype: str  # of the copies there
     bytes: int  # that these take
     kernels: str = field(metadata=ALWAYS)  # "triton", or why torch serves in their place

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from softdb.attend.fused import pass_of
 from softdb.attend.on_device import kernel_form
-from softdb.attend.pace import Rate, rate
+from softdb.attend.pace import PassRate, rate
 from softdb.attend.request import Request
 from softdb.attend.source import Source, Stored
 from softdb.attend.streaming import stream
@@ -53,7 +53,7 @@ def _on_host(request: Request, source: Source) -> tuple[Request, Stored] | None:
     return (asked, host) if rates[1].seconds(numbers, len(asked.queries)) < there(numbers, len(asked.queries)) else None
 
 
-def _measured(request: Request, source: Stored, width: int) -> tuple[Rate, Rate]:
+def _measured(request: Request, source: Stored, width: int) -> tuple[PassRate, PassRate]:
     """What a number costs that is sent to the device, and one that the CPU reads where it lies."""
     some = source.first(width)
     plain = Snapshot.of(0, some.snapshot.segments, some.snapshot.live)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Pace", "Rate", "measured", "rate"]
+__all__ = ["Pace", "PassRate", "measured", "rate"]
 
 TURNS = 2  # of which the fastest counts: the first one warms up
 SOME, FEW = 8, 3  # queries asked together of a pass, and of a round, where each takes milliseconds
@@ -21,7 +21,7 @@ MOST = 2.0  # and for how many times a pass it counts at most
 FORGOTTEN = 0.99  # of what is above 1, with each answer that was not tried to be estimated
 
 
-class Rate(NamedTuple):
+class PassRate(NamedTuple):
     """What a pass over every record costs, in seconds."""
 
     read: float  # of a number of a record, once for all queries
@@ -44,7 +44,7 @@ class Pace:
 
     def exact(self, numbers: int, queries: int) -> float:
         """Of a pass over so many numbers."""
-        return Rate(self.read, self.passed).seconds(numbers, queries)
+        return PassRate(self.read, self.passed).seconds(numbers, queries)
 
     def round(self, queries: float) -> float:
         """Of a first round; of another one for so many times as many queries."""
@@ -75,11 +75,11 @@ def measured(
     return Pace(read, passed, max(alone - each, 0.0), each)
 
 
-def rate(pass_over: Callable[[int], object], numbers: int) -> Rate:
+def rate(pass_over: Callable[[int], object], numbers: int) -> PassRate:
     """By the clock: a pass by so many queries over so many numbers."""
     one, some = (_fastest(pass_over, count) / numbers for count in (1, SOME))
     passed = max((some - one) / (SOME - 1), 0.01 * one)
-    return Rate(max(one - passed, 0.0), passed)
+    return PassRate(max(one - passed, 0.0), passed)
 
 
 def _fastest(run: Callable[[int], object], queries: int) -> float:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import gpu
-from softdb.check import Metric
+from softdb.check import Metric, Schema
 from softdb.gpu import usable
 from softdb.index import flat
 from softdb.index.contract import Live, Recent, Rows
@@ -192,13 +192,14 @@ class Board:
         found = positions.masked_fill(~there, -1).gather(1, order)
         return np.asarray(torch.nn.functional.pad(found, (0, k - found.shape[1]), value=-1).cpu().numpy())
 
-    def report(self, stored: str) -> DeviceReport:
-        """What lies here, of columns that are stored in some dtype."""
-        dtype = stored if self.dtype is None else str(self.dtype).removeprefix("torch.")
+    def report(self, schema: Schema) -> DeviceReport:
+        """What lies here."""
+        dtype = schema.dtype.name if self.dtype is None else str(self.dtype).removeprefix("torch.")
         keys, values = [card.keys for card in self.cards], [card.values for card in self.cards]
         size = sum(column.bytes for column in (*keys, *values))
+        told = _state(values) if schema.has_values else "the keys"
         kernels = usable(self.device) or "triton"
-        return DeviceReport([*map(str, self.devices)], _state(keys), _state(values), dtype, size, kernels)
+        return DeviceReport([*map(str, self.devices)], _state(keys), told, dtype, size, kernels)
 
     def forget(self) -> None:
         """Give all memory back."""
@@ -283,9 +284,8 @@ class _DeviceScan(flat.Scan):
         """As `Probe.slack`, of scores that the kernels sum in float32, wherever they see them from."""
         terms = torch.finfo(torch.float32).eps / 2 * (2 * self.dim + 16)
         lengths: Tensor = torch.linalg.vector_norm(queries.double(), dim=1)
-        if self.metric is Metric.L2:
-            return terms * (2 * lengths + (-worst).clamp(min=0).sqrt()).square()
-        return terms * lengths * (self._longest(found) if self.metric is Metric.DOT else 1)
+        apart = (2 * lengths + (-worst).clamp(min=0).sqrt()).square() if self.metric is Metric.L2 else lengths
+        return apart * (self._longest(found) * terms if self.metric is Metric.DOT else terms)
 
     def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
         """As on the CPU; there, where the keys would have to travel."""

@@ -219,7 +219,7 @@ class Finder:
 
     def device_report(self) -> DeviceReport | None:
         """What lies on the devices; None for the CPU."""
-        return None if self._board is None else self._board.report(self._store.schema.dtype.name)
+        return None if self._board is None else self._board.report(self._store.schema)
 
     def move(self, devices: Sequence[torch.device], dtype: torch.dtype | None) -> None:
         """Compute elsewhere from now on; an index goes there, too, where it has a form there."""

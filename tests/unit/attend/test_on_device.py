@@ -17,7 +17,7 @@ import softdb
 from softdb import gpu
 from softdb.answers import Hits
 from softdb.attend import exact
-from softdb.attend.pace import Pace, Rate
+from softdb.attend.pace import Pace, PassRate
 from softdb.index import resident
 from softdb.index.device import Board
 from softdb.scores import Gaussian, Laplacian
@@ -234,10 +234,11 @@ def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.G
     db.delete(range(0, 2000, 3))
     queries = torch.from_numpy(rng.standard_normal((3, D)).astype(np.float32))
     expected = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
-    steep = [one.clone().requires_grad_() for one in (queries, queries)]
+    grads, steep = [], [one.clone().requires_grad_() for one in (queries, queries)]
     for own, there in zip(steep, (False, True), strict=True):
-        (db.to("cpu:0") if there else db).attend(own, temperature=0.3, rtol=0.5).output[:, 0].sum().backward()
-    assert_alike((steep[1].grad,), (steep[0].grad,))
+        answer = (db.to("cpu:0") if there else db).attend(own, temperature=0.3, rtol=0.5)
+        grads.append(torch.autograd.grad(answer.output[:, 0].sum(), own))
+    assert_alike(grads[1], grads[0])
     answers = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
     for name, answer in answers.items():
         assert_alike(answer, expected[name])
@@ -254,10 +255,10 @@ def test_what_does_not_fit_goes_where_it_is_faster(cheap: str, rng: np.random.Ge
     times = iter([1.0, 2.0] if cheap == "device" else [2.0, 1.0])  # of what is sent, and of what the CPU reads
     measured: list[int] = []
 
-    def rated(pass_over: Callable[[int], object], numbers: int) -> Rate:
+    def rated(pass_over: Callable[[int], object], numbers: int) -> PassRate:
         pass_over(3)
         measured.append(numbers)
-        return Rate(next(times), 0.0)
+        return PassRate(next(times), 0.0)
 
     monkeypatch.setattr("softdb.attend.on_host.rate", rated)
     db = filled(None, "dot", rng, 5000)
