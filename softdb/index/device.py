@@ -284,8 +284,10 @@ class _DeviceScan(flat.Scan):
         """As `Probe.slack`, of scores that the kernels sum in float32, wherever they see them from."""
         terms = torch.finfo(torch.float32).eps / 2 * (2 * self.dim + 16)
         lengths: Tensor = torch.linalg.vector_norm(queries.double(), dim=1)
-        apart = (2 * lengths + (-worst).clamp(min=0).sqrt()).square() if self.metric is Metric.L2 else lengths
-        return apart * (self._longest(found) * terms if self.metric is Metric.DOT else terms)
+        if self.metric is Metric.L2:
+            lengths = (2 * lengths + (-worst).clamp(min=0).sqrt()).square()
+        slack: Tensor = terms * lengths * (self._longest(found) if self.metric is Metric.DOT else 1)
+        return slack
 
     def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
         """As on the CPU; there, where the keys would have to travel."""

@@ -236,8 +236,8 @@ def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.G
     expected = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
     grads, steep = [], [one.clone().requires_grad_() for one in (queries, queries)]
     for own, there in zip(steep, (False, True), strict=True):
-        answer = (db.to("cpu:0") if there else db).attend(own, temperature=0.3, rtol=0.5)
-        grads.append(torch.autograd.grad(answer.output[:, 0].sum(), own))
+        steeply = (db.to("cpu:0") if there else db).attend(own, temperature=0.3, rtol=0.5)
+        grads.append(torch.autograd.grad(steeply.output[:, 0].sum(), own))
     assert_alike(grads[1], grads[0])
     answers = {name: ask(db, queries) for name, ask in ESTIMATED.items()}
     for name, answer in answers.items():
