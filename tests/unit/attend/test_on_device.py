@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,7 +277,9 @@ def test_what_does_not_fit_goes_where_it_is_faster(cheap: str, rng: np.random.Ge
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernels_of_a_device_find_the_same(kind: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_the_kernels_of_a_device_find_the_same(
+    kind: str, rng: np.random.Generator, monkeypatch: Any, request: pytest.FixtureRequest
+) -> None:
     pretend(monkeypatch)
     db = filled(None, kind, rng, 300)
     db.delete(range(0, 300, 7))
@@ -286,7 +287,7 @@ def test_the_kernels_of_a_device_find_the_same(kind: str, rng: np.random.Generat
     queries[0], queries[1] = 0, 1e30  # which tie, and overflow
     few = {"where": {"x": {"$gt": 1}}}
     expected = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
-    monkeypatch.setattr(sys.modules["softdb.gpu.usable"], "PRETENDED", True)
+    request.getfixturevalue("interpreted")
     found: list[int] = []
     nearest = gpu.nearest
 
