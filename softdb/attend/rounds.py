@@ -82,7 +82,8 @@ class Estimator(NamedTuple):
         folded = request.detached.folded if available() and isinstance(request.weighting, Softmax) else None
         if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
             return None
-        factor, keep = float(folded.scale) / request.temperature, request.keep(source)
+        scale = folded.scale.detach() if isinstance(folded.scale, Tensor) else folded.scale  # it decides what is drawn
+        factor, keep = float(scale) / request.temperature, request.keep(source)
         count = columns.count if request.allowed is None else int(np.count_nonzero(keep))
         if not 1e-30 < factor < 1e30 or count < FEWEST:
             return None

@@ -549,3 +549,24 @@ def test_a_list_is_as_precise_as_a_tensor() -> None:
             db.search([[1e300, 0.0]])
     assert softdb.attention(numbers, numbers, numbers).dtype is torch.float32
     assert softdb.attention(np.array(numbers), numbers, numbers).dtype is torch.float64
+
+
+def test_a_trained_bandwidth_has_the_gradient_of_the_exact_answer(
+    queries: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draw(monkeypatch)
+    slopes, l2 = [], filled("l2", num_classes=10)
+    torch.set_warn_always(True)  # what torch says once a process is a defect, too
+    try:
+        for tolerance in (0.05, None):
+            score = NegativeL2(0.5, learnable=True)
+            answer = l2.attend(queries, score=score, rtol=tolerance)
+            assert bool(answer.exact.any()) == (tolerance is None)
+            (answer.output[:, 3] + 1e-3).log().mean().backward()  # type: ignore[no-untyped-call]
+            assert score.log_bandwidth is not None
+            assert score.log_bandwidth.grad is not None
+            slopes.append(float(score.log_bandwidth.grad))
+    finally:
+        torch.set_warn_always(False)
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.1)
+    assert slopes[1] != 0
