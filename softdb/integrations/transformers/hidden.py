@@ -1,0 +1,161 @@
+"""Tokens of texts, windows of them, and what enters a model's output head there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.errors import BadInput
+from softdb.nn.encoded import evaluating
+
+__all__ = [
+    "HiddenStates",
+    "Text",
+    "Window",
+    "context_of",
+    "forward",
+    "head_of",
+    "padded",
+    "predicting",
+    "prompts_of",
+    "tokens_of",
+    "windows_of",
+]
+
+Text: TypeAlias = "str | Sequence[int]"
+
+LONGEST = 1024  # tokens in one window, of models that see more
+
+
+class Window(NamedTuple):
+    """Tokens that pass through the model together; of them those from `first` on are predicted here."""
+
+    tokens: list[int]
+    first: int
+
+
+class HiddenStates:
+    """Texts as the database's keys: the hidden state after the last token. Its name tells one model from another."""
+
+    def __init__(self, model: Any, tokenizer: Any, head: torch.nn.Module) -> None:
+        self.model, self.tokenizer, self.head = model, tokenizer, head
+        digest = hashlib.blake2b(digest_size=8)
+        for name, parameter in model.named_parameters():
+            some = parameter.detach().reshape(-1)[:64].cpu().half()  # the same of a model in half precision
+            digest.update(name.encode() + some.numpy().tobytes())
+        self.name = f"hidden states of {type(model).__name__} {digest.hexdigest()}"
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:  # (q, d)
+        """The hidden states after q texts. Raises BadInput for one without a token."""
+        if self.tokenizer is None:
+            raise BadInput("texts are asked of a memory without a tokenizer; give tokenizer=, or hidden states")
+        tokens = [one[-context_of(self.model) :] for one in tokens_of(texts, self.tokenizer, self.head)]
+        if not all(tokens):
+            raise BadInput("a text has no token, so no hidden state follows it; give texts with one at least")
+        hidden, _ = forward(self.model, self.head, tokens, False)
+        return torch.stack([states[len(one) - 1] for states, one in zip(hidden, tokens, strict=True)]).float()
+
+
+class _Reached(Exception):
+    """The hidden states are there: the head need not be computed."""
+
+
+@torch.no_grad()
+def forward(model: Any, head: torch.nn.Module, tokens: list[list[int]], whole: bool) -> tuple[Tensor, Tensor]:
+    """Hidden states (b, t, d) that enter the head, and, of the `whole` model, its logits (b, t, v); padded right."""
+    longest = max(map(len, tokens))
+    ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens], device=model.device)
+    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in tokens], device=model.device)
+    caught: list[Tensor] = []
+
+    def catch(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        caught.append(arguments[0].detach())
+        if not whole:
+            raise _Reached
+
+    hook, logits = head.register_forward_pre_hook(catch), torch.empty(0)
+    try:
+        with evaluating(model), contextlib.suppress(_Reached):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    finally:
+        hook.remove()
+    return caught[0], logits
+
+
+def head_of(model: Any, tokenizer: Any) -> Any:
+    """The module that makes logits of hidden states, with a weight (v, d). Raises BadInput where there is none."""
+    name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise BadInput(f"{name} has an encoder and a decoder; give a causal model, such as AutoModelForCausalLM loads")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    if weight is None or weight.ndim != 2 or not model.can_generate():
+        raise BadInput(f"{name} has no output head that tells the next token; load it with AutoModelForCausalLM")
+    if tokenizer is not None and len(tokenizer) > len(weight):
+        raise BadInput(
+            f"the tokenizer has {len(tokenizer)} tokens but the head of {name} {len(weight)}; give the model's own, or "
+            "resize_token_embeddings first"
+        )
+    return head
+
+
+def context_of(model: Any) -> int:
+    """How many tokens pass through the model together."""
+    return min(LONGEST, int(getattr(model.config, "max_position_embeddings", None) or LONGEST))
+
+
+def tokens_of(texts: Any, tokenizer: Any, head: Any) -> list[list[int]]:
+    """Token ids of texts, or those given, checked."""
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise BadInput(f"texts are {check.shown(texts)}; expected a list of texts, or of lists of token ids")
+    if any(isinstance(one, str) for one in texts):
+        if tokenizer is None or not all(isinstance(one, str) for one in texts):
+            missing = "no tokenizer is given" if tokenizer is None else "some are lists of token ids"
+            raise BadInput(f"texts are given but {missing}; give tokenizer=, or token ids alone")
+        texts = tokenizer(list(texts))["input_ids"] if texts else []
+    found = [torch.as_tensor(one).reshape(-1).tolist() if len(one) else [] for one in texts]
+    for number, ids in enumerate(found):
+        wrong = [one for one in ids if not (isinstance(one, int) and 0 <= one < len(head.weight))]
+        if wrong:
+            raise BadInput(
+                f"text {number} has the token {wrong[0]!r}; expected whole numbers from 0 to {len(head.weight) - 1}, "
+                "which the model's head knows"
+            )
+    return found
+
+
+def windows_of(tokens: list[list[int]], context: int) -> list[Window]:
+    """Windows of texts; each token but a text's first is predicted in one of them, after half a context or more."""
+    found = []
+    for ids in tokens:
+        start, first = 0, 1
+        while first < len(ids):
+            found.append(Window(ids[start : start + context], first - start))
+            first = start + context
+            start = first - context // 2
+    return found
+
+
+def predicting(states: Tensor, window: Window) -> Tensor:  # (t, d) -> (m, d)
+    """What stands before the tokens that a window predicts."""
+    return states[window.first - 1 : len(window.tokens) - 1]
+
+
+def prompts_of(texts: Sequence[str], tokenizer: Any, head: Any) -> list[list[int]]:
+    """Token ids of prompts: without the end that a tokenizer may put after texts."""
+    end = tokenizer.eos_token_id
+    return [one[:-1] if len(one) > 1 and one[-1] == end else one for one in tokens_of(texts, tokenizer, head)]
+
+
+def padded(tokens: list[list[int]], device: Any) -> dict[str, Tensor]:
+    """Prompts padded left, as generation needs them."""
+    longest = max(map(len, tokens))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in tokens], device=device)
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in tokens], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
