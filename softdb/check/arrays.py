@@ -22,6 +22,7 @@ __all__ = [
     "Array",
     "Encoder",
     "all_finite",
+    "are_texts",
     "devices",
     "encoded",
     "finite",
@@ -29,6 +30,7 @@ __all__ = [
     "matrix",
     "precise",
     "queries",
+    "query_encoder",
     "resident_dtype",
     "values",
     "vectors",
@@ -92,13 +94,24 @@ def precise() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+def are_texts(value: object) -> bool:
+    """Whether something is a text, or holds some."""
+    if isinstance(value, np.ndarray):
+        return bool(value.dtype.kind == "U")
+    return isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(one, str) for one in value))
+
+
+def query_encoder(encoder: Encoder | None) -> Encoder | None:
+    """What encodes texts that ask: the method `encode_queries` of an encoder that has one, else itself."""
+    found = getattr(encoder, "encode_queries", None)
+    return found if callable(found) else encoder
+
+
 def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) -> object:
     """Texts as vectors, by the database's encoder, which is asked for then; numbers as they came."""
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, np.ndarray) and texts.dtype.kind == "U":
-        texts = texts.tolist()
-    if not isinstance(texts, list | tuple) or not any(isinstance(one, str) for one in texts):
+    if not are_texts(value):
         return value
+    texts: Any = [value] if isinstance(value, str) else value.tolist() if isinstance(value, np.ndarray) else value
     if not all(isinstance(one, str) for one in texts):
         raise BadInput(f"{name} mix text and numbers; give all of one kind")
     encoder = encoder_of()

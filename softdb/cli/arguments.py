@@ -85,8 +85,8 @@ def named(**words: Any) -> dict[str, Any]:
     return {name: word.value if isinstance(word, Enum) else word for name, word in words.items()}
 
 
-def opened(path: Path, has_text: bool = False, encoder: str | None = None) -> SoftDB:
-    """The database for reading, with the encoder that a text query needs."""
+def opened(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> SoftDB:
+    """The database for reading, with the encoder that a text query needs, of trained keys that of the projection."""
     import softdb
 
     if not has_text:
@@ -95,6 +95,13 @@ def opened(path: Path, has_text: bool = False, encoder: str | None = None) -> So
 
     with softdb.open(path, mode="r") as db:
         dim, noted = db.dim, db.encoder_name
+    if projection is not None:
+        from softdb.train import TextTowers, load
+
+        trained = load(projection)
+        if trained.keys is not None and noted == trained.name:
+            base = chosen(path, trained.metadata.get("encoder"), encoder)
+            return softdb.open(path, mode="r", encoder=TextTowers(trained, named_encoder(base, dim, path)))
     return softdb.open(path, mode="r", encoder=named_encoder(chosen(path, noted, encoder), dim, path))
 
 

@@ -35,8 +35,12 @@ def require_outside(path: Path, name: str) -> str:
 
 def chosen(path: Path, noted: str | None, asked: str | None, default: str | None = None) -> str:
     """The name of a database's encoder: asked for, noted there, or else the default. BadInput where they differ."""
+    from softdb.train.projection import TRAINED
+
     if asked is not None and noted not in (None, require_outside(path, asked)):
         raise BadInput(f"the keys of {path} were made by the encoder {noted!r}, not {asked!r}; leave --encoder out")
+    if noted is not None and noted.startswith(TRAINED):
+        raise BadInput(f"the keys of {path} were trained; texts are asked with what that wrote: --projection FILE.pt")
     if asked is None and noted is not None and not _is_ours(noted):
         # what a stranger has noted must not choose which model is loaded
         remedy = f"load it with --encoder {shlex.quote(noted)}"

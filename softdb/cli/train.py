@@ -1,4 +1,4 @@
-"""`softdb train`: pairs in, a projection of the queries out, and what it is worth."""
+"""`softdb train`: pairs in, a projection of the queries and keys to fit it out, and what they are worth."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened, spooled
+from softdb.cli.reembed import reembedded
 from softdb.errors import BadInput, TrainingWarning
 from softdb.terminal import counted, print_json, progress, terminal
 
@@ -33,6 +34,9 @@ def train(
     k: Annotated[int | None, Option("-k", min=1, help="Compare with the k nearest only.")] = None,
     rtol: Annotated[float | None, Option(help="Estimate the sum over all records to this tolerance.")] = None,
     bias: Annotated[bool, Option("--bias", help="Train a shift of the queries, too.")] = False,
+    keys: Annotated[
+        bool, Option("--keys", help="Train an encoder of the keys, too, and change all keys of the database by it.")
+    ] = False,
     epochs: Annotated[int, Option(min=1, help="Rounds over the training queries, at most.")] = 10,
     batch_size: Annotated[int, Option(min=1, help="Queries a step.")] = 256,
     lr: Annotated[float, Option("--lr", help="Adam's learning rate.")] = 1e-3,
@@ -45,7 +49,10 @@ def train(
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a projection of the queries, so that they find their right records; the database is only read."""
+    """Train a projection of the queries, so that they find their right records.
+
+    The database is only read; with --keys its keys are changed at the end, in one commit, if that helps.
+    """
     from softdb.train import fit, read_pairs, save
     from softdb.train.checkpoint import require_writable
 
@@ -62,14 +69,16 @@ def train(
         with progress("train") as say, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the table says it
             fitted = fit(
-                db, read.queries, read.positives, temperature=temperature, k=k, rtol=rtol, bias=bias, epochs=epochs,
-                batch_size=batch_size, lr=lr, holdout=holdout, patience=patience or None,
+                db, read.queries, read.positives, temperature=temperature, k=k, rtol=rtol, bias=bias, keys=keys,
+                epochs=epochs, batch_size=batch_size, lr=lr, holdout=holdout, patience=patience or None,
                 criterion=cast(Any, criterion), seed=seed, checkpoint=checkpoint, resume=resume, progress=say,
             )  # fmt: skip
         facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
     before, after = fitted.before._asdict(), fitted.after._asdict()
-    measured = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
-    save(out, fitted.projection, {**facts, **measured})
+    measured: dict[str, Any] = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
+    save(out, fitted.projection, {**facts, **measured})  # first: what changes the keys must be there as long as they
+    applied = keys and after[criterion] > before[criterion]
+    measured["generation"] = reembedded(path, out).generation if applied else None
     if as_json:
         print_json({**measured, "history": [epoch._asdict() for epoch in fitted.history], "projection": str(out)})
         return
@@ -80,7 +89,16 @@ def train(
         console.print(f"{' and '.join(fitted.fell)} fell: choose the epoch by it with --criterion, or lower --lr")
     if not fitted.best:
         console.print("no epoch was better than the queries as they are: this projection changes nothing")
+    if keys:
+        console.print(_told_of_keys(path, out, criterion, applied))
     console.print(f"written to {escape(str(out))}; ask with it: softdb search … --projection {escape(str(out))}")
+
+
+def _told_of_keys(path: Path, out: Path, criterion: str, applied: bool) -> str:
+    if applied:
+        return "all keys of the database are changed by it; make its index anew: softdb index " + escape(str(path))
+    remedy = f"softdb reembed {escape(str(path))} --projection {escape(str(out))} changes them all the same"
+    return f"{criterion} did not rise, so the keys stay as they were; {remedy}"
 
 
 def _require_apart(database: Path, read: list[Path], checkpoint: Path | None, out: Path) -> None:

@@ -349,7 +349,8 @@ class Handle:
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
         self._finder.require_process(self._finder.board)
-        vectors, dim = check.encoded(queries, "queries", self._encoder), self._store.loader.loaded.keyed.schema.dim
+        vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self._encoder()))
+        dim = self._store.loader.loaded.keyed.schema.dim
         if width in (None, dim):
             return check.queries(vectors, dim, self._device)
         return check.queries(vectors, width, self._device, "this score takes queries")

@@ -1,8 +1,24 @@
-"""Training a projection of the queries: what `softdb train` does, from Python."""
+"""Training a projection of the queries, and an encoder of the keys: what `softdb train` does, from Python."""
 
+from softdb.train.applied import TextTowers, apply
 from softdb.train.fit import Epoch, Fitted, fit
 from softdb.train.held_out import Ranking, ranking
+from softdb.train.keys import KeyEncoder
 from softdb.train.pairs import Pairs, read_pairs
 from softdb.train.projection import QueryProjection, load, save
 
-__all__ = ["Epoch", "Fitted", "Pairs", "QueryProjection", "Ranking", "fit", "load", "ranking", "read_pairs", "save"]
+__all__ = [
+    "Epoch",
+    "Fitted",
+    "KeyEncoder",
+    "Pairs",
+    "QueryProjection",
+    "Ranking",
+    "TextTowers",
+    "apply",
+    "fit",
+    "load",
+    "ranking",
+    "read_pairs",
+    "save",
+]

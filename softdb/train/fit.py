@@ -20,6 +20,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, TrainingWarning
 from softdb.nn.losses import retrieval_loss
 from softdb.nn.targets import listed
+from softdb.nn.view import View
 from softdb.train import checkpoint as checkpoints
 from softdb.train.held_out import Ranking, Split, ranked, split
 from softdb.train.pairs import require_known
@@ -74,6 +75,7 @@ class _Settings:
     k: int | None
     rtol: float | None
     bias: bool
+    hidden: int | None  # the width inside the encoder of keys; None: the keys stay
     batch_size: int
     lr: float
     holdout: Any  # a share; None: the caller says which
@@ -83,6 +85,10 @@ class _Settings:
 
     def __post_init__(self) -> None:
         check.tolerance(self.rtol, 0.0, 0.95, None, self.k)
+        if self.hidden is not None and self.rtol is not None:
+            raise BadInput(
+                f"rtol is {self.rtol:g} but keys are trained, too, through an index that lags; give k, or neither"
+            )
         self.temperature, self.lr = check.positive(self.temperature, "temperature"), check.positive(self.lr, "lr")
         if self.lr > MAX_LR:
             raise BadInput(f"lr is {self.lr:g}; expected at most {MAX_LR:g}, such as 0.001")
@@ -108,6 +114,7 @@ def fit(
     k: int | None = None,
     rtol: float | None = None,
     bias: bool = False,
+    keys: bool | int = False,
     epochs: int = 10,
     batch_size: int = 256,
     lr: float = 1e-3,
@@ -136,6 +143,10 @@ def fit(
         rtol: estimate the normaliser to this tolerance, with new random numbers each step; needs an IVF index to be
             cheaper. Without k and rtol every record takes part, exactly.
         bias: whether the projection has a b.
+        keys: train an encoder of the keys, too, f(k) = k + B relu(A k + a) + b (`KeyEncoder`), through a `View`; a
+            number is the width inside, True that of the keys. It is `projection.keys`, and `softdb.train.apply` makes
+            the stored keys f(k). Without k every record is encoded at each step, forth and back; with k candidates
+            come from an index that is made anew with each epoch. Not with rtol.
         epochs: rounds over the training queries, at most.
         batch_size: queries a step.
         lr: Adam's learning rate.
@@ -159,7 +170,8 @@ def fit(
     Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that make
     no sense, a checkpoint of another run or one that cannot be written; and where loss or projection become NaN.
     """
-    settings = _Settings(temperature, k, rtol, bias, batch_size, lr, holdout, patience, criterion, seed)
+    hidden = _hidden(keys, db)
+    settings = _Settings(temperature, k, rtol, bias, hidden, batch_size, lr, holdout, patience, criterion, seed)
     epochs = check.integer(epochs, "epochs")
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
         raise BadInput(f"checkpoint is {check.shown(checkpoint)}; expected the path of a file")
@@ -180,6 +192,7 @@ def fit(
                 checkpoints.write(file, identity, run.state())
         projection = run.projection
         projection.load_state_dict(run.best_weights)
+        projection.metadata["encoder"] = db.encoder_name
         before, after = (run.ranked(parts.test, one) for one in (None, projection))
         found = Fitted(projection, before, after, run.history, run.best)
     if found.fell:
@@ -187,6 +200,13 @@ def fit(
         advice = "choose the epoch by it with criterion=, lower lr, or keep the queries as they are"
         warnings.warn(f"fit: held-out queries fell by {', '.join(fallen)}; {advice}", TrainingWarning, stacklevel=2)
     return found
+
+
+def _hidden(keys: object, db: SoftDB) -> int | None:
+    """The width inside the encoder of keys; None where there is none."""
+    if isinstance(keys, bool):
+        return db.dim if keys else None
+    return check.integer(keys, "keys", 1, check.MAX_DIM)
 
 
 def _asked(db: SoftDB, queries: Vectors) -> Tensor:  # (m, d) float32
@@ -211,7 +231,8 @@ class _Training:
         settings: _Settings,
     ) -> None:
         self.db, self.queries, self.positives, self.parts, self.settings = db, queries, positives, parts, settings
-        self.projection = QueryProjection(queries.shape[1], settings.bias).to(queries)
+        self.projection = QueryProjection(queries.shape[1], settings.bias, settings.hidden, settings.seed).to(queries)
+        self.view = None if self.projection.keys is None else View(db, self.projection.keys)
         self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.lr)
         self.order = torch.Generator().manual_seed(settings.seed)
         self.draws = torch.Generator().manual_seed(settings.seed)
@@ -231,7 +252,8 @@ class _Training:
         return {name: one.detach().clone() for name, one in self.projection.state_dict().items()}
 
     def ranked(self, part: Tensor, projection: QueryProjection | None) -> Ranking:
-        return ranked(self.db, self.queries[part], self.right(part), projection)
+        view = None if projection is None else self.view
+        return ranked(self.db, self.queries[part], self.right(part), projection, view)
 
     def right(self, part: Tensor) -> list[list[Id]]:
         return [self.positives[i] for i in part.tolist()]
@@ -241,6 +263,8 @@ class _Training:
         train, size = self.parts.train, self.settings.batch_size
         mixed = train[torch.randperm(len(train), generator=self.order)]
         steps, number, total = -(-len(mixed) // size), len(self.history), 0.0
+        if self.view is not None and self.settings.k is not None:
+            self.view.reindex()  # of what a checkpoint holds, so that a resumed run goes on to the bit
         for step, part in enumerate(torch.split(mixed, size), 1):
             loss = self.step(part)
             if not math.isfinite(loss):
@@ -266,7 +290,7 @@ class _Training:
         how, queries, right = self.settings, self.projection(self.queries[part]), self.right(part)
         draws = None if how.rtol is None else self.draws
         loss = retrieval_loss(
-            self.db, queries, right, temperature=how.temperature, k=how.k, rtol=how.rtol, generator=draws
+            self.view or self.db, queries, right, temperature=how.temperature, k=how.k, rtol=how.rtol, generator=draws
         )
         self.adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

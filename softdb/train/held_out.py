@@ -15,12 +15,14 @@ from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.targets import listed
+from softdb.nn.view import View
 from softdb.train.pairs import require_known
 
 __all__ = ["Ranking", "Split", "ranked", "ranking", "split"]
 
 DEPTH = 100  # ranks that count
 BATCH = 256  # queries searched at once
+ENCODED = 1024  # with keys that are encoded each time
 
 
 class Ranking(NamedTuple):
@@ -52,12 +54,15 @@ def ranking(
 
 
 @torch.no_grad()
-def ranked(db: SoftDB, queries: Tensor, positives: list[list[Id]], projection: torch.nn.Module | None) -> Ranking:
-    """As `ranking`, of what is checked; an id that is not stored is never found."""
+def ranked(
+    db: SoftDB, queries: Tensor, positives: list[list[Id]], projection: torch.nn.Module | None, view: View | None = None
+) -> Ranking:
+    """As `ranking`, of what is checked; an id that is not stored is never found. `view`: by its keys."""
     places: list[np.ndarray] = []
-    for start in range(0, len(queries), BATCH):
-        asked, mine = queries[start : start + BATCH], positives[start : start + BATCH]
-        hits = db.search(asked if projection is None else projection(asked), DEPTH, exact=True)
+    size = BATCH if view is None else ENCODED
+    for start in range(0, len(queries), size):
+        asked, mine = queries[start : start + size], positives[start : start + size]
+        hits = (view or db).search(asked if projection is None else projection(asked), DEPTH, exact=True)
         rows = db.locate([one for ids in mine for one in ids])[1]
         # -2: -1 stands in hits where there are none
         right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -15,32 +16,38 @@ from softdb import check
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
+from softdb.train.keys import KeyEncoder
 from softdb.typing import Vectors
 
-__all__ = ["QueryProjection", "load", "packed", "save", "unpacked"]
+__all__ = ["TRAINED", "QueryProjection", "load", "packed", "save", "unpacked"]
 
 FORMAT = "softdb projection 1"
+TRAINED = "softdb train"  # of the names of encoders
 BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError, MemoryError)
 
 
 class QueryProjection(torch.nn.Linear):
     """A linear map of the queries in the space of the keys, q' = W q + b, which begins as the identity.
 
-    The records stay what they are and so does their index. Cost d² a query.
+    The records stay what they are and so does their index, unless it has `keys`, too: an encoder that was trained with
+    it and is applied to the records by `apply`. Cost d² a query.
 
     Args:
         dim: d, the width of queries and keys.
         bias: whether there is a b.
+        hidden: the width of the layer inside `keys`, a `KeyEncoder`; None: there is none.
+        seed: of `keys` at first.
 
     >>> QueryProjection(2)(torch.tensor([3.0, 4.0])).tolist()
     [3.0, 4.0]
     """
 
-    def __init__(self, dim: int, bias: bool = False) -> None:
+    def __init__(self, dim: int, bias: bool = False, hidden: int | None = None, seed: int = 0) -> None:
         dim = check.integer(dim, "dim", 1, check.MAX_DIM)
         if not isinstance(bias, bool):
             raise BadInput(f"bias is {check.shown(bias)}; expected True or False")
         super().__init__(dim, dim, bias)
+        self.keys = None if hidden is None else KeyEncoder(dim, hidden, seed)
         self.metadata: dict[str, Any] = {}  # how it was trained, where it came from a file
 
     def reset_parameters(self) -> None:
@@ -49,10 +56,23 @@ class QueryProjection(torch.nn.Linear):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
+    @property
+    def name(self) -> str:
+        """What a database notes as its encoder whose keys are by `keys`: it tells these numbers from any others."""
+        digest = hashlib.blake2b(digest_size=8)
+        for key, one in sorted(self.state_dict().items()):
+            digest.update(key.encode() + one.detach().cpu().contiguous().numpy().tobytes())
+        return f"{TRAINED} {digest.hexdigest()}"
+
     @torch.no_grad()
     def of(self, db: SoftDB, queries: Vectors) -> Tensor:  # (q, d)
-        """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width."""
+        """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width.
+
+        Texts that are asked of a database with an encoder of these two (`TextTowers`) come projected from it.
+        """
         asked = db.as_queries(queries)
+        if self.keys is not None and db.encoder_name == self.name and check.are_texts(queries):
+            return asked
         if asked.shape[1] != self.in_features:
             raise BadInput(
                 f"the projection is of queries {self.in_features} wide but this database is {asked.shape[1]} wide; use "
@@ -83,29 +103,39 @@ def load(path: str | os.PathLike[str]) -> QueryProjection:
     path = Path(path)
     found = unpacked(path, "projection")
     state: Any = found.get("state_dict") if found.get("format") == FORMAT else None
-    if not _is_linear(state):
+    if not _is_projection(state):
         raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file")
     weight = state["weight"]
     if not all(bool(one.isfinite().all()) for one in state.values()):
         raise BadInput(f"{path} holds NaN or infinity; train the projection anew, with a smaller rate")
-    projection = QueryProjection(len(weight), "bias" in state)
+    projection = QueryProjection(
+        len(weight), "bias" in state, len(state["keys.inner"]) if "keys.inner" in state else None
+    )
     projection.load_state_dict(state)
     metadata = found.get("metadata")
     projection.metadata = metadata if isinstance(metadata, dict) else {}
     return projection
 
 
-def _is_linear(state: object) -> bool:
-    """Whether something is the state_dict of a square linear map."""
-    if not isinstance(state, dict) or "weight" not in state or not {"weight", "bias"} >= set(state):
+KEYS = {"inner": "hd", "inner_bias": "h", "outer": "dh", "outer_bias": "d"}
+
+
+def _is_projection(state: object) -> bool:
+    """Whether something is the state_dict of a square linear map, with or without an encoder of keys."""
+    if not isinstance(state, dict) or "weight" not in state:
+        return False
+    keys = {name for name in state if str(name).startswith("keys.")}
+    if not {"weight", "bias"} >= set(state) - keys or keys not in (set(), {f"keys.{name}" for name in KEYS}):
         return False
     if not all(isinstance(one, Tensor) and one.is_floating_point() for one in state.values()):
         return False
     if not all(one.numel() * one.element_size() <= one.untyped_storage().nbytes() for one in state.values()):
         return False  # a few bytes that stand for gigabytes
-    d = len(state["weight"]) if state["weight"].ndim == 2 else 0
-    shapes = {"weight": (d, d), "bias": (d,)}
-    return 0 < d <= check.MAX_DIM and all(tuple(one.shape) == shapes[name] for name, one in state.items())
+    sizes = {"d": len(state["weight"]) if state["weight"].ndim == 2 else 0}
+    sizes["h"] = len(state["keys.inner"]) if keys and state["keys.inner"].ndim else 0
+    shapes = {"weight": "dd", "bias": "d", **{f"keys.{name}": shape for name, shape in KEYS.items()}}
+    fits = all(tuple(one.shape) == tuple(sizes[axis] for axis in shapes[name]) for name, one in state.items())
+    return fits and all(0 < size <= check.MAX_DIM for axis, size in sizes.items() if axis == "d" or keys)
 
 
 def packed(content: dict[str, Any]) -> bytes:

@@ -1,0 +1,44 @@
+"""The encoder of the keys that is trained beside the projection of the queries."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from softdb import check
+
+__all__ = ["KeyEncoder"]
+
+
+class KeyEncoder(torch.nn.Module):
+    """A residual layer on the keys, f(k) = k + B relu(A k + a) + b, which begins as the identity. Cost 2 d h a key.
+
+    Args:
+        dim: d, the width of the keys, before and after.
+        hidden: h; None: d.
+        seed: of A and a at first; B and b begin as zeros.
+
+    >>> KeyEncoder(2)(torch.tensor([[3.0, 4.0]])).tolist()
+    [[3.0, 4.0]]
+    """
+
+    def __init__(self, dim: int, hidden: int | None = None, seed: int = 0) -> None:
+        super().__init__()
+        dim = check.integer(dim, "dim", 1, check.MAX_DIM)
+        width = dim if hidden is None else check.integer(hidden, "hidden", 1, check.MAX_DIM)
+        draws, bound = torch.Generator().manual_seed(check.integer(seed, "seed", 0, 2**63 - 1)), 1 / math.sqrt(dim)
+        self.inner = torch.nn.Parameter(
+            torch.empty(width, dim, dtype=torch.float32).uniform_(-bound, bound, generator=draws)
+        )
+        self.inner_bias = torch.nn.Parameter(
+            torch.empty(width, dtype=torch.float32).uniform_(-bound, bound, generator=draws)
+        )
+        self.outer = torch.nn.Parameter(torch.zeros(dim, width, dtype=torch.float32))
+        self.outer_bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
+
+    def forward(self, keys: Tensor) -> Tensor:  # (m, d) -> (m, d)
+        """f(k)."""
+        inside = torch.nn.functional.linear(keys, self.inner, self.inner_bias).relu()
+        return keys + torch.nn.functional.linear(inside, self.outer, self.outer_bias)
