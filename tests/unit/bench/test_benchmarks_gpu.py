@@ -1,0 +1,61 @@
+"""`benchmarks/gpu.py` at a tiny size without a GPU: every part checks and is timed, and wrong answers stop it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import softdb
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark, imported as its command imports it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("gpu")
+
+
+WORDS = ["--device", "cpu", "--records", "12000", "--dim", "16", "--rounds", "1"]
+
+
+def test_the_whole_run(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench.main([*WORDS, "--out", str(tmp_path / "gpu.json")])
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == found["rows"]
+    parts = {row["part"].split(",")[0] for row in found["rows"]}
+    assert {"database", "attention", "top-10", "step", "FAISS"} <= parts
+    failed = {row["what"]: row["failed"] for row in found["rows"] if "failed" in row}
+    assert set(failed) <= {"torch Flex", "torch Flex, both ways"}  # which is told
+    assert all(row["ms"] > 0 for row in found["rows"] if "failed" not in row)
+    assert {row["goal"] for row in found["rows"] if row.get("goal")} == {1.429, 2.2, 1.3, 1.05, 2.0}
+    table = capsys.readouterr().out
+    assert "the CPU" not in table
+    assert "left out: LeftOut: is compiled for a GPU alone" in table
+
+
+def test_a_wrong_answer_stops_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.gpu.pooled
+
+    def wrong(*args: Any, **words: Any) -> Any:
+        output, lse = right(*args, **words)
+        return output * 1.01, lse
+
+    monkeypatch.setattr(bench.gpu, "pooled", wrong)
+    with pytest.raises(SystemExit, match=r"softdb's kernel, q = 1 is wrong by 1.0e-02; no time counts"):
+        bench.main(WORDS)
+
+
+def test_it_says_what_there_was_no_time_for(bench: Any) -> None:
+    found = bench.main([*WORDS, "--seconds", "1"])
+    assert {row["failed"] for row in found["rows"][1:]} == {"the time is over"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_it_needs_a_gpu_or_says_so(bench: Any) -> None:
+    with pytest.raises(SystemExit, match="torch sees no CUDA device; --device cpu"):
+        bench.main([])
+    assert softdb.open(None, dim=2).stats().device is None
