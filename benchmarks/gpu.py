@@ -223,8 +223,8 @@ def measure(card: Card, n: int, dim: int) -> dict[str, Any]:
             if card.left < 20:
                 raise LeftOut("the time is over")
             for row in part():
-                rows.append(row)
-                print(line(row), flush=True)
+                rows.append(row if card.cuda else row | {"met": None})  # goals are a GPU's
+                print(line(rows[-1]), flush=True)
         except (LeftOut, softdb.MissingDependency, torch.cuda.OutOfMemoryError) as error:
             rows.append({"part": name, "what": "-", "failed": str(error).splitlines()[0]})
             print(line(rows[-1]), flush=True)

@@ -72,7 +72,7 @@ class Card:
     def rates(self, bytes_read: int) -> dict[str, float]:
         """GB/s of reading, and TFLOP/s of a product of matrices in each precision."""
         numbers = torch.ones(bytes_read // 4, device=self.device)
-        sides = 8192 if self.cuda else 512
+        sides = 8192 if self.cuda else 256
         calls: dict[str, Call] = {"sum": numbers.sum, "max": numbers.amax, "dot": lambda: torch.dot(numbers, numbers)}
         seconds = self.in_turn(calls)
         found = {"read GB/s": max(4 * len(numbers) / s / 1e9 for s in seconds.values() if isinstance(s, float))}
