@@ -26,6 +26,7 @@ from torch import Tensor
 import softdb
 from softdb import gpu
 from softdb.check import Metric
+from softdb.errors import DeviceFailed
 from softdb.nn import Memory, retrieval_loss
 
 GOALS = {  # the most that the ratio to the floor shall be
@@ -203,14 +204,16 @@ def steps(world: World, db: softdb.SoftDB, rates: dict[str, float], q: int) -> I
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def measure(card: Card, n: int, dim: int) -> dict[str, Any]:
-    """All parts, as far as the time goes."""
+def measure(card: Card, n: int, dim: int, found: dict[str, Any]) -> None:
+    """All parts, as far as the time goes; into what was found."""
     rates = card.rates(min(1 << 32, 4 * n * dim))
     print({name: round(rate, 2) for name, rate in rates.items()}, flush=True)
     world, rows = World(card, n, dim), list[Row]()
+    found |= {"rates": rates, "rows": rows}
     start = time.monotonic()
     db = world.database(n)
     rows.append({"part": "database", "what": f"{n} records inserted", "ms": round((time.monotonic() - start) * 1e3)})
+    print(line(rows[0]), flush=True)
     read, some = rates["read GB/s"] * 1e9, min(n, 1_000_000)
     parts: list[Callable[[], Iterator[Row]]] = [partial(attention, world, db, read, q) for q in (1, 4, 16, 64)]
     parts += [partial(nearest, world, db, read, q) for q in (1, 64)]
@@ -225,11 +228,10 @@ def measure(card: Card, n: int, dim: int) -> dict[str, Any]:
             for row in part():
                 rows.append(row if card.cuda else row | {"met": None})  # goals are a GPU's
                 print(line(rows[-1]), flush=True)
-        except (LeftOut, softdb.MissingDependency, torch.cuda.OutOfMemoryError) as error:
+        except (LeftOut, softdb.MissingDependency, DeviceFailed, torch.cuda.OutOfMemoryError) as error:
             rows.append({"part": name, "what": "-", "failed": str(error).splitlines()[0]})
             print(line(rows[-1]), flush=True)
         card.freed()
-    return {"rates": rates, "rows": rows}
 
 
 def line(row: Row) -> str:
@@ -265,9 +267,11 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         "commit": commit(),
     }
     print(f"{'part':24} {'what':40} {'ms':>12} {'floor ms':>12} {'ratio':>9} {'goal':>7}")
-    result |= measure(card, given.records, given.dim)
-    if given.out:
-        write_json(given.out, result)
+    try:
+        measure(card, given.records, given.dim, result)
+    finally:  # what was found before something failed is worth keeping
+        if given.out:
+            write_json(given.out, result)
     return result
 
 
