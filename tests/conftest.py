@@ -70,11 +70,7 @@ def gpu() -> Any:
 @pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Any:
     """A torch.device that is not the CPU: a pretended one everywhere, and a GPU where there is one."""
-    if request.param == "cuda":
-        return gpu()
-    from pretended import DEVICE
-
-    return DEVICE
+    return gpu() if request.param == "cuda" else request.getfixturevalue("pretended").device
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -92,10 +88,11 @@ def cuda() -> Any:
 
 
 @pytest.fixture
-def pretended() -> Iterator[Any]:
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The device that is pretended, which notes what crosses to it and back."""
-    from pretended import Pretended
+    from pretended import Pretended, autocast
 
+    monkeypatch.setattr("torch.autocast", autocast)
     yield Pretended()
     Pretended.noting = None
 

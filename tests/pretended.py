@@ -1,30 +1,22 @@
 """A device that is pretended: to torch it is another one than the CPU, and its tensors are computed there all the same.
 
-Tensors of `pretended:0` refuse the company of the CPU's and have no `numpy()`, as a GPU's; every crossing is noted. It
-stands on torch's interface for backends in Python, and knows every operation, since it hands them to the CPU.
+Its tensors refuse the company of the CPU's and have no `numpy()`, as a GPU's; every crossing is noted. It knows every
+operation, since it hands them to the CPU. Its name is that of a device that this torch has without a backend, and for
+which autograd needs no thread: `lazy:0`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-NAME = "pretended"
+NAME = "lazy"
 INDEXES = {"index", "index_put_", "_index_put_impl_", "index_put"}  # take indices of the CPU, as with CUDA
-
-
-class _Module(_DummyBackendModule):
-    """What torch asks a backend."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-
-_setup_privateuseone_for_python_backend(NAME, _Module())
+AUTOCAST = torch.autocast
 DEVICE = torch.device(NAME, 0)
 
 
@@ -45,11 +37,19 @@ class There(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def new(self, indices: Tensor, values: Tensor, size: Any) -> Tensor:  # as torch.optim.SparseAdam asks
+        return torch.sparse_coo_tensor(indices, values, size)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, call: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return computed(call, *args, **(kwargs or {}))
+
+
+def autocast(kind: str, *args: Any, **words: Any) -> Any:
+    """torch.autocast, which knows no such device."""
+    return contextlib.nullcontext() if kind == NAME else AUTOCAST(kind, *args, **words)
 
 
 class Crossing(NamedTuple):
@@ -101,7 +101,7 @@ def computed(call: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 LIBRARY: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-LIBRARY.fallback(computed, "PrivateUse1")
+LIBRARY.fallback(computed, "Lazy")
 
 
 def _inside(one: Any) -> Any:

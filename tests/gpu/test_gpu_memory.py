@@ -125,7 +125,7 @@ def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None
     pretended.waits = 0
     step()
     candidates = 16 * 8
-    assert {one.to for one in pretended.crossings} == {"cpu", "pretended"}
+    assert {one.to for one in pretended.crossings} == {"cpu", pretended.device.type}
     assert max(one.numbers for one in pretended.crossings) <= candidates, "more than positions travels"
     assert sum(one.numbers for one in pretended.crossings) <= 8 * candidates
     assert pretended.waits <= 4

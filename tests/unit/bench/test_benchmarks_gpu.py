@@ -12,6 +12,9 @@ import torch
 
 import softdb
 
+# flex attention is imported where it is asked for, and torch's inductor with it
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
