@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,13 +215,13 @@ def measure(card: Card, n: int, dim: int, found: dict[str, Any]) -> None:
     rows.append({"part": "database", "what": f"{n} records inserted", "ms": round((time.monotonic() - start) * 1e3)})
     print(line(rows[0]), flush=True)
     read, some = rates["read GB/s"] * 1e9, min(n, 1_000_000)
-    parts: list[Callable[[], Iterator[Row]]] = [partial(attention, world, db, read, q) for q in (1, 4, 16, 64)]
+    parts = [partial(attention, world, db, read, q) for q in (1, 4, 16, 64)]
     parts += [partial(nearest, world, db, read, q) for q in (1, 64)]
     small = world.database(some) if some < n else db
     parts += [partial(steps, world, small, rates, q) for q in ((1024, 4096) if card.cuda else (64,))]
     parts += [partial(index, world, small, q) for q in ((256, 4096) if card.cuda else (256,))]
     for part in parts:
-        name = str(getattr(part, "func", part).__name__) + f" {part.args[-1]}" if isinstance(part, partial) else "?"
+        name = f"{getattr(part.func, '__name__', '')}, q = {part.args[-1]}"
         try:
             if card.left < 20:
                 raise LeftOut("the time is over")

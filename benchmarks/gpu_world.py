@@ -103,8 +103,8 @@ class World:
 
     def queries(self, q: int) -> Tensor:
         """(q, d) float32, each with scores of standard deviation 1."""
-        found = torch.randn(q, self.dim, generator=self.generator, device=self.card.device)
-        return found / self.dim**0.5
+        found: Tensor = torch.randn(q, self.dim, generator=self.generator, device=self.card.device)
+        return found.div_(self.dim**0.5)
 
     def database(self, n: int) -> softdb.SoftDB:
         """The first n records, in memory, and resident."""
@@ -145,22 +145,21 @@ def close(name: str, found: Tensor, expected: Tensor, most: float) -> float:
 
 def sdpa(world: World, queries: Tensor) -> Tensor:
     """torch's attention, in halves."""
-    column = queries.half(), world.keys, world.values
-    found = F.scaled_dot_product_attention(*(one[None, None] for one in column), scale=1.0)
-    return found[0, 0]
+    asked, keys, values = (one[None, None] for one in (queries.half(), world.keys, world.values))
+    return F.scaled_dot_product_attention(asked, keys, values, scale=1.0)[0, 0]
 
 
 def flex_of(world: World) -> Callable[[Tensor], Tensor]:
     """torch's flex attention, compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention)
+    compiled: Any = torch.compile(flex_attention)
 
     def asked(queries: Tensor) -> Tensor:
         if not world.card.cuda:
             raise LeftOut("is compiled for a GPU alone here")
         column = queries.half(), world.keys, world.values
-        found: Tensor = compiled(*(one[None, None] for one in column), scale=1.0)[0, 0]  # type: ignore[index]
+        found: Tensor = compiled(*(one[None, None] for one in column), scale=1.0)[0, 0]
         return found
 
     return asked

@@ -37,7 +37,7 @@ class There(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    def new(self, indices: Tensor, values: Tensor, size: Any) -> Tensor:  # as torch.optim.SparseAdam asks
+    def new(self, indices: Any, values: Any, size: Any) -> Tensor:  # type: ignore[override]  # torch.optim.SparseAdam asks
         return torch.sparse_coo_tensor(indices, values, size)
 
     @classmethod
