@@ -215,8 +215,8 @@ def measure(card: Card, n: int, dim: int, found: dict[str, Any]) -> None:
     rows.append({"part": "database", "what": f"{n} records inserted", "ms": round((time.monotonic() - start) * 1e3)})
     print(line(rows[0]), flush=True)
     read, some = rates["read GB/s"] * 1e9, min(n, 1_000_000)
-    parts = [partial(attention, world, db, read, q) for q in (1, 4, 16, 64)]
-    parts += [partial(nearest, world, db, read, q) for q in (1, 64)]
+    parts = [partial(attention, world, db, read, q) for q in ((1, 4, 16, 64) if card.cuda else (1, 8))]
+    parts += [partial(nearest, world, db, read, q) for q in ((1, 64) if card.cuda else (8,))]
     small = world.database(some) if some < n else db
     parts += [partial(steps, world, small, rates, q) for q in ((1024, 4096) if card.cuda else (64,))]
     parts += [partial(index, world, small, q) for q in ((256, 4096) if card.cuda else (256,))]

@@ -90,9 +90,10 @@ def cuda() -> Any:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The device that is pretended, which notes what crosses to it and back."""
-    from pretended import Pretended, autocast
+    from pretended import NAME, Module, Pretended, autocast
 
     monkeypatch.setattr("torch.autocast", autocast)
+    monkeypatch.setattr(f"torch.{NAME}", Module(), raising=False)
     yield Pretended()
     Pretended.noting = None
 

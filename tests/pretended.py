@@ -52,6 +52,12 @@ def autocast(kind: str, *args: Any, **words: Any) -> Any:
     return contextlib.nullcontext() if kind == NAME else AUTOCAST(kind, *args, **words)
 
 
+class Module:
+    """What torch asks of a device's own module, such as torch.cuda: it has no random numbers to keep."""
+
+    _initialized = False
+
+
 class Crossing(NamedTuple):
     """What went from one device to the other."""
 
