@@ -1,0 +1,63 @@
+"""Nadaraya-Watson regression with every kernel, and the effect of the width (Dive into Deep Learning, 11.2).
+
+    python examples/kernels.py [PICTURE.png]
+
+Forty noisy measurements of 2 sin x + x. The soft query of a database by a kernel is the Nadaraya-Watson mean; what
+each training record weighs for each x is attention. A kernel decides how the weight falls off, its width how far it
+reaches.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import softdb
+from softdb import scores
+from softdb.plots import figure, save
+
+KERNELS = [scores.Gaussian, scores.Boxcar, scores.Epanechnikov, scores.Triangular, scores.Laplacian]
+WIDTHS = (0.1, 0.2, 0.5, 1.0)
+
+
+def curve(x: torch.Tensor) -> torch.Tensor:
+    """What is measured."""
+    return 2 * x.sin() + x
+
+
+def main(picture: str | None) -> None:
+    """Ask one database by every kernel and width, and draw the answers over their attention."""
+    torch.manual_seed(0)
+    x = (torch.rand(40, 1) * 5).sort(dim=0).values
+    y = curve(x) + 0.5 * torch.randn(40, 1)
+    asked = torch.linspace(0, 5, 100).unsqueeze(1)
+    names = [*(kernel.__name__ for kernel in KERNELS), "Constant"] + [f"Gaussian, width {width}" for width in WIDTHS]
+    ways = [*(kernel(1.0) for kernel in KERNELS), scores.Constant()] + [scores.Gaussian(width) for width in WIDTHS]
+    with softdb.open(None, dim=1, value_dim=1, metric="l2") as db:
+        db.insert(range(40), x, y)
+        answers = [db.attend(asked, score=way, need_weights=True) for way in ways]
+    errors = {}
+    for name, answer in zip(names, answers, strict=True):
+        errors[name] = (answer.output - curve(asked)).square().mean().sqrt().item()
+        print(f"{name:22} error {errors[name]:.2f}")
+    assert torch.allclose(answers[5].output, y.mean().expand(100, 1), atol=1e-5)  # the constant one pools everything
+    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 0.1"]  # which repeats the noise
+    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 1.0"] < errors["Constant"]  # which flatten the curve
+    if picture:
+        drawn, _ = figure(1, 13, 9)
+        drawn.clear()
+        axes = drawn.subplots(4, 5, sharex=True)
+        for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
+            above, below = axes[place // 5 * 2, place % 5], axes[place // 5 * 2 + 1, place % 5]
+            above.plot(asked, curve(asked), ":", color="0.5")
+            above.plot(asked, answer.output, color="C0")
+            above.plot(x, y, "o", color="C1", markersize=3, alpha=0.6)
+            above.set_title(f"{name}: error {errors[name]:.2f}", fontsize=9)
+            below.imshow(answer.weights.T.numpy(), cmap="Blues", vmin=0, aspect="auto", extent=(0, 5, 40, 0))
+            below.set(xlabel="x", ylabel="" if place % 5 else "weight of each record")
+        save(drawn, picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,0 +1,52 @@
+"""Masked softmax, and an additive score for queries of another width than the keys (Bahdanau, Cho and Bengio 2015).
+
+    python examples/masked_scores.py [PICTURE.png]
+
+Two sequences lie in one database, of which 2 and 6 places count; the others are padding. Queries are 20 wide, keys 2:
+an additive score wᵀtanh(W_q q + W_k k) compares them all the same. As all keys are alike, the weights can only be
+even over what the mask leaves (Dive into Deep Learning, 11.3).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import softdb
+from softdb import scores
+from softdb.plots import attention_heatmap, figure, save
+
+
+def main(picture: str | None) -> None:
+    """Ask with a mask, compare with plain tensors, and draw the weights."""
+    torch.manual_seed(0)
+    queries = torch.randn(2, 20, requires_grad=True)
+    keys, values = torch.ones(10, 2), torch.arange(40.0).reshape(10, 4)
+    counts = torch.tensor([2, 6])
+    mask = torch.arange(10) < counts.unsqueeze(1)  # (2, 10): which places of which sequence count
+    additive = scores.Additive(20, 2, hidden=8)
+    with softdb.open(None, dim=2, value_dim=4) as db:
+        db.insert(range(10), keys, values)
+        answer = db.attend(queries, score=additive, mask=mask, need_weights=True)
+        product = db.attend(queries[:, :2], score=scores.ScaledDot(), mask=mask)  # needs queries as wide as the keys
+    plain = softdb.attention(queries[:, None], keys, values, score=additive, valid_len=counts)[:, 0]
+    assert torch.allclose(answer.output, plain, atol=1e-5)
+    assert torch.allclose(answer.output, product.output, atol=1e-4)  # alike keys: every score pools alike
+    assert torch.allclose(answer.output[0], values[:2].mean(0), atol=1e-5)
+    assert torch.allclose(answer.output[1], values[:6].mean(0), atol=1e-4)
+    answer.output.sum().backward()
+    assert queries.grad is not None
+    print(answer.output)
+    if picture:
+        shares = torch.zeros(2, 10)
+        for row, weights in enumerate(answer.weights.detach()):
+            shares[row, : counts[row]] = weights[: counts[row]]
+        drawn, (ax,) = figure(1, 7, 2.2)
+        names = ["2 places count", "6 places count"]
+        attention_heatmap(ax, shares, names, [str(place) for place in range(10)])
+        save(drawn, picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

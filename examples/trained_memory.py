@@ -1,0 +1,69 @@
+"""A memory that is trained: 64 records, all alike at first, learn what to hold, and go back to the database.
+
+    python examples/trained_memory.py [PICTURE.png]
+
+Keys and values of the records are parameters (as in product-key memories, Lample et al. 2019, arXiv:1907.05242): the
+soft query's gradient moves the few records that were found. What is learned is a function of the plane; the keys
+arrange themselves where it bends. `commit()` writes them back, all or nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+
+import softdb
+from softdb.nn import Memory
+from softdb.plots import figure, save
+
+
+def target(x: torch.Tensor) -> torch.Tensor:  # (n, 2) -> (n, 1)
+    """A hill and a hollow."""
+    return (-(x - 0.7).square().sum(1) / 0.3).exp()[:, None] - (-(x + 0.7).square().sum(1) / 0.3).exp()[:, None]
+
+
+def main(picture: str | None) -> None:
+    """Train keys and values, write them back, and open the database again."""
+    torch.manual_seed(0)
+    tests = torch.rand(500, 2) * 4 - 2
+    with tempfile.TemporaryDirectory() as folder:
+        with softdb.open(folder + "/memory", dim=2, value_dim=1, metric="l2") as db:
+            start = torch.rand(64, 2) * 4 - 2
+            db.insert(range(64), start, torch.zeros(64, 1))
+            memory = Memory(db, k=8, temperature=0.3)
+            optimiser = torch.optim.SparseAdam(list(memory.parameters()), lr=0.03)
+            losses = []
+            for _ in range(300):
+                x = torch.rand(64, 2) * 4 - 2
+                loss = (memory(x).output - target(x)).square().mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                memory.step()
+                losses.append(loss.item())
+            print(f"loss {sum(losses[:20]) / 20:.4f} at first, {sum(losses[-20:]) / 20:.4f} at last")
+            print(memory.commit(), "records written back")
+        with softdb.open(folder + "/memory", mode="r") as db:  # the plain database has learned it
+            learned = db.attend(tests, k=8, temperature=0.3).output
+            records = db.get(range(64))
+        error = (learned - target(tests)).square().mean().item()
+    assert error < 0.2 * target(tests).square().mean().item()
+    if picture:
+        drawn, (left, right) = figure(2, 4.5, 4)
+        left.plot(losses)
+        left.set(xlabel="step", ylabel="loss", yscale="log")
+        grid = torch.stack(torch.meshgrid(*[torch.linspace(-2, 2, 80)] * 2, indexing="xy"), -1).reshape(-1, 2)
+        shades = {"cmap": "RdBu", "vmin": -1.2, "vmax": 1.2}
+        right.imshow(target(grid).reshape(80, 80).numpy(), extent=(-2, 2, -2, 2), origin="lower", **shades)
+        ends = torch.as_tensor(records.keys)
+        for a, b in zip(start, ends, strict=True):
+            right.plot([a[0], b[0]], [a[1], b[1]], color="0.4", linewidth=0.7)
+        right.scatter(ends[:, 0], ends[:, 1], c=torch.as_tensor(records.values)[:, 0], edgecolor="k", **shades)
+        right.set(title="where the records went, and what they hold")
+        save(drawn, picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,0 +1,31 @@
+"""The short examples: each ends in assertions of its own, and draws what it shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_examples import EXAMPLES, ROOT, run
+
+QUICK = (
+    "kernels.py", "attention_pooling.py", "masked_scores.py", "image_memory.py", "self_attention.py", "kitchen.py",
+    "local_bandwidth.py", "heat_map.py", "cross_modal.py",
+)  # fmt: skip
+LONGER = "density.py", "trained_memory.py", "hard_attention.py", "translation.py", "transformer_block.py"
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
+def test_it_shows_what_it_says(name: str, tmp_path: Path) -> None:
+    example = ROOT / "examples" / name
+    assert len(example.read_text().splitlines()) <= 85
+    assert "\n    assert " in example.read_text() or "\n        assert " in example.read_text()
+    assert run(example, tmp_path, "mine.png")
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_every_example_and_its_pictures() -> None:
+    table = (ROOT / "examples" / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+\.py)\)", table)) == {example.name for example in EXAMPLES}
+    for picture in re.findall(r"!\[\]\((\S+)\)", table):
+        assert (ROOT / "examples" / picture).stat().st_size < 100_000
