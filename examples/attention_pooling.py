@@ -37,7 +37,7 @@ def main(picture: str | None) -> None:
         for _ in range(80):
             loss = (db.attend(x, score=learned, mask=others).output - y).square().mean()
             optimiser.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         with torch.no_grad():
             width = learned.bandwidth.item()

@@ -36,7 +36,7 @@ def trained(db: softdb.SoftDB, asked: torch.Tensor, right: torch.Tensor, way: st
             reward = (drawn.hits.rows == right.unsqueeze(1)).float()
             loss = reinforce(reward, drawn.log_prob, leave_one_out(reward) if "baseline" in way else None)
         optimiser.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         found.append((db.search(queries.detach(), k=1).rows[:, 0] == right).float().mean().item())
     return found

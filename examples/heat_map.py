@@ -40,7 +40,7 @@ def main(picture: str | None) -> None:
     for label, place, true in zip(places, found, places.values(), strict=True):
         print(f"digit {label}: sought at {tuple(place)}, stands at {true}")
     assert (off < 2).sum() >= 5
-    if picture:
+    if picture and answer.weights is not None:
         drawn, axes = figure(6, 2.2, 2.6)
         for ax, label, weights in zip(axes, places, answer.weights, strict=True):
             spot = torch.ones(1, 1, WINDOW, WINDOW)  # a weight is that of its whole window

@@ -40,7 +40,7 @@ def main(picture: str | None) -> None:
             part = slice(step % 4 * 300, step % 4 * 300 + 300)
             loss = log_loss(db.attend(images[part], score=score, mask=others[part]).output, labels[part])
             optimiser.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         with torch.no_grad():
             votes = db.search(asked, k=10).rows  # rows count from 0, as they were inserted

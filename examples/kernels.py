@@ -17,7 +17,9 @@ import softdb
 from softdb import scores
 from softdb.plots import figure, save
 
-KERNELS = [scores.Gaussian, scores.Boxcar, scores.Epanechnikov, scores.Triangular, scores.Laplacian]
+ONE: list[scores.Kernel] = [
+    scores.Gaussian(1.0), scores.Boxcar(1.0), scores.Epanechnikov(1.0), scores.Triangular(1.0), scores.Laplacian(1.0)
+]  # fmt: skip
 WIDTHS = (0.1, 0.2, 0.5, 1.0)
 
 
@@ -32,8 +34,8 @@ def main(picture: str | None) -> None:
     x = (torch.rand(40, 1) * 5).sort(dim=0).values
     y = curve(x) + 0.5 * torch.randn(40, 1)
     asked = torch.linspace(0, 5, 100).unsqueeze(1)
-    names = [*(kernel.__name__ for kernel in KERNELS), "Constant"] + [f"Gaussian, width {width}" for width in WIDTHS]
-    ways = [*(kernel(1.0) for kernel in KERNELS), scores.Constant()] + [scores.Gaussian(width) for width in WIDTHS]
+    names = [*(type(kernel).__name__ for kernel in ONE), "Constant", *(f"Gaussian, width {width}" for width in WIDTHS)]
+    ways = [*ONE, scores.Constant(), *(scores.Gaussian(width) for width in WIDTHS)]
     with softdb.open(None, dim=1, value_dim=1, metric="l2") as db:
         db.insert(range(40), x, y)
         answers = [db.attend(asked, score=way, need_weights=True) for way in ways]
@@ -54,6 +56,7 @@ def main(picture: str | None) -> None:
             above.plot(asked, answer.output, color="C0")
             above.plot(x, y, "o", color="C1", markersize=3, alpha=0.6)
             above.set_title(f"{name}: error {errors[name]:.2f}", fontsize=9)
+            assert answer.weights is not None
             below.imshow(answer.weights.T.numpy(), cmap="Blues", vmin=0, aspect="auto", extent=(0, 5, 40, 0))
             below.set(xlabel="x", ylabel="" if place % 5 else "weight of each record")
         save(drawn, picture)

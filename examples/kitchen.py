@@ -47,7 +47,8 @@ def main(picture: str | None) -> None:
         for question, (query, widths) in ASKED.items():
             answer = db.attend(query, score=NegativeL2(torch.tensor(widths)), need_weights=True)
             (why,) = answer.explain(k=3)
-            print(f"{question:30} {', '.join(why.ids)}")
+            print(f"{question:30} {', '.join(map(str, why.ids))}")
+            assert answer.weights is not None
             shares.append(answer.weights[0])
         assert {names[i] for i in shares[0].topk(3).indices} == {"red mug", "tomato", "red chair"}
         assert {names[i] for i in shares[1].topk(3).indices} == {"red mug", "blue mug", "water jug"}
@@ -62,11 +63,11 @@ def main(picture: str | None) -> None:
             told = db.attend(keys, score=learned, mask=~torch.eye(8, dtype=torch.bool)).output
             loss = (told - red).square().mean()  # each is told from the others
             optimiser.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-    widths = learned.bandwidth.tolist()
-    print("learned widths: " + ", ".join(f"{w:.2f}" for w in widths))
-    assert widths[0] < 0.5 * min(widths[1:])
+    found = learned.bandwidth.tolist()
+    print("learned widths: " + ", ".join(f"{w:.2f}" for w in found))
+    assert found[0] < 0.5 * min(found[1:])
     if picture:
         drawn, (ax,) = figure(1, 8, 4.5)
         weight_bars(ax, torch.stack(shares), names, list(ASKED))

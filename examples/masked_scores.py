@@ -35,10 +35,10 @@ def main(picture: str | None) -> None:
     assert torch.allclose(answer.output, product.output, atol=1e-4)  # alike keys: every score pools alike
     assert torch.allclose(answer.output[0], values[:2].mean(0), atol=1e-5)
     assert torch.allclose(answer.output[1], values[:6].mean(0), atol=1e-4)
-    answer.output.sum().backward()
+    answer.output.sum().backward()  # type: ignore[no-untyped-call]
     assert queries.grad is not None
     print(answer.output)
-    if picture:
+    if picture and answer.weights is not None:
         shares = torch.zeros(2, 10)
         for row, weights in enumerate(answer.weights.detach()):
             shares[row, : counts[row]] = weights[: counts[row]]

@@ -39,8 +39,8 @@ def main(picture: str | None) -> None:
                 x = torch.rand(64, 2) * 4 - 2
                 loss = (memory(x).output - target(x)).square().mean()
                 optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimiser.step()  # type: ignore[no-untyped-call]
                 memory.step()
                 losses.append(loss.item())
             print(f"loss {sum(losses[:20]) / 20:.4f} at first, {sum(losses[-20:]) / 20:.4f} at last")

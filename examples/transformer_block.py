@@ -40,7 +40,8 @@ class Block(torch.nn.Module):
             found = softdb.attention(*heads, details=True)
             self.weights = found.weights.detach()
             x = x + self.projections[3](found.output.transpose(1, 2).flatten(2))
-        return x + self.network(self.norms[1](x))
+        out: torch.Tensor = x + self.network(self.norms[1](x))
+        return out
 
 
 def trained(attends: bool) -> tuple[float, torch.Tensor]:

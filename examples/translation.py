@@ -67,7 +67,7 @@ def main(picture: str | None) -> None:
         for _ in range(150):
             loss = F.cross_entropy(model(read[~held], written[~held])[0].flatten(0, 1), right[~held].flatten())
             optimiser.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         scores, weights = model(read, written)
         whole = (scores.argmax(-1) == right).all(1)[held].float().mean().item()
