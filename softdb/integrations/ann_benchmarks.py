@@ -1,0 +1,72 @@
+"""ann-benchmarks: a database as an algorithm. docs/integrations/benchmarks.md has its Dockerfile and its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ann_benchmarks.algorithms.base.module import BaseANN
+from numpy.typing import NDArray
+
+from softdb.check import one_of, share
+from softdb.opening import open as open_database
+
+__all__ = ["SoftDBAlgorithm"]
+
+METRICS: dict[str, Any] = {"angular": "cosine", "euclidean": "l2"}
+REPORTED = ("kind", "codes", "nprobe", "ef_search", "fetch_k", "recall")
+BUILT_FOR = 0.5  # the recall that the effort is first tuned to; each query argument tunes it anew
+
+
+class SoftDBAlgorithm(BaseANN):
+    """A database in memory with an index of one kind; the query argument is the recall to be reached.
+
+    softdb has no ef or nprobe to be given: `tune` raises the effort until the recall asked for is measured, on stored
+    keys that were held aside, never on the queries of the benchmark. The effort found is reported beside the result.
+
+    Args:
+        metric: "angular" or "euclidean".
+        kind: of `SoftDB.build_index`: "auto", "ivf", "ivf-sq8", "ivf-rabitq", "hnsw", or "flat" for exact search.
+
+    Raises BadInput for another metric.
+    """
+
+    def __init__(self, metric: str, kind: str = "auto") -> None:
+        self.metric, self.kind = METRICS[one_of(metric, "metric", METRICS)], kind
+        self.name = f"softdb ({kind})"
+        self._results: NDArray[np.int64] = np.zeros((0, 0), np.int64)
+
+    def fit(self, X: NDArray[Any]) -> None:
+        """Insert the vectors (n, d) and build the index."""
+        self.db = open_database(None, dim=X.shape[1], metric=self.metric)
+        self.db.insert(range(len(X)), X)
+        if self.kind != "flat":
+            self.db.build_index(self.kind, recall=BUILT_FOR)
+
+    def set_query_arguments(self, recall: float) -> None:
+        """Tune the index to this recall of the 10 nearest."""
+        if self.db.stats().index is not None:
+            self.db.tune(share(recall, "recall"))
+        self.name = f"softdb ({self.kind}, recall {recall})"
+
+    def query(self, q: NDArray[Any], n: int) -> NDArray[np.int64]:  # (d,) -> (n,)
+        """The numbers of the nearest vectors, nearest first."""
+        rows: NDArray[np.int64] = self.db.search(q, n).rows[0].numpy()  # rows count from 0, in the order of insertion
+        return rows
+
+    def batch_query(self, X: NDArray[Any], n: int) -> None:
+        """All queries in one call."""
+        self._results = self.db.search(X, n).rows.numpy()
+
+    def get_batch_results(self) -> NDArray[np.int64]:  # (q, n)
+        """What `batch_query` found."""
+        return self._results
+
+    def get_additional(self) -> dict[str, Any]:
+        """What the index is, its effort, and the recall that was measured on keys held aside."""
+        index = self.db.stats().index
+        return {} if index is None else {f"index_{name}": getattr(index, name) for name in REPORTED}
+
+    def done(self) -> None:
+        """Close the database."""
+        self.db.close()

@@ -1,0 +1,144 @@
+"""VectorDBBench: a database as one of its clients. docs/integrations/benchmarks.md says where it is entered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from vectordb_bench.backend.clients.api import DBCaseConfig, DBConfig, MetricType, VectorDB
+from vectordb_bench.backend.filter import Filter, FilterOp
+
+from softdb.database import SoftDB
+from softdb.errors import BadInput, SoftDBError
+from softdb.opening import open as open_database
+
+__all__ = ["SoftDBCaseConfig", "SoftDBClient", "SoftDBConfig"]
+
+METRICS: dict[Any, Any] = {
+    MetricType.L2: "l2", MetricType.COSINE: "cosine", MetricType.IP: "dot", MetricType.DP: "dot",
+}  # fmt: skip
+LABEL = "label"  # the payload's field for VectorDBBench's labels
+
+
+class SoftDBConfig(DBConfig):
+    """Where the databases lie: each collection is a directory below `path`."""
+
+    path: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the client is given it."""
+        return {"path": self.path}
+
+
+class SoftDBCaseConfig(BaseModel, DBCaseConfig):
+    """The index: its kind, and the recall that its effort is tuned to, measured on stored keys held aside."""
+
+    metric_type: MetricType = MetricType.COSINE
+    kind: str = "auto"
+    recall: float = 0.95
+    k: int = 100
+
+    def index_param(self) -> dict[str, Any]:
+        """Arguments of `SoftDB.build_index`."""
+        return {"kind": self.kind, "recall": self.recall, "k": self.k}
+
+    def search_param(self) -> dict[str, Any]:
+        """Nothing: the effort is part of the index."""
+        return {}
+
+
+class SoftDBClient(VectorDB):
+    """A database directory. Inserting and optimising open it for writing, one process at a time; searches only read.
+
+    A search sees what other processes have committed before it. Raises BadInput for a metric that softdb lacks.
+    """
+
+    name = "softdb"
+    supported_filter_types = [FilterOp.NonFilter, FilterOp.NumGE, FilterOp.StrEqual]  # noqa: RUF012 - as the base has it
+    thread_safe = True
+
+    def __init__(
+        self,
+        dim: int,
+        db_config: dict[str, Any],
+        db_case_config: SoftDBCaseConfig | None,
+        collection_name: str = "vector_bench",
+        drop_old: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.case = db_case_config or SoftDBCaseConfig()
+        if self.case.metric_type not in METRICS:
+            raise BadInput(f"metric_type is {self.case.metric_type}; expected {', '.join(map(str, METRICS))}")
+        self.path = Path(db_config["path"]) / collection_name
+        self.where: dict[str, Any] | None = None
+        self._db: SoftDB | None = None
+        if drop_old and (self.path / "catalog.sqlite").exists():
+            shutil.rmtree(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        open_database(self.path, dim=dim, metric=METRICS[self.case.metric_type], fields=[LABEL]).close()
+
+    @contextmanager
+    def init(self) -> Iterator[None]:
+        """Within it the database is opened by the first call, and closed at the end."""
+        try:
+            yield
+        finally:
+            if self._db is not None:
+                self._db.close()
+            self._db = None
+
+    def insert_embeddings(
+        self,
+        embeddings: list[list[float]],
+        metadata: list[int],
+        labels_data: list[str] | None = None,
+        tenant_labels_data: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[int, Exception | None]:
+        """Insert a batch: all of it, durably, or nothing and the error. `metadata` are the ids."""
+        payloads = None if labels_data is None else [{LABEL: label} for label in labels_data]
+        try:
+            self._open("rw").insert(metadata, embeddings, payloads=payloads)
+        except SoftDBError as error:
+            return 0, error
+        return len(metadata), None
+
+    def optimize(self, data_size: int | None = None) -> None:
+        """Build the index; returns when it serves."""
+        self._open("rw").build_index(**self.case.index_param())
+
+    def prepare_filter(self, filters: Filter) -> None:
+        """What the next searches are asked with: ids from a number on, or one label."""
+        if filters.type == FilterOp.NonFilter:
+            self.where = None
+        elif filters.type == FilterOp.NumGE:
+            self.where = {"$id": {"$gte": filters.int_value}}
+        elif filters.type == FilterOp.StrEqual:
+            self.where = {LABEL: filters.label_value}
+        else:
+            raise BadInput(f"filter {filters!r} is of no kind that softdb's client has; see supported_filter_types")
+
+    def search_embedding(self, query: list[float], k: int = 100, *_: Any, **kwargs: Any) -> list[int]:
+        """The ids of the k nearest, nearest first."""
+        db = self._open("r")
+        if db.mode == "r":
+            db.refresh()
+        ids: list[Any] = db.search(query, k, where=self.where).ids[0]
+        return ids
+
+    def _open(self, mode: Any) -> SoftDB:
+        """The handle of this process; a reader is closed where a writer is wanted, a writer reads, too."""
+        if self._db is not None and mode == "rw" and self._db.mode == "r":
+            self._db.close()
+            self._db = None
+        if self._db is None:
+            self._db = open_database(self.path, mode=mode)
+        return self._db
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copied into other processes without the handle, which they open themselves."""
+        return {**self.__dict__, "_db": None}
