@@ -19,7 +19,7 @@ from softdb.database.embedding import telling
 from softdb.database.handle import verb
 from softdb.database.records import RecordVerbs
 from softdb.encoders import name_of
-from softdb.errors import BadInput, SoftDBError, WriteFailed
+from softdb.errors import BadInput, SoftDBError, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.reports import ReembedReport
 from softdb.store import Snapshot, reembed
@@ -80,13 +80,26 @@ class ReembedVerbs(RecordVerbs):
         self._store.require_writable()
         if not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
-        if not (callable(field) or isinstance(field, str | None)):
-            raise BadInput(f"field is {check.shown(field)}; expected a field's name, or a callable, Record -> text")
+        self.require_field(field)
         if not (missing is None or isinstance(missing, str)):
             raise BadInput(f"missing is {check.shown(missing)}; expected a text, or None")
         size = check.integer(batch_size, "batch_size")
         with telling(progress) as say:
             return _Run(self, encoder, field, missing, size, say).report()
+
+    def texts_at(self, rows: Rows, field: TextOf = None) -> list[str]:  # (m,) -> m
+        """The texts of records, as `reembed` takes them. Raises BadInput for one without, StaleRead for one deleted."""
+        found = self._store.read(rows, texts=True)
+        if gone := [row for row in rows.tolist() if row not in found]:
+            raise StaleRead(f"{len(gone)} of {len(rows)} records were deleted or replaced during the call; call again")
+        records = [found[row] for row in rows.tolist()]
+        texts = _texts_of(self, self._store.snapshot, records, field)
+        return [_require_text(*one, field) for one in zip(records, texts, strict=True)]
+
+    def require_field(self, field: object) -> None:
+        """Raises BadInput for what is no `TextOf`."""
+        if not (callable(field) or isinstance(field, str | None)):
+            raise BadInput(f"field is {check.shown(field)}; expected a field's name, or a callable, Record -> text")
 
 
 class _Run:
@@ -143,14 +156,7 @@ class _Run:
         found = self.store.read(rows, texts=True)
         kept = rows[[row in found for row in rows.tolist()]]
         records = [found[row] for row in kept.tolist()]
-        payloads = [one.payload for one in records]
-        if callable(self.field):
-            texts = [self.field(record) for record in self.db._records(snapshot, records)]
-        else:
-            name = "text" if self.field is None else self.field
-            texts = [one.get(name) if isinstance(one, dict) else None for one in parsed(payloads)]
-        if self.field is None:
-            texts = [text if one.text is None else one.text for one, text in zip(records, texts, strict=True)]
+        texts = _texts_of(self.db, snapshot, records, self.field)
         crcs = [[-1 if part is None else crc32(part.encode()) for part in (one.payload, one.text)] for one in records]
         keyed = snapshot.keyed(kept).tolist()
         checked = [self._text(*one) for one in zip(records, texts, keyed, strict=True)]
@@ -159,15 +165,9 @@ class _Run:
     def _text(self, record: RecordEntry, text: object, keyed: bool) -> str | None:
         if not keyed and self.store.schema.has_values:
             return None
-        if isinstance(text, str):
-            return text
         if text is None and (self.missing is not None or not keyed):
             return self.missing
-        where = "the callable gave" if callable(self.field) else f"its field {check.shown(self.field or 'text')} is"
-        raise BadInput(
-            f"record {check.shown(record.id)} has no text: {where} {check.shown(text)}; name the field of the payload "
-            "that has it with field=, or give a text for such records with missing="
-        )
+        return _require_text(record, text, self.field, ", or give a text for such records with missing=")
 
     # -- keys ------------------------------------------------------------------------------------------------------
 
@@ -234,3 +234,24 @@ class _Run:
         self.present += more
         self.total = max(self.total, self.present)
         self.say("embed", self.present, self.total)
+
+
+def _texts_of(db: ReembedVerbs, snapshot: Snapshot, records: list[RecordEntry], field: TextOf) -> list[Any]:
+    """The texts of m records, or whatever stands in their place."""
+    if callable(field):
+        return [field(record) for record in db._records(snapshot, records)]
+    name = "text" if field is None else field
+    texts = [one.get(name) if isinstance(one, dict) else None for one in parsed([one.payload for one in records])]
+    if field is not None:
+        return texts
+    return [text if one.text is None else one.text for one, text in zip(records, texts, strict=True)]
+
+
+def _require_text(record: RecordEntry, text: object, field: TextOf, advice: str = "") -> str:
+    if isinstance(text, str):
+        return text
+    where = "the callable gave" if callable(field) else f"its field {check.shown(field or 'text')} is"
+    raise BadInput(
+        f"record {check.shown(record.id)} has no text: {where} {check.shown(text)}; name the field of the payload "
+        f"that has it with field={advice}"
+    )

@@ -33,14 +33,16 @@ __all__ = ["Encode", "Encoded", "Encoding", "device_of", "probed", "unindexed"]
 
 GATHERED = 1 << 24  # numbers of encoded candidates gathered at once: 64 MB
 
-Encode = Callable[[Tensor], Tensor]  # (m, d) -> (m, d')
+Encode = Callable[[Any], Tensor]  # (m, d), or m texts -> (m, d')
 
 
-def probed(encoder: Encode, dim: int) -> int:
-    """d', the width that an encoder gives to keys as wide as the database's, asked with zeros."""
+def probed(encoder: Encode, dim: int | None) -> int:
+    """d', the width that an encoder gives to keys of zeros, as wide as the database's, or (None) to two texts."""
     if not callable(encoder):
         raise BadInput(f"encoder is {shown(encoder)}; expected an nn.Module or a callable, (m, d) -> (m, d')")
     with torch.no_grad(), evaluating(encoder):
+        if dim is None:
+            return _shaped(encoder(["one", "two"]), 2, None)
         try:
             found = encoder(_as_input(encoder, torch.zeros(2, dim)))
         except RuntimeError as error:  # so torch says that shapes do not fit
@@ -85,6 +87,7 @@ class Encoding:
     read: Resolve  # rows -> ids, for messages
     lock: Any = field(default_factory=threading.RLock)  # held while it runs: its mode is that of one thread
     casts: tuple[tuple[str, torch.dtype], ...] = field(default_factory=_casts)
+    texts: Callable[[NDArray[np.int64]], list[str]] | None = None  # of rows; None: the stored keys are encoded
 
     @property
     def stamp(self) -> tuple[tuple[int, int], ...]:
@@ -102,7 +105,7 @@ class Encoding:
         with self.lock, contextlib.ExitStack() as stack:
             for kind, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            encoded = self.encoder(_as_input(self.encoder, keys))
+            encoded = self.encoder(_as_input(self.encoder, keys) if self.texts is None else self.texts(rows))
         _shaped(encoded, len(keys), self.dim)
         encoded = encoded.to(torch.promote_types(encoded.dtype, torch.float32))
         plain = encoded.detach()

@@ -18,6 +18,7 @@ from softdb.answers import Hits, Pooled
 from softdb.attend import Request, exact, nearest
 from softdb.check import Metric, shown
 from softdb.database import SoftDB
+from softdb.database.reembedding import TextOf
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.eager import untraced
@@ -61,8 +62,10 @@ class View(Reindexed):
 
     Args:
         db: the database.
-        encoder: an nn.Module, or a callable, (m, d) stored keys -> (m, d'). Row by row: a record's vector must not
-            depend on the others beside it.
+        encoder: an nn.Module, or a callable, (m, d) stored keys -> (m, d'), or m texts -> (m, d'). Row by row: a
+            record's vector must not depend on the others beside it.
+        texts: whether the encoder is given the records' texts in the place of their keys.
+        field: where these are, as `SoftDB.reembed` takes it.
         metric: "dot", "cosine" or "l2" between queries and f(k); None: the database's.
         dim: d', checked against what the encoder gives to zeros; None: that.
         reindex: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`.
@@ -89,6 +92,8 @@ class View(Reindexed):
         db: SoftDB,
         encoder: Encode,
         *,
+        texts: bool = False,
+        field: TextOf = None,
         metric: Literal["dot", "cosine", "l2"] | None = None,
         dim: int | None = None,
         reindex: Policy | int | None = None,
@@ -106,7 +111,9 @@ class View(Reindexed):
         self.batch_size = check.integer(batch_size, "batch_size")
         self.metric = Metric.parse(db.metric if metric is None else metric)
         self._begin(reindex, StaleIndex(self.metric, recall, index))
-        self.dim = probed(encoder, db.dim)
+        db.require_field(field)
+        self._texts, self._field = texts, field
+        self.dim = probed(encoder, None if texts else db.dim)
         if isinstance(self.policy, InBackground):
             _copyable(encoder)
         if dim is not None and check.integer(dim, "dim") != self.dim:
@@ -178,6 +185,17 @@ class View(Reindexed):
             found = source.scored(request, source.find(request, k).positions)
         rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
         return Hits(rows, found.scores, source.resolve)
+
+    def indexed_nearest(self, queries: Numbers, k: int = 10) -> Tensor:  # (q, d') -> (q, k) rows
+        """The k nearest by the vectors as they were indexed, all of them compared; -1 = none. Encodes nothing.
+
+        After `reindex()` that is exact search by f(k) as it is. Cost: q n d'. Raises as `attend`.
+        """
+        version, snapshot = self._current(self._encoding(), stale=True), self.db.view()[0]
+        asked = check.queries(queries, self.dim, None, "the encoded keys of this view are compared with queries")
+        with check.precise():
+            rows = replace(version, index=None).find(asked.detach(), check.integer(k, "k"), version.alive(snapshot))
+        return torch.from_numpy(rows)
 
     def request(
         self,
@@ -293,7 +311,8 @@ class View(Reindexed):
     def _encoding(self) -> Encoding:
         if self.db.reembedded != self._reembedded:
             raise StaleRead("all keys of the database were made anew since this view was made; make another view")
-        return Encoding(self.encoder, self.dim, self.batch_size, self.db.resolve, self._running)
+        texts = functools.partial(self.db.texts_at, field=self._field) if self._texts else None
+        return Encoding(self.encoder, self.dim, self.batch_size, self.db.resolve, self._running, texts=texts)
 
     # -- the module ----------------------------------------------------------------------------------------------------
 

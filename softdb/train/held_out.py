@@ -14,7 +14,7 @@ from softdb import check
 from softdb.check import Id
 from softdb.database import SoftDB
 from softdb.errors import BadInput
-from softdb.nn.targets import listed
+from softdb.nn.targets import handle, listed
 from softdb.nn.view import View
 from softdb.train.pairs import require_known
 
@@ -35,38 +35,45 @@ class Ranking(NamedTuple):
 
 
 def ranking(
-    db: SoftDB,
+    db: SoftDB | View,
     queries: Tensor,  # (m, d)
     positives: Any,  # m ids, or m lists of ids
     projection: torch.nn.Module | None = None,
 ) -> Ranking:
     """How soon queries find one of their right records. Cost m n d: an exact search.
 
-    Recall counts queries, whatever the number of right records each has (as in Karpukhin et al. 2020, section 5).
+    Recall counts queries, whatever the number of right records each has (as in Karpukhin et al. 2020, section 5). Of a
+    `View` by its encoder as of the last reindexing.
     Raises BadInput for no queries, another number of positives than of queries, and ids that are not stored.
     """
     if not isinstance(queries, Tensor | np.ndarray) or queries.ndim != 2 or not len(queries):
         came = check.shown(queries) if not hasattr(queries, "shape") else f"of shape {tuple(queries.shape)}"
         raise BadInput(f"queries are {came}; expected one or more, (m, d)")
     right = listed(positives, len(queries))
-    require_known(db, right)
+    require_known(handle(db), right)
     return ranked(db, torch.as_tensor(queries), right, projection)
 
 
 @torch.no_grad()
 def ranked(
-    db: SoftDB, queries: Tensor, positives: list[list[Id]], projection: torch.nn.Module | None, view: View | None = None
+    db: SoftDB | View,
+    queries: Tensor,
+    positives: list[list[Id]],
+    projection: torch.nn.Module | None,
+    view: View | None = None,
 ) -> Ranking:
-    """As `ranking`, of what is checked; an id that is not stored is never found. `view`: by its keys."""
+    """As `ranking`, of what is checked; an id that is not stored is never found. `view`: by its keys as they are."""
     places: list[np.ndarray] = []
     size = BATCH if view is None else ENCODED
     for start in range(0, len(queries), size):
         asked, mine = queries[start : start + size], positives[start : start + size]
-        hits = (view or db).search(asked if projection is None else projection(asked), DEPTH, exact=True)
-        rows = db.locate([one for ids in mine for one in ids])[1]
+        asked = asked if projection is None else projection(asked)
+        indexed = isinstance(db, View) and db.indexed_nearest(asked, DEPTH)
+        hits = indexed if isinstance(indexed, Tensor) else (view or db).search(asked, DEPTH, exact=True).rows
+        rows = handle(db).locate([one for ids in mine for one in ids])[1]
         # -2: -1 stands in hits where there are none
         right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)
-        places.append(_first(hits.rows.cpu().numpy(), right))
+        places.append(_first(hits.cpu().numpy(), right))
     ranks = np.concatenate(places)
     return Ranking(float((ranks <= 1).mean()), float((ranks <= 10).mean()), float((1 / ranks).mean()), len(ranks))
 
