@@ -68,8 +68,10 @@ def ranked(
     for start in range(0, len(queries), size):
         asked, mine = queries[start : start + size], positives[start : start + size]
         asked = asked if projection is None else projection(asked)
-        indexed = isinstance(db, View) and db.indexed_nearest(asked, DEPTH)
-        hits = indexed if isinstance(indexed, Tensor) else (view or db).search(asked, DEPTH, exact=True).rows
+        if isinstance(db, View):
+            hits = db.indexed_nearest(asked, DEPTH)
+        else:
+            hits = (view or db).search(asked, DEPTH, exact=True).rows
         rows = handle(db).locate([one for ids in mine for one in ids])[1]
         # -2: -1 stands in hits where there are none
         right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)
