@@ -213,7 +213,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     left.set(xlabel="CPU seconds of training", ylabel="recall@10, held out, stored keys (%)")
     right.set(xlabel="CPU seconds of training", ylabel="training loss / its first")
     left.legend(frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -254,6 +254,7 @@ def main() -> None:
                 runs[way][str(seed)] = trained(world, way, seed, given)
                 print(seed, way, {k: v for k, v in runs[way][str(seed)].items() if k != "curve"}, flush=True)
                 write_json(given.out, result)
+    draw(runs, given.out.with_suffix(".png"))
 
 
 def measure_memory(given: argparse.Namespace, result: dict[str, Any]) -> None:
