@@ -37,17 +37,15 @@ def world(folder: Path | None) -> tuple[list[Any], Any, list[str], list[list[Any
         data = load_wordnet()
         right = [[data.ids[i] for i in one] for one in data.answers]
         return data.ids, data.keys, data.query_texts, right, data.held_out
-    records, asked = (
-        list(map(json.loads, gzip.decompress((folder / name).read_bytes()).splitlines()))
-        for name in ("records.jsonl.gz", "queries.jsonl.gz")
-    )
+    files = [gzip.decompress((folder / name).read_bytes()) for name in ("records.jsonl.gz", "queries.jsonl.gz")]
+    records, asked = ([json.loads(line) for line in file.splitlines()] for file in files)
     words = np.unique([one["word"] for one in asked], return_inverse=True)[1]
     few = np.random.default_rng(0).permutation(words.max() + 1)[: words.max() // 5]
     ids, keys = [one["id"] for one in records], np.load(folder / "keys.npy").astype(np.float32)
     return ids, keys, [one["definition"] for one in asked], [one["answers"] for one in asked], np.isin(words, few)
 
 
-def main(folder: Path | None, steps: int, held: int) -> None:
+def main(folder: Path | None, steps: int, held: int | None) -> None:
     """Store the records, train the queries' encoder, and measure on held-out words."""
     ids, keys, queries, answers, held_out = world(folder)
     model = SentenceTransformer(str(get_model_path()), device="cpu")

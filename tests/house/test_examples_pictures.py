@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_examples import EXAMPLES, ROOT, run
+from test_examples import ELSEWHERE, EXAMPLES, ROOT, run
 
 QUICK = (
     "kernels.py", "attention_pooling.py", "masked_scores.py", "image_memory.py", "self_attention.py", "kitchen.py",
@@ -26,6 +26,6 @@ def test_it_shows_what_it_says(name: str, tmp_path: Path) -> None:
 
 def test_the_table_has_every_example_and_its_pictures() -> None:
     table = (ROOT / "examples" / "README.md").read_text()
-    assert set(re.findall(r"\]\((\w+\.py)\)", table)) == {example.name for example in EXAMPLES}
+    assert set(re.findall(r"\]\((\w+\.py)\)", table)) == {example.name for example in EXAMPLES} | ELSEWHERE
     for picture in re.findall(r"!\[\]\((\S+)\)", table):
         assert (ROOT / "examples" / picture).stat().st_size < 100_000
