@@ -38,7 +38,7 @@ from softdb.text import SentenceEncoder
 from softdb.train import ranking
 
 TEMPERATURE, RATE, LENGTH = 0.05, 1e-4, 40
-BATCH = {"database": 32, "in-batch": 64}  # in-batch negatives want larger batches; that of the database chosen among several, that of the peer once
+BATCH = {"database": 32, "in-batch": 64}  # the first chosen among several; in-batch negatives want more
 
 
 class World:
