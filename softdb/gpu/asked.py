@@ -80,6 +80,9 @@ def folded(
     wide = values.unsqueeze(-1) if values is not None and labels else values
     asked, k = _with_heads(queries), _with_heads(keys)
     v, m = (None if one is None else _with_heads(one) for one in (wide, mask))
+    devices = {str(one.device) for one in given.values() if one is not None}
+    if len(devices) > 1:
+        raise BadInput(f"the tensors lie on {', '.join(sorted(devices))}; move them to one device")
     h = max(len(one) for one in (asked, k, v) if one is not None)
     fits = all(one is None or (one.ndim == 3 and len(one) in (1, h)) for one in (asked, k, v, m))
     fits = fits and asked.shape[2] == k.shape[2] and (v is None or v.shape[1] == k.shape[1])

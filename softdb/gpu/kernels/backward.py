@@ -31,7 +31,8 @@ def pulls(
             along += product(mine, tl.trans(rows_of(v, at, v_n, there, first, width, BV)))
     elif POOL == LABELS:
         label = tl.load(v + at, mask=there, other=0)
-        along += tl.load(g + q_rows[:, None] * g_q + label[None, :], mask=alive, other=0.0)
+        inside = (label >= 0) & (label < width)  # nothing beyond the gradients is read, whatever a label is
+        along += tl.load(g + q_rows[:, None] * g_q + label[None, :], mask=alive & inside[None, :], other=0.0)
     # at most 0, but a score computed twice may differ in its last digit, which a tiny temperature makes infinite
     p = tl.exp2(tl.minimum(scores - top[:, None], 0.0) * c) * inverse[:, None]
     p = tl.where(alive & finite(scores), p, 0.0)

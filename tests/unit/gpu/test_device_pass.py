@@ -32,13 +32,19 @@ EXACT = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}  # of t
 Found = list[Tensor]
 
 
+@pytest.fixture
+def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in tiles so small that few records fall into many, and ranges merge in several rounds."""
+    monkeypatch.setattr(launch, "plan_of", lambda what, way=None: SMALL)
+    monkeypatch.setattr(launch, "splits_of", lambda n, *_: (max(1, -(-n // 16)), 16))
+    monkeypatch.setattr(launch, "MERGED", (2, 16))
+
+
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways, in tiles so small that few records fall into many."""
+    """Both ways."""
     if request.param == "kernels":
-        request.getfixturevalue("interpreted")
-        monkeypatch.setattr(launch, "plan_of", lambda what, way=None: SMALL)
-        monkeypatch.setattr(launch, "splits_of", lambda n, *_: (max(1, -(-n // 48)), 48))
+        request.getfixturevalue("kernels")
     else:
         monkeypatch.setattr("softdb.gpu.twin.SCORED", 200)
     return str(request.param)
@@ -110,20 +116,33 @@ def test_the_equations(way: str, metric: Metric, rng: np.random.Generator) -> No
     assert live[0][positions.numpy()].all()
 
 
-SHAPES = [(1, 1, 1, 1), (3, 50, 5, 3), (17, 49, 16, 17), (2, 100, 33, 40)]
-MORE = [(16, 16, 128, 16), (5, 47, 100, 128), (33, 97, 48, 64), (2, 20, 768, 300), (2, 35, 1024, 1024)]
+CASES = [  # each dtype and each metric with vectors within a tile and beyond
+    ((1, 1, 1, 1), torch.float32, Metric.DOT),
+    ((3, 50, 5, 3), torch.float16, Metric.COSINE),
+    ((3, 50, 5, 3), torch.bfloat16, Metric.L2),
+    ((17, 49, 16, 17), torch.bfloat16, Metric.DOT),
+    ((2, 60, 33, 40), torch.float32, Metric.COSINE),
+    ((2, 60, 33, 40), torch.float16, Metric.L2),
+]
+SHAPES = [(16, 16, 128, 16), (5, 47, 100, 128), (33, 97, 48, 64), (2, 20, 768, 300), (2, 35, 1024, 1024)]
+MORE = itertools.product(SHAPES, EXACT, Metric)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@every_metric
-@pytest.mark.few(6)
-def test_kernels_agree_with_float64(
-    way: str, shape: tuple[int, int, int, int], dtype: torch.dtype, metric: Metric
-) -> None:
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)], ids=str)
+def test_kernels_agree_with_float64(case: tuple[tuple[int, int, int, int], torch.dtype, Metric]) -> None:
+    shape, dtype, metric = case
     world = World(*shape, dtype)
     how = {"metric": metric, "scale": 0.7}
-    agree(world.asked(False, world.values, True, **how), world.asked(True, world.values, True, **how))
+    found = world.asked(False, world.values, True, **how)
+    agree(found, world.asked(True, world.values, True, **how))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_torch_agrees_with_float64(case: tuple[tuple[int, int, int, int], torch.dtype, Metric]) -> None:
+    shape, dtype, metric = case
+    world = World(*shape, dtype)
+    agree(*(world.asked(precise, world.values, True, metric=metric, scale=0.7) for precise in (False, True)))
 
 
 @every_metric
@@ -213,8 +232,9 @@ def test_a_score_that_overflows_is_nan_for_its_query_alone(way: str, metric: Met
     assert output.shape == expected[0].shape
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-15, 1e15, 1e30, 3e38])
-def test_cosines_of_any_length(way: str, size: float) -> None:
+def test_cosines_of_any_length(size: float) -> None:
     world = World(3, 30, 4, 2)
     expected = world.asked(True, world.values, False, metric=Metric.COSINE)
     world.keys[::2] *= size / world.keys[::2].abs().amax()
@@ -223,9 +243,14 @@ def test_cosines_of_any_length(way: str, size: float) -> None:
     agree(world.asked(False, world.values, False, metric=Metric.COSINE), expected)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_queries_of_any_length_keep_their_digits_on_half_columns(way: str, size: float, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e30])
+def test_queries_of_any_length_keep_their_digits_on_half_columns(size: float) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        _keeps_digits(size, dtype)
+
+
+def _keeps_digits(size: float, dtype: torch.dtype) -> None:
     world = World(3, 30, 20, 4, dtype)
     world.queries *= size
     how = {"metric": Metric.DOT, "scale": 1 / size}
@@ -333,6 +358,11 @@ def test_shapes_that_do_not_fit(shapes: tuple[Any, ...]) -> None:
     queries, keys, values, keep, mask = (None if shape is None else torch.zeros(shape) for shape in shapes)
     with pytest.raises(BadInput, match=r"the shapes are queries .*; expected queries \(q, d\)"):
         pooled(queries, keys, values, metric=Metric.DOT, keep=keep, mask=mask)  # type: ignore[arg-type]
+
+
+def test_tensors_on_several_devices() -> None:
+    with pytest.raises(BadInput, match="lie on cpu, meta; move them to one device"):
+        nearest(torch.zeros(1, 2), torch.zeros(3, 2, device="meta"), 1, metric=Metric.DOT)
 
 
 def test_labels_need_a_width() -> None:
