@@ -36,7 +36,7 @@ Found = list[Tensor]
 def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels in tiles so small that few records fall into many, and ranges merge in several rounds."""
     monkeypatch.setattr(launch, "plan_of", lambda what, way=None: SMALL)
-    monkeypatch.setattr(launch, "splits_of", lambda n, *_: (max(1, -(-n // 16)), 16))
+    monkeypatch.setattr(launch, "splits_of", lambda n, *_: (max(1, -(-n // 32)), 32))
     monkeypatch.setattr(launch, "MERGED", (2, 16))
 
 
@@ -145,12 +145,18 @@ def test_torch_agrees_with_float64(case: tuple[tuple[int, int, int, int], torch.
     agree(*(world.asked(precise, world.values, True, metric=metric, scale=0.7) for precise in (False, True)))
 
 
-@every_metric
-@pytest.mark.parametrize("pooling", ["values", "labels", "nothing"])
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.few(6)
-def test_who_takes_part_and_what_is_pooled(way: str, metric: Metric, pooling: str, keep: bool, mask: bool) -> None:
+TAKING_PART = [
+    ("labels", True, True, Metric.DOT),
+    ("labels", False, True, Metric.L2),
+    ("nothing", True, False, Metric.L2),
+    ("nothing", False, True, Metric.COSINE),
+    ("values", True, True, Metric.COSINE),
+]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("pooling", "keep", "mask", "metric"), TAKING_PART)
+def test_who_takes_part_and_what_is_pooled(pooling: str, keep: bool, mask: bool, metric: Metric) -> None:
     world = World(18, 70, 20, 18)
     world.mask[1] = False
     how = {"metric": metric, "scale": 1.3}
@@ -275,7 +281,7 @@ def test_weights_far_apart(way: str, metric: Metric) -> None:
 @pytest.mark.parametrize("k", [1, 3, 64, 200, 400])
 @every_metric
 def test_the_nearest_with_ties_by_position(way: str, k: int, metric: Metric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "CANDIDATES", 4096)
+    monkeypatch.setattr(launch, "CANDIDATES", 400)  # a query at a time
     random = np.random.default_rng(k)
     keys = torch.from_numpy(random.integers(-2, 3, (300, 3)).astype(np.float32))
     queries = torch.tensor([[1.0, 2.0, -1.0], [0.0, 0.0, 0.0], [-1.0, 1.0, 1.0]])
@@ -291,6 +297,20 @@ def test_the_nearest_with_ties_by_position(way: str, k: int, metric: Metric, mon
         assert (positions[i, len(expected) :] == -1).all()
         assert (found[i, len(expected) :] == -torch.inf).all()
         assert live[positions[i, : len(expected)].numpy()].all()
+
+
+def test_zeros_of_both_signs_tie_and_what_is_no_number_is_the_largest() -> None:
+    scores = torch.tensor([0.0, -0.0, -1.0, 2.0, torch.nan, -torch.inf, torch.inf, 0.0])
+    assert launch._first(scores, 8).tolist() == [4, 6, 3, 0, 1, 7, 2, 5]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_an_overflow_far_from_the_nearest_is_told() -> None:
+    keys = torch.zeros(300, 2)
+    keys[3], keys[170] = 1e-30, 3e38
+    queries = torch.tensor([[3e38, -3e38], [1.0, 0.0]])
+    found = nearest(queries, keys, 1, metric=Metric.DOT)[0]
+    assert found[:, 0].isnan().tolist() == [True, False]
 
 
 # -- what else is promised ---------------------------------------------------------------------------------------------
