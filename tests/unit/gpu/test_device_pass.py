@@ -142,7 +142,8 @@ def test_kernels_agree_with_float64(case: tuple[tuple[int, int, int, int], torch
 def test_torch_agrees_with_float64(case: tuple[tuple[int, int, int, int], torch.dtype, Metric]) -> None:
     shape, dtype, metric = case
     world = World(*shape, dtype)
-    agree(*(world.asked(precise, world.values, True, metric=metric, scale=0.7) for precise in (False, True)))
+    how = {"metric": metric, "scale": 0.7}
+    agree(world.asked(False, world.values, True, **how), world.asked(True, world.values, True, **how))
 
 
 TAKING_PART = [
