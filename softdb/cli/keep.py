@@ -45,7 +45,6 @@ def info(path: Database, as_json: AsJson = False) -> None:
         with opened(path) as db:
             report = db.stats()
     facts = report.asdict()
-    del facts["device"]  # the command line computes on the CPU
     if as_json:
         print_json(facts)
         return
