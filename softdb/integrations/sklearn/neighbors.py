@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ MASKED = 1 << 26  # bools that say which those are
 SPAN, STEPS = (-20.0, 4.0), 13  # of log T about the mean squared distance, and how many are tried at first
 
 
-class _SoftNeighbors(NeighborEstimator):
+class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
     """The mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
 
     temperature_: float
@@ -107,8 +108,9 @@ class _SoftNeighbors(NeighborEstimator):
         near, live = values.reshape(*hits.rows.shape, -1).double(), torch.ones_like(hits.rows, dtype=torch.bool)
         return lambda T: torch.einsum("bk,bkv->bv", by.weigh(hits.scores, T, live).weights, near)
 
+    @abstractmethod
     def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
-        raise NotImplementedError
+        """What a temperature is learnt by."""
 
 
 class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
