@@ -1,17 +1,24 @@
 """Fine-tuning an embedding model through the database, against the library's own loss with in-batch negatives.
 
-    python benchmarks/fine_tuning.py --data DIR --seeds 3 --seconds 240 --out benchmarks/results/fine-tuning.json
+    python benchmarks/fine_tuning.py --data DIR --seeds 3 --out benchmarks/results/fine-tuning.json
+    python benchmarks/fine_tuning.py --data DIR --validate --ways database --set rate=2e-4 --out choice.json
     python benchmarks/fine_tuning.py --data DIR --memory --out benchmarks/results/fine-tuning-memory.json
 
 all-MiniLM-L6-v2 learns another dictionary's definitions as queries for WordNet's glosses; a fifth of the words is held
 out. `database`: `DatabaseLoss`, every stored gloss in the denominator, keys as the untrained model made them.
-`in-batch`: sentence-transformers' CachedMultipleNegativesRankingLoss over pairs of a definition and the gloss of its
-word that is nearest by the untrained model; the corpus is encoded anew by the trained model before it is judged.
-Both: word embeddings frozen, no dropout, AdamW, the same rate, definitions of a batch of like length.
+`in-batch`: sentence-transformers' MultipleNegativesRankingLoss over pairs of a definition and the gloss of its word
+that is nearest by the untrained model; the corpus is encoded anew by the trained model before it is judged. (The
+library's Cached loss has the same value and gradient and costs a second forward pass; batches that fit into memory do
+without.) `in-batch, stored keys`: the same loss of the library, with the stored keys of those glosses as they are.
+All: word embeddings frozen, no dropout, AdamW, a tenth of warm-up, definitions of a batch of like length.
+
+The settings of each way are in CHOSEN. They were chosen by `--validate`: the held-out words are left away, a fifth of
+the others is judged instead.
 
 The budget is seconds of the process' CPU time (user + system, one thread) in training steps alone: so other work on the
-machine does not count. Encoding the corpus anew is not in it, but told. `corpus` records at most are judged among, the
-right ones of the held-out queries among them, where the corpus must be encoded again; `all` is among every record.
+machine does not count. Encoding the corpus anew is not in it, but told. `some` is among `--corpus` records, the right
+ones of the held-out queries and others, where the corpus must be encoded again; `all` is among every record, which for
+`in-batch` is done with `--whole`.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +38,42 @@ import numpy as np
 import torch
 from common import Peak, command, commit, machine, versions, write_json
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 
 import softdb
 from softdb.integrations.sentence_transformers import DatabaseLoss
 from softdb.text import SentenceEncoder
 from softdb.train import ranking
 
-TEMPERATURE, RATE, LENGTH = 0.05, 1e-4, 40
-BATCH = {"database": 32, "in-batch": 64}  # the first chosen among several; in-batch negatives want more
+LENGTH = 48  # tokens: one definition in a hundred is longer
+
+
+@dataclass
+class Settings:
+    """What is chosen for each way."""
+
+    batch: int = 32
+    rate: float = 1e-4
+    temperature: float = 0.05
+    frozen: int = 0  # layers of the model, from below, that stay as they are
+    dropped: float = 0.0  # share of the training definitions, those least like any gloss of their word, left out
+    blend: float = 1.0  # how far from the untrained weights to the trained ones (Wortsman et al. 2022)
+    dropout: float = 0.0
+    head: float = 0.0  # rate of a linear layer behind the model, the identity at first; 0: no such layer
+
+
+CHOSEN = {
+    "database": Settings(),
+    "in-batch": Settings(),
+    "in-batch, stored keys": Settings(batch=64),
+}
 
 
 class World:
     """Glosses with their stored keys, definitions with their right records, and a split by word."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, validate: bool) -> None:
         def lines(name: str) -> list[dict[str, Any]]:
             with gzip.open(folder / name, "rt") as file:
                 return [json.loads(line) for line in file]
@@ -55,50 +84,66 @@ class World:
         self.queries = [line["definition"] for line in asked]
         self.right = [sorted({places[answer] for answer in line["answers"]}) for line in asked]
         self.keys = np.load(folder / "keys.npy").astype(np.float32)
-        untrained = np.load(folder / "queries.npy").astype(np.float32)
-        near = zip(self.right, untrained, strict=True)
-        self.nearest = [mine[int((self.keys[mine] @ one).argmax())] for mine, one in near]
+        self.untrained = np.load(folder / "queries.npy").astype(np.float32)
+        near = [self.keys[mine] @ one for mine, one in zip(self.right, self.untrained, strict=True)]
+        self.nearest = [mine[int(scores.argmax())] for mine, scores in zip(self.right, near, strict=True)]
+        self.likeness = np.array([scores.max() for scores in near])
         words = np.unique([line["word"] for line in asked], return_inverse=True)[1]
         order = np.random.default_rng(seed).permutation(words.max() + 1)
-        held = np.isin(words, order[: len(order) // 5])
-        self.train, self.test = np.flatnonzero(~held), np.flatnonzero(held)
+        fifth = len(order) // 5
+        held, rest = (order[fifth : 2 * fifth], order[2 * fifth :]) if validate else (order[:fifth], order[fifth:])
+        self.train, self.test = (np.flatnonzero(np.isin(words, part)) for part in (rest, held))
         few = {place for i in self.test for place in self.right[i]}
         others = np.random.default_rng(seed).permutation(sorted(set(range(len(records))) - few))
         self.few, self.others = np.array(sorted(few)), others
-        self.untrained = untrained[self.test]
+        self.db = softdb.open(None, dim=self.keys.shape[1])
+        self.db.insert(range(len(self.keys)), self.keys)
 
     def some(self, count: int) -> np.ndarray[Any, Any]:
         """The records of a smaller corpus."""
         return np.sort(np.concatenate([self.few, self.others[: max(0, count - len(self.few))]]))
 
+    def learnt(self, dropped: float) -> np.ndarray[Any, Any]:
+        """The training definitions but for those that no gloss of their word is like."""
+        least = np.quantile(self.likeness[self.train], dropped)
+        return self.train[self.likeness[self.train] >= least]
 
-def judged(
-    world: World, queries: np.ndarray[Any, Any], keys: np.ndarray[Any, Any], places: np.ndarray[Any, Any], test: Any
-) -> dict[str, float]:
-    """How soon held-out queries find a right record among some."""
-    with softdb.open(None, dim=keys.shape[1]) as db:
-        db.insert(places, keys)
-        found = ranking(db, torch.from_numpy(queries), [world.right[i] for i in test])
-    return {name: round(getattr(found, name), 4) for name in ("recall_1", "recall_10", "mrr_100")}
+    def judged(
+        self, queries: np.ndarray[Any, Any], test: Any, keys: Any = None, places: Any = None
+    ) -> dict[str, float]:
+        """How soon queries find a right record among all stored ones, or among other keys."""
+        right, asked = [self.right[i] for i in test], torch.from_numpy(queries)
+        if keys is None:
+            found = ranking(self.db, asked, right)
+        else:
+            with softdb.open(None, dim=keys.shape[1]) as db:
+                db.insert(places, keys)
+                found = ranking(db, asked, right)
+        return {name: round(getattr(found, name), 4) for name in ("recall_1", "recall_10", "mrr_100")}
 
 
-def new_model() -> SentenceTransformer:
-    """MiniLM, its word embeddings frozen, without dropout."""
+def new_model(settings: Settings) -> SentenceTransformer:
+    """MiniLM, its word embeddings frozen."""
     model: Any = SentenceEncoder("all-MiniLM-L6-v2", device="cpu")._loaded
     model.max_seq_length = LENGTH
+    still = [".embeddings.", *(f".layer.{i}." for i in range(settings.frozen))]
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = ".embeddings." not in name
+        parameter.requires_grad = not any(part in name for part in still)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+            module.p = settings.dropout
+    if settings.head:
+        head = Dense(384, 384, bias=False, activation_function=torch.nn.Identity())
+        head.linear.weight.data = torch.eye(384)
+        model = SentenceTransformer(modules=[*model, head, Normalize()], device="cpu")
     return model
 
 
-def batches(world: World, lengths: Any, size: int, seed: int) -> Any:
+def batches(positions: Any, lengths: Any, size: int, seed: int) -> Any:
     """Positions of definitions, of like length within a batch, for ever."""
     random = np.random.default_rng(seed)
     while True:
-        order = random.permutation(world.train)
+        order = random.permutation(positions)
         parts = [order[low : low + 512] for low in range(0, len(order), 512)]
         whole = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in parts])
         cut = [whole[low : low + size] for low in range(0, len(whole), size)]
@@ -113,82 +158,112 @@ def encoded(model: SentenceTransformer, texts: list[str]) -> np.ndarray[Any, Any
     return np.asarray(found, np.float32)
 
 
-def trained(world: World, way: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+def loss_of(world: World, way: str, model: SentenceTransformer, settings: Settings) -> Any:
+    """A function of positions of definitions: what a step lessens."""
+
+    def asked(batch: Any) -> Any:
+        return model.preprocess([world.queries[i] for i in batch])
+
+    if way == "database":
+        every = DatabaseLoss(model, world.db, temperature=settings.temperature)
+        return lambda batch: every([asked(batch)], [world.right[i] for i in batch])
+    library = MultipleNegativesRankingLoss(model, scale=1 / settings.temperature)
+
+    def pairs(batch: Any) -> Any:
+        right = [world.nearest[i] for i in batch]
+        if way == "in-batch":
+            return library([asked(batch), model.preprocess([world.glosses[i] for i in right])], None)
+        queries = model(asked(batch))["sentence_embedding"]
+        return library.compute_loss_from_embeddings([queries, torch.from_numpy(world.keys[right])], None)
+
+    return pairs
+
+
+def blended(model: SentenceTransformer, before: dict[str, Any], after: dict[str, Any], part: float) -> None:
+    """Give the model weights between two states."""
+    model.load_state_dict({k: torch.lerp(v, after[k], part) if v.is_floating_point() else v for k, v in before.items()})
+
+
+def trained(world: World, way: str, seed: int, settings: Settings, given: argparse.Namespace) -> dict[str, Any]:
     """One run of one way."""
     torch.manual_seed(seed)
-    model = new_model().train()
+    model = new_model(settings).train()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
     lengths = np.array([len(one) for one in model.tokenizer(world.queries, truncation=True)["input_ids"]])
-    loss: torch.nn.Module
-    if way == "database":
-        db = softdb.open(None, dim=world.keys.shape[1])
-        db.insert(range(len(world.keys)), world.keys)
-        loss = DatabaseLoss(model, db, temperature=TEMPERATURE)
-    else:
-        loss = CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=BATCH[way])
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01, fused=True)
-    every, few = np.arange(len(world.keys)), world.test[: given.watched]
+    loss = loss_of(world, way, model, settings)
+    learnt = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    parameters = list(learnt.values())
+    groups = [
+        {"params": [one for name, one in learnt.items() if ("linear.weight" in name) == ahead], "rate": rate}
+        for ahead, rate in ((False, settings.rate), (True, settings.head))
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    watched, curve = world.test[: given.watched], list[dict[str, Any]]()
 
-    def watched() -> dict[str, Any]:
-        """Among all records, by their stored keys: what costs nothing to know of both."""
-        return judged(world, encoded(model, [world.queries[i] for i in few]), world.keys, every, few)
+    def note(seconds: float, step: int, losses: list[float]) -> None:
+        """Among all records, by their stored keys: what costs little to know of every way."""
+        found = world.judged(encoded(model, [world.queries[i] for i in watched]), watched) if len(watched) else {}
+        mean = {"loss": round(float(np.mean(losses)), 4)} if losses else {}
+        curve.append({"seconds": round(seconds, 1), "step": step, **mean, **found})
+        print(way, seed, curve[-1], flush=True)
 
-    curve: list[dict[str, Any]] = [{"seconds": 0.0, "step": 0, **watched()}]
-    spent, losses = 0.0, list[float]()
-    for step, batch in enumerate(batches(world, lengths, BATCH[way], seed), start=1):
+    note(0.0, 0, [])
+    spent, step, losses = 0.0, 0, list[float]()
+    for batch in batches(world.learnt(settings.dropped), lengths, settings.batch, seed):
         start = time.process_time()
         for group in optimizer.param_groups:
             warm = min(1.0, spent / (0.1 * given.seconds) + 0.05)
-            group["lr"] = RATE * warm * max(0.02, 1 - spent / given.seconds)
-        asked = model.preprocess([world.queries[i] for i in batch])
-        if way == "database":
-            value = loss([asked], [world.right[i] for i in batch])
-        else:
-            value = loss([asked, model.preprocess([world.glosses[world.nearest[i]] for i in batch])], None)
+            group["lr"] = group["rate"] * warm * max(0.02, 1 - spent / given.seconds)
+        value = loss(batch)
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        spent, losses = spent + time.process_time() - start, [*losses, value.item()]
+        spent, step, losses = spent + time.process_time() - start, step + 1, [*losses, value.item()]
         if spent >= curve[-1]["seconds"] + given.every or spent >= given.seconds:
-            curve.append(
-                {"seconds": round(spent, 1), "step": step, "loss": round(float(np.mean(losses)), 4), **watched()}
-            )
+            note(spent, step, losses)
             losses = []
-            print(way, seed, curve[-1], flush=True)
         if spent >= given.seconds:
             break
-    queries = encoded(model, [world.queries[i] for i in world.test])
-    some = world.some(given.corpus)
-    result: dict[str, Any] = {
-        "all, stored keys": judged(world, queries, world.keys, every, world.test),
-        "some, stored keys": judged(world, queries, world.keys[some], some, world.test),
-        "curve": curve,
-    }
-    if way != "database":
-        start = time.process_time()
-        keys = encoded(model, [world.glosses[i] for i in some])
-        cost = (time.process_time() - start) / len(some) * len(world.keys)
-        result |= {
-            "some, encoded anew": judged(world, queries, keys, some, world.test),
-            "encoding_all_s": round(cost, 1),
-        }
+    after = {name: one.clone() for name, one in model.state_dict().items()}
+    result: dict[str, Any] = {"settings": asdict(settings), "curve": curve}
+    for part in given.blends or [settings.blend]:
+        blended(model, before, after, part)
+        result[f"blend {part:g}"] = measured(world, way, model, given)
+    return result
+
+
+def measured(world: World, way: str, model: SentenceTransformer, given: argparse.Namespace) -> dict[str, Any]:
+    """What a model finds of the held-out words, with the corpus as it was and, if it can be, encoded anew."""
+    test = world.test[: given.judged]
+    queries, some = encoded(model, [world.queries[i] for i in test]), world.some(given.corpus)
+    result: dict[str, Any] = {"all, stored keys": world.judged(queries, test)}
+    if given.corpus:
+        result["some, stored keys"] = world.judged(queries, test, world.keys[some], some)
+        if way == "in-batch":
+            start = time.process_time()
+            keys = encoded(model, [world.glosses[i] for i in some])
+            result["encoding_s"] = round((time.process_time() - start) / len(some) * len(world.keys), 1)
+            result["some, encoded anew"] = world.judged(queries, test, keys, some)
+    if given.whole and way == "in-batch":
+        keys = encoded(model, world.glosses)
+        result["all, encoded anew"] = world.judged(queries, test, keys, np.arange(len(keys)))
     return result
 
 
 def memory(world: World, records: int, folder: Path) -> dict[str, Any]:
     """The largest private memory of ten steps over so many records on disk."""
-    model = new_model().train()
+    model, size = new_model(CHOSEN["database"]).train(), CHOSEN["database"].batch
     with softdb.open(folder / "db", dim=world.keys.shape[1]) as db:
         db.insert(range(records), world.keys[:records])
-    right = [i for i in world.train if world.nearest[i] < records][: 10 * BATCH["database"]]
+    right = [i for i in world.train if world.nearest[i] < records][: 10 * size]
     with softdb.open(folder / "db", mode="r") as db:
         loss = DatabaseLoss(model, db)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         world.keys = world.keys[:1]
         with Peak() as peak:
-            for low in range(0, len(right), BATCH["database"]):
-                batch = right[low : low + BATCH["database"]]
+            for low in range(0, len(right), size):
+                batch = right[low : low + size]
                 texts = [world.queries[i][:80] for i in batch]
                 value = loss([model.preprocess(texts)], [[world.nearest[i]] for i in batch])
                 value.backward()
@@ -203,13 +278,13 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for way, colour in (("database", "tab:blue"), ("in-batch", "tab:orange")):
-        for number, one in enumerate(runs.get(way, {}).values()):
-            label = None if number else way
+    for number, way in enumerate(CHOSEN):
+        for turn, one in enumerate(runs.get(way, {}).values()):
+            look = {"color": f"C{number}", "label": None if turn else way}
             points = one["curve"]
-            left.plot([p["seconds"] for p in points], [100 * p["recall_10"] for p in points], color=colour, label=label)
+            left.plot([p["seconds"] for p in points], [100 * p["recall_10"] for p in points], **look)
             values = [p["loss"] / points[1]["loss"] for p in points[1:]]
-            right.plot([p["seconds"] for p in points[1:]], values, color=colour, label=label)
+            right.plot([p["seconds"] for p in points[1:]], values, **look)
     left.set(xlabel="CPU seconds of training", ylabel="recall@10, held out, stored keys (%)")
     right.set(xlabel="CPU seconds of training", ylabel="training loss / its first")
     left.legend(frameon=False)
@@ -221,11 +296,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=240)
-    parser.add_argument("--every", type=float, default=50, help="CPU seconds between measurements.")
-    parser.add_argument("--watched", type=int, default=400, help="Held-out queries of the curve.")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--every", type=float, default=60, help="CPU seconds between measurements.")
+    parser.add_argument("--watched", type=int, default=600, help="Held-out queries of the curve.")
+    parser.add_argument("--judged", type=int, help="Held-out queries of the end; all of them unless given.")
     parser.add_argument("--corpus", type=int, default=15_000, help="Records that are encoded again to judge in-batch.")
-    parser.add_argument("--ways", nargs="+", default=list(BATCH), choices=list(BATCH))
+    parser.add_argument("--whole", action="store_true", help="Encode every record again to judge in-batch, too.")
+    parser.add_argument("--ways", nargs="+", default=list(CHOSEN), choices=list(CHOSEN))
+    parser.add_argument("--validate", action="store_true", help="Judge training words that are left out; seed 0.")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="Settings other than the chosen.")
+    parser.add_argument("--blends", type=float, nargs="*", help="Judge these in place of the chosen.")
     parser.add_argument("--memory", type=int, nargs="*", help="Measure memory instead, of so many records.")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -236,22 +316,32 @@ def main() -> None:
         return
     result |= {
         "machine": machine(), "versions": versions(["softdb", "torch", "numpy", "sentence-transformers"]),
-        "command": command(), "commit": commit(), "seconds": given.seconds, "rate": RATE, "batch": BATCH,
+        "command": command(), "commit": commit(), "seconds": given.seconds,
     }  # fmt: skip
-    runs: dict[str, Any] = result.setdefault("runs", {way: {} for way in BATCH})
+    changed = {name: type(getattr(Settings, name))(float(number)) for name, number in (s.split("=") for s in given.set)}
+    if given.validate:
+        world = World(given.data, 0, True)
+        for way in given.ways:
+            result.setdefault("tried", {}).setdefault(way, []).append(
+                {"seconds": given.seconds, **trained(world, way, 0, replace(CHOSEN[way], **changed), given)}
+            )
+            write_json(given.out, result)
+            print(way, {k: v for k, v in result["tried"][way][-1].items() if k != "curve"}, flush=True)
+        return
+    runs: dict[str, Any] = result.setdefault("runs", {})
     before = result.setdefault("untrained", {})
     for seed in range(given.seeds):
-        world = World(given.data, seed)
-        every, some = np.arange(len(world.keys)), world.some(given.corpus)
+        world = World(given.data, seed, False)
         if str(seed) not in before:
+            queries, some = world.untrained[world.test], world.some(given.corpus)
             before[str(seed)] = {
-                "all": judged(world, world.untrained, world.keys, every, world.test),
-                "some": judged(world, world.untrained, world.keys[some], some, world.test),
+                "all": world.judged(queries, world.test),
+                "some": world.judged(queries, world.test, world.keys[some], some),
                 "queries": len(world.test), "records": len(some),
             }  # fmt: skip
         for way in given.ways:
-            if str(seed) not in runs[way]:
-                runs[way][str(seed)] = trained(world, way, seed, given)
+            if str(seed) not in runs.setdefault(way, {}):
+                runs[way][str(seed)] = trained(world, way, seed, replace(CHOSEN[way], **changed), given)
                 print(seed, way, {k: v for k, v in runs[way][str(seed)].items() if k != "curve"}, flush=True)
                 write_json(given.out, result)
     draw(runs, given.out.with_suffix(".png"))
