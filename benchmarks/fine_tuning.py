@@ -64,7 +64,7 @@ class Settings:
 
 
 CHOSEN = {
-    "database": Settings(),
+    "database": Settings(rate=2e-4),
     "in-batch": Settings(),
     "in-batch, stored keys": Settings(batch=64),
 }
@@ -106,7 +106,7 @@ class World:
     def learnt(self, dropped: float) -> np.ndarray[Any, Any]:
         """The training definitions but for those that no gloss of their word is like."""
         least = np.quantile(self.likeness[self.train], dropped)
-        return self.train[self.likeness[self.train] >= least]
+        return np.asarray(self.train[self.likeness[self.train] >= least])
 
     def judged(
         self, queries: np.ndarray[Any, Any], test: Any, keys: Any = None, places: Any = None
@@ -351,7 +351,7 @@ def measure_memory(given: argparse.Namespace, result: dict[str, Any]) -> None:
     """A process for each number of records, so that none inherits another's memory."""
     if len(given.memory) == 1:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(memory(World(given.data, 0), given.memory[0], Path(folder))))
+            print(json.dumps(memory(World(given.data, 0, False), given.memory[0], Path(folder))))
         return
     for records in given.memory or (20_000, 117_659):
         words = [sys.executable, __file__, "--data", str(given.data), "--out", str(given.out), "--memory", str(records)]
