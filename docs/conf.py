@@ -82,16 +82,16 @@ def block(self: Any, node: nodes.math_block) -> None:
 
 
 def elsewhere(app: Sphinx, page: str, source: list[str]) -> None:
-    """A link to a file that is no page of the site leads to the repository."""
+    """A link to a file that is no page of the site leads to the repository; a picture is shown, wherever it lies."""
     docs, folder = Path(app.srcdir), (Path(app.srcdir) / page).parent
 
     def repository(link: re.Match[str]) -> str:
-        file = (folder / link[1]).resolve()
-        if file.is_relative_to(docs):
+        text, file = link[1], (folder / link[2]).resolve()
+        if text.startswith("!") or file.is_relative_to(docs):
             return link[0]
-        return f"]({REPOSITORY}/blob/main/{file.relative_to(docs.parent).as_posix()}{link[2] or ''})"
+        return f"{text}]({REPOSITORY}/blob/main/{file.relative_to(docs.parent).as_posix()}{link[3] or ''})"
 
-    source[0] = re.sub(r"(?<!\!)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)", lambda link: repository(link), source[0])
+    source[0] = re.sub(r"(!?\[[^\]]*)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)", repository, source[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
