@@ -1,6 +1,6 @@
 """Kernel regression over a database, with a bandwidth that is learnt (Dive into Deep Learning, section 11.2).
 
-    python examples/kernel_regression.py
+    python examples/kernel_regression.py [PICTURE.png]
 
 The records are 200 noisy measurements of 2 sin x + x^0.8: x is the key and y the value. Asking the database softly, by
 a Gaussian kernel, gives the Nadaraya-Watson mean. Too narrow a bandwidth repeats the noise, too wide a one flattens the
@@ -11,18 +11,17 @@ one grows until the coordinate no longer counts.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 import softdb
 from softdb.nn import KernelRegressor
+from softdb.plots import figure, save
 
-RECORDS, NOISE = 200, 0.5
 
-
-def curve(
-    x: Tensor,  # (n, 1)
-) -> Tensor:  # (n, 1)
+def curve(x: Tensor) -> Tensor:
     """What is measured."""
     return 2 * x.sin() + x**0.8
 
@@ -34,41 +33,46 @@ def filled(keys: Tensor, values: Tensor) -> softdb.SoftDB:
     return db
 
 
-@torch.no_grad()
-def error(model: KernelRegressor, keys: Tensor, true: Tensor) -> float:
+def error(answer: Tensor, true: Tensor) -> float:
     """Root mean square distance from the curve."""
-    return float((model(keys) - true).square().mean().sqrt())
+    return (answer - true).square().mean().sqrt().item()
 
 
-def main() -> None:
+def main(picture: str | None) -> None:
     """Compare bandwidths, then learn which coordinate counts."""
     torch.manual_seed(0)
-    x = torch.rand(RECORDS, 1) * 5
-    y = curve(x) + NOISE * torch.randn(RECORDS, 1)
-    held_out = torch.linspace(0, 5, 101).unsqueeze(1)
+    x, asked = torch.rand(200, 1) * 5, torch.linspace(0, 5, 101).unsqueeze(1)
+    y, true = curve(x) + 0.5 * torch.randn(200, 1), curve(asked)
+    answers, errors = {}, {}
     with filled(x, y) as db:
-        learned = KernelRegressor(db)
-        silverman = KernelRegressor(db, learnable=False)
-        learned.fit()
-        models = [
-            ("narrow", KernelRegressor(db, bandwidth=0.02, learnable=False)),
-            ("learned", learned),
-            ("silverman", silverman),
-            ("wide", KernelRegressor(db, bandwidth=1.0, learnable=False)),
-        ]
+        models = {name: KernelRegressor(db, bandwidth=h) for name, h in (("narrow", 0.02), ("Silverman's", None))}
+        models |= {"learned": KernelRegressor(db), "wide": KernelRegressor(db, bandwidth=1.0)}
+        models["learned"].fit()
         print("bandwidth         h    error")
-        for name, model in models:
-            print(f"{name:12}{model.kernel.bandwidth.item():7.3f}{error(model, held_out, curve(held_out)):9.3f}")
+        for name, model in models.items():
+            answers[name] = model(asked).detach()
+            errors[name] = error(answers[name], true)
+            print(f"{name:12}{model.kernel.bandwidth.item():7.3f}{errors[name]:9.3f}")
+    assert errors.pop("learned") < 0.6 * min(errors.values())
 
-    idle = torch.rand(RECORDS, 1) * 5
+    idle = torch.rand(200, 1) * 5
     with filled(torch.cat([x, idle], dim=1), y) as db:
         both = KernelRegressor(db, per_coordinate=True)
         both.fit()
         h = both.kernel.bandwidth.tolist()
-        asked = torch.cat([held_out, torch.rand(101, 1) * 5], dim=1)
-        print(f"\ntwo coordinates, one of them idle: h {h[0]:.3f} and {h[1]:.3f}", end="")
-        print(f", error {error(both, asked, curve(held_out)):.3f}")
+        found = error(both(torch.cat([asked, torch.rand(101, 1) * 5], dim=1)), true)
+        print(f"\ntwo coordinates, one of them idle: h {h[0]:.3f} and {h[1]:.3f}, error {found:.3f}")
+    assert h[1] > 20 * h[0]
+    assert found < 0.6 * min(errors.values())
+    if picture:
+        drawn, axes = figure(4, 2.4, 2.4)
+        for ax, (name, model) in zip(axes, models.items(), strict=True):
+            ax.plot(x, y, ".", color="C1", markersize=3)
+            ax.plot(asked, true, ":", color="0.3")
+            ax.plot(asked, answers[name], color="C0")
+            ax.set(title=f"{name}, h = {model.kernel.bandwidth.item():.2f}", xlabel="x", ylim=(-1.5, 6))
+        save(drawn, picture)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -68,9 +68,9 @@ def main(most: int) -> None:
         lm.fit(learn, epochs=2)
         share, heat = lm.mixture.bias.sigmoid().item(), lm.mixture.temperature
         print(f"learned: the memory's share {share:.2f}, its temperature {heat:.1f}")
-        print(
-            f"perplexity without the memory {lm.perplexity(test, memory=False):.1f}, with it {lm.perplexity(test):.1f}"
-        )
+        without, found = lm.perplexity(test, memory=False), lm.perplexity(test)
+        print(f"perplexity without the memory {without:.1f}, with it {found:.1f}")
+        assert found < without
         print("written with it:", lm.generate("to", max_new_tokens=12, num_beams=3))
 
 

@@ -19,25 +19,10 @@ from softdb.plots import figure, save, temperature_sweep, weight_bars
 from softdb.text import HashedNGrams
 
 BOOK = [
-    ("Schumacher", "Anna"),
-    ("Schneider", "Michael"),
-    ("Fischer", "Julia"),
-    ("Weber", "Sarah"),
-    ("Schulz", "Lisa"),
-    ("Schuler", "Tim"),
-]
-LAST = [last for last, _ in BOOK]
-FIRST = [first for _, first in BOOK]
-
-
-def fill(db: softdb.SoftDB) -> None:
-    """Six records: the last name is id and key, the first name is payload and value."""
-    db.upsert(LAST, LAST, values=range(len(BOOK)), payloads=[{"first": first} for first in FIRST])
-
-
-def exact(db: softdb.SoftDB) -> None:
-    """A lookup by id."""
-    print(f"exact        Schulz -> {db['Schulz'].payload['first']}")
+    ("Schumacher", "Anna"), ("Schneider", "Michael"), ("Fischer", "Julia"),
+    ("Weber", "Sarah"), ("Schulz", "Lisa"), ("Schuler", "Tim"),
+]  # fmt: skip
+LAST, FIRST = (list(names) for names in zip(*BOOK, strict=True))
 
 
 def approximate(db: softdb.SoftDB) -> None:
@@ -54,6 +39,8 @@ def approximate(db: softdb.SoftDB) -> None:
 def soft(db: softdb.SoftDB, temperatures: list[float]) -> torch.Tensor:
     """The distribution over first names that "Schulz" gives at each temperature, (t, 6)."""
     shares = torch.cat([db.attend("Schulz", temperature=one).output for one in temperatures])
+    assert shares[0, LAST.index("Schulz")] > 0.99  # a lookup
+    assert shares[-1].max() < 0.2  # pooling: almost a sixth each
     print("\nsoft         temperature  " + "".join(f"{first:>9}" for first in FIRST))
     for one, row in list(zip(temperatures, shares.tolist(), strict=True))[::10]:
         print(f"             {one:11.3f}  " + "".join(f"{share:9.3f}" for share in row))
@@ -63,7 +50,7 @@ def soft(db: softdb.SoftDB, temperatures: list[float]) -> torch.Tensor:
 def draw(temperatures: list[float], shares: torch.Tensor, path: Path) -> None:
     """The sweep as curves, and every tenth temperature of it as bars."""
     picture, (left, right) = figure(columns=2)
-    labels = [f"{last}, {first}" for last, first in BOOK]
+    labels = [", ".join(names) for names in BOOK]
     temperature_sweep(left, temperatures, shares, labels)
     left.set_title('the weight of each record for "Schulz"')
     weight_bars(right, shares[::10], labels, [f"{one:.2g}" for one in temperatures[::10]])
@@ -77,10 +64,11 @@ def main(picture: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "phone-book"
         with softdb.open(path, encoder=HashedNGrams(), num_classes=len(BOOK), metric="cosine") as db:
-            fill(db)
-            exact(db)
+            entries = [{"first": first} for first in FIRST]
+            db.insert(LAST, LAST, values=range(len(BOOK)), payloads=entries)  # the last name is id and key
+            print(f"exact        Schulz -> {db['Schulz'].payload['first']}")
             approximate(db)
-            fill(db)
+            db.insert(["Schulz"], ["Schulz"], values=[LAST.index("Schulz")], payloads=[{"first": "Lisa"}])
             temperatures = torch.logspace(-2, 1.5, 71).tolist()
             shares = soft(db, temperatures)
     draw(temperatures, shares, picture)

@@ -63,10 +63,12 @@ def main(folder: Path) -> None:
             os.replace(fresh, checkpoint)  # at any moment one whole checkpoint is there
             print(f"epoch {epoch + 1}    loss of the last batch {loss.item():.2f}")
 
-        right = [answers[i] for i in test.tolist()]
+        right, recalls = [answers[i] for i in test.tolist()], []
         for name, model in (("before", None), ("after", projection)):
             found = ranking(db, queries[test], right, model)
             print(f"{name:10} recall@1 {found.recall_1:.3f}  recall@10 {found.recall_10:.3f}  MRR {found.mrr_100:.3f}")
+            recalls.append(found.recall_10)
+        assert recalls[1] > recalls[0] + 0.02
 
 
 if __name__ == "__main__":

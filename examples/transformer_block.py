@@ -2,10 +2,9 @@
 
     python examples/transformer_block.py [PICTURE.png]
 
-Self-attention is a query of the sequence's own tokens; heads are several such queries; a block adds a residual, a
-norm and a network of two layers (Vaswani et al. 2017, section 3.1). Everything but attention acts on each token
-alone. The task needs attention: say which symbol stands first in a sequence. One block with positions learns it, the
-same without attention stays at chance.
+Self-attention is a query of the sequence's own tokens; a block adds heads, a residual, a norm and a network of two
+layers (Vaswani et al. 2017, section 3.1). Everything but attention acts on each token alone. The task: say which symbol
+stands first in a sequence. One block with positions learns it, the same without attention stays at chance.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch.nn import functional as F
 
 import softdb
 from softdb.nn import SinusoidalPositions
@@ -27,11 +25,10 @@ class Block(torch.nn.Module):
 
     def __init__(self, attends: bool) -> None:
         super().__init__()
-        self.attends = attends
+        self.attends, self.weights = attends, torch.empty(0)
         self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(DIM), torch.nn.LayerNorm(DIM)])
         self.projections = torch.nn.ModuleList([torch.nn.Linear(DIM, DIM) for _ in range(4)])
         self.network = torch.nn.Sequential(torch.nn.Linear(DIM, 64), torch.nn.ReLU(), torch.nn.Linear(64, DIM))
-        self.weights = torch.empty(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (b, n, d)
         """The block; where each head looked stays in `weights`, (b, heads, n, n)."""
@@ -40,8 +37,7 @@ class Block(torch.nn.Module):
             found = softdb.attention(*heads, details=True)
             self.weights = found.weights.detach()
             x = x + self.projections[3](found.output.transpose(1, 2).flatten(2))
-        out: torch.Tensor = x + self.network(self.norms[1](x))
-        return out
+        return x + self.network(self.norms[1](x))  # type: ignore[no-any-return]
 
 
 def trained(attends: bool) -> tuple[float, torch.Tensor]:
@@ -49,13 +45,12 @@ def trained(attends: bool) -> tuple[float, torch.Tensor]:
     torch.manual_seed(0)
     block, embedding, head = Block(attends), torch.nn.Embedding(SYMBOLS, DIM), torch.nn.Linear(DIM, SYMBOLS)
     positions = SinusoidalPositions(DIM)
-    parameters = [*block.parameters(), *embedding.parameters(), *head.parameters()]
-    optimiser = torch.optim.Adam(parameters, lr=0.005)
+    optimiser = torch.optim.Adam(torch.nn.ModuleList([block, embedding, head]).parameters(), lr=0.005)
     right = 0.0
     for step in range(220):
         symbols = torch.randint(SYMBOLS, (128, LENGTH))
         told = head(block(positions(embedding(symbols)))[:, -1])
-        loss = F.cross_entropy(told, symbols[:, 0])
+        loss = torch.nn.functional.cross_entropy(told, symbols[:, 0])
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
@@ -76,8 +71,8 @@ def main(picture: str | None) -> None:
     if picture:
         drawn, axes = figure(HEADS, 4.5, 4)
         for number, ax in enumerate(axes):
-            attention_heatmap(ax, weights[:, number].mean(0))
-            ax.set(title=f"head {number + 1}, mean over sequences", xlabel="place looked at", ylabel="place that looks")
+            title = f"head {number + 1}, mean over sequences"
+            attention_heatmap(ax, weights[:, number].mean(0)).set(title=title, xlabel="place looked at", ylabel="place")
         save(drawn, picture)
 
 

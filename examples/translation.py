@@ -3,8 +3,8 @@
     python examples/translation.py [PICTURE.png]
 
 A GRU reads the sentence, another writes; at each step the writer asks the reader's states by a dot product, which
-trains nothing, or by the additive score of Bahdanau, Cho and Bengio (2015). "not" comes third and is written last:
-nobody says so, the weights find it. Sentences of held-out pairs of nouns come out right.
+trains nothing, or by an additive score (Bahdanau, Cho and Bengio 2015). "not" comes third and is written last: nobody
+says so, the weights find it. Sentences of held-out pairs of nouns come out right.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import sys
 
 import torch
-from torch.nn import functional as F
 
 from softdb.nn import RecurrentAttention
 from softdb.plots import attention_heatmap, figure, save
@@ -24,11 +23,9 @@ VERBS = {"like": "mögen", "see": "sehen", "hear": "hören", "know": "kennen"}
 
 def sentences() -> list[tuple[list[str], list[str]]]:
     """Plain and negated ones."""
-    found = []
-    for (a, x), (verb, tut), (b, y) in itertools.product(NOUNS.items(), VERBS.items(), NOUNS.items()):
-        if a != b:
-            found.append(([a, verb, b, ".", "."], [x, tut, y, "."]))
-            found.append(([a, "do", "not", verb, b], [x, tut, y, "nicht"]))
+    found, nouns = [], itertools.permutations(NOUNS.items(), 2)
+    for ((a, x), (b, y)), (do, tut) in itertools.product(nouns, VERBS.items()):
+        found += [([a, do, b, ".", "."], [x, tut, y, "."]), ([a, "do", "not", do, b], [x, tut, y, "nicht"])]
     return found
 
 
@@ -45,8 +42,7 @@ class Translator(torch.nn.Module):
 
     def forward(self, read: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the next words (b, m, words), and where the writer looked (b, m, n)."""
-        states, _ = self.encoder(self.embedding(read))
-        queries, _ = self.decoder(self.embedding(written))
+        states, queries = self.encoder(self.embedding(read))[0], self.decoder(self.embedding(written))[0]
         context, weights = self.attention(queries, states)
         return self.word(torch.cat([context, queries], -1)), weights
 
@@ -57,29 +53,26 @@ def main(picture: str | None) -> None:
     pairs = sentences()
     words = sorted({word for pair in pairs for side in pair for word in side})
     read, right = (torch.tensor([[words.index(word) for word in pair[side]] for pair in pairs]) for side in (0, 1))
-    written = F.pad(right[:, :-1], (1, 0), value=words.index("."))
+    written = torch.cat([torch.full((len(pairs), 1), words.index(".")), right[:, :-1]], 1)  # one word behind
     held = torch.tensor([{"cats", "dogs"} <= set(pair[0]) for pair in pairs])
-    shown, looked = pairs.index((["cats", "do", "not", "like", "dogs"], ["katzen", "mögen", "hunde", "nicht"])), {}
-    for score in ("dot", "additive"):
+    shown = pairs.index((["cats", "do", "not", "like", "dogs"], ["katzen", "mögen", "hunde", "nicht"]))
+    drawn, axes = figure(2, 5, 4)
+    for ax, score in zip(axes, ("dot", "additive"), strict=True):
         torch.manual_seed(0)
         model = Translator(len(words), score)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         for _ in range(150):
-            loss = F.cross_entropy(model(read[~held], written[~held])[0].flatten(0, 1), right[~held].flatten())
+            loss = torch.nn.functional.cross_entropy(model(read[~held], written[~held])[0].mT, right[~held])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         scores, weights = model(read, written)
         whole = (scores.argmax(-1) == right).all(1)[held].float().mean().item()
-        looked[score] = weights[shown].detach()
-        seen = pairs[shown][0][int(looked[score][3].argmax())]
-        print(f"{score:9} held-out sentences right {whole:.2f}; 'nicht' looks at '{seen}'")
+        print(f"{score:9} held-out right {whole:.2f}; 'nicht' looks at '{pairs[shown][0][weights[shown, 3].argmax()]}'")
         assert whole > 0.9
+        attention_heatmap(ax, weights[shown].detach(), *pairs[shown][::-1])
+        ax.set(title=score, xlabel="read", ylabel="written")
     if picture:
-        drawn, axes = figure(2, 5, 4)
-        for ax, (score, weights) in zip(axes, looked.items(), strict=True):
-            attention_heatmap(ax, weights, pairs[shown][1], pairs[shown][0])
-            ax.set(title=score, xlabel="read", ylabel="written")
         save(drawn, picture)
 
 
