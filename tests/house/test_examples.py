@@ -15,7 +15,7 @@ EXAMPLES = sorted(one for one in (ROOT / "examples").glob("*.py") if one.name no
 
 def run(example: Path, folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-W", "error", str(example), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=PATHS)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=PATHS)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -51,8 +51,10 @@ def served(path: Path | None, encoder: str | None = None, db: Any = None, first:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            while not server.started:
+            limit = time.monotonic() + 60
+            while not server.started and thread.is_alive() and time.monotonic() < limit:
                 time.sleep(0.005)
+            assert server.started
             yield Site(port, desk)
         finally:
             server.should_exit = True

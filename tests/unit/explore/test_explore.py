@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         db.insert(["bare"], keys=[None], texts=["no key at all"])
         db.index_text()
     return path
-
-
-@pytest.fixture(scope="module")
-def site(place: Path) -> Iterator[Site]:
-    with served(place) as site:
-        yield site
 
 
 @pytest.mark.parametrize("where", [None, {"year": {"$gte": 1860}}])
