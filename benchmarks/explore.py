@@ -1,14 +1,16 @@
 """How long the explorer takes to answer over a million records, over HTTP as the page asks it.
 
-    python benchmarks/explore.py [DATABASE]
+    python benchmarks/explore.py [DATABASE] [--out benchmarks/results/explore.json]
 
-Without a database it makes one: 1,000,000 records, 128 wide, cosines, payloads with a declared field. Prints the
+Without a database it makes one: 1,000,000 records, 128 wide, cosines, payloads with a declared field. Tells the
 median, the fastest and the slowest of 10 questions of each kind in milliseconds, after one to warm up, and the
-processor time of the server (Linux), which a busy machine changes less.
+processor time of the server (Linux), which a busy machine changes less. No question is asked twice.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import random
@@ -21,9 +23,11 @@ from collections.abc import Callable
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
+from common import command, commit, machine, versions, write_json
 
 import softdb
 
@@ -49,10 +53,11 @@ def used(process: int) -> float:
     return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main(path: Path) -> None:
-    """Serve the database, and ask."""
-    command = [sys.executable, "-m", "softdb", "explore", str(path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+def measured(path: Path) -> dict[str, dict[str, float]]:
+    """Serve the database, and ask: milliseconds of each kind of question."""
+    found: dict[str, dict[str, float]] = {}
+    served = [sys.executable, "-m", "softdb", "explore", str(path), "--port", "0"]
+    with subprocess.Popen(served, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             connection = HTTPConnection("127.0.0.1", int(server.stdout.readline().split(":")[3].split("/")[0]))
@@ -67,7 +72,7 @@ def main(path: Path) -> None:
                 return spent
 
             draw = random.Random(0)
-            ids = [draw.randrange(RECORDS) for _ in range(QUESTIONS + 1)]
+            others = iter(draw.sample(range(RECORDS), RECORDS))
             heat = [0.02 * 1.5**i for i in range(QUESTIONS + 1)]
             ways: dict[str, dict[str, object]] = {"every record": {}, "k = 100": {"way": "nearest", "k": 100}}
             ways["estimate, 5 %"] = {"way": "estimate", "rtol": 0.05}
@@ -77,14 +82,15 @@ def main(path: Path) -> None:
                 begin = used(server.pid)
                 times = [work() for work in works[1:]]
                 spent = (used(server.pid) - begin) / len(times)
-                print(
-                    f"{name:30s} median {statistics.median(times):7.1f}  fastest {min(times):7.1f}  slowest "
-                    f"{max(times):7.1f}  processor {spent:7.1f}",
-                    flush=True,
-                )
+                kinds = {"median": statistics.median(times), "fastest": min(times), "slowest": max(times)}
+                found[name] = {kind: round(one, 1) for kind, one in (kinds | {"processor": spent}).items()}
+                print(f"{name:32}" + "  ".join(f"{kind} {one:6.1f}" for kind, one in found[name].items()), flush=True)
+
+            def drawn() -> list[int]:
+                return list(itertools.islice(others, QUESTIONS + 1))
 
             def asks(**more: object) -> list[Callable[[], float]]:
-                return [partial(took, "ask", id=one, temperature=0.05, **more) for one in ids]
+                return [partial(took, "ask", id=one, temperature=0.05, **more) for one in drawn()]
 
             def weighs(**more: object) -> list[Callable[[], float]]:
                 return [partial(took, "weigh", id=7, temperature=one, **more) for one in heat]
@@ -96,15 +102,26 @@ def main(path: Path) -> None:
             keep = json.dumps({"group": {"$lt": GROUPS // 2}})
             tell("a filter, new question", asks(where=keep))
             tell("a filter, temperature", weighs(where=keep))
-            others = [json.dumps({"group": {"$lt": draw.randrange(1, GROUPS)}}) for _ in ids]
-            tell("another filter each time", [partial(took, "ask", id=7, where=one) for one in others])
+            keeps = [json.dumps({"group": {"$lt": one}}) for one in draw.sample(range(1, GROUPS), QUESTIONS + 1)]
+            tell("another filter each time", [partial(took, "ask", id=7, where=one) for one in keeps])
         finally:
             server.terminate()
+    return found
+
+
+def main() -> None:
+    """Measure, and write it down."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("database", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    facts: dict[str, Any] = {"command": command(), "commit": commit(), "machine": machine()}
+    facts |= {"versions": versions(["softdb", "torch", "numpy", "starlette", "uvicorn"]), "n": RECORDS, "dim": DIM}
+    with tempfile.TemporaryDirectory() as folder:
+        facts["milliseconds"] = measured(given.database or made(Path(folder) / "million"))
+    if given.out:
+        write_json(given.out, facts)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        main(Path(sys.argv[1]))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            main(made(Path(folder) / "million"))
+    main()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from softdb import __version__, check
@@ -23,11 +25,13 @@ from softdb.explore.asked import Question, Weighing
 from softdb.explore.notes import noted
 from softdb.explore.plane import Plane
 from softdb.explore.told import fields_of, named_id, record, title
+from softdb.kernels import available
 from softdb.scores import score_of
 
 __all__ = ["Answers"]
 
 KEPT = 32  # questions whose records are remembered, so that another temperature finds nothing anew
+SCORED = 1 << 24  # scores of all records that are remembered, so that their weights' squares take no pass of their own
 NUMBERS, CLASSES = 12, 8  # of an output that are shown
 EXACT = 1 << 28  # numbers of keys up to which all records are weighed where nothing else is asked for
 COLD = 1e5  # of scores / T, where float32 rounds by 0.01: so much may a weight be off
@@ -59,6 +63,7 @@ class Answers:
         self._plane: Plane | None = None
         self._notes: OrderedDict[str, list[str]] = OrderedDict()
         self._kept: OrderedDict[tuple[Question, int, int], Findings] = OrderedDict()
+        self._scores: OrderedDict[tuple[Question, int], Tensor] = OrderedDict()
 
     def about(self) -> dict[str, Any]:
         """What the database is and holds, and what can be asked of it."""
@@ -234,7 +239,7 @@ class Answers:
             floor = pooled.hits.scores[0][pooled.hits.live[0]].min().item()
         best, most, weights = _shares(found.scores if candidates else [], t, lse, floor)
         weights += [0.0] * (len(found.scores) - len(weights))
-        effective = 0.0 if not candidates else _effective(db, question, found.query, weighing, pooled, weights)
+        effective = 0.0 if not candidates else self._effective(db, question, found.query, weighing, pooled, weights)
         finite = [float(one) if math.isfinite(one) else None for one in (pooled.bar[0], pooled.missed_mass[0])]
         return {
             "temperature": t, "lse": lse if candidates else None, "candidates": candidates,
@@ -244,6 +249,39 @@ class Answers:
             "rest": max(0.0, 1 - sum(weights)) if candidates else 0.0, "of": db.keyed,
             **_output(db, found.plane, pooled.output[0] if candidates else None), "milliseconds": _since(begin),
         }  # fmt: skip
+
+    def _effective(
+        self, db: SoftDB, question: Question, query: Tensor, weighing: Weighing, pooled: Pooled, weights: list[float]
+    ) -> float:
+        """1 / Σ w²: among how many records equal weights would be as spread out."""
+        lse, t = pooled.lse[0].item(), weighing.temperature
+        if weighing.way == "nearest" and pooled.weights is not None:
+            weights = pooled.weights[0].tolist()
+        elif not _is_cold(2 * lse) and pooled.finder == "all" and available():
+            scores = self._scores_of(db, question, query)
+            top = scores.max().item()
+            squares = (scores - top).mul_(2 / t).exp_().sum(dtype=torch.float64).item()
+            return max(1.0, math.exp(-2 * min(0.0, top / t - lse)) / squares)
+        elif not _is_cold(2 * lse):
+            # Σ w² = exp(lse(T/2) - 2 lse(T))
+            half = db.attend(query, temperature=t / 2, where=question.filter, **weighing.options)
+            return max(1.0, math.exp(2 * lse - half.lse[0].item()))
+        squares = sum(one * one for one in weights)
+        return 1 / squares if squares else 0.0
+
+    def _scores_of(self, db: SoftDB, question: Question, query: Tensor) -> Tensor:
+        """The scores of all records that take part, (n,) float32. Cost n d, once a question."""
+        key = question, db.generation
+        with self._lock:
+            scores = self._scores.get(key)
+        if scores is None:
+            request, source = db.request(query, where=question.filter)
+            scores = source.scored(request, np.flatnonzero(request.keep(source))[None]).scores[0]
+            with self._lock:
+                self._scores[key] = scores
+                while len(self._scores) > 1 and sum(map(len, self._scores.values())) > SCORED:
+                    self._scores.popitem(last=False)
+        return scores
 
 
 def _hits(db: SoftDB, question: Question, query: Tensor | None) -> Hits:
@@ -277,21 +315,6 @@ def _shares(
     within = [one is not None and (floor is None or one >= floor) for one in scores]
     pairs = zip(scores, within, strict=True)
     return best, most, [most * math.exp((one - best) / t) if own and one is not None else 0.0 for one, own in pairs]
-
-
-def _effective(
-    db: SoftDB, question: Question, query: Tensor, weighing: Weighing, pooled: Pooled, weights: list[float]
-) -> float:
-    """1 / Σ w²: among how many records equal weights would be as spread out."""
-    lse = pooled.lse[0].item()
-    if weighing.way == "nearest" and pooled.weights is not None:
-        weights = pooled.weights[0].tolist()
-    elif not _is_cold(2 * lse):
-        # Σ w² = exp(lse(T/2) - 2 lse(T))
-        half = db.attend(query, temperature=weighing.temperature / 2, where=question.filter, **weighing.options)
-        return max(1.0, math.exp(2 * lse - half.lse[0].item()))
-    squares = sum(one * one for one in weights)
-    return 1 / squares if squares else 0.0
 
 
 def _output(db: SoftDB, plane: Plane, output: Tensor | None) -> dict[str, Any]:
