@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -24,6 +25,9 @@ __all__ = ["KernelClassifier", "KernelRegressor"]
 KERNELS: dict[str, type[Kernel]] = {
     kernel.__name__.lower(): kernel for kernel in (Gaussian, Laplacian, Epanechnikov, Triangular, Boxcar)
 }
+HELD = 1 << 25  # numbers of keys and values that `fit` holds in float64 at most: 256 MB
+TILE = 1 << 20  # weights at once, of some records and all others
+NARROW = 1 << 10  # squared lengths in bandwidths up to which float32 errs by some 1e-4 in a logit
 
 
 class _NadarayaWatson(torch.nn.Module):
@@ -117,8 +121,9 @@ class _NadarayaWatson(torch.nn.Module):
         trains one for each coordinate too, on `batch_size` records a step, drawn by `seed`. It finds a minimum near
         where it starts: a compact kernel must start wide enough to reach some other record from most of them.
 
-        Cost steps · batch_size n (d + v). Raises BadInput for settings that make no sense, fewer than two records, and
-        a bandwidth that is not learnt; Closed for a closed database.
+        Cost steps · batch_size n (d + v); the Gaussian kernel's steps are several times as fast as others', with up to
+        2^25 numbers of keys and values, which are held in memory. Raises BadInput for settings that make no sense,
+        fewer than two records, and a bandwidth that is not learnt; Closed for a closed database.
         """
         count, width = check.integer(steps, "steps"), check.integer(batch_size, "batch_size")
         lr = check.positive(lr, "lr")
@@ -128,17 +133,39 @@ class _NadarayaWatson(torch.nn.Module):
         if n < 2:
             raise BadInput(f"fit: {n} records cannot be told from each other; insert at least 2")
         optimiser = torch.optim.Adam(self.parameters(), lr=lr)
+        self.db.require_open()
+        records = self._held() if isinstance(self.kernel, Gaussian) else None
         errors = []
         for _ in range(count):
-            places = None if width >= n else torch.randperm(n, generator=draws)[:width]
-            with torch.enable_grad():
-                told, true = self.leave_one_out(places)
-                error = (told - true).square().sum(dim=1).mean()
+            places = torch.arange(n) if width >= n else torch.randperm(n, generator=draws)[:width]
             optimiser.zero_grad()
-            error.backward()  # type: ignore[no-untyped-call]
+            with check.precise():
+                found = None if records is None else _gaussian_step(*records, places, self.kernel.bandwidth.detach())
+            if found is None:
+                with torch.enable_grad():
+                    told, true = self.leave_one_out(places)
+                    error = (told - true).square().sum(dim=1).mean()
+                error.backward()  # type: ignore[no-untyped-call]
+                errors.append(error.item())
+            else:
+                assert self.kernel.log_bandwidth is not None
+                self.kernel.log_bandwidth.grad = found[1].to(self.kernel.log_bandwidth)
+                errors.append(found[0])
             optimiser.step()
-            errors.append(error.item())
         return errors
+
+    def _held(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
+        """Keys and values around their means, which change no leave-one-out error; None where they are too many."""
+        (snapshot, _), schema = self.db.view(), self.db.schema
+        if snapshot.count * (schema.dim + schema.pooled_dim) > HELD:
+            return None
+        assert self.kernel.log_bandwidth is not None
+        live, device = np.flatnonzero(snapshot.live), self.kernel.log_bandwidth.device
+        keys, values = snapshot.keys_at(live).to(device), snapshot.values_at(live).to(device)
+        if self.labels:
+            values = torch.nn.functional.one_hot(values.long(), schema.pooled_dim)
+        keys, values = keys.double(), values.double()
+        return keys - keys.mean(dim=0), values - values.mean(dim=0)
 
     def _bandwidth(self, bandwidth: Bandwidth | None, per_coordinate: bool) -> Tensor:  # () or (d,) float64
         """Silverman's where none is given."""
@@ -210,6 +237,42 @@ def _kernel(kernel: object) -> type[Kernel]:
     if not isinstance(kernel, str) or kernel not in KERNELS:
         raise BadInput(f"kernel is {shown(kernel)}; expected one of {', '.join(KERNELS)}")
     return KERNELS[kernel]
+
+
+def _gaussian_step(
+    keys: Tensor,  # (n, d) float64
+    values: Tensor,  # (n, v) float64
+    places: Tensor,  # (b,)
+    h: Tensor,  # () or (d,)
+) -> tuple[float, Tensor] | None:
+    """The leave-one-out error E of some records under a Gaussian kernel, and dE / d log h, as wide as h.
+
+    With x = k / h the logits are z_qi = x_q·x_i - ‖x_i‖² / 2, less what is the same for all i. With the weights
+    w = softmax(z), the mean o and g = dE/do: dE/dz_qi = w_qi (g·v_i - g·o), dz_qi / d log h_j = x_ij² - 2 x_qj x_ij.
+    None where a key is too many bandwidths away for float64.
+    """
+    keys = keys / h.double()
+    squares = keys.square().sum(dim=1)
+    furthest = float(squares.max())
+    if not math.isfinite(furthest):
+        return None
+    dtype = torch.float32 if furthest < NARROW else torch.float64
+    keys, values, half = keys.to(dtype), values.to(dtype), (squares / -2).to(dtype)
+    error, slope, column = 0.0, keys.new_zeros(keys.shape[1], dtype=torch.float64), torch.zeros_like(half)
+    for part in places.to(keys.device).split(max(1, TILE // len(keys))):  # type: ignore[no-untyped-call]
+        asked = keys[part]
+        weights = torch.addmm(half, asked, keys.mT)
+        weights[torch.arange(len(part)), part] = -torch.inf
+        weights.sub_(weights.amax(dim=1, keepdim=True)).exp_()
+        weights.div_(weights.sum(dim=1, keepdim=True))
+        told = weights @ values
+        apart = told - values[part]
+        error += float(apart.square().sum())
+        pulls = torch.addmm((apart * told).sum(dim=1, keepdim=True), apart, values.mT, beta=-1).mul_(weights)
+        column += pulls.sum(dim=0)
+        slope -= 2 * (asked * (pulls @ keys)).sum(dim=0)
+    slope = (slope + column @ keys.square()) * (2 / len(places))
+    return error / len(places), slope if h.ndim else slope.sum()
 
 
 def _places(places: Tensor, count: int) -> Tensor:

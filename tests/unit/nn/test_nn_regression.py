@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import softdb
-import softdb.nn.regression
+import softdb.nn.regression as regression_module
 from softdb.errors import BadInput, Closed
 from softdb.nn import KernelClassifier, KernelRegressor
 from softdb.scores import Constant, Gaussian, leave_one_out, silverman
@@ -213,6 +213,29 @@ def test_fit_lowers_the_brier_score_of_a_classifier() -> None:
     assert after > 0.98 > before
 
 
+@pytest.mark.parametrize("per_coordinate", [False, True])
+@pytest.mark.parametrize(("h", "rtol"), [(0.3, 1e-5), (0.03, 1e-10)], ids=["float32", "float64"])
+def test_the_gaussians_steps_are_those_of_any_kernel(
+    h: float, rtol: float, per_coordinate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = torch.randn(80, D) + 5
+    keys[3] = keys[7]  # a duplicate is another record
+    values, labels = torch.randn(80, V) + 1e4, torch.randint(CLASSES, (80,))
+    start = torch.tensor(h, dtype=torch.float64)
+    for kind, db in ((KernelRegressor, regression(keys, values)), (KernelClassifier, classes(keys, labels))):
+        db.delete(range(60, 80))
+        found = []
+        for held in (regression_module.HELD, 0):  # 0: through autograd, in float64
+            monkeypatch.setattr(regression_module, "HELD", held)
+            monkeypatch.setattr(regression_module, "TILE", 7 * 60)
+            model = kind(db, bandwidth=start, per_coordinate=per_coordinate)
+            with torch.autocast("cpu", torch.bfloat16):  # which changes nothing
+                errors = model.fit(steps=3, batch_size=20) + model.fit(steps=1)
+            found.append([*errors, *model.kernel.bandwidth.reshape(-1).tolist()])
+        monkeypatch.undo()
+        assert found[0] == pytest.approx(found[1], rel=rtol)
+
+
 def test_fit_is_the_same_each_time_by_its_seed() -> None:
     x, y = wave()
     found = []
@@ -317,4 +340,4 @@ def test_places_and_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_the_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(softdb.nn.regression).failed == 0
+    assert doctest.testmod(regression_module).failed == 0

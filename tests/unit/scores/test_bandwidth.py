@@ -147,7 +147,9 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = torch.from_numpy(DIABETES[:50, :3]), torch.from_numpy(PROGRESS[:50])
     whole = leave_one_out(keys, values), leave_one_out(keys)
     monkeypatch.setattr(bandwidth, "BLOCK", 7 * 50)
-    assert (leave_one_out(keys, values), leave_one_out(keys)) == pytest.approx(whole, rel=1e-4)
+    for held in (50 * 50, 50 * 50 - 1):
+        monkeypatch.setattr(bandwidth, "HELD", held)
+        assert (leave_one_out(keys, values), leave_one_out(keys)) == pytest.approx(whole, rel=1e-4)
 
 
 def test_keys_far_from_the_origin_have_the_same_bandwidth() -> None:
