@@ -42,8 +42,8 @@ class SoftDBVectorStore(VectorStore):
         store.as_retriever(k=5, mode="hybrid")
 
     Args:
-        embedding: makes the vectors of texts and queries. None: the database's own encoder does; without one either,
-            documents have no vector and are found by words.
+        embedding: makes the vectors of texts and queries. None: the database's own encoder does (a new one's:
+            `encoder=`); without one either (a new one takes `dim=`), documents have no vector and are found by words.
         db: an open database, or the path of one; None keeps a new one in memory.
         relevance_score_fn: from a score to a relevance from 0 to 1, in place of `softdb.integrations.documents`'s.
         settings: as of `softdb.open`, where `db` is no open database. A new one is compared by cosine unless `metric`
@@ -64,7 +64,9 @@ class SoftDBVectorStore(VectorStore):
         **settings: Any,
     ) -> None:
         if embedding is not None and not isinstance(embedding, Embeddings):
-            raise BadInput(f"embedding is {shown(embedding)}; expected LangChain's Embeddings, or None")
+            raise BadInput(
+                f"embedding is {shown(embedding)}; expected LangChain's Embeddings; or None, and encoder= of softdb's"
+            )
         if isinstance(db, SoftDB) and settings:
             raise BadInput(f"{', '.join(settings)} given with an open database; give the path, or leave them away")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
@@ -77,6 +79,8 @@ class SoftDBVectorStore(VectorStore):
 
     def _new(self, settings: dict[str, Any]) -> dict[str, Any]:
         """What a new database is, where nobody says."""
+        if self.embedding is None and not {"dim", "encoder"} & set(settings):
+            raise BadInput("there is no embedding; give one, or encoder=, or, for search by words alone, dim=1")
         if self.embedding is None or "dim" in settings:
             return {"metric": "cosine"}
         return {"metric": "cosine", "dim": len(self.embedding.embed_query("softdb"))}

@@ -29,13 +29,16 @@ class SoftDBSearchIndex:
         model: the model that is evaluated; it says how documents are compared.
         recall: None compares with every document; a share such as 0.95 builds an index of that recall.
 
-    Raises BadInput for a similarity that compares no single vectors, such as MaxSim.
+    Raises BadInput for what is no model of mteb, and a similarity that compares no single vectors, such as MaxSim.
 
         mteb.evaluate(SearchEncoderWrapper(model, index_backend=SoftDBSearchIndex(model)), tasks)
     """
 
     def __init__(self, model: Any, *, recall: float | None = None) -> None:
-        asked = model.mteb_model_meta.similarity_fn_name
+        meta = getattr(model, "mteb_model_meta", None)
+        if meta is None:
+            raise BadInput(f"model is {shown(model)}; expected a model of mteb, such as mteb.get_model gives")
+        asked = meta.similarity_fn_name
         if asked not in METRICS:
             raise BadInput(
                 f"the model compares by {shown(asked)}; a database compares single vectors by "
@@ -73,8 +76,8 @@ class SoftDBSearchIndex:
             raise BadInput("search: there are no documents; call add_documents first")
         queries = _tensor(embeddings)
         if top_ranked is not None:
-            if query_idx_to_id is None:
-                raise BadInput("search: top_ranked names queries by id; give query_idx_to_id")
+            if query_idx_to_id is None or not set(range(len(queries))) <= set(query_idx_to_id):
+                raise BadInput("search: top_ranked names queries by id; give query_idx_to_id, with every query's")
             lists = [list(top_ranked.get(query_idx_to_id[i]) or []) for i in range(len(queries))]
             return self._reranked(queries, top_k, lists)
         if self.recall is not None and self._indexed != len(self._ids):

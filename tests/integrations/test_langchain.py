@@ -280,6 +280,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "twice": (lambda s: s.add_texts(["x", "y"], ids=["1", "1"]), "comes twice"),
     "batch": (lambda s: s.add_texts(["x"], batch_size=0), "batch_size is 0"),
     "the wrong way round": (lambda s: SoftDBVectorStore("films", s.embedding), "expected LangChain's Embeddings"),
+    "no embedding": (lambda s: SoftDBVectorStore(None), "there is no embedding; give one, or encoder="),
+    "an encoder": (lambda s: SoftDBVectorStore(HashedNGrams()), "or None, and encoder= of softdb's"),
     "settings": (lambda s: SoftDBVectorStore(s.embedding, s.db, metric="l2"), "metric given with an open database"),
     "both": (lambda s: s.delete(["a"], filter={}), "one of them"),
 }

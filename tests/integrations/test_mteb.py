@@ -80,16 +80,22 @@ def test_an_index_finds_nearly_all() -> None:
     exact, near = SoftDBSearchIndex(model()), SoftDBSearchIndex(model(), recall=0.9)
     found = []
     for backend in (exact, near):
-        backend.add_documents(drawn[:20_000], [str(i) for i in range(20_000)])
-        found.append(backend.search(drawn[20_000:], 10)[1])
+        for half in range(0, 20_000, 10_000):
+            backend.add_documents(drawn[half : half + 10_000], [str(half + i) for i in range(10_000)])
+            rows = backend.search(drawn[20_000:], 10)[1]
+        found.append(rows)
     assert near.db is not None
-    assert near.db.stats().index is not None
+    index = near.db.stats().index
+    assert index is not None
+    assert index.unindexed == 0  # made anew
     assert np.mean([len(set(a) & set(b)) for a, b in zip(*found, strict=True)]) >= 8.5
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(BadInput, match="the model compares by"):
         SoftDBSearchIndex(model(ScoringFunction.MAX_SIM))
+    with pytest.raises(BadInput, match="'MiniLM'; expected a model of mteb"):
+        SoftDBSearchIndex("MiniLM")
     with pytest.raises(BadInput, match="recall is 2"):
         SoftDBSearchIndex(model(), recall=2)
     backend = SoftDBSearchIndex(model())
@@ -98,6 +104,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         ("4 wide", np.ones((1, 4)), {}),
         ("NaN", np.full((1, 3), np.nan), {}),
         ("give query_idx_to_id", np.ones((1, 3)), {"top_ranked": {"q": ["a"]}}),
+        ("with every query's", np.ones((2, 3)), {"top_ranked": {"q": ["a"]}, "query_idx_to_id": {0: "q"}}),
         ("'z' of top_ranked", np.ones((1, 3)), {"top_ranked": {"q": ["z"]}, "query_idx_to_id": {0: "q"}}),
     ):
         with pytest.raises(BadInput, match=match):

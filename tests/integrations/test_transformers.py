@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -32,6 +32,8 @@ import softdb
 from softdb.errors import BadInput, Closed
 from softdb.integrations.transformers import KNNLanguageModel, corpus
 from softdb.integrations.transformers import language_model as under_test
+from softdb.integrations.transformers.hidden import windows_of
+from softdb.integrations.transformers.mixture import Mixture
 
 V, D, CONTEXT = 24, 16, 12
 WORDS = ["<pad>", "<s>", *(f"w{i}" for i in range(V - 2))]
@@ -83,12 +85,17 @@ def tokenizer() -> Any:
 
 
 def of_equations(lm: KNNLanguageModel, hidden: Tensor, logits: Tensor) -> Tensor:  # (…, d), (…, v) -> (…, v)
+    """Over every record, or the k nearest."""
     records = lm.db.get(list(range(len(lm.db))))
     keys, labels = torch.as_tensor(records.keys).double(), torch.as_tensor(records.values).long()
     share = torch.sigmoid(lm.mixture.bias.double())
     flat, found = hidden.reshape(-1, hidden.shape[-1]).double(), []
     for one, own in zip(flat, logits.reshape(len(flat), -1).double(), strict=True):
-        weights = (-(keys - one).square().sum(1) / lm.mixture.temperature).softmax(0)
+        squares = (keys - one).square().sum(1)
+        beyond = torch.zeros_like(squares, dtype=torch.bool)
+        if lm.k is not None:
+            beyond[squares.argsort()[lm.k :]] = True
+        weights = (-squares / lm.mixture.temperature).masked_fill(beyond, -torch.inf).softmax(0)
         memory = torch.zeros(V, dtype=torch.float64).index_add(0, labels, weights)
         found.append((share * memory + (1 - share) * own.softmax(0)).log())
     return torch.stack(found).reshape(logits.shape)
@@ -108,8 +115,40 @@ def test_a_record_for_every_token_but_a_texts_first(lm: KNNLanguageModel) -> Non
     torch.testing.assert_close(keys, true, rtol=1e-4, atol=1e-5)
 
 
+def test_windows_overlap_by_half() -> None:
+    text = list(range(3 * CONTEXT + 1))
+    found = windows_of([text, [5], text[:2]], CONTEXT)
+    assert [token for one in found for token in one.tokens[one.first :]] == [*text[1:], 1]
+    assert max(len(one.tokens) for one in found) == CONTEXT
+    assert [one.first for one in found] == [1, *[CONTEXT // 2] * (len(found) - 2), 1]
+
+
+def test_a_tolerance_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with KNNLanguageModel.from_corpus(gpt2(), texts_of(5), rtol=0.2) as lm:
+        asked: list[Any] = []
+        plain = lm.db.attend
+        monkeypatch.setattr(lm.db, "attend", lambda *given, **how: asked.append(how["rtol"]) or plain(*given, **how))
+        lm.perplexity(texts_of(2))
+        assert set(asked) == {0.2}
+
+
+def test_a_gate_sees_the_state_and_how_near_the_memory_is() -> None:
+    mixture, hidden, lse = Mixture(D, 10.0, 0.3, True), torch.randn(40, D) * 5 + 3, torch.randn(40) - 90
+    assert mixture.gate is not None
+    torch.nn.init.normal_(mixture.gate.weight)
+    mixture.standardise(hidden, lse)
+    known = torch.cat([hidden, lse[:, None]], 1).double()
+    seen = (known - known.mean(0)) / known.std(0)
+    expected = math.log(0.3 / 0.7) + seen @ mixture.gate.weight[0].double()
+    torch.testing.assert_close(mixture.logits(hidden, lse)[:, 0].double(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_probabilities_are_those_of_the_equations(lm: KNNLanguageModel) -> None:
     hidden, logits = torch.randn(7, D), torch.randn(7, V)
+    nearest = KNNLanguageModel(lm.model, lm.db, k=5)
+    torch.testing.assert_close(
+        nearest.log_probs(hidden, logits).double(), of_equations(nearest, hidden, logits), rtol=1e-4, atol=1e-5
+    )
     found = lm.log_probs(hidden, logits)
     torch.testing.assert_close(found.double(), of_equations(lm, hidden, logits), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.logsumexp(1), torch.zeros(7), rtol=0, atol=1e-5)
@@ -193,7 +232,9 @@ def test_generate_goes_by_the_mixture(lm: KNNLanguageModel, how: dict[str, Any])
         hook.remove()
     assert not torch.equal(found, plain)
     if not how:
-        for row, prompt in zip(found, ([5], [4, 8, 2], [3, 7, 11, 20]), strict=True):
+        lists = [[5], [4, 8, 2], [3, 7, 11, 20]]
+        assert torch.equal(lm.generate(lists, max_new_tokens=7, pad_token_id=0), found)
+        for row, prompt in zip(found, lists, strict=True):
             single = lm.generate(torch.tensor([prompt]), max_new_tokens=7, pad_token_id=0)[0, len(prompt) :]
             assert torch.equal(row[4:][: len(single)], single)
 
@@ -214,6 +255,9 @@ def test_texts_are_asked_and_told(tokenizer: Any) -> None:
             ["w5"],
         ]
         assert lm.generate("w5", max_new_tokens=3) == told[1]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <s>", None, [("<s>", 1)])
+        assert lm.generate("w5", max_new_tokens=3) == told[1]  # the end after a text is not the prompt's
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
         assert lm.perplexity(texts) < lm.perplexity(texts, memory=False)
         start = texts[0].split()
         assert lm.db.search([" ".join(start[:4])], 1).ids == [[3]]  # the context that came before the fifth token
@@ -256,8 +300,11 @@ def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytes
         KNNLanguageModel.from_corpus(model, texts[:3], path)
     with softdb.open(path, mode="r") as db, KNNLanguageModel(model, db) as lm:
         assert lm.perplexity(texts_of(3, 1)) == told
-    with softdb.open(path, mode="r") as db, pytest.raises(BadInput, match="give the model that made them"):
-        KNNLanguageModel(gpt2(n_layer=1), db)
+    trained = gpt2()
+    trained.transformer.h[0].mlp.c_fc.bias.data.add_(1)
+    for other in (gpt2(n_layer=1), trained):
+        with softdb.open(path, mode="r") as db, pytest.raises(BadInput, match="give the model that made them"):
+            KNNLanguageModel(other, db)
 
 
 def test_close_leaves_the_model_as_it_was() -> None:
@@ -334,6 +381,11 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
             lm.perplexity([[3]])
         with pytest.raises(BadInput, match="texts are given without a tokenizer"):
             lm.generate("w1")
+        for wrong in (3, [3, 4], []):
+            with pytest.raises(BadInput, match=r"expected a text, texts, or token ids \(q, t\)"):
+                lm.generate(wrong)
+        with pytest.raises(BadInput, match="no tokenizer is given"):
+            lm.generate([[3], "w1"])
         with pytest.raises(BadInput, match="prompt_lookup_num_tokens is given, but a memory answers for one"):
             lm.generate(torch.tensor([[3]]), prompt_lookup_num_tokens=2)
         lm.perplexity(texts_of(3))

@@ -49,7 +49,7 @@ class SampleEstimator(BaseEstimator):
     def _open(self, X: NDArray[Any], values: NDArray[Any] | None = None, **schema: Any) -> SoftDB:
         """A new database of the samples."""
         path: str | os.PathLike[str] | None = getattr(self, "path", None)
-        if path is not None and os.path.exists(path) and os.listdir(path):
+        if path is not None and os.path.isdir(path) and os.listdir(path):
             raise BadInput(
                 f"fit: {path} is not empty, and fit makes its database anew; give another path, or remove it; "
                 "partial_fit adds samples to those that are there"

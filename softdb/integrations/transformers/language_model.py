@@ -258,22 +258,27 @@ class KNNLanguageModel(LogitsProcessor):
         """`model.generate` with the memory: texts give texts, where there is a tokenizer; token ids give token ids.
 
         Args:
-            inputs: a text, or several, or token ids (q, t); or as keywords what `model.generate` takes.
+            inputs: a text, or several; token ids, a tensor (q, t) or q lists, which are padded left; or as keywords
+                what `model.generate` takes.
             words: of `model.generate`. A `logits_processor` of yours goes before the memory.
 
-        Raises BadInput for assisted generation, which asks for several tokens at once.
+        Raises BadInput for assisted generation, which asks for several tokens at once, and for other inputs.
         """
         assisted = [name for name in ("assistant_model", "prompt_lookup_num_tokens") if words.get(name) is not None]
         if assisted:
             raise BadInput(f"{assisted[0]} is given, but a memory answers for one token at a time; leave it out")
-        texts = [inputs] if isinstance(inputs, str) else inputs
         words["logits_processor"] = [*(words.get("logits_processor") or ()), self]
-        if not (isinstance(texts, list | tuple) and texts and isinstance(texts[0], str)):
+        if inputs is None or isinstance(inputs, Tensor):
             return self.model.generate(inputs, **words)
-        if self.tokenizer is None:
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str | list) for one in texts):
+            raise BadInput(f"inputs are {check.shown(inputs)}; expected a text, texts, or token ids (q, t)")
+        told = isinstance(texts[0], str)
+        if told and self.tokenizer is None:
             raise BadInput("texts are given without a tokenizer; give token ids, or tokenizer= to the class")
-        words |= padded(prompts_of(texts, self.tokenizer, self.head), self.model.device)
-        found = self.tokenizer.batch_decode(self.model.generate(**words), skip_special_tokens=True)
+        prompts = prompts_of(texts, self.tokenizer, self.head) if told else tokens_of(texts, None, self.head)
+        made = self.model.generate(**words, **padded(prompts, self.model.device))
+        found = self.tokenizer.batch_decode(made, skip_special_tokens=True) if told else made
         return found[0] if isinstance(inputs, str) else found
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # (q, t), (q, v) -> (q, v)

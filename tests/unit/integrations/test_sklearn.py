@@ -18,7 +18,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_sp
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from softdb.errors import BadInput, Closed, ReadOnly
+from softdb.errors import BadInput, Closed, NotADatabase, ReadOnly
 from softdb.integrations.sklearn import (
     KernelDensity,
     KNeighborsTransformer,
@@ -179,6 +179,8 @@ def test_copies_tell_the_same(on_disk: bool, path: Path) -> None:
             pickle.loads(pickle.dumps(models[0])).partial_fit(X[:1], ["s"])
         with pytest.raises(BadInput, match="not empty, and fit makes its database anew"):
             clone(models[0]).fit(X, LABELS)
+        with pytest.raises(NotADatabase, match=r"catalog\.sqlite is a file"):
+            clone(models[0]).set_params(path=path / "a" / "catalog.sqlite").fit(X, LABELS)
     models[0].db_.close()
     with pytest.raises(Closed):
         models[0].predict(X)
