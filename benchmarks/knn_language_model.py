@@ -112,17 +112,22 @@ def measured(
     epochs: int,
     found: dict[str, Any],
     keep: Callable[[], None],
+    path: Path | None,
+    ask_for: list[str],
 ) -> None:
     """A line for each way that is not found yet: perplexity of held-out texts, what was learned, what a token costs."""
+    ways = found.setdefault("ways", {})
+    if set(ask_for) <= set(ways):
+        return
     test, few = texts["test"], texts["test"][:64]
     count = sum(len(one) - 1 for one in tokenizer(few)["input_ids"])
-    lm = KNNLanguageModel.from_corpus(model, texts["train"], tokenizer=tokenizer)
+    lm = KNNLanguageModel.from_corpus(model, texts["train"], path, tokenizer=tokenizer)
     found["records"] = len(lm.db)
     found["test_tokens"] = sum(len(one) - 1 for one in tokenizer(test)["input_ids"])
-    lm.db.build_index("ivf", recall=0.95)
-    ways = found.setdefault("ways", {})
+    if lm.db.stats().index is None:
+        lm.db.build_index("ivf", recall=0.95)
     for name, how in WAYS.items():
-        if name in ways:
+        if name in ways or name not in ask_for:
             continue
         one = KNNLanguageModel(model, lm.db, tokenizer=tokenizer, **(how or {}))
         begin = time.process_time()
@@ -144,6 +149,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", type=Path, help="a folder: the model is kept there, and not trained again")
+    parser.add_argument("--memory", type=Path, help="a folder: the databases are kept there, and not made again")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--vocabulary", type=int, default=2048)
@@ -170,7 +177,8 @@ def main() -> None:
             write_json(given.out, found)
 
     for name, texts in (("another domain", others), ("same domain", nouns)):
-        measured(model, tokenizer, texts, given.learning, found.setdefault(name, {}), keep)
+        part, path = found.setdefault(name, {}), given.memory and given.memory / name.replace(" ", "-")
+        measured(model, tokenizer, texts, given.learning, part, keep, path, given.ways)
 
 
 if __name__ == "__main__":

@@ -303,7 +303,11 @@ async def test_three_ways_to_retrieve(store: SoftDBDocumentStore) -> None:
     merged = SoftDBKeywordRetriever(store, YOUNG, filter_policy="merge")
     assert ids(merged.run(query, {"field": "id", "operator": "in", "value": ["ran", "alien"]})["documents"]) == ["ran"]
     assert ids(SoftDBKeywordRetriever(store, YOUNG).run("space")["documents"]) == []
-    assert ids(SoftDBHybridRetriever(store, fusion="ranks").run("space", vector)["documents"])[0] == "alien"
+    for fusion in ("ranks", 0.9, 0.1):
+        fused = SoftDBHybridRetriever(store, fusion=fusion).run("space", vector)["documents"]
+        assert ids(fused)[0] == "alien"
+        expected = store.hybrid_retrieval("space", vector, fusion=fusion)
+        assert [one.score for one in fused] == [one.score for one in expected]
 
 
 def test_a_pipeline_is_saved_and_its_retrievers_share_a_directory(path: Path) -> None:

@@ -123,6 +123,13 @@ def test_windows_overlap_by_half() -> None:
     assert [one.first for one in found] == [1, *[CONTEXT // 2] * (len(found) - 2), 1]
 
 
+def test_the_first_temperature_is_that_of_the_eighth_neighbour(lm: KNNLanguageModel) -> None:
+    keys = torch.as_tensor(lm.db.get(list(range(len(lm.db)))).keys).double()
+    some = torch.linspace(0, len(keys) - 1, min(corpus.SAMPLE, len(keys))).long()
+    nearest = torch.cdist(keys[some], keys).square().sort(dim=1).values[:, 8]  # the record itself comes first
+    assert lm.mixture.temperature == pytest.approx(float(nearest.median()), rel=1e-3)
+
+
 def test_a_tolerance_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with KNNLanguageModel.from_corpus(gpt2(), texts_of(5), rtol=0.2) as lm:
         asked: list[Any] = []
@@ -296,6 +303,8 @@ def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytes
     assert seen == done
     with pytest.raises(BadInput, match="the database was begun with other texts"):
         KNNLanguageModel.from_corpus(model, [texts[0][::-1], *texts[1:]], path)
+    with pytest.raises(BadInput, match=f"begun with other texts: {len(ids)} records"):
+        KNNLanguageModel.from_corpus(model, [*texts, *texts_of(30, 5)], path)
     with pytest.raises(BadInput, match="records but these texts make"):
         KNNLanguageModel.from_corpus(model, texts[:3], path)
     with softdb.open(path, mode="r") as db, KNNLanguageModel(model, db) as lm:

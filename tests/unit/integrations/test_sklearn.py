@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.sparse import csr_matrix
 from sklearn import neighbors as theirs
 from sklearn.base import clone
@@ -26,6 +27,7 @@ from softdb.integrations.sklearn import (
     SoftKNeighborsClassifier,
     SoftKNeighborsRegressor,
 )
+from softdb.scores import Boxcar, leave_one_out
 
 X, LABELS = load_iris(return_X_y=True)
 QUERIES = X[::3].astype(np.float32) + np.random.default_rng(0).normal(0, 0.1, (50, 4)).astype(np.float32)
@@ -149,6 +151,15 @@ def test_a_bandwidth_for_each_coordinate_leaves_out_those_that_tell_nothing() ->
     assert second > 3 * first
     fresh = random.uniform(-2, 2, (200, 2))
     assert each.score(fresh, np.sin(2 * fresh[:, 0])) > one.score(fresh, np.sin(2 * fresh[:, 0])) > 0.7
+
+
+def test_the_bandwidth_of_a_sample_shrinks_to_that_of_all() -> None:
+    points = np.random.default_rng(6).uniform(-2, 2, (8192, 1)).astype(np.float32).astype(np.float64)
+    chosen = np.unique(np.linspace(0, 8191, 2048, dtype=np.int64))
+    targets = np.sin(3 * points[:, 0])
+    alone = leave_one_out(torch.from_numpy(points[chosen]), torch.from_numpy(targets[chosen]), Boxcar)
+    found = NadarayaWatsonRegressor("tophat").fit(points, targets).bandwidth_
+    assert found == pytest.approx(alone * 4 ** (-1 / 5))
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "tophat", "epanechnikov", "exponential", "linear"])
