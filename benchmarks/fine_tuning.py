@@ -1,5 +1,6 @@
 """Fine-tuning an embedding model through the database, against the library's own loss with in-batch negatives.
 
+    python benchmarks/fine_tuning.py --data DIR --pace 60 --out benchmarks/results/fine-tuning.json
     python benchmarks/fine_tuning.py --data DIR --seeds 3 --out benchmarks/results/fine-tuning.json
     python benchmarks/fine_tuning.py --data DIR --validate --ways database --set rate=2e-4 --out choice.json
     python benchmarks/fine_tuning.py --data DIR --memory --out benchmarks/results/fine-tuning-memory.json
@@ -15,10 +16,11 @@ All: word embeddings frozen, no dropout, AdamW, a tenth of warm-up, definitions 
 The settings of each way are in CHOSEN. They were chosen by `--validate`: the held-out words are left away, a fifth of
 the others is judged instead.
 
-The budget is seconds of the process' CPU time (user + system, one thread) in training steps alone: so other work on the
-machine does not count. Encoding the corpus anew is not in it, but told. `some` is among `--corpus` records, the right
-ones of the held-out queries and others, where the corpus must be encoded again; `all` is among every record, which for
-`in-batch` is done with `--whole`.
+The budget is seconds of the process' CPU time (user + system, one thread) in training steps alone. A core whose sibling
+is busy takes longer for the same, so where `--pace` has measured on a quiet machine what a step of each way costs, with
+the same `--out`, runs are of as many steps as these seconds hold, however busy the machine is. Encoding the corpus anew
+is not in it, but told. `some` is among `--corpus` records, the right ones of the held-out queries and others, where the
+corpus must be encoded again; `all` is among every record, which for `in-batch` is done with `--whole`.
 """
 
 from __future__ import annotations
@@ -184,20 +186,55 @@ def blended(model: SentenceTransformer, before: dict[str, Any], after: dict[str,
     model.load_state_dict({k: torch.lerp(v, after[k], part) if v.is_floating_point() else v for k, v in before.items()})
 
 
-def trained(world: World, way: str, seed: int, settings: Settings, given: argparse.Namespace) -> dict[str, Any]:
-    """One run of one way."""
-    torch.manual_seed(seed)
-    model = new_model(settings).train()
+class Learner:
+    """A model that is trained in one way, a step at a time."""
+
+    def __init__(self, world: World, way: str, seed: int, settings: Settings) -> None:
+        torch.manual_seed(seed)
+        self.model = new_model(settings).train()
+        self.loss = loss_of(world, way, self.model, settings)
+        learnt = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        self.parameters = list(learnt.values())
+        groups = [
+            {"params": [one for name, one in learnt.items() if ("linear.weight" in name) == ahead], "rate": rate}
+            for ahead, rate in ((False, settings.rate), (True, settings.head))
+        ]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+        lengths = np.array([len(one) for one in self.model.tokenizer(world.queries, truncation=True)["input_ids"]])
+        self.batches = batches(world.learnt(settings.dropped), lengths, settings.batch, seed)
+
+    def step(self, done: float) -> tuple[float, float]:
+        """One step when such a share of them is done: its loss and the CPU seconds that it took."""
+        start = time.process_time()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["rate"] * min(1.0, 10 * done + 0.05) * max(0.02, 1 - done)
+        value = self.loss(next(self.batches))
+        self.optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return value.item(), time.process_time() - start
+
+
+def paces(world: World, settings: dict[str, Settings], seconds: float) -> dict[str, float]:
+    """CPU seconds a step of each way, a step of each in turn for so long in all."""
+    learners = {way: Learner(world, way, 0, one) for way, one in settings.items()}
+    for learner in learners.values():
+        learner.step(0.0)
+    costs: dict[str, list[float]] = {way: [] for way in learners}
+    while sum(map(sum, costs.values())) < seconds:
+        for way, learner in learners.items():
+            costs[way].append(learner.step(0.0)[1])
+    return {way: round(float(np.mean(found)), 4) for way, found in costs.items()}
+
+
+def trained(
+    world: World, way: str, seed: int, settings: Settings, given: argparse.Namespace, pace: float | None
+) -> dict[str, Any]:
+    """One run of one way, for so many CPU seconds, or as many steps as take them at this pace."""
+    learner = Learner(world, way, seed, settings)
+    model = learner.model
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    lengths = np.array([len(one) for one in model.tokenizer(world.queries, truncation=True)["input_ids"]])
-    loss = loss_of(world, way, model, settings)
-    learnt = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    parameters = list(learnt.values())
-    groups = [
-        {"params": [one for name, one in learnt.items() if ("linear.weight" in name) == ahead], "rate": rate}
-        for ahead, rate in ((False, settings.rate), (True, settings.head))
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
     watched, curve = world.test[: given.watched], list[dict[str, Any]]()
 
     def note(seconds: float, step: int, losses: list[float]) -> None:
@@ -209,22 +246,12 @@ def trained(world: World, way: str, seed: int, settings: Settings, given: argpar
 
     note(0.0, 0, [])
     spent, step, losses = 0.0, 0, list[float]()
-    for batch in batches(world.learnt(settings.dropped), lengths, settings.batch, seed):
-        start = time.process_time()
-        for group in optimizer.param_groups:
-            warm = min(1.0, spent / (0.1 * given.seconds) + 0.05)
-            group["lr"] = group["rate"] * warm * max(0.02, 1 - spent / given.seconds)
-        value = loss(batch)
-        optimizer.zero_grad()
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        spent, step, losses = spent + time.process_time() - start, step + 1, [*losses, value.item()]
+    while spent < given.seconds:
+        value, cost = learner.step(spent / given.seconds)
+        spent, step, losses = spent + (pace or cost), step + 1, [*losses, value]
         if spent >= curve[-1]["seconds"] + given.every or spent >= given.seconds:
             note(spent, step, losses)
             losses = []
-        if spent >= given.seconds:
-            break
     after = {name: one.clone() for name, one in model.state_dict().items()}
     result: dict[str, Any] = {"settings": asdict(settings), "curve": curve}
     for part in given.blends or [settings.blend]:
@@ -291,6 +318,19 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def table(result: dict[str, Any]) -> None:
+    """Recall@10 of every run as rows of a table, in percent; the mean of the gains over the untrained model last."""
+    before = result["untrained"]
+    for way, runs in result["runs"].items():
+        for among in ("all, stored keys", "all, encoded anew", "some, stored keys", "some, encoded anew"):
+            blend = f"blend {next(iter(runs.values()))['settings']['blend']:g}"
+            found = {seed: one[blend][among]["recall_10"] for seed, one in runs.items() if among in one[blend]}
+            if found:
+                gains = [value - before[seed][among[: among.index(",")]]["recall_10"] for seed, value in found.items()]
+                values = ", ".join(f"{100 * value:.1f}" for value in found.values())
+                print(f"| {way}: {among} | {values} | {100 * float(np.mean(gains)):+.1f} |", flush=True)
+
+
 def main() -> None:
     """Runs that are in the result already are not run again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,6 +345,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(CHOSEN), choices=list(CHOSEN))
     parser.add_argument("--validate", action="store_true", help="Judge training words that are left out; seed 0.")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="Settings other than the chosen.")
+    parser.add_argument("--pace", type=float, metavar="SECONDS", help="Measure what steps cost, for so long, instead.")
     parser.add_argument("--blends", type=float, nargs="*", help="Judge these in place of the chosen.")
     parser.add_argument("--memory", type=int, nargs="*", help="Measure memory instead, of so many records.")
     parser.add_argument("--out", type=Path, required=True)
@@ -319,11 +360,18 @@ def main() -> None:
         "command": command(), "commit": commit(), "seconds": given.seconds,
     }  # fmt: skip
     changed = {name: type(getattr(Settings, name))(float(number)) for name, number in (s.split("=") for s in given.set)}
+    settings = {way: replace(CHOSEN[way], **changed) for way in given.ways}
+    if given.pace:
+        result["pace"] = paces(World(given.data, 0, True), settings, given.pace)
+        print(result["pace"])
+        write_json(given.out, result)
+        return
+    pace: dict[str, float] = result.get("pace", {})
     if given.validate:
         world = World(given.data, 0, True)
         for way in given.ways:
             result.setdefault("tried", {}).setdefault(way, []).append(
-                {"seconds": given.seconds, **trained(world, way, 0, replace(CHOSEN[way], **changed), given)}
+                {"seconds": given.seconds, **trained(world, way, 0, settings[way], given, pace.get(way))}
             )
             write_json(given.out, result)
             print(way, {k: v for k, v in result["tried"][way][-1].items() if k != "curve"}, flush=True)
@@ -341,10 +389,11 @@ def main() -> None:
             }  # fmt: skip
         for way in given.ways:
             if str(seed) not in runs.setdefault(way, {}):
-                runs[way][str(seed)] = trained(world, way, seed, replace(CHOSEN[way], **changed), given)
+                runs[way][str(seed)] = trained(world, way, seed, settings[way], given, pace.get(way))
                 print(seed, way, {k: v for k, v in runs[way][str(seed)].items() if k != "curve"}, flush=True)
                 write_json(given.out, result)
     draw(runs, given.out.with_suffix(".png"))
+    table(result)
 
 
 def measure_memory(given: argparse.Namespace, result: dict[str, Any]) -> None:
