@@ -134,7 +134,12 @@ def test_a_tolerance_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with KNNLanguageModel.from_corpus(gpt2(), texts_of(5), rtol=0.2) as lm:
         asked: list[Any] = []
         plain = lm.db.attend
-        monkeypatch.setattr(lm.db, "attend", lambda *given, **how: asked.append(how["rtol"]) or plain(*given, **how))
+
+        def attend(*given: Any, **how: Any) -> Any:
+            asked.append(how["rtol"])
+            return plain(*given, **how)
+
+        monkeypatch.setattr(lm.db, "attend", attend)
         lm.perplexity(texts_of(2))
         assert set(asked) == {0.2}
 
