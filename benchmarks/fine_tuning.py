@@ -11,7 +11,8 @@ out. `database`: `DatabaseLoss`, every stored gloss in the denominator, keys as 
 that is nearest by the untrained model; the corpus is encoded anew by the trained model before it is judged. (The
 library's Cached loss has the same value and gradient and costs a second forward pass; batches that fit into memory do
 without.) `in-batch, stored keys`: the same loss of the library, with the stored keys of those glosses as they are.
-All: word embeddings frozen, no dropout, AdamW, a tenth of warm-up, definitions of a batch of like length.
+All: word embeddings frozen, no dropout, AdamW, a tenth of warm-up; definitions of a batch of like length, for
+`in-batch` with their glosses.
 
 The settings of each way are in CHOSEN. They were chosen by `--validate`: the held-out words are left away, a fifth of
 the others is judged instead.
@@ -200,8 +201,13 @@ class Learner:
             for ahead, rate in ((False, settings.rate), (True, settings.head))
         ]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
-        lengths = np.array([len(one) for one in self.model.tokenizer(world.queries, truncation=True)["input_ids"]])
+        lengths = self._lengths(world.queries)
+        if way == "in-batch":
+            lengths = lengths + self._lengths([world.glosses[i] for i in world.nearest])
         self.batches = batches(world.learnt(settings.dropped), lengths, settings.batch, seed)
+
+    def _lengths(self, texts: list[str]) -> Any:
+        return np.array([len(one) for one in self.model.tokenizer(texts, truncation=True)["input_ids"]])
 
     def step(self, done: float) -> tuple[float, float]:
         """One step when such a share of them is done: its loss and the CPU seconds that it took."""
