@@ -25,7 +25,7 @@ __all__ = ["KernelClassifier", "KernelRegressor"]
 KERNELS: dict[str, type[Kernel]] = {
     kernel.__name__.lower(): kernel for kernel in (Gaussian, Laplacian, Epanechnikov, Triangular, Boxcar)
 }
-HELD = 1 << 25  # numbers of keys and values that `fit` holds in float64 at most: 256 MB
+KEPT = 1 << 25  # numbers of keys and values that `fit` holds in float64 at most: 256 MB
 TILE = 1 << 20  # weights at once, of some records and all others
 NARROW = 1 << 10  # squared lengths in bandwidths up to which float32 errs by some 1e-4 in a logit
 
@@ -134,7 +134,7 @@ class _NadarayaWatson(torch.nn.Module):
             raise BadInput(f"fit: {n} records cannot be told from each other; insert at least 2")
         optimiser = torch.optim.Adam(self.parameters(), lr=lr)
         self.db.require_open()
-        records = self._held() if isinstance(self.kernel, Gaussian) else None
+        records = self._kept() if isinstance(self.kernel, Gaussian) else None
         errors = []
         for _ in range(count):
             places = torch.arange(n) if width >= n else torch.randperm(n, generator=draws)[:width]
@@ -154,10 +154,10 @@ class _NadarayaWatson(torch.nn.Module):
             optimiser.step()
         return errors
 
-    def _held(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
+    def _kept(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
         """Keys and values around their means, which change no leave-one-out error; None where they are too many."""
         (snapshot, _), schema = self.db.view(), self.db.schema
-        if snapshot.count * (schema.dim + schema.pooled_dim) > HELD:
+        if snapshot.count * (schema.dim + schema.pooled_dim) > KEPT:
             return None
         assert self.kernel.log_bandwidth is not None
         live, device = np.flatnonzero(snapshot.live), self.kernel.log_bandwidth.device

@@ -16,7 +16,7 @@ from softdb.scores.kernels import Constant, Gaussian, Kernel
 __all__ = ["leave_one_out", "scott", "silverman"]
 
 BLOCK = 1 << 17  # distances at once: 1 MB in float64, which stays in cache
-HELD = 1 << 23  # distances that are kept from one bandwidth to the next: 64 MB
+KEPT = 1 << 23  # distances that are kept from one bandwidth to the next: 64 MB
 REACH = 1000.0  # how far from the rule of thumb a bandwidth is looked for, either way
 GRID = 31  # bandwidths tried at first; their ratio, about 1.6, is finer than the objective's usual dips
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -85,7 +85,7 @@ def leave_one_out(
             "bandwidth shrinks; remove duplicates, or give values"
         )
     keys = keys - keys.mean(dim=0)  # squared distances by expansion are most precise around 0
-    kept = list(_apart(keys)) if len(keys) ** 2 <= HELD else None
+    kept = list(_apart(keys)) if len(keys) ** 2 <= KEPT else None
     return _best(lambda hs: _losses(_apart(keys) if kept is None else kept, keys, values, kernel, hs), low, high)
 
 

@@ -225,8 +225,8 @@ def test_the_gaussians_steps_are_those_of_any_kernel(
     for kind, db in ((KernelRegressor, regression(keys, values)), (KernelClassifier, classes(keys, labels))):
         db.delete(range(60, 80))
         found = []
-        for held in (regression_module.HELD, 0):  # 0: through autograd, in float64
-            monkeypatch.setattr(regression_module, "HELD", held)
+        for kept in (regression_module.KEPT, 0):  # 0: through autograd, in float64
+            monkeypatch.setattr(regression_module, "KEPT", kept)
             monkeypatch.setattr(regression_module, "TILE", 7 * 60)
             model = kind(db, bandwidth=start, per_coordinate=per_coordinate)
             with torch.autocast("cpu", torch.bfloat16):  # which changes nothing

@@ -147,8 +147,8 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = torch.from_numpy(DIABETES[:50, :3]), torch.from_numpy(PROGRESS[:50])
     whole = leave_one_out(keys, values), leave_one_out(keys)
     monkeypatch.setattr(bandwidth, "BLOCK", 7 * 50)
-    for held in (50 * 50, 50 * 50 - 1):
-        monkeypatch.setattr(bandwidth, "HELD", held)
+    for kept in (50 * 50, 50 * 50 - 1):
+        monkeypatch.setattr(bandwidth, "KEPT", kept)
         assert (leave_one_out(keys, values), leave_one_out(keys)) == pytest.approx(whole, rel=1e-4)
 
 
