@@ -1,0 +1,316 @@
+"""What a caller and the shards of a cluster say to each other: messages, shards, and what carries the messages.
+
+Messages are frozen dataclasses of numpy arrays and plain values, which pickle: any transport carries them. Each names
+the version that it asks of; a shard that is at another one raises StaleRead. A shard knows its number, keeps nothing
+between two messages, and answers the same message alike, so that asking again, or asking a replica, is always right.
+
+Rows are the cluster's: row = local row * shards + shard. A row says where it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Id, Metric, Schema
+
+__all__ = [
+    "Answers",
+    "Ask",
+    "Backward",
+    "Call",
+    "CountWithin",
+    "Counted",
+    "Describe",
+    "Description",
+    "Draw",
+    "Drawn",
+    "Explain",
+    "Explained",
+    "Found",
+    "Gather",
+    "Gathered",
+    "Gradient",
+    "Locate",
+    "Nearest",
+    "Pass",
+    "Passed",
+    "Question",
+    "Refresh",
+    "Resolve",
+    "Sample",
+    "Scan",
+    "Shard",
+    "Transport",
+    "nbytes",
+]
+
+Array = NDArray[Any]
+NEWEST = -1  # in place of a version
+
+
+@dataclass(frozen=True)
+class Question:
+    """Queries as a shard compares them with its keys: logits are factor · metric(q, k), or score(q, k) / temperature.
+
+    A score that folds travels as its metric and the folded queries: its parameters stay with the caller. Another one
+    travels pickled, and its parameters' gradients come back.
+    """
+
+    queries: Array  # (q, d) float32 or float64
+    metric: Metric | None = None  # None: by `score`
+    factor: float = 1.0
+    trains: bool = False  # whether the factor, or the score's parameters, want a gradient
+    score: bytes | None = None  # pickled
+    temperature: float = 1.0  # of that score
+    uniform: bool = False  # average pooling: every record weighs alike
+    where: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A message to a shard. The reply's type stands in each one's docstring."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Describe(Ask):
+    """What is there? -> `Description`. At whatever version the shard is."""
+
+
+@dataclass(frozen=True)
+class Refresh(Ask):
+    """Go on to that version, or to NEWEST, as the truth has it -> `Description`."""
+
+
+@dataclass(frozen=True)
+class Call(Ask):
+    """A verb of SoftDB that reads, or that tends the shard's own cache -> what it returns.
+
+    One of "count", "get", "stats", "build_index", "drop_index".
+    """
+
+    verb: str
+    words: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Locate(Ask):
+    """Where are these ids, if a filter matches them? -> (i,) int64 rows, -1 = none here, or without a key."""
+
+    ids: list[Id]
+    where: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Resolve(Ask):
+    """What are these rows (r,)? -> list of RecordEntry, by the cluster's rows; those that are gone are absent."""
+
+    rows: Array
+    payloads: bool = True
+    texts: bool = False
+
+
+@dataclass(frozen=True)
+class Scan(Ask):
+    """Some of the records with rows above `after`, in order of rows -> (Records, the last row; -1 = no more)."""
+
+    after: int  # a local row, -1 at first
+    size: int
+
+
+@dataclass(frozen=True)
+class Gather(Ask):
+    """Keys and values of rows (r,) -> `Gathered`. StaleRead where one is gone."""
+
+    rows: Array
+    keys: bool = True
+    values: bool = True
+
+
+@dataclass(frozen=True)
+class Nearest(Ask):
+    """The k nearest, ties by id -> `Found`."""
+
+    question: Question
+    k: int | None  # None: all that score at least `least`
+    exact: bool = False
+    least: float | None = None
+    excluded: list[list[Id]] | None = None  # one list for all queries, or one a query
+
+
+@dataclass(frozen=True)
+class Pass(Ask):
+    """A pass over every record -> `Passed`."""
+
+    question: Question
+    pools: bool = True
+
+
+@dataclass(frozen=True)
+class Draw(Ask):
+    """Draw so many records for each query, and pool them -> `Drawn`. No shard decides how many are enough."""
+
+    question: Question
+    pools: bool
+    budgets: Array  # (q,) int64: how many to pool
+    looks: Array  # (q,) int64: how wide to look for what is heavy
+    seed: int  # the shard salts it with its number
+    confidence: float
+    bounded: bool  # else it may pass over every record where that costs less than to draw
+    exactly: Array | None = None  # (q,) bool: where it shall, as it did before; None: it decides
+
+
+@dataclass(frozen=True)
+class Backward(Ask):
+    """Gradients of what `of` was answered with, worked out anew -> `Gradient`."""
+
+    of: Pass | Draw
+    output_grad: Array  # (q, v)
+    lse_grad: Array  # (q,)
+
+
+@dataclass(frozen=True)
+class CountWithin(Ask):
+    """How many records score at least so much, exactly -> `Counted`."""
+
+    question: Question
+    least: float
+
+
+@dataclass(frozen=True)
+class Sample(Ask):
+    """Records drawn by their softmax weights in this shard, with replacement -> `Found`, -1 after each query's own."""
+
+    question: Question
+    counts: Array  # (q,) int64
+    seed: int  # the shard salts it
+
+
+@dataclass(frozen=True)
+class Explain(Ask):
+    """The k heaviest, given the normaliser of the whole -> `Explained`."""
+
+    question: Question
+    lse: Array  # (q,)
+    k: int
+
+
+class Description(NamedTuple):
+    """What a shard is."""
+
+    shard: int
+    shards: int
+    version: int  # that it is at
+    schema: Schema
+    count: int  # records with a key
+    value_size: float  # root mean square of ‖v‖
+    index: str | None  # its kind
+    encoder: str | None  # the name of what made the keys
+
+
+class Passed(NamedTuple):
+    """A state, of which those of all shards merge."""
+
+    output: Array  # (q, v)
+    lse: Array  # (q,)
+    count: int  # how many records took part
+
+
+class Drawn(NamedTuple):
+    """The fields of an ErrorEstimate, to be `joined`; and what the caller judges for all shards together."""
+
+    estimate: tuple[Array, ...]
+    pooled: Array  # (q,) int64: how many were pooled
+    exactly: Array  # (q,) bool: a pass over every record, without error
+    count: int
+
+
+class Gradient(NamedTuple):
+    """Of the queries, and of the factor or the score's parameters where they want one, summed over the queries."""
+
+    queries: Array  # (q, d)
+    parameters: tuple[Array, ...]
+
+
+class Found(NamedTuple):
+    """Candidates, best first."""
+
+    rows: Array  # (q, k) int64, -1 = none
+    scores: Array  # (q, k) by the metric, or by the score; -inf = none
+    ids: list[list[Id]]  # of each query's, without the missing
+    finder: str
+    certain: bool
+    count: int  # how many records took part
+
+
+class Gathered(NamedTuple):
+    """Columns of some rows, in their order; None: not asked for."""
+
+    keys: Array | None  # (r, d)
+    values: Array | None  # (r, v), or (r,) labels
+
+
+class Counted(NamedTuple):
+    """Exact counts."""
+
+    counts: Array  # (q,) int64
+
+
+class Explained(NamedTuple):
+    """The heaviest records, and this shard's part of the entropy."""
+
+    found: Found
+    entropy: Array  # (q,) -Σ w log w
+
+
+class Shard(Protocol):
+    """A part of the records, which answers for them."""
+
+    def answer(self, ask: Ask) -> Any:
+        """The reply that `ask` names. Raises StaleRead at another version, and whatever SoftDB's verbs raise."""
+
+
+class Answers(NamedTuple):
+    """Who answered what."""
+
+    replies: dict[int, Any]  # by shard
+    missing: dict[int, str]  # shards without an answer in time, and why
+
+
+class Transport(Protocol):
+    """Carries messages to shards: to each its own, all at once."""
+
+    shards: int  # how many there are; they are numbered from 0
+    collective: bool  # whether every rank must ask whenever one asks
+
+    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+        """Send each shard its message; come back with the replies within the timeout, whoever is dead.
+
+        An error of softdb that a shard raises is raised here; a shard that cannot be reached, or is too slow, is
+        `missing`. Raises ShardUnavailable where nothing can be said of any, such as a collective call that only some
+        ranks made.
+        """
+
+    def anyone(self, more: bool) -> bool:
+        """Whether any rank has more to ask; `more` itself where ranks ask on their own."""
+
+    def close(self) -> None:
+        """Let go of the shards; those that others use live on."""
+
+
+def nbytes(message: Any) -> int:
+    """The bytes of the arrays in a message or reply: what grows with queries, candidates and widths."""
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    if isinstance(message, bytes):
+        return len(message)
+    if dataclasses.is_dataclass(message):
+        return sum(nbytes(getattr(message, field.name)) for field in dataclasses.fields(message))
+    return sum(map(nbytes, message)) if isinstance(message, tuple | list) else 0
