@@ -16,6 +16,7 @@ __all__ = [
     "NotADatabase",
     "ReadOnly",
     "RecallWarning",
+    "ShardUnavailable",
     "SoftDBError",
     "StaleRead",
     "TrainingWarning",
@@ -83,6 +84,10 @@ class WriteFailed(SoftDBError):
 
 class StaleRead(SoftDBError):
     """A record was deleted or replaced between the search and the question about it."""
+
+
+class ShardUnavailable(SoftDBError):
+    """Shards of a cluster did not answer in time; nothing was changed, ask again or take a partial answer."""
 
 
 class Cancelled(SoftDBError):

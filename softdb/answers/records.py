@@ -151,6 +151,7 @@ class Hits(Sequence["QueryHits"]):
     rows: Tensor  # (q, k) int64 permanent row numbers, -1 = none
     scores: Tensor  # (q, k) larger is closer, with gradient to the queries
     resolve: Resolve
+    missing: tuple[int, ...] = ()  # shards of a cluster that did not answer
 
     def __len__(self) -> int:
         """q, the number of queries."""
@@ -162,7 +163,7 @@ class Hits(Sequence["QueryHits"]):
     def __getitem__(self, i: slice) -> Hits: ...
     def __getitem__(self, i: int | slice) -> QueryHits | Hits:
         if isinstance(i, slice):
-            return Hits(self.rows[i], self.scores[i], self.resolve)
+            return Hits(self.rows[i], self.scores[i], self.resolve, self.missing)
         return QueryHits(self, range(len(self))[i])
 
     @property

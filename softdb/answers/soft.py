@@ -70,6 +70,7 @@ class Estimate:
     bar: Tensor  # (q,) the error that `confidence` of all answers stay below; 0 where exact
     met: Tensor  # (q,) bool: whether the tolerance asked for is met
     exact: Tensor  # (q,) bool
+    missing: tuple[int, ...] = ()  # shards of a cluster that did not answer
 
     def __repr__(self) -> str:
         pairs = zip(self.value[:SHOWN].tolist(), self.bar[:SHOWN].tolist(), strict=True)
@@ -95,6 +96,7 @@ class Pooled:
     stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)
     lse_stderr: Tensor  # (q,) standard error of lse
     met: Tensor  # (q,) bool: whether the tolerance asked for is met; for `k=` as `exact`
+    missing: tuple[int, ...] = ()  # shards of a cluster that did not answer: then met is False and bar infinite
 
     def explain(self, k: int = 10) -> list[Explanation]:
         """For each query the k records that carry most of its answer.

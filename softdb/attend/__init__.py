@@ -12,12 +12,13 @@ from softdb.attend.nearest import nearest
 from softdb.attend.request import Request
 from softdb.attend.result import explained
 from softdb.attend.sample import sampled
-from softdb.attend.source import Columns, Source, Stored
+from softdb.attend.source import Columns, Remote, Source, Stored
 from softdb.attend.streaming import stream
 from softdb.attend.texts import fused_hits, text_hits
 
 __all__ = [
     "Columns",
+    "Remote",
     "Request",
     "Source",
     "Stored",

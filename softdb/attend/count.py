@@ -13,14 +13,14 @@ from softdb.answers import Estimate
 from softdb.attend.error import SKEWED, f_quantile
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import score_rows
-from softdb.attend.source import Stored
+from softdb.attend.source import Remote, Stored
 from softdb.check import Tolerance
 from softdb.index.contract import prepared
 from softdb.index.device import radius_search
 from softdb.index.tail import FEWEST, Tail
 from softdb.kernels.threads import available
 
-__all__ = ["counted"]
+__all__ = ["counted", "counted_exactly"]
 
 FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
 NEAR = 1.3  # times as many codes are looked at one by one
@@ -38,7 +38,7 @@ Numbers = NDArray[np.float64]
 
 def counted(
     request: Request,
-    source: Stored,
+    source: Stored | Remote,
     least: float,  # the score that counts
 ) -> Estimate:
     """How many records score at least so much, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
@@ -48,6 +48,8 @@ def counted(
     that may hold some (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers
     where that costs less. The records younger than the index are compared one by one.
     """
+    if isinstance(source, Remote):
+        return source.counted(request, least)
     tolerance = request.tolerance
     assert tolerance is not None
     ball = _Ball(request, source, tolerance, least, request.keep(source), *source.sampler())
@@ -73,6 +75,12 @@ def counted(
         value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
     met = bar <= ball.allowed(value)
     return Estimate(*(torch.from_numpy(column) for column in (value, bar, met, exact)))
+
+
+def counted_exactly(request: Request, source: Stored, least: float) -> NDArray[np.int64]:  # (q,)
+    """How many records score at least so much. Cost q n d."""
+    ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source), None, 0)
+    return ball.exactly(np.arange(len(request.queries)), ball.keep).astype(np.int64)
 
 
 class _Ball(NamedTuple):

@@ -14,7 +14,7 @@ from softdb.attend.request import Positions, Request
 from softdb.attend.result import Estimated, answered
 from softdb.attend.rounds import FIRST, Estimator, Round
 from softdb.attend.scoring import Scored
-from softdb.attend.source import Stored
+from softdb.attend.source import Remote, Stored
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.weights import Softmax
@@ -22,7 +22,7 @@ from softdb.weights import Softmax
 __all__ = ["estimated", "log_partition"]
 
 
-def estimated(request: Request, source: Stored) -> Pooled:
+def estimated(request: Request, source: Stored | Remote) -> Pooled:
     """The softmax over all records, to the request's tolerance.
 
     Each round draws records for the queries whose error bar does not fit yet, scores them exactly, keeps some by their
@@ -33,6 +33,8 @@ def estimated(request: Request, source: Stored) -> Pooled:
     """
     if request.pools:
         _require_estimator(request)
+    if isinstance(source, Remote):
+        return source.estimated(request)
     estimator = Estimator.of(request, source)
     if estimator is None or estimator.hopeless():
         return exact(request, source)
@@ -61,10 +63,10 @@ def estimated(request: Request, source: Stored) -> Pooled:
     return answer
 
 
-def log_partition(request: Request, source: Stored) -> Estimate:
+def log_partition(request: Request, source: Stored | Remote) -> Estimate:
     """log Z alone, Z = Σ exp(s / T) over all records, as `estimated` estimates it; nothing is pooled."""
     found = estimated(replace(request, pools=False), source)
-    return Estimate(found.lse, found.bar, found.met, found.exact)
+    return Estimate(found.lse, found.bar, found.met, found.exact, found.missing)
 
 
 def _require_estimator(request: Request) -> None:

@@ -11,7 +11,7 @@ from softdb.attend.fused import pass_of
 from softdb.attend.on_device import kernel_form
 from softdb.attend.pace import PassRate, rate
 from softdb.attend.request import Request
-from softdb.attend.source import Source, Stored
+from softdb.attend.source import Remote, Source, Stored
 from softdb.attend.streaming import stream
 from softdb.store import Snapshot
 
@@ -24,6 +24,8 @@ def stream_where_faster(request: Request, source: Source) -> tuple[Tensor, Tenso
     It is the host's where the columns beside the queries are not all there, the CPU has kernels for the request, and
     passes over some of the records took it less time.
     """
+    if isinstance(source, Remote):
+        return *source.streamed(request), source
     moved = _on_host(request, source)
     if moved is None:
         return *stream(request, source), source

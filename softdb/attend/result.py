@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from softdb.answers import Explanation, Hits, Pooled
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.request import Request
 from softdb.attend.scoring import Scored
-from softdb.attend.source import Source
+from softdb.attend.source import Remote, Source
 from softdb.index.on_device import OnDevice
 from softdb.weights import Uniform
 
@@ -79,13 +80,18 @@ def answered(
         output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
         lambda count: explained(request, source, pooled, count), *bars,
     )  # fmt: skip
+    if isinstance(source, Remote) and source.missing:
+        none, inf = torch.zeros_like(exact), torch.full_like(bars[0], torch.inf)
+        known = {"exact": none, "met": none, "bar": inf, "stderr": inf, "lse_stderr": inf}
+        return replace(pooled, missing=source.missing, missed_mass=torch.full_like(inf, torch.nan), **known)
     return pooled
 
 
 def hits_of(request: Request, source: Source, found: Scored, device: torch.device) -> Hits:
     """Candidates as the user sees them."""
     rows = torch.from_numpy(source.rows(found.positions)).to(device)
-    return Hits(rows, request.shown_scores(found.scores).to(device), source.resolve)
+    missing = source.missing if isinstance(source, Remote) else ()
+    return Hits(rows, request.shown_scores(found.scores).to(device), source.resolve, missing)
 
 
 @torch.no_grad()
@@ -98,6 +104,8 @@ def explained(request: Request, source: Source, pooled: Pooled, count: int) -> l
         hits = Hits(pooled.hits.rows.gather(1, order), pooled.hits.scores.detach().gather(1, order), source.resolve)
         entropy = -torch.special.xlogy(pooled.weights.detach(), pooled.weights.detach()).sum(1)
         weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
+    elif isinstance(source, Remote):
+        return source.explained(request, pooled, count)
     else:
         request, source = request.detached, source.frozen()
         found = source.scored(request, source.find(request, count, exact=True).positions)

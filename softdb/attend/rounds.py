@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from softdb.kernels import available, native
 from softdb.pool import State, merge
 from softdb.weights import Softmax, divisor, softmax
 
-__all__ = ["FIRST", "Estimator", "Round"]
+__all__ = ["BLIND", "BLINDER", "FIRST", "GROWTH", "LEAST", "LOOKS", "MARGIN", "Estimator", "Round", "error_of"]
 
 Numbers = NDArray[np.float64]
 
@@ -72,6 +73,7 @@ class Estimator(NamedTuple):
     unindexed: Live | None  # (size,): those that cannot, as the index does not hold them
     taking_part: int  # how many they are together
     drawable: int  # and how many of them can be drawn
+    least: int = LEAST  # of several parts the caller counts all together
 
     @classmethod
     def of(cls, request: Request, source: Stored) -> Estimator | None:
@@ -218,7 +220,7 @@ class Estimator(NamedTuple):
         places, logs, largest = subsample(drawn, logits, task.budget, seeds)
         total, unseen, hidden = _beyond(drawn, logits)
         thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
-        few = ((places >= 0).sum(1) < LEAST) & (thinned > 0)
+        few = ((places >= 0).sum(1) < self.least) & (thinned > 0)
         unseen[few], hidden[few] = np.inf, np.inf
         if not places.shape[1]:
             places, logs = np.full((len(logits), 1), -1, np.int64), np.zeros((len(logits), 1), np.float32)
@@ -251,15 +253,8 @@ class Estimator(NamedTuple):
     ) -> tuple[Estimated, Tensor, Tensor]:
         """The answer with its error, the bar (q,) that is allowed, and (q,) whether too much is for the unseen."""
         request, precise = self.request, not scores.requires_grad and scores.device.type == "cpu"
-        output, lse = (one.detach().cpu().double().numpy() for one in (state.output, state.lse))
-        spread, weights = spread_at(logits, chosen.log_weights, self.source.columns, chosen.positions, output, lse)
-        spread = self._known(spread, chosen)
-        if self.unindexed is not None:
-            rest = stream(replace(request.at(task.which), allowed=self.unindexed), self.source)
-            state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
-            exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
-            before, spread, precise = spread.lse, joined([spread, exact]), False
-            weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
+        state, spread, weights = self.spread(task, chosen, logits, state)
+        precise &= self.unindexed is None
         found = bars(spread, self.tolerance.confidence)
         bar, allowed = self._error(state, spread, found, precise)
         # where more may be pooled, that makes what was not drawn less, too
@@ -278,6 +273,27 @@ class Estimator(NamedTuple):
         )  # fmt: skip
         return answer, told(allowed), blind.to(device)
 
+    def spread(
+        self,
+        task: Round,
+        chosen: Subsample,
+        logits: Numbers,  # (q, k) with the log-weights
+        state: State,
+        salt: int = 0,  # of the signs: parts that are merged need their own
+    ) -> tuple[State, ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
+        """The answer with the unindexed records, and what its error is made of."""
+        output, lse = (one.detach().cpu().double().numpy() for one in (state.output, state.lse))
+        columns, positions = self.source.columns, chosen.positions
+        spread, weights = spread_at(logits, chosen.log_weights, columns, positions, output, lse, salt)
+        spread = self._known(spread, chosen)
+        if self.unindexed is not None:
+            rest = stream(replace(self.request.at(task.which), allowed=self.unindexed), self.source)
+            state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
+            exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
+            before, spread = spread.lse, joined([spread, exact])
+            weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
+        return state, spread, weights
+
     def _known(self, spread: ErrorEstimate, chosen: Subsample) -> ErrorEstimate:
         """The spread of what was drawn, with what is known of the values and weights that were not."""
         reach, output = self.tail.reach, spread.output
@@ -292,18 +308,32 @@ class Estimator(NamedTuple):
     def _error(
         self, state: State, spread: ErrorEstimate, found: Bars, precise: bool
     ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
-        """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
-        tolerance, eps = self.tolerance, float(np.finfo(np.float32).eps)
-        size = np.abs(np.nan_to_num(spread.lse, neginf=0.0))
-        if not self.request.pools:  # log Z is rounded to float32
-            wide = torch.from_numpy(found.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700)))
-            return wide, torch.full_like(wide, tolerance.rtol)
-        rounding = eps * (1 + (0 if precise else size))
-        length: Tensor = torch.linalg.vector_norm(state.output.detach().cpu().double(), dim=1)
-        bar = torch.from_numpy(found.bar) + torch.from_numpy(rounding * np.ones(len(length))) * length
-        if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
-            length = length.clamp(min=SMALL * (1.0 if self.source.num_classes else self.source.columns.value_size))
-        return bar, tolerance.atol + tolerance.rtol * length
+        """As `error_of`."""
+        one = 1.0 if self.source.num_classes else None
+        output = state.output if self.request.pools else None
+        return error_of(self.tolerance, output, spread, found, precise, lambda: one or self.source.columns.value_size)
+
+
+def error_of(
+    tolerance: Tolerance,
+    output: Tensor | None,  # (q, v); None: the log-normaliser alone is wanted
+    spread: ErrorEstimate,
+    found: Bars,
+    precise: bool,  # whether logits are float64
+    value_size: Callable[[], float],  # rms‖v‖
+) -> tuple[Tensor, Tensor]:  # (q,), (q,)
+    """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
+    eps = float(np.finfo(np.float32).eps)
+    size = np.abs(np.nan_to_num(spread.lse, neginf=0.0))
+    if output is None:  # log Z is rounded to float32
+        wide = torch.from_numpy(found.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700)))
+        return wide, torch.full_like(wide, tolerance.rtol)
+    rounding = eps * (1 + (0 if precise else size))
+    length: Tensor = torch.linalg.vector_norm(output.detach().cpu().double(), dim=1)
+    bar = torch.from_numpy(found.bar) + torch.from_numpy(rounding * np.ones(len(length))) * length
+    if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
+        length = length.clamp(min=SMALL * value_size())
+    return bar, tolerance.atol + tolerance.rtol * length
 
 
 def _beyond(drawn: TailSample, logits: Numbers) -> tuple[Numbers, Numbers, Numbers]:  # (q,), (q,), (q,)

@@ -10,7 +10,7 @@ from softdb.attend.blocks import scored_tiles
 from softdb.attend.exact import log_normaliser
 from softdb.attend.request import Request
 from softdb.attend.result import hits_of
-from softdb.attend.source import Source
+from softdb.attend.source import Remote, Source
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.weights import Softmax
@@ -27,6 +27,8 @@ def sampled(request: Request, source: Source, count: int, generator: torch.Gener
     """
     if not isinstance(request.weighting, Softmax):
         raise BadInput(f"the weighting is {shown(request.weighting)}; records are drawn by softmax weights")
+    if isinstance(source, Remote):
+        return source.sampled(request, count, generator)
     queries, temperature = request.queries.detach(), request.temperature
     total = queries.new_full((len(queries),), -torch.inf)
     drawn = torch.full((len(queries), count), -1, device=queries.device)

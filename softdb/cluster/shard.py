@@ -56,18 +56,17 @@ NEWEST = -1  # in place of a version
 
 @dataclass(frozen=True)
 class Question:
-    """Queries as a shard compares them with its keys: logits are factor · metric(q, k), or score(q, k) / temperature.
+    """Queries as a shard compares them with its keys: logits are metric(q, k) / temperature, or score(q, k) / it.
 
     A score that folds travels as its metric and the folded queries: its parameters stay with the caller. Another one
     travels pickled, and its parameters' gradients come back.
     """
 
     queries: Array  # (q, d) float32 or float64
-    metric: Metric | None = None  # None: by `score`
-    factor: float = 1.0
-    trains: bool = False  # whether the factor, or the score's parameters, want a gradient
+    metric: Metric | None  # None: by `score`
+    temperature: float = 1.0
+    trains: bool = False  # whether 1 / temperature wants a gradient, or the score's parameters do
     score: bytes | None = None  # pickled
-    temperature: float = 1.0  # of that score
     uniform: bool = False  # average pooling: every record weighs alike
     where: dict[str, Any] | None = None
 
@@ -233,7 +232,7 @@ class Drawn(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of the queries, and of the factor or the score's parameters where they want one, summed over the queries."""
+    """Of the queries, and of 1 / temperature or the score's parameters where they want one, summed over the queries."""
 
     queries: Array  # (q, d)
     parameters: tuple[Array, ...]

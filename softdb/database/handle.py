@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -30,7 +31,7 @@ from softdb.store.stats import stats
 from softdb.store.verify import verify
 from softdb.typing import Device, Vectors
 
-__all__ = ["Handle", "verb"]
+__all__ = ["Face", "Handle", "verb"]
 
 _log = logging.getLogger("softdb")
 
@@ -38,23 +39,41 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
+F = TypeVar("F", bound="Face")
 
 
-def verb(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
+class Face(ABC):
+    """Whoever has public methods that are verbs: a database, or a cluster."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
+    @abstractmethod
+    def require_open(self) -> None:
+        """Raises Closed."""
+
+    def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
+        """What a device of this process says, as one of the family."""
+        return DeviceFailed(f"{verb}: a device failed ({str(error).splitlines()[0]}); ask fewer queries at once")
+
+
+def verb(method: Callable[Concatenate[F, P], R]) -> Callable[Concatenate[F, P], R]:
     """A public method: a closed handle is refused first, and every error names the method, once."""
 
     @functools.wraps(method)
-    def call(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: F, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files: torch.compile runs the verb as it is
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
-            self._store.require_open()
+            self.require_open()
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 with check.precise():
                     return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except DEVICE_ERRORS as error:
-            raise self._device_failed(method.__name__, error) from error
+            raise self.device_failed(method.__name__, error) from error
         except SoftDBError as error:
             if not hasattr(error, "verb"):
                 error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
@@ -64,7 +83,7 @@ def verb(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], 
     return call
 
 
-class Handle:
+class Handle(Face):
     """Store, finder and encoder of one database; its lifecycle, and the inner face for modules built on it."""
 
     def __init__(
@@ -79,7 +98,8 @@ class Handle:
         self._encoders = {store.keyed.since: encoder}  # by the generation that they made the keys of
         self._devices = devices
 
-    def _device_failed(self, verb: str, error: Exception) -> DeviceFailed:
+    def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
+        """Which of its devices failed, why, and what to do."""
         why = str(error).split("\n")[0]
         if isinstance(error, torch.cuda.OutOfMemoryError):
             way = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
@@ -329,6 +349,15 @@ class Handle:
         if required and without.any():
             raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
         return snapshot, np.where(without, -1, rows)
+
+    def located(self, ids: list[Id], where: dict[str, Any] | None = None) -> NDArray[np.int64]:
+        """Rows (n,) of ids; -1 for those not stored, without a key, or that the filter does not match."""
+        snapshot, rows = self.locate(ids)
+        allowed = self.view(where)[1]
+        if allowed is None:
+            return rows
+        positions = snapshot.positions(rows)
+        return np.where((positions >= 0) & allowed[positions], rows, -1)
 
     def resolve(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """Ids of rows, and their payloads and texts if asked for; those that were deleted or replaced are absent."""

@@ -1,0 +1,302 @@
+"""A shard over an ordinary database: each message becomes what the database is asked anyway, on one generation."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.answers import Records
+from softdb.attend import Request, Stored, sampled
+from softdb.attend.blocks import scored_tiles
+from softdb.attend.count import counted_exactly
+from softdb.attend.scoring import scan
+from softdb.check import Id, Metric, Tolerance
+from softdb.cluster import shard as say
+from softdb.cluster.drawing import Drawing, passed
+from softdb.database import SoftDB
+from softdb.errors import BadInput, StaleRead
+from softdb.scores import Fold, score_of
+from softdb.store.entry import RecordEntry
+from softdb.weights import Softmax, Uniform
+
+__all__ = ["DatabaseShard", "id_order", "salted"]
+
+CALLS = ("build_index", "count", "drop_index", "get", "stats")  # verbs that a message may name
+TIED = 4  # times as many are found, where the last of them tie with the next
+
+Rows = NDArray[np.int64]
+
+
+def id_order(name: Id) -> tuple[bool, Id]:
+    """What ids are sorted by where scores tie: numbers, then strings."""
+    return isinstance(name, str), name
+
+
+def salted(seed: int, shard: int) -> int:
+    """A shard's own seed: equal records on two shards must not be drawn alike, or no bar could tell their error."""
+    return int(np.random.SeedSequence([seed, shard]).generate_state(1, np.uint64)[0] >> 24)
+
+
+class Scaled(torch.nn.Module):
+    """A metric's score times a factor that wants a gradient."""
+
+    def __init__(self, metric: Metric, factor: float) -> None:
+        super().__init__()
+        self.metric, self.own = metric, score_of(metric)
+        self.factor = torch.nn.Parameter(torch.tensor(factor, dtype=torch.float64))
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (q, d), (n, d) or (q, k, d) -> (q, n) or (q, k)
+        """factor · metric(q, k)."""
+        return self.own(queries, keys) * self.factor.to(queries.dtype)
+
+    def fold(self, queries: Tensor) -> Fold:  # (q, d)
+        """The metric itself, and the factor."""
+        return Fold(self.metric, queries, self.factor)
+
+
+class DatabaseShard:
+    """The records of one database as a shard of several. Safe to ask from several threads, if the database is."""
+
+    def __init__(
+        self,
+        db: SoftDB,
+        shard: int,
+        shards: int,
+        version: Callable[[], int] | None = None,  # that the records are at; None: the generation
+        refresh: Callable[[int], object] | None = None,  # brings them to a version, or to the newest
+    ) -> None:
+        self.db, self.shard, self.shards = db, shard, shards
+        self.version = version or (lambda: db.generation)
+        self.refresh = refresh or (lambda _: db.refresh())
+
+    def answer(self, ask: say.Ask) -> Any:
+        """As `Shard.answer`."""
+        reply = self._answers(ask)
+        if not isinstance(ask, say.Describe | say.Refresh):
+            self._require(ask.version)  # it may have gone on meanwhile
+        return reply
+
+    def _require(self, version: int) -> None:
+        own = self.version()
+        if own != version:
+            raise StaleRead(
+                f"shard {self.shard} is at version {own} but was asked for {version}; refresh() and ask again"
+            )
+
+    def _answers(self, ask: say.Ask) -> Any:
+        if isinstance(ask, say.Describe):
+            return self._description()
+        if isinstance(ask, say.Refresh):
+            self.refresh(ask.version)
+            return self._description()
+        self._require(ask.version)
+        return self._replies[type(ask)](self, ask)
+
+    def _description(self) -> say.Description:
+        db, version = self.db, self.version()
+        snapshot, index = db.view()[0], db.finder.index
+        size = snapshot.value_size if snapshot.size and db.num_classes is None else 1.0
+        kind = None if index is None else index.kind
+        return say.Description(self.shard, self.shards, version, db.schema, snapshot.count, size, kind, db.encoder_name)
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def _rows(self, rows: Rows) -> Rows:
+        """The cluster's rows of local ones; -1 stays."""
+        return np.where(rows < 0, -1, rows * self.shards + self.shard)
+
+    def _local(self, rows: Rows) -> Rows:
+        if ((rows % self.shards != self.shard) | (rows < 0)).any():
+            raise BadInput(
+                f"shard {self.shard} was asked for rows of another; it holds row % {self.shards} of its number"
+            )
+        return rows // self.shards
+
+    def _called(self, ask: say.Call) -> Any:
+        if ask.verb not in CALLS:
+            raise BadInput(f"a shard was asked to {ask.verb}; it knows {', '.join(CALLS)}")
+        return getattr(self.db, ask.verb)(**ask.words)
+
+    def _located(self, ask: say.Locate) -> Rows:
+        return self._rows(self.db.located(ask.ids, ask.where))
+
+    def _resolved(self, ask: say.Resolve) -> list[RecordEntry]:
+        found = self.db.resolve(self._local(ask.rows), ask.payloads, ask.texts)
+        return [one._replace(row=row * self.shards + self.shard) for row, one in found.items()]
+
+    def _scanned(self, ask: say.Scan) -> tuple[Records, int]:
+        rows = self.db.view()[0].all_rows
+        rows = rows[np.searchsorted(rows, ask.after, "right") :]
+        some = rows[: ask.size]
+        found = self.db.resolve(some, payloads=False)
+        return self.db.get([found[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else -1
+
+    def _gathered(self, ask: say.Gather) -> say.Gathered:
+        snapshot = self.db.view()[0]
+        positions = snapshot.positions(self._local(ask.rows))
+        if ((positions < 0) | ~snapshot.live[positions]).any():
+            raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
+        return say.Gathered(
+            snapshot.keys_at(positions).numpy() if ask.keys else None,
+            snapshot.values_at(positions).numpy() if ask.values else None,
+        )
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def request(
+        self, ask: say.Question, tolerance: Tolerance | None = None, grad: bool = False
+    ) -> tuple[Request, Stored]:
+        """What is asked, as the database's own answers take it."""
+        queries = torch.tensor(ask.queries).requires_grad_(grad)
+        score, temperature = self._score(ask)
+        weights = Uniform() if ask.uniform else Softmax()
+        return self.db.request(queries, temperature, score, weights, ask.where, tolerance=tolerance)
+
+    @staticmethod
+    def _score(ask: say.Question) -> tuple[Any, float]:
+        if ask.metric is None:
+            assert ask.score is not None
+            return pickle.loads(ask.score), ask.temperature
+        if ask.trains:
+            return Scaled(ask.metric, 1 / ask.temperature), 1.0
+        return score_of(ask.metric), ask.temperature
+
+    def _passed(self, ask: say.Pass) -> say.Passed:
+        request, source = self.request(ask.question)
+        with torch.no_grad():
+            output, lse = passed(request, source, ask.pools)
+        return say.Passed(output.numpy(), lse.numpy(), int(request.taking_part(source)[:1].sum()))
+
+    def _drawing(self, ask: say.Draw, grad: bool = False) -> Drawing:
+        tolerance = Tolerance(1e-9, 0.0, ask.confidence, int(ask.budgets.max(initial=1)) if ask.bounded else None)
+        request, source = self.request(ask.question, tolerance, grad)
+        request = replace(request, seed=salted(ask.seed, self.shard), pools=ask.pools)
+        return Drawing(request, source, ask, self.shard)
+
+    def _drawn(self, ask: say.Draw) -> say.Drawn:
+        with torch.no_grad():
+            return self._drawing(ask).drawn()
+
+    def _backward(self, ask: say.Backward) -> say.Gradient:
+        with torch.enable_grad():
+            if isinstance(ask.of, say.Draw):
+                drawing = self._drawing(ask.of, grad=True)
+                request, (output, lse) = drawing.request, drawing.state()
+            else:
+                request, source = self.request(ask.of.question, grad=True)
+                output, lse = passed(request, source, ask.of.pools)
+            score = request.score
+            parameters = (
+                [p for p in score.parameters() if p.requires_grad] if isinstance(score, torch.nn.Module) else []
+            )
+            wanted = [request.queries, *(parameters if ask.of.question.trains else [])]
+            grads = torch.tensor(ask.output_grad), torch.tensor(ask.lse_grad)
+            found = torch.autograd.grad((output, lse), wanted, grads, allow_unused=True)
+        mine = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
+        return say.Gradient(mine[0].numpy(), tuple(grad.numpy() for grad in mine[1:]))
+
+    def _counted(self, ask: say.CountWithin) -> say.Counted:
+        request, source = self.request(ask.question)
+        return say.Counted(counted_exactly(request, source, ask.least))
+
+    def _sampled(self, ask: say.Sample) -> say.Found:
+        request, source = self.request(ask.question)
+        most = int(ask.counts.max(initial=0))
+        generator = torch.Generator().manual_seed(salted(ask.seed, self.shard))
+        found = sampled(request, source, most, generator).hits
+        rows = np.where(np.arange(most) < ask.counts[:, None], found.rows.numpy(), -1)
+        return self._found(rows, found.scores.numpy(), "all", True, int(request.taking_part(source)[:1].sum()))
+
+    # -- the nearest -----------------------------------------------------------------------------------------------
+
+    def _nearest(self, ask: say.Nearest) -> say.Found:
+        """The k best, with all that tie with the last of them, by id."""
+        if ask.k is None:
+            return self._ordered(self._candidates(ask, 0))
+        k = count = min(ask.k, self.db.keyed)
+        while True:
+            found = self._candidates(ask, min(count + 1, self.db.keyed))
+            scores, width = found.scores, found.scores.shape[1]
+            tied = (scores[:, k - 1] == scores[:, -1]) & (scores[:, -1] > -np.inf) if k and width > k else np.zeros(0)
+            if not tied.any() or width >= self.db.keyed or width <= count:
+                break
+            count = TIED * count
+        found = self._ordered(found)
+        ids = [mine[:k] for mine in found.ids]
+        return found._replace(rows=found.rows[:, :k], scores=found.scores[:, :k], ids=ids)
+
+    def _candidates(self, ask: say.Nearest, k: int) -> say.Found:
+        """The k nearest, as the database finds them."""
+        question, schema = ask.question, self.db.schema
+        if ask.least is not None or ask.excluded is not None:
+            radius = None
+            if ask.least is not None:
+                radius = float(np.sqrt(-ask.least)) if schema.metric is Metric.L2 else ask.least
+            words: dict[str, Any] = {"k": k} if radius is None else {"radius": radius}
+            hits = self.db.search(
+                torch.tensor(question.queries), **words, where=question.where, exact=ask.exact, exclude_ids=ask.excluded
+            )
+            return self._found(hits.rows.numpy(), hits.scores.numpy(), "flat" if ask.exact else "search", ask.exact, 0)
+        request, source = self.request(question)
+        with torch.no_grad():
+            if question.metric is None:
+                positions, finder = scan(request, source, k), "scan"
+            else:
+                positions, finder = source.find(request, k, exact=ask.exact)
+            found = source.scored(request, positions)
+        scores, order = found.scores.sort(dim=1, descending=True, stable=True)
+        rows = source.rows(np.take_along_axis(positions, order.numpy(), 1))
+        certain = finder in ("flat", "scan")
+        return self._found(rows, scores.numpy(), finder, certain, int(request.taking_part(source)[:1].sum()))
+
+    def _found(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> say.Found:
+        known = self.db.resolve(np.unique(rows[rows >= 0]), payloads=False)
+        try:
+            ids = [[known[row].id for row in mine if row >= 0] for mine in rows.tolist()]
+        except KeyError:
+            raise StaleRead("a record was deleted or replaced while the query was answered; ask again") from None
+        return say.Found(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
+
+    @staticmethod
+    def _ordered(found: say.Found) -> say.Found:
+        """Those that score alike by id."""
+        rows, ids = found.rows.copy(), list(found.ids)
+        same = (found.scores[:, 1:] == found.scores[:, :-1]) & (rows[:, 1:] >= 0)
+        for line in np.flatnonzero(same.any(1)):
+            names, own = ids[line], found.scores[line].tolist()
+            order = sorted(range(len(names)), key=lambda i: (-own[i], *id_order(names[i])))
+            rows[line, : len(order)], ids[line] = rows[line, order], [names[i] for i in order]
+        return found._replace(rows=rows, ids=ids)
+
+    @torch.no_grad()
+    def _explained(self, ask: say.Explain) -> say.Explained:
+        """Cost of a search, and a pass for the entropy."""
+        request, source = self.request(ask.question)
+        found = self._nearest(say.Nearest(ask.version, ask.question, ask.k, exact=True))
+        lse, entropy = torch.tensor(ask.lse), torch.zeros(len(ask.lse), dtype=torch.float64)
+        for tile, scores in scored_tiles(request, source):
+            logs = scores / request.temperature - lse[tile.chunk].unsqueeze(1)
+            entropy[tile.chunk] -= (logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).nan_to_num(0).sum(1)
+        return say.Explained(found, entropy.numpy())
+
+    _replies: ClassVar[dict[type[say.Ask], Callable[..., Any]]] = {
+        say.Call: _called,
+        say.Locate: _located,
+        say.Resolve: _resolved,
+        say.Scan: _scanned,
+        say.Gather: _gathered,
+        say.Nearest: _nearest,
+        say.Pass: _passed,
+        say.Draw: _drawn,
+        say.Backward: _backward,
+        say.CountWithin: _counted,
+        say.Sample: _sampled,
+        say.Explain: _explained,
+    }
