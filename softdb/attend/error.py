@@ -18,7 +18,18 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Segment, Snapshot
 
-__all__ = ["SKEWED", "Bars", "ErrorEstimate", "bars", "f_quantile", "joined", "pooled_at", "spread_at", "sure"]
+__all__ = [
+    "SKEWED",
+    "Bars",
+    "ErrorEstimate",
+    "bars",
+    "f_quantile",
+    "joined",
+    "parts_of_error",
+    "pooled_at",
+    "spread_at",
+    "sure",
+]
 
 SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
 
@@ -143,6 +154,13 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
         output, lse, noise, noises, variance, first, signed, roots,
         np.max(unseen, axis=0), np.sum(hidden, axis=0), np.max(thinned, axis=0), np.max(reach, axis=0),
     )  # fmt: skip
+
+
+def parts_of_error(parts: Sequence[ErrorEstimate], whole: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
+    """What each part adds to the squared error of the whole: of its output, or of Z relative to it."""
+    shares = [np.exp(part.lse - np.where(np.isneginf(whole.lse), 0, whole.lse)) for part in parts]
+    moved = [_moved(part, share, part.output - whole.output) for part, share in zip(parts, shares, strict=True)]
+    return np.stack([one[2] if pools else one[0] for one in moved])
 
 
 def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)

@@ -17,26 +17,22 @@ from softdb.attend import Request, Stored, sampled
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.count import counted_exactly
 from softdb.attend.scoring import scan
-from softdb.check import Id, Metric, Tolerance
+from softdb.check import Metric, Tolerance
 from softdb.cluster import shard as say
-from softdb.cluster.drawing import Drawing, passed
+from softdb.cluster.drawing import Drawing, passed, taking_part
+from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.scores import Fold, score_of
 from softdb.store.entry import RecordEntry
 from softdb.weights import Softmax, Uniform
 
-__all__ = ["DatabaseShard", "id_order", "salted"]
+__all__ = ["DatabaseShard", "salted"]
 
-CALLS = ("build_index", "count", "drop_index", "get", "stats")  # verbs that a message may name
+CALLS = ("build_index", "count", "drop_index", "get", "stats", "stored")  # verbs that a message may name
 TIED = 4  # times as many are found, where the last of them tie with the next
 
 Rows = NDArray[np.int64]
-
-
-def id_order(name: Id) -> tuple[bool, Id]:
-    """What ids are sorted by where scores tie: numbers, then strings."""
-    return isinstance(name, str), name
 
 
 def salted(seed: int, shard: int) -> int:
@@ -131,12 +127,12 @@ class DatabaseShard:
         found = self.db.resolve(self._local(ask.rows), ask.payloads, ask.texts)
         return [one._replace(row=row * self.shards + self.shard) for row, one in found.items()]
 
-    def _scanned(self, ask: say.Scan) -> tuple[Records, int]:
-        rows = self.db.view()[0].all_rows
+    def _scanned(self, ask: say.Scan) -> tuple[Records, int | None]:
+        rows = self.db.matching(ask.where)
         rows = rows[np.searchsorted(rows, ask.after, "right") :]
         some = rows[: ask.size]
         found = self.db.resolve(some, payloads=False)
-        return self.db.get([found[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else -1
+        return self.db.get([found[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else None
 
     def _gathered(self, ask: say.Gather) -> say.Gathered:
         snapshot = self.db.view()[0]
@@ -172,7 +168,7 @@ class DatabaseShard:
         request, source = self.request(ask.question)
         with torch.no_grad():
             output, lse = passed(request, source, ask.pools)
-        return say.Passed(output.numpy(), lse.numpy(), int(request.taking_part(source)[:1].sum()))
+        return say.Passed(output.numpy(), lse.numpy(), taking_part(request, source))
 
     def _drawing(self, ask: say.Draw, grad: bool = False) -> Drawing:
         tolerance = Tolerance(1e-9, 0.0, ask.confidence, int(ask.budgets.max(initial=1)) if ask.bounded else None)
@@ -212,14 +208,14 @@ class DatabaseShard:
         generator = torch.Generator().manual_seed(salted(ask.seed, self.shard))
         found = sampled(request, source, most, generator).hits
         rows = np.where(np.arange(most) < ask.counts[:, None], found.rows.numpy(), -1)
-        return self._found(rows, found.scores.numpy(), "all", True, int(request.taking_part(source)[:1].sum()))
+        return self._found(rows, found.scores.numpy(), "all", True, taking_part(request, source))
 
     # -- the nearest -----------------------------------------------------------------------------------------------
 
     def _nearest(self, ask: say.Nearest) -> say.Found:
         """The k best, with all that tie with the last of them, by id."""
         if ask.k is None:
-            return self._ordered(self._candidates(ask, 0))
+            return in_order(self._candidates(ask, 0))
         k = count = min(ask.k, self.db.keyed)
         while True:
             found = self._candidates(ask, min(count + 1, self.db.keyed))
@@ -228,9 +224,7 @@ class DatabaseShard:
             if not tied.any() or width >= self.db.keyed or width <= count:
                 break
             count = TIED * count
-        found = self._ordered(found)
-        ids = [mine[:k] for mine in found.ids]
-        return found._replace(rows=found.rows[:, :k], scores=found.scores[:, :k], ids=ids)
+        return first(in_order(found), k)
 
     def _candidates(self, ask: say.Nearest, k: int) -> say.Found:
         """The k nearest, as the database finds them."""
@@ -254,7 +248,7 @@ class DatabaseShard:
         scores, order = found.scores.sort(dim=1, descending=True, stable=True)
         rows = source.rows(np.take_along_axis(positions, order.numpy(), 1))
         certain = finder in ("flat", "scan")
-        return self._found(rows, scores.numpy(), finder, certain, int(request.taking_part(source)[:1].sum()))
+        return self._found(rows, scores.numpy(), finder, certain, taking_part(request, source))
 
     def _found(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> say.Found:
         known = self.db.resolve(np.unique(rows[rows >= 0]), payloads=False)
@@ -263,17 +257,6 @@ class DatabaseShard:
         except KeyError:
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again") from None
         return say.Found(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
-
-    @staticmethod
-    def _ordered(found: say.Found) -> say.Found:
-        """Those that score alike by id."""
-        rows, ids = found.rows.copy(), list(found.ids)
-        same = (found.scores[:, 1:] == found.scores[:, :-1]) & (rows[:, 1:] >= 0)
-        for line in np.flatnonzero(same.any(1)):
-            names, own = ids[line], found.scores[line].tolist()
-            order = sorted(range(len(names)), key=lambda i: (-own[i], *id_order(names[i])))
-            rows[line, : len(order)], ids[line] = rows[line, order], [names[i] for i in order]
-        return found._replace(rows=rows, ids=ids)
 
     @torch.no_grad()
     def _explained(self, ask: say.Explain) -> say.Explained:

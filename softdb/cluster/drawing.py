@@ -18,7 +18,7 @@ from softdb.attend.rounds import Estimator, Round
 from softdb.cluster.shard import Draw, Drawn
 from softdb.pool import State
 
-__all__ = ["Drawing", "passed"]
+__all__ = ["Drawing", "passed", "taking_part"]
 
 
 def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
@@ -47,8 +47,7 @@ class Drawing(NamedTuple):
             parts.append(spread)
         back = np.argsort(np.concatenate(order))
         columns = (np.concatenate(column)[back] for column in zip(*parts, strict=True))
-        count = int(self.request.taking_part(self.source)[:1].sum())
-        return Drawn(tuple(columns), pooled, exactly, count)
+        return Drawn(tuple(columns), pooled, exactly, taking_part(self.request, self.source))
 
     def state(self) -> State:
         """The same answers, drawn alike again, with the graph of queries and score."""
@@ -107,6 +106,11 @@ class Drawing(NamedTuple):
         for budget, look in np.unique(np.stack([ask.budgets, ask.looks], 1)[~exactly], axis=0).tolist():
             which = np.flatnonzero((ask.budgets == budget) & (ask.looks == look) & ~exactly)
             yield Round(which, budget, look)
+
+
+def taking_part(request: Request, source: Stored) -> int:
+    """How many records a request may weigh, whether it has queries or not."""
+    return source.count if request.allowed is None else int(np.count_nonzero(request.keep(source)))
 
 
 def _numbers(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

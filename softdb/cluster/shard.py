@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from softdb.check import Id, Metric, Schema
 
 __all__ = [
+    "NEWEST",
     "Answers",
     "Ask",
     "Backward",
@@ -92,7 +93,7 @@ class Refresh(Ask):
 class Call(Ask):
     """A verb of SoftDB that reads, or that tends the shard's own cache -> what it returns.
 
-    One of "count", "get", "stats", "build_index", "drop_index".
+    One of "build_index", "count", "drop_index", "get", "stats", "stored".
     """
 
     verb: str
@@ -118,10 +119,11 @@ class Resolve(Ask):
 
 @dataclass(frozen=True)
 class Scan(Ask):
-    """Some of the records with rows above `after`, in order of rows -> (Records, the last row; -1 = no more)."""
+    """Some of the records with rows above `after`, in order of rows -> (Records, the last row; None: no more)."""
 
     after: int  # a local row, -1 at first
     size: int
+    where: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from softdb.check import Id
 from softdb.database.handle import verb
 from softdb.database.soft import SoftVerbs
 from softdb.database.texts import Fuse, SearchMode, TextVerbs
-from softdb.errors import BadInput
+from softdb.errors import BadInput, StaleRead
 from softdb.scores import Score, ScoreFunction, query_width, score_of
 from softdb.store import Snapshot
 from softdb.store.groups import Grouping
@@ -131,6 +131,33 @@ class AskingVerbs(TextVerbs, SoftVerbs):
         if found is None or found.scores is None:
             return None
         return Hits(torch.from_numpy(snapshot.rows(found.positions)), torch.from_numpy(found.scores), self._store.read)
+
+    def located(self, ids: list[Id], where: dict[str, Any] | None = None) -> NDArray[np.int64]:
+        """Rows (n,) of ids; -1 for those not stored, without a key, or that the filter does not match."""
+        snapshot, rows = self.locate(ids)
+        allowed = self.view(where)[1]
+        if allowed is None:
+            return rows
+        positions = snapshot.positions(rows)
+        return np.where((positions >= 0) & allowed[positions], rows, -1)
+
+    def values_at(self, rows: NDArray[np.int64]) -> torch.Tensor:  # (q, k), -1 = none
+        """Values (q, k, v), or labels (q, k), of rows; zeros where there is none. Raises StaleRead for one gone."""
+        snapshot, schema = self._store.snapshot, self._store.schema
+        if not snapshot.size:
+            return torch.zeros(*rows.shape, schema.pooled_dim)
+        found = snapshot.positions(rows)
+        if ((found < 0) & (rows >= 0)).any():
+            raise StaleRead("a record was deleted while the query was answered; attend again")
+        return snapshot.values_at(found)
+
+    def sample_keys(self, count: int) -> torch.Tensor:
+        """Up to so many of the keys, spread evenly, by which one database is told from another."""
+        snapshot = self._store.snapshot
+        live = np.flatnonzero(snapshot.live)
+        if not len(live):
+            return torch.zeros(0, self._store.schema.dim)
+        return snapshot.keys_at(live[np.linspace(0, len(live) - 1, min(count, len(live))).astype(np.int64)])
 
     def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:
         """The records of a generation, as every answer to queries on a device reads them; None: the CPU."""

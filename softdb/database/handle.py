@@ -350,15 +350,6 @@ class Handle(Face):
             raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
         return snapshot, np.where(without, -1, rows)
 
-    def located(self, ids: list[Id], where: dict[str, Any] | None = None) -> NDArray[np.int64]:
-        """Rows (n,) of ids; -1 for those not stored, without a key, or that the filter does not match."""
-        snapshot, rows = self.locate(ids)
-        allowed = self.view(where)[1]
-        if allowed is None:
-            return rows
-        positions = snapshot.positions(rows)
-        return np.where((positions >= 0) & allowed[positions], rows, -1)
-
     def resolve(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """Ids of rows, and their payloads and texts if asked for; those that were deleted or replaced are absent."""
         return self._store.read(rows, payloads, texts)

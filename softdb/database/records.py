@@ -156,6 +156,10 @@ class RecordVerbs(Handle):
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self._store.matching_rows(where)
         return self._scan(check.integer(batch_size, "batch_size"), snapshot, rows)
 
+    def matching(self, where: dict[str, Any] | None = None) -> NDArray[np.int64]:
+        """Rows of all records, or of those that a filter matches, with a key or without, ascending."""
+        return self._store.snapshot.all_rows if where is None else self._store.matching_rows(where)[1]
+
     def _scan(self, size: int, snapshot: Snapshot, rows: NDArray[np.int64]) -> Iterator[Records]:
         for start in range(0, len(rows), size):
             mine = rows[start : start + size]

@@ -64,6 +64,14 @@ class SoftVerbs(Face):
     def located(self, ids: list[Id], where: dict[str, Any] | None = None) -> NDArray[np.int64]:
         """Rows (n,) of ids; -1 for those not stored, without a key, or that the filter does not match."""
 
+    @abstractmethod
+    def values_at(self, rows: NDArray[np.int64]) -> Tensor:  # (q, k), -1 = none
+        """Values (q, k, v), or labels (q, k), of rows; zeros where there is none. Raises StaleRead for one gone."""
+
+    @abstractmethod
+    def sample_keys(self, count: int) -> Tensor:
+        """Up to so many of the keys, by which one database is told from another."""
+
     @verb
     def attend(
         self,

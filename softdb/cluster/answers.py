@@ -1,0 +1,282 @@
+"""The records of a cluster as a source: what a soft query asks of them, asked of every shard and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.answers import Estimate, Explanation, Pooled, Samples
+from softdb.attend import Remote, Request
+from softdb.attend.blocks import scores_of
+from softdb.attend.request import Positions
+from softdb.attend.result import hits_of
+from softdb.attend.scoring import Candidates, Scored
+from softdb.attend.source import plateaus
+from softdb.check import Id, Schema
+from softdb.cluster import shard as say
+from softdb.cluster.asking import Parts, Posed, array, pickled, posed
+from softdb.cluster.caller import Caller
+from softdb.cluster.merge import ranked
+from softdb.pool import State, merge, pool
+from softdb.store.entry import RecordEntry
+from softdb.weights import Argmax, Softmax, Uniform
+
+__all__ = ["Sharded"]
+
+Rows = NDArray[np.int64]
+
+
+class Sharded(Remote):
+    """The records that take part in one request."""
+
+    graph, block_size = False, 0
+
+    def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
+        self.caller, self.where = caller, where
+        self.known: dict[int, RecordEntry] = {}  # by row: what came with the hits
+        self._count: int | None = None if where else caller.count
+
+    @property
+    def schema(self) -> Schema:
+        """Of every shard."""
+        return self.caller.first.schema
+
+    @property
+    def width(self) -> int:
+        """v."""
+        return self.schema.pooled_dim
+
+    @property
+    def num_classes(self) -> int | None:
+        """Of labels."""
+        return self.schema.num_classes
+
+    @property
+    def count(self) -> int:
+        """How many records take part; asked where no answer told it yet."""
+        if self._count is None:
+            nobody = say.Question(np.zeros((0, self.schema.dim), np.float32), self.schema.metric, where=self.where)
+            answers = self.ask(lambda shard, version: say.Pass(version, nobody, pools=False))
+            self._count = sum(part.count for part in answers.replies.values())
+        return self._count
+
+    def took_part(self, count: int) -> None:
+        """What an answer told of that; the first round of an estimate asks every shard."""
+        self._count = count if self._count is None else self._count
+
+    def frozen(self) -> Sharded:
+        """Itself: every message names its version."""
+        return self
+
+    def whole(self) -> Sharded:
+        """The same, which gives no partial answer: a loss needs all."""
+        if self.caller.partial:
+            self.caller = self.caller.complete()
+        return self
+
+    def ask(self, make: Callable[[int, int], say.Ask], which: Iterable[int] | None = None) -> say.Answers:
+        """As `Caller.ask`; who is missing is noted."""
+        answers = self.caller.ask(make, which)
+        self.missing = tuple(sorted({*self.missing, *answers.missing}))
+        return answers
+
+    def posed(self, request: Request) -> Posed:
+        """A request as shards take it."""
+        return posed(request, self.schema.metric, self.schema.dim, self.where)
+
+    # -- a pass ----------------------------------------------------------------------------------------------------
+
+    def streamed(self, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
+        """Each shard passes over its records; the states merge. Travels: q d numbers up and q (v + 1) back a shard."""
+        if not isinstance(request.weighting, Softmax | Uniform):
+            raise BadInput(
+                f"more than 2,048 records share the weight of {type(request.weighting).__name__.lower()} for a query, "
+                "which no cluster solves over all of its shards; pass k=, or lower the temperature"
+            )
+        asked = self.posed(request)
+        state = merge([State(*part) for part in zip(*self._states(request, asked), strict=True)])
+        return state.output, state.lse + asked.shift
+
+    def _states(self, request: Request, asked: Posed) -> State:  # (p, q, v), (p, q)
+        """Those of the shards, with gradients; without the shift."""
+        answers = self.ask(lambda shard, version: say.Pass(version, asked.question, request.pools))
+        parts = sorted(answers.replies.items())
+        output, lse = (torch.tensor(np.stack([part[i] for _, part in parts])).to(request.queries) for i in (0, 1))
+        self._count = sum(part.count for _, part in parts)
+        every, versions = (
+            np.arange(len(request.queries)),
+            {shard: self.caller.known[shard].version for shard, _ in parts},
+        )
+        asks = {shard: say.Pass(version, asked.question, request.pools) for shard, version in versions.items()}
+        return self.states(
+            asked, State(output, lse), [asks], [dict.fromkeys(asks, every)], [dict.fromkeys(asks, every >= 0)]
+        )
+
+    def states(self, asked: Posed, states: State, asks: Any, places: Any, kept: Any) -> State:
+        """States of shards, with gradients to the queries that were asked and to the parameters."""
+        answered = Parts.apply(self.caller.complete(), asks, states, places, kept, asked.queries, *asked.parameters)  # type: ignore[no-untyped-call]
+        return State(*answered)
+
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
+        """The k nearest of all shards, by the order of the score."""
+        detached = request.detached
+        folded = None if isinstance(request.weighting, Argmax) and plateaus(request.score) else detached.folded
+        if folded is None:
+            question = say.Question(array(detached.queries), None, score=pickled(request.score)[0], where=self.where)
+        else:
+            question = say.Question(array(folded.queries), folded.metric, where=self.where)
+        found = self.nearest(question, min(k, self.caller.count), exact)
+        self._count = found.count
+        return Candidates(found.rows, found.finder)
+
+    def nearest(
+        self,
+        question: say.Question,
+        k: int | None,
+        exact: bool,
+        least: float | None = None,
+        excluded: list[list[Id]] | None = None,
+    ) -> say.Found:
+        """The k best of all shards; None: all that score at least so much."""
+        answers = self.ask(lambda shard, version: say.Nearest(version, question, k, exact, least, excluded))
+        found = ranked([part for _, part in sorted(answers.replies.items())], k)
+        for rows, names in zip(found.rows.tolist(), found.ids, strict=True):
+            self.known.update((row, RecordEntry(row, name)) for row, name in zip(rows, names, strict=False))
+        self._fetched(found.rows)
+        return found
+
+    def scored(self, request: Request, positions: Positions) -> Scored:
+        """By the score, on copies of the candidates' keys: q k d numbers travel."""
+        keys = self.gathered(positions, values=False)[0]
+        scores = scores_of(request.score, request.queries, keys.to(request.queries))
+        return Scored(positions, scores.masked_fill(torch.from_numpy(positions < 0).to(scores.device), -torch.inf))
+
+    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+        """On copies of the candidates' values."""
+        return pool(weights, self.gathered(found.positions, keys=False)[1].to(weights.device), self.num_classes)
+
+    def gathered(self, positions: Positions, keys: bool = True, values: bool = True) -> tuple[Tensor, Tensor]:
+        """Keys and values (…, d), (…, v) or labels (…), of rows (…); zeros at -1, and where not asked for."""
+        rows, back = np.unique(positions, return_inverse=True)
+        here = rows % self.caller.shards
+        answers = self.caller.ask(
+            lambda shard, version: say.Gather(version, rows[(here == shard) & (rows >= 0)], keys, values),
+            np.unique(here[rows >= 0]).tolist(), whole=True,
+        )  # fmt: skip
+        columns = []
+        for i, width in enumerate(
+            (self.schema.dim, None if self.num_classes else self.schema.value_dim or self.schema.dim)
+        ):
+            whole: Any = np.zeros(
+                (len(rows), *([] if width is None else [width])), self.schema.dtype if width else np.int64
+            )
+            for shard, part in answers.replies.items():
+                if part[i] is not None:
+                    whole[(here == shard) & (rows >= 0)] = part[i]
+            columns.append(torch.from_numpy(whole[back.reshape(positions.shape)]))
+        return columns[0], columns[1]
+
+    @property
+    def resolve(self) -> Any:
+        """Ids, payloads and texts of rows, at the version of the answer; ids came with the hits."""
+        return self._resolved
+
+    def _resolved(self, rows: Rows, payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
+        known = self.known
+        if not payloads and not texts and all(row in known for row in rows.tolist()):
+            return {row: known[row] for row in rows.tolist()}
+        if self.caller.transport.collective:  # which one rank alone cannot ask: they came with the hits
+            return {row: known[row] for row in rows.tolist() if row in known}
+        return self._looked_up(rows, payloads, texts)
+
+    def _looked_up(self, rows: Rows, payloads: bool, texts: bool) -> dict[int, RecordEntry]:
+        here = rows % self.caller.shards
+        answers = self.caller.ask(
+            lambda shard, version: say.Resolve(version, rows[here == shard], payloads, texts), np.unique(here).tolist(),
+            whole=True,
+        )  # fmt: skip
+        return {one.row: one for found in answers.replies.values() for one in found}
+
+    def _fetched(self, rows: Positions) -> None:
+        """Where nobody can ask alone later: all of the hits now."""
+        if self.caller.transport.collective:
+            self.known |= self._looked_up(np.unique(rows[rows >= 0]), payloads=True, texts=True)
+
+    # -- other answers ---------------------------------------------------------------------------------------------
+
+    def estimated(self, request: Request) -> Pooled:
+        """Rounds of draws in every shard, until the error bar of the whole fits."""
+        from softdb.cluster.estimates import estimated  # which asks this
+
+        return estimated(self, request)
+
+    def counted(self, request: Request, least: float) -> Estimate:
+        """The sum of exact counts. Cost of a pass in every shard."""
+        question = say.Question(array(request.queries), self.schema.metric, where=self.where)
+        answers = self.ask(lambda shard, version: say.CountWithin(version, question, least))
+        value = torch.from_numpy(np.sum([one.counts for one in answers.replies.values()], axis=0)).double()
+        whole = torch.full(value.shape, not self.missing)
+        return Estimate(value, torch.zeros_like(value).masked_fill(~whole, torch.inf), whole, whole, self.missing)
+
+    def sampled(self, request: Request, count: int, generator: torch.Generator) -> Samples:
+        """A shard for each draw, by how much weight it holds, and there a record by its own. Two passes."""
+        asked = self.posed(request)
+        lses = self._states(replace(request, pools=False), asked).lse.mT  # (q, p)
+        lse = merge([State(one.new_zeros(len(one), 0), one) for one in lses.unbind(1)]).lse + asked.shift
+        shares = lses.detach().double().cpu().softmax(1).nan_to_num(0).cumsum(1)
+        chances = torch.rand(len(shares), count, generator=generator, dtype=torch.float64)
+        shard = torch.searchsorted(shares, chances * shares[:, -1:], right=True).clamp(max=shares.shape[1] - 1).numpy()
+        seed = int(torch.randint(1 << 40, (), generator=generator))
+        there = sorted(set(range(self.caller.shards)) - set(self.missing))
+        answers = self.ask(
+            lambda one, version: say.Sample(version, asked.question, (shard == there.index(one)).sum(1), seed)
+        )
+        rows = np.full(shard.shape, -1, np.int64)
+        for one, part in answers.replies.items():
+            mine = shard == there.index(one)
+            rows[mine] = part.rows[np.arange(part.rows.shape[1]) < mine.sum(1, keepdims=True)]
+            for line, names in zip(part.rows.tolist(), part.ids, strict=True):
+                self.known.update((row, RecordEntry(row, name)) for row, name in zip(line, names, strict=False))
+        self._fetched(rows)
+        found = self.scored(request, rows)
+        hits = hits_of(request, self, found, found.scores.device)
+        log_prob = found.scores / request.temperature - lse.unsqueeze(1)
+        return Samples(hits, log_prob.masked_fill(~hits.live, -torch.inf))
+
+    def explained(self, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
+        """The heaviest of all shards, and the entropy of all weights. Cost of a search and a pass in every shard."""
+        request = request.detached
+        asked, lse = self.posed(request), pooled.lse.detach()
+        told = array(lse - asked.shift)
+        answers = self.ask(lambda shard, version: say.Explain(version, asked.question, told, count))
+        found = ranked([part.found for _, part in sorted(answers.replies.items())], count)
+        entropy = np.sum([part.entropy for part in answers.replies.values()], axis=0)
+        scores = self.scored(request, found.rows).scores
+        weights = (scores / request.temperature - lse.unsqueeze(1)).exp()
+        if isinstance(request.weighting, Uniform):
+            weights = torch.full_like(weights, 1 / max(1, self.count))
+        known = hits_of(request, self, Scored(found.rows, scores), scores.device)
+        payloads, shown_scores = known.payloads, known.scores
+        explanations = []
+        for i, names in enumerate(found.ids):
+            mine = weights[i, : len(names)].tolist()
+            own = [j for j, weight in enumerate(mine) if weight > 0]
+            explanations.append(
+                Explanation(
+                    [names[j] for j in own],
+                    [mine[j] for j in own],
+                    [payloads[i][j] for j in own],
+                    shown_scores[i, own].tolist(),
+                    mass=sum(mine),
+                    effective=float(np.exp(entropy[i])) if own else 0.0,
+                )
+            )
+        return explanations

@@ -1,0 +1,91 @@
+"""Who asks the shards: at which versions, how long, and whether it takes part of an answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from softdb.cluster.shard import NEWEST, Answers, Ask, Describe, Description, Refresh, Transport
+from softdb.errors import BadInput, ShardUnavailable
+
+__all__ = ["Caller"]
+
+
+class Caller:
+    """The shards as one handle sees them: each at the version that it was at when it was last looked at."""
+
+    def __init__(self, transport: Transport, timeout: float, partial: bool) -> None:
+        self.transport, self.timeout, self.partial = transport, timeout, partial
+        self.known: dict[int, Description] = {}  # by shard
+        self.look(lambda _: Describe(NEWEST))
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return self.transport.shards
+
+    @property
+    def first(self) -> Description:
+        """Of one of the shards; they are of one kind."""
+        return next(iter(self.known.values()))
+
+    @property
+    def count(self) -> int:
+        """Records with a key, of the shards that are known."""
+        return sum(one.count for one in self.known.values())
+
+    @property
+    def value_size(self) -> float:
+        """The root mean square of ‖v‖."""
+        squares = sum(one.count * one.value_size**2 for one in self.known.values())
+        return float(np.sqrt(squares / max(1, self.count)))
+
+    def complete(self) -> Caller:
+        """The same, which takes no part for the whole."""
+        whole = copy.copy(self)
+        whole.partial = False
+        return whole
+
+    def look(self, make: Callable[[int], Describe | Refresh]) -> None:
+        """What each shard is; it replaces what was known. Raises BadInput for shards that are no parts of one whole."""
+        answers = self._asked({shard: make(shard) for shard in range(self.shards)}, self.partial)
+        found: dict[int, Description] = answers.replies
+        whole = next(iter(found.values())).schema
+        for shard, one in found.items():
+            if (one.shard, one.shards) != (shard, self.shards):
+                raise BadInput(
+                    f"shard {shard} of {self.shards} says that it is {one.shard} of {one.shards}; open them all alike"
+                )
+            if one.schema != whole:
+                raise BadInput(
+                    f"shard {shard} holds {one.schema} but another one {whole}; shards are parts of one whole"
+                )
+        self.known = found
+
+    def ask(
+        self,
+        make: Callable[[int, int], Ask],  # shard, version
+        which: Iterable[int] | None = None,  # None: all; a collective transport always asks all
+        whole: bool = False,  # a part of the answer will not do
+    ) -> Answers:
+        """Ask shards at the versions that this handle sees. Raises ShardUnavailable as the handle was told."""
+        known = self.known
+        asked = range(self.shards) if which is None or self.transport.collective else list(which)
+        partial = self.partial and not whole
+        absent = {shard: "it did not answer when the cluster was opened" for shard in asked if shard not in known}
+        answers = self._asked({shard: make(shard, known[shard].version) for shard in asked if shard in known}, partial)
+        return self._judged(Answers(answers.replies, absent | answers.missing), partial)
+
+    def _asked(self, asks: dict[int, Ask], partial: bool) -> Answers:
+        return self._judged(self.transport.ask(asks, self.timeout), partial) if asks else Answers({}, {})
+
+    def _judged(self, answers: Answers, partial: bool) -> Answers:
+        if answers.missing and not (partial and answers.replies):
+            told = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(answers.missing.items()))
+            raise ShardUnavailable(
+                f"{len(answers.missing)} of {self.shards} shards did not answer in {self.timeout:g} s ({told}); ask "
+                "again, give more time (timeout=), or open with partial=True for answers without them"
+            )
+        return answers
