@@ -9,10 +9,11 @@ from softdb.attend.exact import all_scores, exact, log_normaliser, shared_scores
 from softdb.attend.grouped import grouped
 from softdb.attend.hits import hits
 from softdb.attend.nearest import nearest
+from softdb.attend.remote import Remote
 from softdb.attend.request import Request
 from softdb.attend.result import explained
 from softdb.attend.sample import sampled
-from softdb.attend.source import Columns, Remote, Source, Stored
+from softdb.attend.source import Columns, Source, Stored
 from softdb.attend.streaming import stream
 from softdb.attend.texts import fused_hits, text_hits
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from softdb.answers import Estimate
 from softdb.attend.error import SKEWED, f_quantile
+from softdb.attend.remote import Remote
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import score_rows
-from softdb.attend.source import Remote, Stored
+from softdb.attend.source import Stored
 from softdb.check import Tolerance
 from softdb.index.contract import prepared
 from softdb.index.device import radius_search
@@ -74,7 +75,8 @@ def counted(
     if len(rest):
         value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
     met = bar <= ball.allowed(value)
-    return Estimate(*(torch.from_numpy(column) for column in (value, bar, met, exact)))
+    told = torch.from_numpy
+    return Estimate(told(value), told(bar), told(met), told(exact))
 
 
 def counted_exactly(request: Request, source: Stored, least: float) -> NDArray[np.int64]:  # (q,)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from softdb.answers import Explanation, Hits, Pooled
 from softdb.attend.blocks import scored_tiles
+from softdb.attend.remote import Remote
 from softdb.attend.request import Request
 from softdb.attend.scoring import Scored
-from softdb.attend.source import Remote, Source
+from softdb.attend.source import Source
 from softdb.index.on_device import OnDevice
 from softdb.weights import Uniform
 
@@ -81,9 +82,11 @@ def answered(
         lambda count: explained(request, source, pooled, count), *bars,
     )  # fmt: skip
     if isinstance(source, Remote) and source.missing:
-        none, inf = torch.zeros_like(exact), torch.full_like(bars[0], torch.inf)
-        known = {"exact": none, "met": none, "bar": inf, "stderr": inf, "lse_stderr": inf}
-        return replace(pooled, missing=source.missing, missed_mass=torch.full_like(inf, torch.nan), **known)
+        none, inf = torch.zeros_like(exact), torch.full_like(unknown, torch.inf)
+        return replace(
+            pooled, missing=source.missing, exact=none, met=none, bar=inf, stderr=inf, lse_stderr=inf,
+            missed_mass=torch.full_like(inf, torch.nan),
+        )  # fmt: skip
     return pooled
 
 

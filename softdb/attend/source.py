@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.answers import Estimate, Explanation, Pooled, Resolve, Samples
+from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
 from softdb.attend.on_device import Resident, find_on_device, served
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_rows
 from softdb.check import Schema
-from softdb.errors import BadInput
 from softdb.index import Finder
 from softdb.index.on_device import OnDevice, part_of
 from softdb.index.tail import Tail
@@ -30,7 +28,7 @@ from softdb.store.entry import RecordEntry
 from softdb.store.snapshot import Block, Segment
 from softdb.weights import Argmax
 
-__all__ = ["AsStored", "Columns", "OfGeneration", "Remote", "Source", "Stored", "plateaus"]
+__all__ = ["AsStored", "Columns", "OfGeneration", "Source", "Stored", "plateaus"]
 
 
 MEASURED = 1 << 23  # numbers of records that a pass is measured over
@@ -316,54 +314,6 @@ class Columns(AsStored):
     def resolve(self) -> Resolve:
         """A record is called by its place."""
         return lambda rows, payloads=True, texts=False: {row: RecordEntry(row, row) for row in rows.tolist()}
-
-
-class Remote(AsStored, ABC):
-    """Records that lie on other machines, or in other processes: questions travel to them, not they to the questions.
-
-    Positions are rows. What needs all records in one place raises BadInput.
-    """
-
-    columns, trained, missing = None, (None, None), tuple[int, ...]()  # missing: shards that did not answer
-
-    @property
-    def live(self) -> Live:
-        """Nobody here knows."""
-        raise self._elsewhere()
-
-    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """They do not travel."""
-        raise self._elsewhere()
-
-    @staticmethod
-    def _elsewhere() -> BadInput:
-        return BadInput(
-            "this needs every record in one place, but they lie on the shards of a cluster; ask it another way"
-        )
-
-    def rows(self, positions: Positions) -> Positions:
-        """The positions."""
-        return positions
-
-    @abstractmethod
-    def streamed(self, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-        """As `softdb.attend.streaming.stream`."""
-
-    @abstractmethod
-    def estimated(self, request: Request) -> Pooled:
-        """As `softdb.attend.estimate.estimated`."""
-
-    @abstractmethod
-    def counted(self, request: Request, least: float) -> Estimate:
-        """As `softdb.attend.count.counted`."""
-
-    @abstractmethod
-    def sampled(self, request: Request, count: int, generator: torch.Generator) -> Samples:
-        """As `softdb.attend.sample.sampled`."""
-
-    @abstractmethod
-    def explained(self, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
-        """As `softdb.attend.result.explained`, where the records were weighed in a pass."""
 
 
 def plateaus(score: object) -> bool:

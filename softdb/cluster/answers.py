@@ -23,6 +23,7 @@ from softdb.cluster import shard as say
 from softdb.cluster.asking import Parts, Posed, array, pickled, posed
 from softdb.cluster.caller import Caller
 from softdb.cluster.merge import ranked
+from softdb.errors import BadInput
 from softdb.pool import State, merge, pool
 from softdb.store.entry import RecordEntry
 from softdb.weights import Argmax, Softmax, Uniform
@@ -34,8 +35,6 @@ Rows = NDArray[np.int64]
 
 class Sharded(Remote):
     """The records that take part in one request."""
-
-    graph, block_size = False, 0
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
         self.caller, self.where = caller, where
@@ -63,16 +62,12 @@ class Sharded(Remote):
         if self._count is None:
             nobody = say.Question(np.zeros((0, self.schema.dim), np.float32), self.schema.metric, where=self.where)
             answers = self.ask(lambda shard, version: say.Pass(version, nobody, pools=False))
-            self._count = sum(part.count for part in answers.replies.values())
+            self._count = sum(part.taking_part for part in answers.replies.values())
         return self._count
 
     def took_part(self, count: int) -> None:
         """What an answer told of that; the first round of an estimate asks every shard."""
         self._count = count if self._count is None else self._count
-
-    def frozen(self) -> Sharded:
-        """Itself: every message names its version."""
-        return self
 
     def whole(self) -> Sharded:
         """The same, which gives no partial answer: a loss needs all."""
@@ -108,7 +103,7 @@ class Sharded(Remote):
         answers = self.ask(lambda shard, version: say.Pass(version, asked.question, request.pools))
         parts = sorted(answers.replies.items())
         output, lse = (torch.tensor(np.stack([part[i] for _, part in parts])).to(request.queries) for i in (0, 1))
-        self._count = sum(part.count for _, part in parts)
+        self._count = sum(part.taking_part for _, part in parts)
         every, versions = (
             np.arange(len(request.queries)),
             {shard: self.caller.known[shard].version for shard, _ in parts},
@@ -134,7 +129,7 @@ class Sharded(Remote):
         else:
             question = say.Question(array(folded.queries), folded.metric, where=self.where)
         found = self.nearest(question, min(k, self.caller.count), exact)
-        self._count = found.count
+        self._count = found.taking_part
         return Candidates(found.rows, found.finder)
 
     def nearest(

@@ -34,12 +34,12 @@ class Caller:
     @property
     def count(self) -> int:
         """Records with a key, of the shards that are known."""
-        return sum(one.count for one in self.known.values())
+        return sum(one.keyed for one in self.known.values())
 
     @property
     def value_size(self) -> float:
         """The root mean square of ‖v‖."""
-        squares = sum(one.count * one.value_size**2 for one in self.known.values())
+        squares = sum(one.keyed * one.value_size**2 for one in self.known.values())
         return float(np.sqrt(squares / max(1, self.count)))
 
     def complete(self) -> Caller:

@@ -22,7 +22,8 @@ from softdb.attend.request import Positions
 from softdb.attend.result import Estimated, answered
 from softdb.attend.rounds import BLIND, BLINDER, FIRST, GROWTH, LEAST, LOOKS, MARGIN, error_of
 from softdb.cluster import shard as say
-from softdb.cluster.answers import Posed, Sharded
+from softdb.cluster.answers import Sharded
+from softdb.cluster.asking import Posed
 from softdb.pool import State, merge
 
 __all__ = ["estimated"]
@@ -85,7 +86,7 @@ class _Rounds:
         tolerance, q = request.tolerance, len(request.queries)
         assert tolerance is not None
         self.source, self.request, self.asked, self.tolerance = source, request, asked, tolerance
-        counts = np.array([source.caller.known[s].count if s in source.caller.known else 0 for s in range(self.shards)])
+        counts = np.array([source.caller.known[s].keyed if s in source.caller.known else 0 for s in range(self.shards)])
         self.records: Numbers = counts / max(1, counts.sum())
         self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) of the draws
         self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # of all shards together
@@ -127,7 +128,7 @@ class _Rounds:
         book.places.append({shard: places[shard] for shard in answers.replies})
         for shard, drawn in answers.replies.items():
             book.write(shard, places[shard], drawn, len(self.budgets))
-        source.took_part(sum(drawn.count for drawn in answers.replies.values()))
+        source.took_part(sum(drawn.taking_part for drawn in answers.replies.values()))
         for shard in answers.missing:
             book.parts.pop(shard, None)
 
@@ -136,7 +137,8 @@ class _Rounds:
         wanted = np.maximum(self.budgets[where] * self.shares[shard, where], FEW)
         if len(self.book.asks):
             wanted = 2 ** (np.floor(STEP * np.log2(wanted)) / STEP)
-        return np.maximum(np.rint(wanted), 1).astype(np.int64)
+        budgets: Positions = np.maximum(np.rint(wanted), 1).astype(np.int64)
+        return budgets
 
     def judge(self) -> None:
         """What the whole is off by, which queries that does for, and what the others are asked next."""
@@ -180,13 +182,14 @@ class _Rounds:
         neyman = np.divide(deviations, total, out=np.zeros_like(deviations), where=total > 0)
         own = self.records[book.shards][:, None]
         shares = np.where(total > 0, (1 - BY_RECORDS) * neyman + BY_RECORDS * own, own)
-        self.shares[np.ix_(book.shards, which)] = shares
+        self.shares[np.ix_(np.array(book.shards), which)] = shares
         with np.errstate(divide="ignore", invalid="ignore"):
             after = (deviations**2 / (shares * drawn.sum(0))).sum(0)
             better = after < BETTER * errors.sum(0)
         anew = better & ~self.shared_anew[which] & ~np.all([book.exactly[s][which] for s in book.shards], axis=0)
         self.shared_anew[which[anew]] = True
-        return anew & (self.tolerance.most is not None)
+        worth: NDArray[np.bool_] = anew & (self.tolerance.most is not None)
+        return worth
 
     @property
     def _blind(self) -> float:
@@ -230,5 +233,5 @@ class _Rounds:
         return replace(pooled, n_pooled=torch.where(exact, pooled.n_pooled, drawn))
 
     def _finder(self, exact: torch.Tensor) -> str:
-        kinds = sorted({one.index for one in self.source.caller.known.values() if one.index is not None})
+        kinds = sorted({one.finder for one in self.source.caller.known.values() if one.finder is not None})
         return "all" if bool(exact.all()) or not kinds else kinds[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -19,8 +20,8 @@ from softdb.cluster import shard as say
 from softdb.cluster.answers import Sharded
 from softdb.cluster.asking import array
 from softdb.cluster.caller import Caller
+from softdb.database import SoftVerbs
 from softdb.database.handle import verb
-from softdb.database.soft import SoftVerbs
 from softdb.encoders import of_name
 from softdb.errors import BadInput, Closed, UnknownId
 from softdb.reports import IndexReport, Stats
@@ -153,13 +154,14 @@ class Cluster(SoftVerbs):
         """Of all shards together: sums, and the index of the first."""
         found = self._called("stats", {})
         sums = {name: sum(getattr(one, name) for one in found) for name in ("records", "keyless", "dead", "bytes")}
-        return dataclasses.replace(
+        whole: Stats = dataclasses.replace(
             found[0], path=None, mode="r", generation=self.version, **sums,
             segments=sum(one.segments for one in found), unflushed=0,
         )  # fmt: skip
+        return whole
 
     @verb
-    def build_index(self, kind: str = "auto", **words: Any) -> list[IndexReport]:
+    def build_index(self, /, kind: str = "auto", **words: Any) -> list[IndexReport]:
         """Build every shard's index, side by side, as `SoftDB.build_index`; the reports, shard by shard.
 
         Raises BadInput for arguments that do not travel: `background` and `progress`.
@@ -227,10 +229,8 @@ class Cluster(SoftVerbs):
         for shard in range(self.shards):
             after = -1
             while after is not None:
-                message = say.Scan(self.caller.known[shard].version, after, size, where)
-                batch, after = self.caller.ask(lambda _, __, message=message: message, [shard], whole=True).replies[
-                    shard
-                ]
+                message = functools.partial(_scan, after=after, size=size, where=where)
+                batch, after = self.caller.ask(message, [shard], whole=True).replies[shard]
                 if len(batch):
                     yield batch
 
@@ -301,7 +301,7 @@ class Cluster(SoftVerbs):
     @verb
     def search(
         self,
-        queries: Vectors,
+        queries: Vectors | None = None,
         k: int | None = None,
         *,
         where: dict[str, Any] | None = None,
@@ -315,6 +315,8 @@ class Cluster(SoftVerbs):
         Each shard finds its k nearest, by its own index or exactly; k scores and ids of each travel, and the keys of
         the k best where the queries want a gradient. Payloads travel when they are asked for.
         """
+        if queries is None:
+            raise BadInput("queries are missing; a cluster searches by vector")
         ask = check.asked(k, radius, None, None, self.schema.metric, offset, None, None)
         tensor, source = self.as_queries(queries), Sharded(self.caller, where)
         left_out = check.excluded(exclude_ids, len(tensor)) or None
@@ -327,6 +329,10 @@ class Cluster(SoftVerbs):
             request = Request.of(tensor, score_of(self.schema.metric))
             scores = source.scored(request, found.rows[:, ask.offset :]).scores
         return Hits(rows, scores, source.resolve, source.missing)
+
+
+def _scan(_: int, version: int, after: int, size: int, where: dict[str, Any] | None) -> say.Scan:
+    return say.Scan(version, after, size, where)
 
 
 def _joined(parts: list[Records], order: Rows) -> Records:

@@ -46,5 +46,5 @@ def ranked(parts: Sequence[Found], k: int | None) -> Found:
     ids = [[name for mine in line for name in mine] for line in zip(*(part.ids for part in parts), strict=True)]
     unsure = [part.finder for part in parts if not part.certain]
     finder = unsure[0] if unsure else parts[0].finder
-    whole = in_order(Found(rows, scores, ids, finder, not unsure, sum(part.count for part in parts)))
+    whole = in_order(Found(rows, scores, ids, finder, not unsure, sum(part.taking_part for part in parts)))
     return first(whole, max(map(len, ids), default=0) if k is None else k)

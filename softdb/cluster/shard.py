@@ -210,9 +210,9 @@ class Description(NamedTuple):
     shards: int
     version: int  # that it is at
     schema: Schema
-    count: int  # records with a key
+    keyed: int  # records with a key
     value_size: float  # root mean square of ‖v‖
-    index: str | None  # its kind
+    finder: str | None  # the kind of its index
     encoder: str | None  # the name of what made the keys
 
 
@@ -221,7 +221,7 @@ class Passed(NamedTuple):
 
     output: Array  # (q, v)
     lse: Array  # (q,)
-    count: int  # how many records took part
+    taking_part: int  # how many records
 
 
 class Drawn(NamedTuple):
@@ -230,7 +230,7 @@ class Drawn(NamedTuple):
     estimate: tuple[Array, ...]
     pooled: Array  # (q,) int64: how many were pooled
     exactly: Array  # (q,) bool: a pass over every record, without error
-    count: int
+    taking_part: int
 
 
 class Gradient(NamedTuple):
@@ -248,7 +248,7 @@ class Found(NamedTuple):
     ids: list[list[Id]]  # of each query's, without the missing
     finder: str
     certain: bool
-    count: int  # how many records took part
+    taking_part: int  # how many records
 
 
 class Gathered(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from softdb.database.asking import AskingVerbs
 from softdb.database.indexing import IndexVerbs
 from softdb.database.reembedding import ReembedVerbs
+from softdb.database.soft import SoftVerbs
 from softdb.database.tables import TableVerbs
 
-__all__ = ["SoftDB"]
+__all__ = ["SoftDB", "SoftVerbs"]
 
 
 class SoftDB(TableVerbs, ReembedVerbs, AskingVerbs, IndexVerbs):

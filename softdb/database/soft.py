@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Estimate, Pooled, Samples
+from softdb.answers import Estimate, Hits, Pooled, Records, Samples
 from softdb.attend import Remote, Request, Stored, counted, estimated, exact, log_partition, nearest, sampled
 from softdb.check import Id, Schema
 from softdb.database.handle import Face, verb
 from softdb.errors import BadInput
+from softdb.reports import Stats
 from softdb.scores import Kernel, Score, ScoreFunction
-from softdb.typing import Vectors
+from softdb.typing import Ids, Vectors
 from softdb.weights import Weighting
 
 __all__ = ["SoftVerbs"]
@@ -38,6 +40,40 @@ class SoftVerbs(Face):
     @abstractmethod
     def keyed(self) -> int:
         """How many records have a key: all that vectors meet."""
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """d, the width of a key."""
+
+    @property
+    @abstractmethod
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that made the keys; None where none is remembered."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path | None:
+        """Its directory; None in memory, and for several."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """What it is, holds and occupies."""
+
+    @abstractmethod
+    def get(self, ids: Ids) -> Records:
+        """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
+
+    @abstractmethod
+    def search(
+        self,
+        queries: Vectors | None = None,
+        k: int | None = None,
+        *,
+        where: dict[str, Any] | None = None,
+        exact: bool = False,
+    ) -> Hits:
+        """The k nearest records of each query, best first."""
 
     @abstractmethod
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:

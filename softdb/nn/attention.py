@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from softdb import check
 from softdb.answers import Pooled
 from softdb.check import Metric, shown
-from softdb.database import SoftDB
-from softdb.errors import BadInput, StaleRead
+from softdb.database import SoftVerbs
+from softdb.errors import BadInput
 from softdb.functional import attention
 from softdb.nn.handle import SharedHandle
 from softdb.nn.inputs import Masks, batch_of, masks_of, records_blocked, widths_of
@@ -65,7 +65,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     def __init__(
         self,
-        db: SoftDB | None,
+        db: SoftVerbs | None,
         embed_dim: int,
         num_heads: int,
         *,
@@ -91,7 +91,7 @@ class Attention(torch.nn.MultiheadAttention):
         self._handle = None if db is None else SharedHandle(db)
 
     @property
-    def db(self) -> SoftDB | None:
+    def db(self) -> SoftVerbs | None:
         """The database."""
         return None if self._handle is None else self._handle.db
 
@@ -193,7 +193,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     def _over_records(
         self,
-        db: SoftDB,
+        db: SoftVerbs,
         query: Tensor,  # (N, L, E)
         temperature: float,
         need_weights: bool,
@@ -215,7 +215,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     def _reweighed(
         self,
-        db: SoftDB,
+        db: SoftVerbs,
         pooled: Pooled,
         weights: Tensor,  # (q·h, k + states - 1), which need not sum to 1
         states: Sequence[State],
@@ -224,8 +224,8 @@ class Attention(torch.nn.MultiheadAttention):
         assert pooled.hits is not None  # asked with k=
         count = pooled.hits.rows.shape[1]
         mine = weights[:, :count]
-        values, num_classes = _values(db, pooled.hits.rows, self.vdim)
-        output = self._projected(pool(mine, values, num_classes), mine.sum(1))
+        values = db.values_at(pooled.hits.rows.cpu().numpy())
+        output = self._projected(pool(mine, values, db.schema.num_classes), mine.sum(1))
         for share, state in zip(weights[:, count:].unbind(1), states[1:], strict=True):
             output = output + share.unsqueeze(1) * state.output
         return output
@@ -352,19 +352,3 @@ def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (
     lses = torch.stack([state.lse for state in states], dim=1)
     shares, _ = softmax(lses, 1.0, lses > -torch.inf)
     return torch.cat([weights * shares[:, :1], shares[:, 1:]], dim=1)
-
-
-def _values(
-    db: SoftDB,
-    rows: Tensor,  # (q, k), -1 = none
-    width: int,  # v
-) -> tuple[Tensor, int | None]:  # (q, k, v) or labels (q, k), how many classes
-    """Values of candidates. Rows do not change, but a record deleted since may have left the files: StaleRead."""
-    snapshot, _ = db.view()  # `get` would read every payload too
-    if not snapshot.size:
-        return torch.zeros(*rows.shape, width), None
-    found = snapshot.positions(rows.cpu().numpy())
-    if bool((torch.from_numpy(found < 0) & (rows.cpu() >= 0)).any()):
-        raise StaleRead("a record was deleted while the query was answered; attend again")
-    values = snapshot.values_at(found)
-    return values, None if values.is_floating_point() else width

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from softdb.database import SoftDB
+from softdb.database import SoftVerbs
 
 __all__ = ["SharedHandle"]
 
 
+D = TypeVar("D", bound=SoftVerbs)
+
+
 @dataclass(frozen=True)
-class SharedHandle:
+class SharedHandle(Generic[D]):
     """The handle, which copies of the module share: a deep copy of it would be another database."""
 
-    db: SoftDB
+    db: D
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedHandle:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedHandle[D]:
         return self

@@ -16,7 +16,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
-from softdb.nn.targets import handle, live
+from softdb.nn.targets import database, live
 from softdb.pool import pool
 from softdb.scores import Score, ScoreFunction
 from softdb.typing import Vectors
@@ -71,7 +71,7 @@ def hard_attention(
     True
     """
     count = check.integer(n, "n")
-    request, source = handle(db).request(queries, temperature, score, where=where)
+    request, source = database(db).request(queries, temperature, score, where=where)
     samples = sampled(request, source, count, torch.default_generator if generator is None else generator)
     snapshot = source.columns
     positions = snapshot.positions(samples.hits.rows.cpu().numpy())
@@ -202,7 +202,7 @@ def straight_through(
     """
     relaxation = check.positive(relaxation, "relaxation")
     count = None if k is None else check.integer(k, "k")
-    request, source = handle(db).request(queries, temperature, score, where=where)
+    request, source = database(db).request(queries, temperature, score, where=where)
     if not source.columns.size:
         return request.queries.new_zeros(len(request.queries), source.width) + 0 * request.queries.sum()
     if count is None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Pooled
-from softdb.attend import Stored, log_normaliser, log_partition, shared_scores
+from softdb.attend import Remote, Stored, log_normaliser, log_partition, shared_scores
 from softdb.check import shown
-from softdb.database import SoftDB
+from softdb.database import SoftVerbs
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.memory import Memory
@@ -129,7 +129,7 @@ def retrieval_loss(
         return reduce(_likelihood(ask, *ask.scored(np.concatenate([positions, others], 1))))
     positions, scores = ask.scored(positions)
     found = softmax(scores, request.temperature, live(positions, scores))[1]
-    if tolerance is not None and isinstance(source, Stored):
+    if tolerance is not None and isinstance(source, Stored | Remote):
         return reduce(_surprise(found, log_partition(request, source).value))
     whole = log_normaliser(request, source)
     return reduce(_surprise(found, whole))
@@ -284,7 +284,7 @@ def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
     if unknown := asking.keys() - Asking.__annotations__.keys():
         raise TypeError(f"a loss got unexpected arguments: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
-    if isinstance(db, SoftDB):
+    if isinstance(db, SoftVerbs):
         return db.attend(queries, **given).output
     taken = ("temperature", "score", "k", "where") if isinstance(db, View) else ()
     refuse(db, {name: value for name, value in given.items() if name not in taken})

@@ -15,7 +15,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.handle import SharedHandle
-from softdb.nn.targets import handle
+from softdb.nn.targets import database
 from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
 from softdb.scores.distance import Bandwidth
 from softdb.typing import Vectors
@@ -45,7 +45,7 @@ class _NadarayaWatson(torch.nn.Module):
         learnable: bool = True,
     ) -> None:
         super().__init__()
-        schema = handle(db).schema
+        schema = database(db).schema
         if (schema.num_classes if self.labels else schema.value_dim) is None:
             raise BadInput(
                 "the database has no labels as values; open one with num_classes=, or use KernelRegressor for vectors"

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
-from softdb.attend import Request, Source
+from softdb.attend import Remote, Request, Source
 from softdb.check import Id, shown
-from softdb.database import SoftDB
-from softdb.errors import BadInput, StaleRead
+from softdb.database import SoftDB, SoftVerbs
+from softdb.errors import BadInput, StaleRead, UnknownId
 from softdb.nn.encoded import Encoded
 from softdb.nn.memory import Memory
 from softdb.nn.parameters import Parameters
@@ -28,6 +28,7 @@ __all__ = [
     "Records",
     "asked",
     "class_labels",
+    "database",
     "handle",
     "listed",
     "live",
@@ -37,8 +38,8 @@ __all__ = [
 ]
 
 Rows = NDArray[np.int64]
-Records: TypeAlias = SoftDB | View | Memory
-"""What a loss asks: a database, or the records of one under a trained encoder or as parameters."""
+Records: TypeAlias = SoftVerbs | View | Memory
+"""What a loss asks: a database or a cluster of them, or the records of one under a trained encoder or as parameters."""
 
 
 class Positives(NamedTuple):
@@ -78,10 +79,10 @@ def asked(
     Raises UnknownId for a positive that is not stored; BadInput for a query without one, one outside `where`, or
     another number of them than of queries; StaleRead for one that is being replaced at this moment.
     """
-    database = handle(db)
+    whose = handle(db)
     heat = 1.0 if temperature is None else temperature
     source: Source
-    if isinstance(db, SoftDB):
+    if isinstance(db, SoftVerbs):
         request, source = db.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
     elif isinstance(db, View):
         refuse(db, {"rtol": tolerance})
@@ -91,17 +92,35 @@ def asked(
         request, source = db.request(queries, temperature)
     lists = listed(positives, len(request.queries))
     names = [name for mine in lists for name in mine]
-    rows = database.locate(names, required=True)[1] if names else np.zeros(0, np.int64)
+    if isinstance(source, Remote):
+        source = source.whole()
+        found = _required(whose, names, where)
+        return Positives(request, source, check.padded(found, list(map(len, lists))))
+    rows = database(db).locate(names, required=True)[1] if names else np.zeros(0, np.int64)
     found = _places(source, rows)
     if (gone := ~source.live[found] | (found < 0)).any():
         advice = "reload() the memory" if isinstance(db, Memory) else "call again"
         raise StaleRead(f"positive {shown(names[int(gone.argmax())])} was replaced during the call; {advice}")
     if request.allowed is not None and (outside := ~request.allowed[found]).any():
-        raise BadInput(
-            f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
-            "filter; every positive must match where=, or the loss compares with records that cannot win"
-        )
+        raise _outside(names, outside)
     return Positives(request, source, check.padded(found, list(map(len, lists))))
+
+
+def _outside(names: list[Id], outside: NDArray[np.bool_]) -> BadInput:
+    return BadInput(
+        f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
+        "filter; every positive must match where=, or the loss compares with records that cannot win"
+    )
+
+
+def _required(db: SoftVerbs, names: list[Id], where: dict[str, Any] | None) -> Rows:
+    """Rows of ids in a cluster. Raises UnknownId, and BadInput for those outside the filter."""
+    rows = db.located(names)
+    if (rows < 0).any():
+        raise UnknownId(f"id {shown(names[int((rows < 0).argmax())])} is not stored, or has no key")
+    if where is not None and (outside := db.located(names, where) < 0).any():
+        raise _outside(names, outside)
+    return rows
 
 
 def refuse(db: Records, words: dict[str, Any]) -> None:
@@ -120,10 +139,18 @@ def _places(source: Source, rows: Rows) -> Rows:
     return np.array([known.get(row, -1) for row in rows.tolist()], np.int64)
 
 
-def handle(db: object) -> SoftDB:
-    """The open database, also behind a View or a Memory. Raises BadInput for something else, Closed if it is closed."""
-    found = db.db if isinstance(db, View | Memory) else db
+def database(db: object) -> SoftDB:
+    """As `handle`, where all records must be in one place: BadInput for a cluster."""
+    found = handle(db)
     if not isinstance(found, SoftDB):
+        raise BadInput(f"db is {shown(db)}; this needs every record in one place: give one database")
+    return found
+
+
+def handle(db: object) -> SoftVerbs:
+    """The open database or cluster, also behind a View or a Memory. Raises BadInput for something else, and Closed."""
+    found = db.db if isinstance(db, View | Memory) else db
+    if not isinstance(found, SoftVerbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
     found.require_open()
     return found

@@ -14,7 +14,7 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
-from softdb.nn.targets import handle, require_shape
+from softdb.nn.targets import database, require_shape
 from softdb.scores import Score, ScoreFunction
 from softdb.typing import Vectors
 
@@ -72,7 +72,7 @@ def gradient_report(
     >>> report.mass.tolist()
     [1.0, 1.0, 1.0]
     """
-    request, source = handle(db).request(queries, temperature, score, where=where)
+    request, source = database(db).request(queries, temperature, score, where=where)
     asked = request.queries.detach()
     shape = (len(asked), source.width)
     if upstream is None:

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
-from softdb.database import SoftDB
+from softdb.database import SoftVerbs
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
 from softdb.train.held_out import Split
@@ -27,7 +26,7 @@ UNNAMED = {"pairs": ("others", "these"), "keys": ("others", "these"), "index": (
 
 
 def identity(
-    db: SoftDB,
+    db: SoftVerbs,
     queries: Tensor,  # (m, d)
     positives: list[list[Id]],  # m
     parts: Split,
@@ -52,15 +51,10 @@ def identity(
     return found
 
 
-def _keys(db: SoftDB, positives: list[list[Id]]) -> str:
+def _keys(db: SoftVerbs, positives: list[list[Id]]) -> str:
     """A digest of some of the stored keys, and of the rows of the right records."""
-    snapshot, _ = db.view()
-    live = np.flatnonzero(snapshot.live)
-    digest = hashlib.blake2b(digest_size=16)
-    if len(live):
-        some = live[np.linspace(0, len(live) - 1, min(SAMPLE, len(live))).astype(np.int64)]
-        digest.update(snapshot.keys_at(some).cpu().numpy().tobytes())
-    digest.update(db.locate([one for mine in positives for one in mine])[1].tobytes())
+    digest = hashlib.blake2b(db.sample_keys(SAMPLE).cpu().numpy().tobytes(), digest_size=16)
+    digest.update(db.located([one for mine in positives for one in mine]).tobytes())
     return digest.hexdigest()
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
-from softdb.database import SoftDB
+from softdb.database import SoftVerbs
 from softdb.errors import BadInput, TrainingWarning
 from softdb.nn.losses import retrieval_loss
-from softdb.nn.targets import listed
+from softdb.nn.targets import database, listed
 from softdb.nn.view import View
 from softdb.train import checkpoint as checkpoints
 from softdb.train.held_out import Ranking, Split, ranked, split
@@ -106,7 +106,7 @@ class _Settings:
 
 
 def fit(
-    db: SoftDB,
+    db: SoftVerbs,
     queries: Vectors,  # (m, d) numbers, or m texts
     positives: Any,  # m ids, or m lists of ids
     *,
@@ -202,14 +202,14 @@ def fit(
     return found
 
 
-def _hidden(keys: object, db: SoftDB) -> int | None:
+def _hidden(keys: object, db: SoftVerbs) -> int | None:
     """The width inside the encoder of keys; None where there is none."""
     if isinstance(keys, bool):
         return db.dim if keys else None
     return check.integer(keys, "keys", 1, check.MAX_DIM)
 
 
-def _asked(db: SoftDB, queries: Vectors) -> Tensor:  # (m, d) float32
+def _asked(db: SoftVerbs, queries: Vectors) -> Tensor:  # (m, d) float32
     found = db.as_queries(queries).detach().float()
     if found.is_inference():
         found = found.clone()  # autograd may not save the other
@@ -224,7 +224,7 @@ class _Training:
 
     def __init__(
         self,
-        db: SoftDB,
+        db: SoftVerbs,
         queries: Tensor,  # (m, d)
         positives: list[list[Id]],  # m
         parts: Split,
@@ -232,7 +232,7 @@ class _Training:
     ) -> None:
         self.db, self.queries, self.positives, self.parts, self.settings = db, queries, positives, parts, settings
         self.projection = QueryProjection(queries.shape[1], settings.bias, settings.hidden, settings.seed).to(queries)
-        self.view = None if self.projection.keys is None else View(db, self.projection.keys)
+        self.view = None if self.projection.keys is None else View(database(db), self.projection.keys)
         self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.lr)
         self.order = torch.Generator().manual_seed(settings.seed)
         self.draws = torch.Generator().manual_seed(settings.seed)

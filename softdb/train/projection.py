@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.database import SoftDB
+from softdb.database import SoftVerbs
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
 from softdb.train.keys import KeyEncoder
@@ -65,7 +65,7 @@ class QueryProjection(torch.nn.Linear):
         return f"{TRAINED} {digest.hexdigest()}"
 
     @torch.no_grad()
-    def of(self, db: SoftDB, queries: Vectors) -> Tensor:  # (q, d)
+    def of(self, db: SoftVerbs, queries: Vectors) -> Tensor:  # (q, d)
         """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width.
 
         Texts that are asked of a database with an encoder of these two (`TextTowers`) come projected from it.
