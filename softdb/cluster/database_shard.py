@@ -234,8 +234,9 @@ class DatabaseShard:
             if ask.least is not None:
                 radius = float(np.sqrt(-ask.least)) if schema.metric is Metric.L2 else ask.least
             words: dict[str, Any] = {"k": k} if radius is None else {"radius": radius}
+            out = ask.excluded[0] if ask.excluded is not None and len(ask.excluded) == 1 else ask.excluded
             hits = self.db.search(
-                torch.tensor(question.queries), **words, where=question.where, exact=ask.exact, exclude_ids=ask.excluded
+                torch.tensor(question.queries), **words, where=question.where, exact=ask.exact, exclude_ids=out
             )
             return self._found(hits.rows.numpy(), hits.scores.numpy(), "flat" if ask.exact else "search", ask.exact, 0)
         request, source = self.request(question)

@@ -143,6 +143,8 @@ class _Rounds:
     def judge(self) -> None:
         """What the whole is off by, which queries that does for, and what the others are asked next."""
         book, which, tolerance, request = self.book, self.rest, self.tolerance, self.request
+        if not len(which):
+            return
         parts = book.of(which)
         whole = joined(parts)
         pooled = np.sum([book.pooled[shard][which] for shard in book.shards], axis=0)

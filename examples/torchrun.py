@@ -1,0 +1,86 @@
+"""A retriever trained on several ranks, each with a part of the records: the loss is over all of them.
+
+    torchrun --nproc-per-node 2 examples/torchrun.py
+
+Without torchrun it starts two ranks itself. Each rank holds two of the four shards and asks with its own half of every
+batch; DistributedDataParallel averages the gradients as always, and the projection is the one that one process learns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import softdb
+from softdb.cluster.database_shard import DatabaseShard
+from softdb.cluster.distributed import Ranks
+from softdb.cluster.handle import Cluster
+
+N, D, SHARDS, STEPS, BATCH = 2000, 16, 4, 30, 32
+
+
+def records() -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (n, d), and queries (n, d) that are the keys, turned and noisy: query i shall find record i."""
+    torch.manual_seed(0)
+    keys = torch.randn(N, D)
+    turn = torch.linalg.qr(torch.randn(D, D)).Q
+    return keys, keys @ turn + 0.1 * torch.randn(N, D)
+
+
+def trained(rank: int, ranks: int) -> None:
+    """One rank's part of the training."""
+    keys, queries = records()
+    own = {}
+    for shard in range(rank, SHARDS, ranks):
+        part = softdb.open(None, dim=D)
+        part.insert(range(shard, N, SHARDS), keys[shard::SHARDS])
+        own[shard] = DatabaseShard(part, shard, SHARDS)
+    cluster = Cluster(Ranks(own))
+    projection = DistributedDataParallel(torch.nn.Linear(D, D, bias=False))
+    optimizer = torch.optim.Adam(projection.parameters(), lr=0.05)
+    random, losses = torch.Generator().manual_seed(1), []
+    for _ in range(STEPS):
+        batch = torch.randint(N, (BATCH,), generator=random)[rank::ranks]
+        loss = softdb.nn.retrieval_loss(cluster, projection(queries[batch]), batch.tolist(), temperature=0.5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    found = cluster.search(projection(queries[:200]).detach(), 1).ids
+    recall = sum(names == [i] for i, names in enumerate(found)) / 200
+    if rank == 0:
+        print(f"{ranks} ranks, {SHARDS} shards, {len(cluster)} records")
+        print(f"loss        {losses[0]:.2f} -> {losses[-1]:.2f}")
+        print(f"recall at 1 {recall:.2f}")
+    else:
+        len(cluster)  # every rank asks whenever one asks
+    assert recall > 0.9
+    cluster.close()
+
+
+def main() -> None:
+    """This rank's part, or two ranks of it."""
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory() as folder:
+            meeting = {"WORLD_SIZE": "2", "SOFTDB_MEETING": f"file://{Path(folder) / 'meeting'}"}
+            started = [
+                subprocess.Popen([sys.executable, *sys.argv], env=os.environ | meeting | {"RANK": str(rank)})
+                for rank in range(2)
+            ]
+            sys.exit(max(abs(one.wait(timeout=100)) for one in started))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    dist.init_process_group("gloo", os.environ.get("SOFTDB_MEETING", "env://"), rank=rank, world_size=ranks)
+    trained(rank, ranks)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
