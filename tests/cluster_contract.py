@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,7 +187,7 @@ class ClusterContract:
         for found, true in zip(*(differentiated(db, queries, weights=weights) for db in (cluster, one)), strict=True):
             near(found, true, 1e-9)
         if weights != "argmax":
-            monkeypatch.setattr("softdb.attend.exact.MOST", 64)
+            monkeypatch.setattr(sys.modules["softdb.attend.exact"], "MOST", 64)
             with pytest.raises(BadInput, match=f"share the weight of {weights}"):
                 cluster.attend(queries, weights=weights, temperature=1e6)
 

@@ -24,7 +24,7 @@ def test_ranks(tmp_path: Path, ranks: int) -> None:
         command = [sys.executable, "-W", "error", str(HERE / "rank.py"), str(tmp_path / "meeting")]
         found.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
-        told = [one.communicate(timeout=120)[0] for one in found]
+        told = [one.communicate(timeout=300)[0] for one in found]
     finally:
         for one in found:
             one.kill()

@@ -1,0 +1,168 @@
+"""Estimates over shards: as good as one database's, with bars that hold, wherever equal records lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cluster_contract import Counted, near
+from torch import Tensor
+
+import softdb
+from softdb.check import Metric
+from softdb.cluster import database_shard, estimates
+from softdb.cluster.database_shard import DatabaseShard
+from softdb.cluster.handle import Cluster
+from softdb.cluster.local import Local
+from softdb.cluster.shard import Draw, Question
+
+N, D, V, P, CENTRES = 42_000, 8, 4, 4, 32
+DRAWS = 400
+
+
+class Parted(NamedTuple):
+    """Clustered records in one database, and shared out."""
+
+    one: softdb.SoftDB
+    cluster: Cluster
+    queries: Tensor
+    temperature: float = 1.0
+
+    def errors(self, db: Any, repeats: int = 2, looks: bool = False) -> tuple[Tensor, Tensor]:
+        """‖ô - o‖ and bars over repeated draws; queries that want gradients get no wider looks, and wide bars."""
+        leaf, found = self.queries.clone().requires_grad_(not looks), list[tuple[Tensor, Tensor]]()
+        true = self.one.attend(self.queries, temperature=self.temperature).output
+        for seed in range(repeats):
+            generator = torch.Generator().manual_seed(seed)
+            pooled = db.attend(leaf, temperature=self.temperature, rtol=0.01, max_draws=DRAWS, generator=generator)
+            assert not pooled.exact.any()
+            found.append(((pooled.output.detach() - true).norm(dim=1), pooled.bar))
+        error, bar = (torch.cat(column) for column in zip(*found, strict=True))
+        return error, bar
+
+
+def parted(kind: str, shards: int = P) -> Parted:
+    random = np.random.default_rng(0)
+    centres, lab = random.standard_normal((CENTRES, D)), random.integers(0, CENTRES, N)
+    keys = (centres[lab] + 0.5 * random.standard_normal((N, D))).astype(np.float32)
+    values = (keys @ random.standard_normal((D, V)) + 0.5 * random.standard_normal((N, V))).astype(np.float32)
+    home = {"hash": random.integers(0, shards, N), "clusters": lab * shards // CENTRES, "four times": np.arange(N) % 4}[
+        kind
+    ]
+    if kind == "four times":
+        keys, values = keys[: N // 4].repeat(4, 0), values[: N // 4].repeat(4, 0)
+    parts = [softdb.open(None, dim=D, value_dim=V) for _ in range(shards)]
+    for shard, part in enumerate(parts):
+        mine = np.flatnonzero(home == shard)
+        part.insert(mine.tolist(), keys[mine], values[mine])
+    cluster = Cluster(Local([DatabaseShard(part, shard, shards) for shard, part in enumerate(parts)]))
+    one = softdb.open(None, dim=D, value_dim=V)
+    one.insert(range(N), keys, values)
+    for db in (one, cluster):
+        db.build_index("ivf-sq8", recall=0.9)
+    asked = centres[random.integers(0, CENTRES, 150)] + 0.6 * random.standard_normal((150, D))
+    return Parted(one, cluster, torch.from_numpy(asked.astype(np.float32)))
+
+
+@pytest.fixture(scope="module")
+def hashed() -> Parted:
+    return parted("hash")
+
+
+def rms(error: Tensor) -> float:
+    return float(error.square().mean().sqrt())
+
+
+def test_one_shard_is_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
+    world = parted("hash", 1)
+    found = []
+    for db in (world.cluster, world.one):
+        leaf = world.queries[:20].clone().requires_grad_()
+        pooled = db.attend(leaf, rtol=0.2, max_draws=DRAWS, generator=torch.Generator().manual_seed(1))
+        grad = torch.autograd.grad(pooled.output.square().sum() + pooled.lse.sum(), leaf)[0]
+        assert pooled.n_pooled.float().mean() > DRAWS / 2
+        found.append((pooled.output, pooled.lse, grad, pooled.stderr, pooled.lse_stderr, pooled.bar))
+    for mine, own in zip(*found, strict=True):
+        near(mine, own, 2e-5)
+
+
+def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
+    (error, bar), (own, _) = (hashed.errors(db, 8) for db in (hashed.cluster, hashed.one))
+    assert rms(error) <= 1.15 * rms(own)
+    assert float((error <= bar).float().mean()) >= 0.93
+
+
+def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> None:
+    queries = hashed.queries[:20]
+    pooled = hashed.cluster.attend(queries, rtol=0.1)
+    true = hashed.one.attend(queries).output
+    assert bool(pooled.met.all())
+    assert bool(((pooled.output - true).norm(dim=1) <= pooled.bar + 1e-5).float().mean() > 0.8)
+    log_z = hashed.cluster.log_partition(queries, rtol=0.05)
+    assert bool(log_z.met.all())
+    near(log_z.value, hashed.one.log_partition(queries, rtol=1e-6).value, 0.02)
+    again = hashed.cluster.attend(queries, rtol=0.1)
+    assert torch.equal(pooled.output, again.output)
+
+
+def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
+    """Rounds of several sizes: backward draws alike again, and gives each query the gradient of its own round."""
+    leaf = hashed.queries[:30].clone().requires_grad_()
+    pooled = hashed.cluster.attend(leaf, rtol=0.1, max_draws=3000)
+    assert len(pooled.n_pooled.unique()) > 1
+    (estimated,) = torch.autograd.grad(pooled.output.sum(), leaf)
+    (true,) = torch.autograd.grad(hashed.one.attend(leaf).output.sum(), leaf)
+    off = (estimated - true).norm(dim=1) / true.norm(dim=1)
+    assert float(off.median()) < 0.2, "the gradients of the wrong draws would be off by about 1"
+
+
+def test_signs_and_draws_are_salted_with_the_shard(hashed: Parted) -> None:
+    """Two shards of equal records must not draw alike, nor sign alike."""
+    part = hashed.cluster.caller.transport._shards[0].db  # type: ignore[attr-defined]
+    question = Question(hashed.queries[:5].numpy(), Metric.DOT)
+    few = np.full(5, 100), np.zeros(5, np.int64)
+    ask = Draw(part.generation, question, True, *few, seed=7, confidence=0.95, bounded=True)
+    first, again, other = (DatabaseShard(part, shard, 4).answer(ask).estimate for shard in (0, 0, 1))
+    assert np.array_equal(first[0], again[0])
+    assert np.array_equal(first[6], again[6])
+    assert not np.isclose(first[0], other[0]).all(1).any(), "drawn alike"
+
+
+def test_signs_are_salted_where_draws_are_alike(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
+    part = hashed.cluster.caller.transport._shards[0].db  # type: ignore[attr-defined]
+    few = np.full(5, 100), np.zeros(5, np.int64)
+    ask = Draw(part.generation, Question(hashed.queries[:5].numpy(), Metric.DOT), True, *few, 7, 0.95, True)
+    first, other = (DatabaseShard(part, shard, 4).answer(ask).estimate for shard in (0, 1))
+    assert np.array_equal(first[0], other[0])
+    assert not np.allclose(first[6], other[6]), "signed alike"
+
+
+def test_a_round_sends_little() -> None:
+    parts = [softdb.open(None, dim=128) for _ in range(2)]
+    for shard, part in enumerate(parts):
+        part.insert(range(shard, 40, 2), np.random.default_rng(shard).standard_normal((20, 128)))
+    counted = Counted(Local([DatabaseShard(part, shard, 2) for shard, part in enumerate(parts)]))
+    cluster, counted.up, counted.down = Cluster(counted), 0, 0
+    cluster.attend(torch.ones(3, 128), rtol=0.1)
+    assert 9000 < (counted.up + counted.down) / (2 * 3) < 12_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["clusters", "four times"])
+def test_bars_hold_however_records_are_shared_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = parted(kind)
+    (error, bar), (own, _) = (world.errors(db, 4) for db in (world.cluster, world.one))
+    wide, (seen, narrow) = bar, world.errors(world.cluster, 2, looks=True)
+    assert float(narrow.median()) < float(wide.median())
+    assert 0.93 <= float((seen <= narrow).float().mean()) <= 0.998
+    if kind == "clusters":
+        assert rms(error) <= 1.15 * rms(own)
+        monkeypatch.setattr(estimates, "BETTER", 0.0)  # no sharing out anew
+        assert rms(error) < 0.85 * rms(world.errors(world.cluster, 4)[0])
+    else:
+        monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
+        assert rms(error) < 0.8 * rms(world.errors(world.cluster, 4)[0]), "without salts equal records err alike"
