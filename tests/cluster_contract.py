@@ -16,7 +16,7 @@ from torch import Tensor
 import softdb
 from softdb import scores
 from softdb.cluster.handle import Cluster
-from softdb.cluster.shard import Answers, Ask, Transport, nbytes
+from softdb.cluster.shard import Message, ShardReplies, Transport, nbytes
 from softdb.database import SoftVerbs
 from softdb.errors import BadInput, Closed, ShardUnavailable, UnknownId
 
@@ -59,10 +59,10 @@ class Counted:
         self.inner, self.shards, self.collective = inner, inner.shards, inner.collective
         self.up, self.down, self.lost = 0, 0, set[int]()
 
-    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+    def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         answers = self.inner.ask({shard: ask for shard, ask in asks.items() if shard not in self.lost}, timeout)
         self.up, self.down = self.up + nbytes(list(asks.values())), self.down + nbytes(list(answers.replies.values()))
-        return Answers(answers.replies, answers.missing | {shard: "lost" for shard in asks if shard in self.lost})
+        return ShardReplies(answers.replies, answers.missing | {shard: "lost" for shard in asks if shard in self.lost})
 
     def anyone(self, more: bool) -> bool:
         return self.inner.anyone(more)

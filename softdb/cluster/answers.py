@@ -60,8 +60,8 @@ class Sharded(Remote):
     def count(self) -> int:
         """How many records take part; asked where no answer told it yet."""
         if self._count is None:
-            nobody = say.Question(np.zeros((0, self.schema.dim), np.float32), self.schema.metric, where=self.where)
-            answers = self.ask(lambda shard, version: say.Pass(version, nobody, pools=False))
+            nobody = say.ShardQuery(np.zeros((0, self.schema.dim), np.float32), self.schema.metric, where=self.where)
+            answers = self.ask(lambda shard, version: say.PassOver(version, nobody, pools=False))
             self._count = sum(part.taking_part for part in answers.replies.values())
         return self._count
 
@@ -75,7 +75,7 @@ class Sharded(Remote):
             self.caller = self.caller.complete()
         return self
 
-    def ask(self, make: Callable[[int, int], say.Ask], which: Iterable[int] | None = None) -> say.Answers:
+    def ask(self, make: Callable[[int, int], say.Message], which: Iterable[int] | None = None) -> say.ShardReplies:
         """As `Caller.ask`; who is missing is noted."""
         answers = self.caller.ask(make, which)
         self.missing = tuple(sorted({*self.missing, *answers.missing}))
@@ -100,7 +100,7 @@ class Sharded(Remote):
 
     def _states(self, request: Request, asked: Posed) -> State:  # (p, q, v), (p, q)
         """Those of the shards, with gradients; without the shift."""
-        answers = self.ask(lambda shard, version: say.Pass(version, asked.question, request.pools))
+        answers = self.ask(lambda shard, version: say.PassOver(version, asked.question, request.pools))
         parts = sorted(answers.replies.items())
         output, lse = (torch.tensor(np.stack([part[i] for _, part in parts])).to(request.queries) for i in (0, 1))
         self._count = sum(part.taking_part for _, part in parts)
@@ -108,7 +108,7 @@ class Sharded(Remote):
             np.arange(len(request.queries)),
             {shard: self.caller.known[shard].version for shard, _ in parts},
         )
-        asks = {shard: say.Pass(version, asked.question, request.pools) for shard, version in versions.items()}
+        asks = {shard: say.PassOver(version, asked.question, request.pools) for shard, version in versions.items()}
         return self.states(
             asked, State(output, lse), [asks], [dict.fromkeys(asks, every)], [dict.fromkeys(asks, every >= 0)]
         )
@@ -125,21 +125,21 @@ class Sharded(Remote):
         detached = request.detached
         folded = None if isinstance(request.weighting, Argmax) and plateaus(request.score) else detached.folded
         if folded is None:
-            question = say.Question(array(detached.queries), None, score=pickled(request.score)[0], where=self.where)
+            question = say.ShardQuery(array(detached.queries), None, score=pickled(request.score)[0], where=self.where)
         else:
-            question = say.Question(array(folded.queries), folded.metric, where=self.where)
+            question = say.ShardQuery(array(folded.queries), folded.metric, where=self.where)
         found = self.nearest(question, min(k, self.caller.count), exact)
         self._count = found.taking_part
         return Candidates(found.rows, found.finder)
 
     def nearest(
         self,
-        question: say.Question,
+        question: say.ShardQuery,
         k: int | None,
         exact: bool,
         least: float | None = None,
         excluded: list[list[Id]] | None = None,
-    ) -> say.Found:
+    ) -> say.ShardHits:
         """The k best of all shards; None: all that score at least so much."""
         answers = self.ask(lambda shard, version: say.Nearest(version, question, k, exact, least, excluded))
         found = ranked([part for _, part in sorted(answers.replies.items())], k)
@@ -195,8 +195,8 @@ class Sharded(Remote):
     def _looked_up(self, rows: Rows, payloads: bool, texts: bool) -> dict[int, RecordEntry]:
         here = rows % self.caller.shards
         answers = self.caller.ask(
-            lambda shard, version: say.Resolve(version, rows[here == shard], payloads, texts), np.unique(here).tolist(),
-            whole=True,
+            lambda shard, version: say.ResolveRows(version, rows[here == shard], payloads, texts),
+            np.unique(here).tolist(), whole=True,
         )  # fmt: skip
         return {one.row: one for found in answers.replies.values() for one in found}
 
@@ -215,7 +215,7 @@ class Sharded(Remote):
 
     def counted(self, request: Request, least: float) -> Estimate:
         """The sum of exact counts. Cost of a pass in every shard."""
-        question = say.Question(array(request.queries), self.schema.metric, where=self.where)
+        question = say.ShardQuery(array(request.queries), self.schema.metric, where=self.where)
         answers = self.ask(lambda shard, version: say.CountWithin(version, question, least))
         value = torch.from_numpy(np.sum([one.counts for one in answers.replies.values()], axis=0)).double()
         whole = torch.full(value.shape, not self.missing)

@@ -29,7 +29,7 @@ Rows = NDArray[np.int64]
 class Posed(NamedTuple):
     """A request as shards take it, and what of it stays with the caller."""
 
-    question: say.Question
+    question: say.ShardQuery
     queries: Tensor  # (q, d) that the question's were taken of, with their graph
     parameters: tuple[Tensor, ...]  # whose gradients the shards give
     shift: Tensor | float  # (q,) what their normalisers lack
@@ -40,18 +40,18 @@ def posed(request: Request, metric: Metric, dim: int, where: dict[str, Any] | No
     queries, temperature = request.queries, divisor(request.temperature, request.queries.dtype)
     if isinstance(request.weighting, Uniform):  # which asks no score
         alike = queries[:, :1].expand(-1, dim) * 0
-        return Posed(say.Question(array(alike), metric, uniform=True, where=where), alike, (), 0.0)
+        return Posed(say.ShardQuery(array(alike), metric, uniform=True, where=where), alike, (), 0.0)
     folded = request.folded
     if folded is None or folded.scale is None:
         sent, parameters = pickled(request.score)
-        question = say.Question(array(queries), None, temperature, bool(parameters), sent, where=where)
+        question = say.ShardQuery(array(queries), None, temperature, bool(parameters), sent, where=where)
         return Posed(question, queries, parameters, 0.0)
     asked, scale = folded.queries, folded.scale
     wanted = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
     if wanted and folded.metric is Metric.DOT:
         asked, scale, wanted = asked * scale, 1.0, False  # a product folds its factor, too
     factor = torch.as_tensor(scale, dtype=torch.float64) / temperature
-    question = say.Question(array(asked), folded.metric, float(1 / factor), wanted, where=where)
+    question = say.ShardQuery(array(asked), folded.metric, float(1 / factor), wanted, where=where)
     shift = folded.bias / temperature
     return Posed(question, asked, (factor,) if wanted else (), shift)
 
@@ -81,7 +81,7 @@ class Parts(torch.autograd.Function):
     def forward(
         ctx: Any,
         caller: Caller,
-        asks: Sequence[dict[int, say.Pass | say.Draw]],  # rounds of them
+        asks: Sequence[dict[int, say.PassOver | say.Draw]],  # rounds of them
         states: State,  # (p, q, v) and (p, q)
         places: Sequence[dict[int, Rows]],  # for each message which queries it asks
         kept: Sequence[dict[int, NDArray[np.bool_]]],  # and of which of those its answer was kept
@@ -102,7 +102,9 @@ class Parts(torch.autograd.Function):
         part_of = {shard: part for part, shard in enumerate(ctx.order)}
         for asks, places, kept in zip(ctx.asks, ctx.places, ctx.kept, strict=True):
 
-            def message(shard: int, version: int, asks: Any = asks, places: Any = places, kept: Any = kept) -> say.Ask:
+            def message(
+                shard: int, version: int, asks: Any = asks, places: Any = places, kept: Any = kept
+            ) -> say.Message:
                 own = kept[shard]
                 grads = (array(one[part_of[shard]])[places[shard]] for one in (output_grad, lse_grad))
                 masked = (np.where(own.reshape(-1, *[1] * (one.ndim - 1)), one, 0).astype(one.dtype) for one in grads)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from softdb.cluster.shard import NEWEST, Answers, Ask, Describe, Description, Refresh, Transport
+from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh, ShardReplies, Transport
 from softdb.errors import BadInput, ShardUnavailable
 
 __all__ = ["Caller"]
@@ -66,22 +66,22 @@ class Caller:
 
     def ask(
         self,
-        make: Callable[[int, int], Ask],  # shard, version
+        make: Callable[[int, int], Message],  # shard, version
         which: Iterable[int] | None = None,  # None: all; a collective transport always asks all
         whole: bool = False,  # a part of the answer will not do
-    ) -> Answers:
+    ) -> ShardReplies:
         """Ask shards at the versions that this handle sees. Raises ShardUnavailable as the handle was told."""
         known = self.known
         asked = range(self.shards) if which is None or self.transport.collective else list(which)
         partial = self.partial and not whole
         absent = {shard: "it did not answer when the cluster was opened" for shard in asked if shard not in known}
         answers = self._asked({shard: make(shard, known[shard].version) for shard in asked if shard in known}, partial)
-        return self._judged(Answers(answers.replies, absent | answers.missing), partial)
+        return self._judged(ShardReplies(answers.replies, absent | answers.missing), partial)
 
-    def _asked(self, asks: dict[int, Ask], partial: bool) -> Answers:
-        return self._judged(self.transport.ask(asks, self.timeout), partial) if asks else Answers({}, {})
+    def _asked(self, asks: dict[int, Message], partial: bool) -> ShardReplies:
+        return self._judged(self.transport.ask(asks, self.timeout), partial) if asks else ShardReplies({}, {})
 
-    def _judged(self, answers: Answers, partial: bool) -> Answers:
+    def _judged(self, answers: ShardReplies, partial: bool) -> ShardReplies:
         if answers.missing and not (partial and answers.replies):
             told = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(answers.missing.items()))
             raise ShardUnavailable(

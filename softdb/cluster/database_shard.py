@@ -19,7 +19,7 @@ from softdb.attend.count import counted_exactly
 from softdb.attend.scoring import scan
 from softdb.check import Metric, Tolerance
 from softdb.cluster import shard as say
-from softdb.cluster.drawing import Drawing, passed, taking_part
+from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
@@ -72,8 +72,8 @@ class DatabaseShard:
         self.version = version or (lambda: db.generation)
         self.refresh = refresh or (lambda _: db.refresh())
 
-    def answer(self, ask: say.Ask) -> Any:
-        """As `Shard.answer`."""
+    def answer(self, ask: say.Message) -> Any:
+        """As `ClusterShard.answer`."""
         reply = self._answers(ask)
         if not isinstance(ask, say.Describe | say.Refresh):
             self._require(ask.version)  # it may have gone on meanwhile
@@ -86,7 +86,7 @@ class DatabaseShard:
                 f"shard {self.shard} is at version {own} but was asked for {version}; refresh() and ask again"
             )
 
-    def _answers(self, ask: say.Ask) -> Any:
+    def _answers(self, ask: say.Message) -> Any:
         if isinstance(ask, say.Describe):
             return self._description()
         if isinstance(ask, say.Refresh):
@@ -115,7 +115,7 @@ class DatabaseShard:
             )
         return rows // self.shards
 
-    def _called(self, ask: say.Call) -> Any:
+    def _called(self, ask: say.CallVerb) -> Any:
         if ask.verb not in CALLS:
             raise BadInput(f"a shard was asked to {ask.verb}; it knows {', '.join(CALLS)}")
         return getattr(self.db, ask.verb)(**ask.words)
@@ -123,23 +123,23 @@ class DatabaseShard:
     def _located(self, ask: say.Locate) -> Rows:
         return self._rows(self.db.located(ask.ids, ask.where))
 
-    def _resolved(self, ask: say.Resolve) -> list[RecordEntry]:
+    def _resolved(self, ask: say.ResolveRows) -> list[RecordEntry]:
         found = self.db.resolve(self._local(ask.rows), ask.payloads, ask.texts)
         return [one._replace(row=row * self.shards + self.shard) for row, one in found.items()]
 
-    def _scanned(self, ask: say.Scan) -> tuple[Records, int | None]:
+    def _scanned(self, ask: say.ScanRows) -> tuple[Records, int | None]:
         rows = self.db.matching(ask.where)
         rows = rows[np.searchsorted(rows, ask.after, "right") :]
         some = rows[: ask.size]
         found = self.db.resolve(some, payloads=False)
         return self.db.get([found[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else None
 
-    def _gathered(self, ask: say.Gather) -> say.Gathered:
+    def _gathered(self, ask: say.Gather) -> say.GatheredRows:
         snapshot = self.db.view()[0]
         positions = snapshot.positions(self._local(ask.rows))
         if ((positions < 0) | ~snapshot.live[positions]).any():
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
-        return say.Gathered(
+        return say.GatheredRows(
             snapshot.keys_at(positions).numpy() if ask.keys else None,
             snapshot.values_at(positions).numpy() if ask.values else None,
         )
@@ -147,7 +147,7 @@ class DatabaseShard:
     # -- questions -------------------------------------------------------------------------------------------------
 
     def request(
-        self, ask: say.Question, tolerance: Tolerance | None = None, grad: bool = False
+        self, ask: say.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
     ) -> tuple[Request, Stored]:
         """What is asked, as the database's own answers take it."""
         queries = torch.tensor(ask.queries).requires_grad_(grad)
@@ -156,7 +156,7 @@ class DatabaseShard:
         return self.db.request(queries, temperature, score, weights, ask.where, tolerance=tolerance)
 
     @staticmethod
-    def _score(ask: say.Question) -> tuple[Any, float]:
+    def _score(ask: say.ShardQuery) -> tuple[Any, float]:
         if ask.metric is None:
             assert ask.score is not None
             return pickle.loads(ask.score), ask.temperature
@@ -164,17 +164,17 @@ class DatabaseShard:
             return Scaled(ask.metric, 1 / ask.temperature), 1.0
         return score_of(ask.metric), ask.temperature
 
-    def _passed(self, ask: say.Pass) -> say.Passed:
+    def _passed(self, ask: say.PassOver) -> say.Passed:
         request, source = self.request(ask.question)
         with torch.no_grad():
             output, lse = passed(request, source, ask.pools)
         return say.Passed(output.numpy(), lse.numpy(), taking_part(request, source))
 
-    def _drawing(self, ask: say.Draw, grad: bool = False) -> Drawing:
+    def _drawing(self, ask: say.Draw, grad: bool = False) -> ShardDrawing:
         tolerance = Tolerance(1e-9, 0.0, ask.confidence, int(ask.budgets.max(initial=1)) if ask.bounded else None)
         request, source = self.request(ask.question, tolerance, grad)
         request = replace(request, seed=salted(ask.seed, self.shard), pools=ask.pools)
-        return Drawing(request, source, ask, self.shard)
+        return ShardDrawing(request, source, ask, self.shard)
 
     def _drawn(self, ask: say.Draw) -> say.Drawn:
         with torch.no_grad():
@@ -202,7 +202,7 @@ class DatabaseShard:
         request, source = self.request(ask.question)
         return say.Counted(counted_exactly(request, source, ask.least))
 
-    def _sampled(self, ask: say.Sample) -> say.Found:
+    def _sampled(self, ask: say.Sample) -> say.ShardHits:
         request, source = self.request(ask.question)
         most = int(ask.counts.max(initial=0))
         generator = torch.Generator().manual_seed(salted(ask.seed, self.shard))
@@ -212,7 +212,7 @@ class DatabaseShard:
 
     # -- the nearest -----------------------------------------------------------------------------------------------
 
-    def _nearest(self, ask: say.Nearest) -> say.Found:
+    def _nearest(self, ask: say.Nearest) -> say.ShardHits:
         """The k best, with all that tie with the last of them, by id."""
         if ask.k is None:
             return in_order(self._candidates(ask, 0))
@@ -226,7 +226,7 @@ class DatabaseShard:
             count = TIED * count
         return first(in_order(found), k)
 
-    def _candidates(self, ask: say.Nearest, k: int) -> say.Found:
+    def _candidates(self, ask: say.Nearest, k: int) -> say.ShardHits:
         """The k nearest, as the database finds them."""
         question, schema = ask.question, self.db.schema
         if ask.least is not None or ask.excluded is not None:
@@ -251,13 +251,13 @@ class DatabaseShard:
         certain = finder in ("flat", "scan")
         return self._found(rows, scores.numpy(), finder, certain, taking_part(request, source))
 
-    def _found(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> say.Found:
+    def _found(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> say.ShardHits:
         known = self.db.resolve(np.unique(rows[rows >= 0]), payloads=False)
         try:
             ids = [[known[row].id for row in mine if row >= 0] for mine in rows.tolist()]
         except KeyError:
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again") from None
-        return say.Found(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
+        return say.ShardHits(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
 
     @torch.no_grad()
     def _explained(self, ask: say.Explain) -> say.Explained:
@@ -270,14 +270,14 @@ class DatabaseShard:
             entropy[tile.chunk] -= (logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).nan_to_num(0).sum(1)
         return say.Explained(found, entropy.numpy())
 
-    _replies: ClassVar[dict[type[say.Ask], Callable[..., Any]]] = {
-        say.Call: _called,
+    _replies: ClassVar[dict[type[say.Message], Callable[..., Any]]] = {
+        say.CallVerb: _called,
         say.Locate: _located,
-        say.Resolve: _resolved,
-        say.Scan: _scanned,
+        say.ResolveRows: _resolved,
+        say.ScanRows: _scanned,
         say.Gather: _gathered,
         say.Nearest: _nearest,
-        say.Pass: _passed,
+        say.PassOver: _passed,
         say.Draw: _drawn,
         say.Backward: _backward,
         say.CountWithin: _counted,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from softdb.cluster.shard import Answers, Ask, Shard
+from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
 
 __all__ = ["Ranks"]
@@ -39,7 +39,7 @@ class Ranks:
 
     collective = True
 
-    def __init__(self, own: Mapping[int, Shard], timeout: float = 30.0) -> None:
+    def __init__(self, own: Mapping[int, ClusterShard], timeout: float = 30.0) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise BadInput(
                 "torch.distributed is not initialised; start with torchrun and call init_process_group first"
@@ -58,7 +58,7 @@ class Ranks:
                 "ranks as the shards were shared out for"
             )
 
-    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+    def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """As `Transport.ask`. Two all-to-alls, of the messages and of the replies."""
         kind = ", ".join(sorted({type(ask).__name__ for ask in asks.values()}))
         sent = [{shard: ask for shard, ask in asks.items() if self._owner[shard] == rank} for rank in range(self.ranks)]
@@ -73,9 +73,9 @@ class Ranks:
                 raise reply
             if isinstance(reply, Exception):
                 missing[shard] = f"{type(reply).__name__}: {reply}"
-        return Answers({shard: reply for shard, reply in found.items() if shard not in missing}, missing)
+        return ShardReplies({shard: reply for shard, reply in found.items() if shard not in missing}, missing)
 
-    def _answered(self, asks: dict[int, Ask]) -> dict[int, Any]:
+    def _answered(self, asks: dict[int, Message]) -> dict[int, Any]:
         """Replies of this rank's shards, or why there are none."""
         replies = dict[int, Any]()
         for shard, ask in asks.items():
@@ -118,7 +118,8 @@ class Ranks:
         given = torch.from_numpy(np.frombuffer(b"".join(sent) or b"", np.uint8).copy())
         taken = torch.empty(sum(sizes), dtype=torch.uint8)
         self._collectively(lambda: dist.all_to_all_single(taken, given, sizes, inputs, group=self._group))
-        return [part.numpy().tobytes() for part in taken.split(sizes)]
+        whole, ends = taken.numpy().tobytes(), np.cumsum(sizes).tolist()
+        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def _collectively(self, call: Callable[[], T]) -> T:
         """What all ranks do together. Raises ShardUnavailable where one does not, now and from then on."""

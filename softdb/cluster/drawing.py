@@ -18,7 +18,7 @@ from softdb.attend.rounds import Estimator, Round
 from softdb.cluster.shard import Draw, Drawn
 from softdb.pool import State
 
-__all__ = ["Drawing", "passed", "taking_part"]
+__all__ = ["ShardDrawing", "passed", "taking_part"]
 
 
 def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
@@ -26,7 +26,7 @@ def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tenso
     return stream_where_faster(replace(request, pools=pools), source)[:2]
 
 
-class Drawing(NamedTuple):
+class ShardDrawing(NamedTuple):
     """What is drawn from, for which message."""
 
     request: Request  # its seed is the shard's own

@@ -170,14 +170,14 @@ class Cluster(SoftVerbs):
             raise BadInput(f"{' and '.join(sorted(refused))} mean nothing for a cluster, which waits for all shards")
         patient = self.caller.complete()
         patient.timeout = max(BUILDING, patient.timeout)
-        answers = patient.ask(lambda _, version: say.Call(version, "build_index", {"kind": kind, **words}))
+        answers = patient.ask(lambda _, version: say.CallVerb(version, "build_index", {"kind": kind, **words}))
         self.caller.look(lambda _: say.Describe(say.NEWEST))
         return [report for _, report in sorted(answers.replies.items())]
 
     # -- records ---------------------------------------------------------------------------------------------------
 
     def _called(self, name: str, words: dict[str, Any]) -> list[Any]:
-        answers = self.caller.ask(lambda _, version: say.Call(version, name, words), whole=True)
+        answers = self.caller.ask(lambda _, version: say.CallVerb(version, name, words), whole=True)
         return [reply for _, reply in sorted(answers.replies.items())]
 
     @verb
@@ -191,8 +191,8 @@ class Cluster(SoftVerbs):
             raise UnknownId(f"id {check.shown(names[int((home < 0).argmax())])} is not stored")
         places = {shard: np.flatnonzero(home == shard) for shard in np.unique(home).tolist()}
 
-        def mine(shard: int, version: int) -> say.Call:
-            return say.Call(version, "get", {"ids": [names[i] for i in places.get(shard, ())]})
+        def mine(shard: int, version: int) -> say.CallVerb:
+            return say.CallVerb(version, "get", {"ids": [names[i] for i in places.get(shard, ())]})
 
         found = self.caller.ask(mine, places, whole=True).replies
         parts = [(places[shard], part) for shard, part in found.items() if shard in places]
@@ -247,7 +247,7 @@ class Cluster(SoftVerbs):
     def sample_keys(self, count: int) -> Tensor:
         """Up to so many of the keys, by which one database is told from another: the first of each shard."""
         each = -(-count // self.shards)
-        answers = self.caller.ask(lambda _, version: say.Scan(version, -1, each), whole=True)
+        answers = self.caller.ask(lambda _, version: say.ScanRows(version, -1, each), whole=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     # -- questions -------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Cluster(SoftVerbs):
         ask = check.asked(k, radius, None, None, self.schema.metric, offset, None, None)
         tensor, source = self.as_queries(queries), Sharded(self.caller, where)
         left_out = check.excluded(exclude_ids, len(tensor)) or None
-        question = say.Question(array(tensor), self.schema.metric, where=where)
+        question = say.ShardQuery(array(tensor), self.schema.metric, where=where)
         count = None if ask.least is not None else min(ask.offset + ask.k, self.keyed)
         found = source.nearest(question, count, exact, ask.least, left_out)
         rows = torch.from_numpy(found.rows[:, ask.offset :]).to(tensor.device)
@@ -331,8 +331,8 @@ class Cluster(SoftVerbs):
         return Hits(rows, scores, source.resolve, source.missing)
 
 
-def _scan(_: int, version: int, after: int, size: int, where: dict[str, Any] | None) -> say.Scan:
-    return say.Scan(version, after, size, where)
+def _scan(_: int, version: int, after: int, size: int, where: dict[str, Any] | None) -> say.ScanRows:
+    return say.ScanRows(version, after, size, where)
 
 
 def _joined(parts: list[Records], order: Rows) -> Records:

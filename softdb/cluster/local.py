@@ -6,7 +6,7 @@ import concurrent.futures
 import time
 from collections.abc import Mapping, Sequence
 
-from softdb.cluster.shard import Answers, Ask, Shard
+from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import Closed, SoftDBError
 
 __all__ = ["Local"]
@@ -17,12 +17,12 @@ class Local:
 
     collective = False
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[ClusterShard]) -> None:
         self._shards = list(shards)
         self.shards = len(self._shards)
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.shards), "softdb-shard")
 
-    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+    def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """As `Transport.ask`. A shard that takes too long goes on in its thread."""
         end = time.monotonic() + timeout
         try:
@@ -40,7 +40,7 @@ class Local:
                 missing[shard] = "it is too slow"
             except Exception as error:
                 missing[shard] = f"{type(error).__name__}: {error}"
-        return Answers(replies, missing)
+        return ShardReplies(replies, missing)
 
     def anyone(self, more: bool) -> bool:
         """Itself."""

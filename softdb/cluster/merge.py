@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from softdb.check import Id
-from softdb.cluster.shard import Found
+from softdb.cluster.shard import ShardHits
 
 __all__ = ["first", "id_order", "in_order", "ranked"]
 
@@ -17,7 +17,7 @@ def id_order(name: Id) -> tuple[bool, Id]:
     return isinstance(name, str), name
 
 
-def in_order(found: Found) -> Found:
+def in_order(found: ShardHits) -> ShardHits:
     """Best first, those that score alike by id; the missing last. Cost q k log k."""
     order = np.argsort(-found.scores, axis=1, kind="stable")
     rows, scores = (np.take_along_axis(column, order, 1) for column in (found.rows, found.scores))
@@ -35,16 +35,16 @@ def in_order(found: Found) -> Found:
     return found._replace(rows=rows, scores=scores, ids=ids)
 
 
-def first(found: Found, k: int) -> Found:
+def first(found: ShardHits, k: int) -> ShardHits:
     """The k first of each query."""
     return found._replace(rows=found.rows[:, :k], scores=found.scores[:, :k], ids=[mine[:k] for mine in found.ids])
 
 
-def ranked(parts: Sequence[Found], k: int | None) -> Found:
+def ranked(parts: Sequence[ShardHits], k: int | None) -> ShardHits:
     """The k best of all parts; None: all of them, as wide as the query with the most."""
     rows, scores = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 1))
     ids = [[name for mine in line for name in mine] for line in zip(*(part.ids for part in parts), strict=True)]
     unsure = [part.finder for part in parts if not part.certain]
     finder = unsure[0] if unsure else parts[0].finder
-    whole = in_order(Found(rows, scores, ids, finder, not unsure, sum(part.taking_part for part in parts)))
+    whole = in_order(ShardHits(rows, scores, ids, finder, not unsure, sum(part.taking_part for part in parts)))
     return first(whole, max(map(len, ids), default=0) if k is None else k)

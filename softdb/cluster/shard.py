@@ -21,10 +21,9 @@ from softdb.check import Id, Metric, Schema
 
 __all__ = [
     "NEWEST",
-    "Answers",
-    "Ask",
     "Backward",
-    "Call",
+    "CallVerb",
+    "ClusterShard",
     "CountWithin",
     "Counted",
     "Describe",
@@ -33,20 +32,21 @@ __all__ = [
     "Drawn",
     "Explain",
     "Explained",
-    "Found",
     "Gather",
-    "Gathered",
+    "GatheredRows",
     "Gradient",
     "Locate",
+    "Message",
     "Nearest",
-    "Pass",
+    "PassOver",
     "Passed",
-    "Question",
     "Refresh",
-    "Resolve",
+    "ResolveRows",
     "Sample",
-    "Scan",
-    "Shard",
+    "ScanRows",
+    "ShardHits",
+    "ShardQuery",
+    "ShardReplies",
     "Transport",
     "nbytes",
 ]
@@ -56,7 +56,7 @@ NEWEST = -1  # in place of a version
 
 
 @dataclass(frozen=True)
-class Question:
+class ShardQuery:
     """Queries as a shard compares them with its keys: logits are metric(q, k) / temperature, or score(q, k) / it.
 
     A score that folds travels as its metric and the folded queries: its parameters stay with the caller. Another one
@@ -73,24 +73,24 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Message:
     """A message to a shard. The reply's type stands in each one's docstring."""
 
     version: int
 
 
 @dataclass(frozen=True)
-class Describe(Ask):
+class Describe(Message):
     """What is there? -> `Description`. At whatever version the shard is."""
 
 
 @dataclass(frozen=True)
-class Refresh(Ask):
+class Refresh(Message):
     """Go on to that version, or to NEWEST, as the truth has it -> `Description`."""
 
 
 @dataclass(frozen=True)
-class Call(Ask):
+class CallVerb(Message):
     """A verb of SoftDB that reads, or that tends the shard's own cache -> what it returns.
 
     One of "build_index", "count", "drop_index", "get", "stats", "stored".
@@ -101,7 +101,7 @@ class Call(Ask):
 
 
 @dataclass(frozen=True)
-class Locate(Ask):
+class Locate(Message):
     """Where are these ids, if a filter matches them? -> (i,) int64 rows, -1 = none here, or without a key."""
 
     ids: list[Id]
@@ -109,7 +109,7 @@ class Locate(Ask):
 
 
 @dataclass(frozen=True)
-class Resolve(Ask):
+class ResolveRows(Message):
     """What are these rows (r,)? -> list of RecordEntry, by the cluster's rows; those that are gone are absent."""
 
     rows: Array
@@ -118,7 +118,7 @@ class Resolve(Ask):
 
 
 @dataclass(frozen=True)
-class Scan(Ask):
+class ScanRows(Message):
     """Some of the records with rows above `after`, in order of rows -> (Records, the last row; None: no more)."""
 
     after: int  # a local row, -1 at first
@@ -127,8 +127,8 @@ class Scan(Ask):
 
 
 @dataclass(frozen=True)
-class Gather(Ask):
-    """Keys and values of rows (r,) -> `Gathered`. StaleRead where one is gone."""
+class Gather(Message):
+    """Keys and values of rows (r,) -> `GatheredRows`. StaleRead where one is gone."""
 
     rows: Array
     keys: bool = True
@@ -136,10 +136,10 @@ class Gather(Ask):
 
 
 @dataclass(frozen=True)
-class Nearest(Ask):
-    """The k nearest, ties by id -> `Found`."""
+class Nearest(Message):
+    """The k nearest, ties by id -> `ShardHits`."""
 
-    question: Question
+    question: ShardQuery
     k: int | None  # None: all that score at least `least`
     exact: bool = False
     least: float | None = None
@@ -147,18 +147,18 @@ class Nearest(Ask):
 
 
 @dataclass(frozen=True)
-class Pass(Ask):
+class PassOver(Message):
     """A pass over every record -> `Passed`."""
 
-    question: Question
+    question: ShardQuery
     pools: bool = True
 
 
 @dataclass(frozen=True)
-class Draw(Ask):
+class Draw(Message):
     """Draw so many records for each query, and pool them -> `Drawn`. No shard decides how many are enough."""
 
-    question: Question
+    question: ShardQuery
     pools: bool
     budgets: Array  # (q,) int64: how many to pool
     looks: Array  # (q,) int64: how wide to look for what is heavy
@@ -169,36 +169,36 @@ class Draw(Ask):
 
 
 @dataclass(frozen=True)
-class Backward(Ask):
+class Backward(Message):
     """Gradients of what `of` was answered with, worked out anew -> `Gradient`."""
 
-    of: Pass | Draw
+    of: PassOver | Draw
     output_grad: Array  # (q, v)
     lse_grad: Array  # (q,)
 
 
 @dataclass(frozen=True)
-class CountWithin(Ask):
+class CountWithin(Message):
     """How many records score at least so much, exactly -> `Counted`."""
 
-    question: Question
+    question: ShardQuery
     least: float
 
 
 @dataclass(frozen=True)
-class Sample(Ask):
-    """Records drawn by their softmax weights in this shard, with replacement -> `Found`, -1 after each query's own."""
+class Sample(Message):
+    """Records drawn by softmax weights in this shard, with replacement -> `ShardHits`, -1 after each query's own."""
 
-    question: Question
+    question: ShardQuery
     counts: Array  # (q,) int64
     seed: int  # the shard salts it
 
 
 @dataclass(frozen=True)
-class Explain(Ask):
+class Explain(Message):
     """The k heaviest, given the normaliser of the whole -> `Explained`."""
 
-    question: Question
+    question: ShardQuery
     lse: Array  # (q,)
     k: int
 
@@ -240,7 +240,7 @@ class Gradient(NamedTuple):
     parameters: tuple[Array, ...]
 
 
-class Found(NamedTuple):
+class ShardHits(NamedTuple):
     """Candidates, best first."""
 
     rows: Array  # (q, k) int64, -1 = none
@@ -251,7 +251,7 @@ class Found(NamedTuple):
     taking_part: int  # how many records
 
 
-class Gathered(NamedTuple):
+class GatheredRows(NamedTuple):
     """Columns of some rows, in their order; None: not asked for."""
 
     keys: Array | None  # (r, d)
@@ -267,18 +267,18 @@ class Counted(NamedTuple):
 class Explained(NamedTuple):
     """The heaviest records, and this shard's part of the entropy."""
 
-    found: Found
+    found: ShardHits
     entropy: Array  # (q,) -Σ w log w
 
 
-class Shard(Protocol):
+class ClusterShard(Protocol):
     """A part of the records, which answers for them."""
 
-    def answer(self, ask: Ask) -> Any:
+    def answer(self, ask: Message) -> Any:
         """The reply that `ask` names. Raises StaleRead at another version, and whatever SoftDB's verbs raise."""
 
 
-class Answers(NamedTuple):
+class ShardReplies(NamedTuple):
     """Who answered what."""
 
     replies: dict[int, Any]  # by shard
@@ -291,7 +291,7 @@ class Transport(Protocol):
     shards: int  # how many there are; they are numbered from 0
     collective: bool  # whether every rank must ask whenever one asks
 
-    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+    def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send each shard its message; come back with the replies within the timeout, whoever is dead.
 
         An error of softdb that a shard raises is raised here; a shard that cannot be reached, or is too slow, is

@@ -16,7 +16,7 @@ from softdb.cluster import database_shard, estimates
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.handle import Cluster
 from softdb.cluster.local import Local
-from softdb.cluster.shard import Draw, Question
+from softdb.cluster.shard import Draw, ShardQuery
 
 N, D, V, P, CENTRES = 42_000, 8, 4, 4, 32
 DRAWS = 400
@@ -122,7 +122,7 @@ def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
 def test_signs_and_draws_are_salted_with_the_shard(hashed: Parted) -> None:
     """Two shards of equal records must not draw alike, nor sign alike."""
     part = hashed.cluster.caller.transport._shards[0].db  # type: ignore[attr-defined]
-    question = Question(hashed.queries[:5].numpy(), Metric.DOT)
+    question = ShardQuery(hashed.queries[:5].numpy(), Metric.DOT)
     few = np.full(5, 100), np.zeros(5, np.int64)
     ask = Draw(part.generation, question, True, *few, seed=7, confidence=0.95, bounded=True)
     first, again, other = (DatabaseShard(part, shard, 4).answer(ask).estimate for shard in (0, 0, 1))
@@ -135,7 +135,7 @@ def test_signs_are_salted_where_draws_are_alike(hashed: Parted, monkeypatch: pyt
     monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
     part = hashed.cluster.caller.transport._shards[0].db  # type: ignore[attr-defined]
     few = np.full(5, 100), np.zeros(5, np.int64)
-    ask = Draw(part.generation, Question(hashed.queries[:5].numpy(), Metric.DOT), True, *few, 7, 0.95, True)
+    ask = Draw(part.generation, ShardQuery(hashed.queries[:5].numpy(), Metric.DOT), True, *few, 7, 0.95, True)
     first, other = (DatabaseShard(part, shard, 4).answer(ask).estimate for shard in (0, 1))
     assert np.array_equal(first[0], other[0])
     assert not np.allclose(first[6], other[6]), "signed alike"

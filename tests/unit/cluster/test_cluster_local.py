@@ -17,7 +17,7 @@ import softdb
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.handle import Cluster
 from softdb.cluster.local import Local
-from softdb.cluster.shard import NEWEST, Call, Describe, Gather, Pass, Question, Transport
+from softdb.cluster.shard import NEWEST, CallVerb, Describe, Gather, PassOver, ShardQuery, Transport
 from softdb.errors import BadInput, ShardUnavailable, StaleRead
 
 
@@ -63,7 +63,7 @@ def test_a_shard_that_goes_on_while_it_answers_says_so() -> None:
     shard = DatabaseShard(db, 0, 1, version=lambda: next(versions))
     assert shard.answer(Describe(NEWEST)).version == 1
     with pytest.raises(StaleRead, match="at version 2 but was asked for 1"):
-        shard.answer(Pass(1, Question(np.ones((1, D), np.float32), softdb.check.Metric.DOT)))
+        shard.answer(PassOver(1, ShardQuery(np.ones((1, D), np.float32), softdb.check.Metric.DOT)))
 
 
 @pytest.mark.parametrize("other", [{"dim": D + 1}, {"metric": "l2"}, {"dtype": "float16"}, {"value_dim": 3}])
@@ -78,13 +78,13 @@ def test_shards_of_another_kind_are_refused(other: dict[str, Any]) -> None:
 def test_a_slow_shard_and_one_that_breaks_are_missing_in_time() -> None:
     class Slow(DatabaseShard):
         def answer(self, ask: Any) -> Any:
-            if isinstance(ask, Pass):
+            if isinstance(ask, PassOver):
                 time.sleep(1.0)
             return super().answer(ask)
 
     class Broken(DatabaseShard):
         def answer(self, ask: Any) -> Any:
-            if isinstance(ask, Pass):
+            if isinstance(ask, PassOver):
                 raise OSError("the disk is gone")
             return super().answer(ask)
 
@@ -100,7 +100,7 @@ def test_a_shard_does_what_its_messages_say_and_no_more() -> None:
     db = filled(None, np.arange(40), "dot")
     shard = DatabaseShard(db, 1, 2)
     with pytest.raises(BadInput, match="was asked to compact"):
-        shard.answer(Call(db.generation, "compact", {}))
+        shard.answer(CallVerb(db.generation, "compact", {}))
     with pytest.raises(BadInput, match="rows of another"):
         shard.answer(Gather(db.generation, np.array([4])))
     with pytest.raises(StaleRead, match="deleted or replaced"):
