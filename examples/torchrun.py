@@ -26,17 +26,11 @@ from softdb.cluster.handle import Cluster
 N, D, SHARDS, STEPS, BATCH = 2000, 16, 4, 30, 32
 
 
-def records() -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys (n, d), and queries (n, d) that are the keys, turned and noisy: query i shall find record i."""
+def trained(rank: int, ranks: int) -> None:
+    """One rank's part of the training: queries are the keys, turned and noisy; query i shall find record i."""
     torch.manual_seed(0)
     keys = torch.randn(N, D)
-    turn = torch.linalg.qr(torch.randn(D, D)).Q
-    return keys, keys @ turn + 0.1 * torch.randn(N, D)
-
-
-def trained(rank: int, ranks: int) -> None:
-    """One rank's part of the training."""
-    keys, queries = records()
+    queries = keys @ torch.linalg.qr(torch.randn(D, D)).Q + 0.1 * torch.randn(N, D)
     own = {}
     for shard in range(rank, SHARDS, ranks):
         part = softdb.open(None, dim=D)
@@ -50,19 +44,18 @@ def trained(rank: int, ranks: int) -> None:
         batch = torch.randint(N, (BATCH,), generator=random)[rank::ranks]
         loss = softdb.nn.retrieval_loss(cluster, projection(queries[batch]), batch.tolist(), temperature=0.5)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         losses.append(loss.detach())
     found = cluster.search(projection(queries[:200]).detach(), 1).ids
     recall = sum(names == [i] for i, names in enumerate(found)) / 200
+    count = len(cluster)  # every rank asks whenever one asks
     if rank == 0:
-        print(f"{ranks} ranks, {SHARDS} shards, {len(cluster)} records")
+        print(f"{ranks} ranks, {SHARDS} shards, {count} records")
         print(f"loss        {losses[0]:.2f} -> {losses[-1]:.2f}")
         print(f"recall at 1 {recall:.2f}")
-    else:
-        len(cluster)  # every rank asks whenever one asks
-    assert recall > 0.9
     cluster.close()
+    assert recall > 0.9
 
 
 def main() -> None:
