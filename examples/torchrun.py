@@ -33,7 +33,7 @@ def trained(rank: int, ranks: int) -> None:
     queries = keys @ torch.linalg.qr(torch.randn(D, D)).Q + 0.1 * torch.randn(N, D)
     own = {}
     for shard in range(rank, SHARDS, ranks):
-        part = softdb.open(None, dim=D)
+        part = softdb.open(None, dim=D, metric="cosine")
         part.insert(range(shard, N, SHARDS), keys[shard::SHARDS])
         own[shard] = DatabaseShard(part, shard, SHARDS)
     cluster = Cluster(Ranks(own))
@@ -42,7 +42,7 @@ def trained(rank: int, ranks: int) -> None:
     random, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         batch = torch.randint(N, (BATCH,), generator=random)[rank::ranks]
-        loss = softdb.nn.retrieval_loss(cluster, projection(queries[batch]), batch.tolist(), temperature=0.5)
+        loss = softdb.nn.retrieval_loss(cluster, projection(queries[batch]), batch.tolist(), temperature=0.1)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
