@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,17 @@ from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
-__all__ = ["RecordVerbs"]
+__all__ = ["Parts", "RecordVerbs"]
+
+
+class Parts(NamedTuple):
+    """Checked parts of stored records; None: as they are."""
+
+    ids: list[Id]  # n
+    keys: Array | None  # (n, d)
+    values: Array | None  # (n, v), or labels (n,)
+    payloads: list[str | None] | None  # n JSON texts
+    texts: list[str | None] | None  # n
 
 
 class RecordVerbs(Handle):
@@ -99,19 +109,26 @@ class RecordVerbs(Handle):
         With an encoder, texts alone are embedded, too, so that key and text agree; give the keys to keep them. A record
         without a key gets one so, in a database with values together with its value. None among the texts removes one.
         """
-        if keys is None and values is None and payloads is None and texts is None:
-            raise BadInput("nothing to change was given; pass keys, values, payloads or texts")
-        names, done = self._identifiers(ids), False
-        kept = check.texts(texts, len(names))
-        new = None if payloads is None else check.payloads(payloads, len(names))
+        done = False
         with telling(progress) as say:
             while not done:
                 made = self._store.keyed
-                vectors = None if keys is None else self._keys(keys, len(names), say)
-                if keys is None and kept is not None and self._encoder() is not None:
-                    vectors = embedded(kept, "texts", self._encoder, made.schema, say)
-                column = None if values is None else check.values(values, made.schema, len(names))
-                done = self._store.run(self._if_made, made, self._store.update, names, vectors, column, new, kept)
+                parts = self.parts(ids, keys, values, payloads, texts, say)
+                done = self._store.run(self._if_made, made, self._store.update, *parts)
+
+    def parts(
+        self, ids: Ids, keys: Vectors | None, values: Numbers | None, payloads: Any, texts: Texts | None, say: Progress
+    ) -> Parts:
+        """Parts of records as `update` takes them, checked; not written. Raises as it does."""
+        if keys is None and values is None and payloads is None and texts is None:
+            raise BadInput("nothing to change was given; pass keys, values, payloads or texts")
+        names, schema = self._identifiers(ids), self._store.schema
+        kept = check.texts(texts, len(names))
+        new = None if payloads is None else check.payloads(payloads, len(names))
+        vectors = None if keys is None else self._keys(keys, len(names), say)
+        if keys is None and kept is not None and self._encoder() is not None:
+            vectors = embedded(kept, "texts", self._encoder, schema, say)
+        return Parts(names, vectors, None if values is None else check.values(values, schema, len(names)), new, kept)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
@@ -198,17 +215,29 @@ class RecordVerbs(Handle):
         texts: Texts | None,
         progress: Progress | bool | None,
     ) -> None:
-        names, done = self._identifiers(ids), False
-        kept, new = check.texts(texts, len(names)), check.payloads(payloads, len(names))
-        if keys is None and texts is None and (payloads is None or self._encoder() is not None):
-            raise BadInput("keys are missing; give keys, or texts, or keys=[None, …] for records without a key")
+        done = False
         with telling(progress) as say:
             while not done:
                 made = self._store.keyed
-                column, keyed = self._keys_of(keys, kept, len(names), say)
-                own = self._values_of(values, keyed, len(names))
-                batch = Batch(names, column, own, new, kept, None if keyed.all() else keyed)
-                done = self._store.run(self._if_made, made, write, batch)
+                done = self._store.run(self._if_made, made, write, self.batch(ids, keys, values, payloads, texts, say))
+
+    def batch(
+        self,
+        ids: Ids,
+        keys: Keys | None,
+        values: Values | None,
+        payloads: Any,
+        texts: Texts | None,
+        say: Progress,
+    ) -> Batch:
+        """Records as `insert` takes them, checked; not written. Raises as it does."""
+        names = self._identifiers(ids)
+        kept, new = check.texts(texts, len(names)), check.payloads(payloads, len(names))
+        if keys is None and texts is None and (payloads is None or self._encoder() is not None):
+            raise BadInput("keys are missing; give keys, or texts, or keys=[None, …] for records without a key")
+        column, keyed = self._keys_of(keys, kept, len(names), say)
+        own = self._values_of(values, keyed, len(names))
+        return Batch(names, column, own, new, kept, None if keyed.all() else keyed)
 
     def _if_made(self, made: Keyed, write: Callable[..., None], *what: Any) -> bool:
         """Write, unless all keys were made anew since `made`, maybe of another width. On the store's thread."""
@@ -280,6 +309,18 @@ class RecordVerbs(Handle):
             values = none if schema.has_values else None
         payloads, texts = [one.payload for one in found], [one.text for one in found]
         return Records([one.id for one in found], keys, values, payloads, texts, torch.from_numpy(keyed))
+
+    def apply(self, removed: list[Id], batches: Sequence[Batch], source: str) -> None:
+        """Take in what has changed in a table: `removed` go, batches come, and `source` is noted, in one transaction.
+
+        Raises DuplicateId, and writes nothing, for an id that is stored already and not among `removed`.
+        """
+        self._store.apply(removed, batches, source)
+
+    @property
+    def taken_from(self) -> str | None:
+        """The `source` that `apply` has noted last; None where records came in otherwise."""
+        return self._store.source()
 
     def rewrite(
         self, rows: NDArray[np.int64], keys: Tensor | None, values: Tensor | None

@@ -18,12 +18,13 @@ The format, as MUSTs:
 * `segments` say how many slots are `used` (the watermark). Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
 * What made the keys stands in settings, too: `softdb.store.keyed`.
+* The setting `source` is JSON: which version of which table the records were taken from, absent where they came in
+  otherwise. A commit that takes in more of that table MUST set it in the same transaction.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads or texts in place MUST
   set `payloads_replaced` to the generation it makes: what was worked out from them before is void.
 
 Room is left for what is to come; each is a new format version: columns of int8 or bfloat16 (a `dtype` among the
-settings, and the `.npy` header of that); the version number of another system's table (a setting, which commits with
-the rows that it tells of).
+settings, and the `.npy` header of that).
 """
 
 from __future__ import annotations

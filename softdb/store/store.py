@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -227,6 +227,38 @@ class Store(Session):
             self._delete(rows)
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
+
+    @on_thread
+    def apply(self, removed: list[Id], batches: Sequence[Batch], source: str) -> None:
+        """Delete `removed` (missing ones are fine), append batches, and note the table and version they came from.
+
+        One transaction. Raises DuplicateId when an id is stored already then; nothing is written.
+        """
+        with self.write_transaction() as change:
+            stored = self.catalog.lookup(removed)
+            if stored:
+                self._delete(np.fromiter((one.row for one in stored.values()), np.int64))
+                self.catalog.advance(0)
+            appended = self.catalog.state(), self.reader.loader.entries(self.catalog)
+            done = 0
+            try:
+                for batch in batches:
+                    appended = append(self.catalog, self.columns, batch, appended[1])
+                    done += 1
+            except apsw.ConstraintError:
+                self.writer.rollback()
+                before = {one for other in batches[:done] for one in other.ids} | set(self.catalog.lookup(batch.ids))
+                twice = next((one for one in batch.ids if one in before), None)
+                raise DuplicateId(f"the table holds id {shown(twice)} twice; keep one of the two") from None
+            self.catalog.put_setting("source", source)
+            change.appended = appended if len(batches) == 1 and not stored and batches[0].keyed is None else None
+
+    @on_thread
+    def source(self) -> str | None:
+        """What `apply` has noted last."""
+        with typed_errors():
+            found = self.catalog.settings().get("source")
+        return found if isinstance(found, str) else None
 
     def _require_keys(self, ids: list[Id], keyed: NDArray[np.bool_], keys: Array | None, values: Array | None) -> None:
         """BadInput where a record would have one of key and value, and not the other."""

@@ -1,0 +1,364 @@
+"""The truth of a cluster: a Lance table. Each commit is a version, which shards are made from.
+
+A table that softdb makes has the columns of its exports: `id`, the primary key, `key`, `value`, `text` and `payload`
+(JSON); its metadata say what the database is, its configuration how many shards it is answered by. Spark, Ray Data,
+DuckDB and LanceDB read and write it. A table that others have made is read as it is.
+
+Durability: an object store keeps what it has acknowledged. Lance does not sync files, so in a local folder softdb does,
+before it acknowledges (`softdb.cluster.synced`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from softdb import check
+from softdb.check import Id, Schema, shown
+from softdb.cluster.synced import Synced
+from softdb.errors import (
+    BadInput,
+    DatabaseLocked,
+    DuplicateId,
+    NotADatabase,
+    ReadOnly,
+    StaleRead,
+    UnknownId,
+    WriteFailed,
+)
+from softdb.formats.lines import Fields, Header
+from softdb.formats.rows import Rows
+from softdb.formats.tables import Table, needed, read_table
+from softdb.store import Batch
+
+__all__ = ["Changes", "Truth", "create", "stored"]
+
+KEY = {b"lance-schema:unenforced-primary-key": b"true"}
+_VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
+_TRIES = 20  # of an update that others overtake
+LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
+
+
+class Changes(NamedTuple):
+    """What has changed between two versions."""
+
+    removed: list[Id]  # deleted, or replaced
+    added: Any  # pyarrow.Table of the rows that are new, or replace others
+
+
+@dataclass
+class Truth:
+    """A table, and how its columns are read. It travels as its address."""
+
+    url: str
+    options: dict[str, str] | None  # of the object store
+    fields: Fields  # which columns are id, key and value
+    own: bool  # with the columns of softdb's exports; else it is only read
+    schema: Schema
+    shards: int
+    replicas: int
+    _opened: Any = field(default=None, repr=False, compare=False)
+    _synced: Synced | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_synced": None}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Arguments of `softdb.open` for a database of these records."""
+        made = self.schema
+        return {
+            "dim": made.dim,
+            "value_dim": made.value_dim,
+            "num_classes": made.num_classes,
+            "dtype": made.dtype.name,
+            "metric": made.metric.value,
+        }
+
+    # -- versions --------------------------------------------------------------------------------------------------
+
+    def now(self) -> Any:
+        """The dataset as of now. Raises NotADatabase."""
+        if self._opened is None:
+            self._opened = _dataset(self.url, self.options)
+        return _as_asked(self.url, lambda: self._opened.checkout_version(self._opened.latest_version))
+
+    def at(self, version: int) -> Any:
+        """The dataset at a version. Raises StaleRead where it was cleaned up."""
+        newest = self.now()
+        try:
+            return newest.checkout_version(version)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise StaleRead(
+                f"version {version} of {self.url} is not there ({_said(error)}): it was cleaned up, or is yet to come; "
+                f"refresh() shows version {newest.version}"
+            ) from None
+
+    def newest(self) -> int:
+        """The newest version."""
+        return int(self.now().version)
+
+    def identity(self, dataset: Any) -> str:
+        """What tells a version from that of another table at the same address."""
+        transaction = dataset.read_transaction(dataset.version)
+        return str(getattr(transaction, "uuid", None) or dataset.versions()[-1]["timestamp"])
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def rows(self, batch: Any) -> Rows | None:
+        """Rows (a record batch or table) as records; None of none. Raises BadInput naming what cannot be one."""
+        pa = _arrow()
+        table = pa.table(batch) if isinstance(batch, pa.RecordBatch) else batch
+        table = table.drop_columns([name for name in _VERSIONING if name in table.column_names])
+        if not len(table):
+            return None
+        found = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches()))
+        return next(read_table(found, self.fields, len(table), None))
+
+    def batches(self, dataset: Any, size: int, after: int = 0) -> Iterator[Any]:
+        """All rows from place `after` on, in order, as record batches of at most so many rows."""
+        scanner = dataset.scanner(offset=after or None, batch_size=size, scan_in_order=True)
+        yield from scanner.to_batches()
+
+    def changes(self, since: int, dataset: Any) -> Changes | None:
+        """What has changed since a version; None where that cannot be told, or is too much to be held."""
+        if not dataset.has_stable_row_ids:
+            return None
+        try:
+            delta = dataset.delta(compared_against=since)
+            gone = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
+            updated, inserted = (_bounded(one) for one in (delta.get_updated_rows(), delta.get_inserted_rows()))
+            if updated is None or inserted is None:
+                return None
+            gone += updated["_rowid"].to_pylist()
+            name, removed = self.fields.id, list[Id]()
+            if gone:  # what they were called then: an update may change the id, too
+                old = dataset.checkout_version(since)
+                removed = old._take_rows(gone, columns=[name])[name].to_pylist()
+            names = [one for one in dataset.schema.names if one in inserted.column_names]
+            return Changes(removed, _arrow().concat_tables([inserted.select(names), updated.select(names)]))
+        except (RuntimeError, ValueError, OSError):  # the version was cleaned up
+            return None
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def insert(self, batch: Batch) -> int:
+        """Add records, all or none; the version then. Raises DuplicateId, whoever else inserts the same id at once."""
+        newest, table = self.now(), self.table(batch)
+        merge = newest.merge_insert("id").when_matched_fail().when_not_matched_insert_all()
+        return self._written(newest, lambda: merge.execute(table))
+
+    def upsert(self, batch: Batch) -> int:
+        """Add records, or replace them whole; the version then."""
+        newest, table = self.now(), self.table(batch)
+        merge = newest.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+        return self._written(newest, lambda: merge.execute(table))
+
+    def update(self, ids: list[Id], columns: Mapping[str, Any]) -> int:
+        """Replace columns of stored records, all or none; the version then. Raises UnknownId, BadInput."""
+        pa = _arrow()
+        for _ in range(_TRIES):
+            newest = self.now()
+            self._require_stored(newest, ids, columns)
+            schema = pa.schema([newest.schema.field(name) for name in ("id", *columns)])
+            arrays = [self._ids(ids), *(_column(columns[name], schema.field(name).type) for name in columns)]
+            # one that others overtake is looked at again: its records may be gone
+            merge = newest.merge_insert("id").when_matched_update_all().conflict_retries(0)
+            try:
+                return self._written(newest, lambda: merge.execute(pa.table(arrays, schema=schema)))  # noqa: B023
+            except DatabaseLocked:
+                continue
+        raise _overtaken(self.url)
+
+    def delete(self, ids: list[Id]) -> tuple[int, int]:
+        """Delete records, missing ones are fine; how many there were, and the version then."""
+        newest, table = self.now(), _arrow().table({"id": self._ids(ids)})
+        merge, found = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
+        version = self._written(newest, lambda: found.update(merge.execute(table)))
+        return found["num_deleted_rows"], version
+
+    def put_shards(self, shards: int) -> int:
+        """Note another number of shards; the version then. Raises DatabaseLocked where another does that at once."""
+        newest = self.now()
+        return self._written(newest, lambda: newest.update_config({"softdb.shards": str(shards)}))
+
+    def compact(self) -> int:
+        """Make few large files of many small ones, and index the ids; the version then. No record changes."""
+        newest = self.now()
+
+        def work() -> None:
+            newest.optimize.compact_files()
+            newest.create_scalar_index("id", "BTREE", replace=True)
+
+        return self._written(newest, work)
+
+    def table(self, batch: Batch) -> Any:
+        """Checked records as rows."""
+        pa, n = _arrow(), len(batch.ids)
+        made = self.now().schema
+        there = np.ones(n, np.bool_) if batch.keyed is None else batch.keyed
+        columns = {
+            "id": self._ids(batch.ids),
+            "key": _column(batch.keys, made.field("key").type, there),
+            "text": pa.array(batch.texts or [None] * n, pa.string()),
+            "payload": pa.array(batch.payloads, pa.string()),
+        }
+        if batch.values is not None:
+            columns["value"] = _column(batch.values, made.field("value").type, there)
+        return pa.table([columns[name] for name in made.names], schema=made)
+
+    def _ids(self, ids: list[Id]) -> Any:
+        pa = _arrow()
+        kind = self.now().schema.field("id").type
+        whole = pa.types.is_integer(kind)
+        wrong = next((one for one in ids if (type(one) is int) is not whole), None)
+        if wrong is not None:
+            expected = "int" if whole else "str"
+            raise BadInput(f"id {shown(wrong)} is of type {type(wrong).__name__}; this table's ids are {expected}")
+        return pa.array(ids, kind)
+
+    def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> None:
+        """UnknownId for an id that is not there; BadInput for a key without its value, or the other way."""
+        names, found = dataset.schema.names, dict[Id, bool]()
+        condition = f"id IN ({', '.join(map(_literal, ids))})"
+        table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
+        found.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
+        unknown = next((one for one in ids if one not in found), None)
+        if unknown is not None:
+            raise UnknownId(f"id {shown(unknown)} is not stored; upsert adds it")
+        half = {"key", "value"} & set(names) - set(columns)
+        touched = {"key", "value"} & set(columns)
+        if touched and half and (bare := next((one for one in ids if not found[one]), None)) is not None:
+            raise BadInput(f"id {shown(bare)} has neither key nor value as yet; give both")
+
+    def _written(self, dataset: Any, work: Callable[[], object]) -> int:
+        """Write, and bring it to disk; the version then. What Lance raises becomes one of the family."""
+        if not self.own:
+            raise ReadOnly(f"{self.url} was made by another program; write to it with that, then refresh()")
+        try:
+            work()
+        except OSError as error:
+            said = str(error)
+            twice = re.search(r"found matching row with key values: id = (.*?), /", said, re.DOTALL)
+            if twice is not None:
+                raise DuplicateId(f"id {twice[1]} is stored already; upsert replaces") from None
+            if "concurrent" in said:
+                raise _overtaken(self.url) from None
+            raise WriteFailed(
+                f"{self.url} could not be written ({_said(error)}); look at what is there, then retry"
+            ) from error
+        if "://" not in self.url:
+            if self._synced is None:
+                self._synced = Synced(Path(self.url))
+            self._synced.sync()
+        return int(dataset.version)
+
+
+def create(
+    url: str,
+    options: dict[str, str] | None,
+    schema: Schema,
+    shards: int,
+    replicas: int,
+    ids: str,
+    encoder: str | None,
+) -> None:
+    """Make an empty table. Raises BadInput where there is one already."""
+    pa, lance = _arrow(), _lance()
+    number = pa.from_numpy_dtype(schema.dtype)
+    value = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
+    columns = [
+        pa.field("id", pa.int64() if ids == "int" else pa.string(), False, KEY),
+        pa.field("key", pa.list_(number, schema.dim)),
+        *([pa.field("value", value or pa.int64())] if schema.has_values else []),
+        pa.field("text", pa.string()),
+        pa.field("payload", pa.string()),
+    ]
+    header = Header(
+        schema.dim, schema.value_dim, schema.num_classes, schema.dtype.name, schema.metric.value, (), encoder
+    )
+    layout = pa.schema(columns, {"softdb": json.dumps(header.__dict__, ensure_ascii=False)})
+    try:
+        made = lance.write_dataset(
+            layout.empty_table(), url, mode="create", storage_options=options, enable_stable_row_ids=True
+        )
+    except OSError as error:
+        if "already exists" in str(error):
+            raise BadInput(f"{url} holds a table already; open it, or choose another place") from None
+        raise WriteFailed(f"{url} cannot be made ({_said(error)}); choose another place, or mend the cause") from error
+    made.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
+    if "://" not in url:
+        Synced(Path(url)).sync()
+
+
+def stored(url: str, options: dict[str, str] | None) -> Truth:
+    """The table that `create` has made. Raises NotADatabase, BadInput."""
+    dataset = _dataset(url, options)
+    said, config = (dataset.schema.metadata or {}).get(b"softdb"), dataset.config()
+    if said is None or "softdb.shards" not in config:
+        raise NotADatabase(f"{url} is a table that softdb has not made; serve it: softdb.cluster.serve(url, keys=…)")
+    header = Header.of(json.loads(said), url)
+    schema = check.schema(**header.schema, stored=None)
+    shards, replicas = int(config["softdb.shards"]), int(config["softdb.replicas"])
+    fields = Fields(value="value" if schema.has_values else None)
+    return Truth(url, options, fields, True, schema, shards, replicas, dataset)
+
+
+def _dataset(url: str, options: dict[str, str] | None) -> Any:
+    lance = _lance()
+    return _as_asked(url, lambda: lance.dataset(url, storage_options=options))
+
+
+def _as_asked(url: str, ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise NotADatabase(f"{url} holds no table that can be read ({_said(error)}); create() makes one") from None
+
+
+def _column(values: Any, kind: Any, there: Any = None) -> Any:
+    """Numbers (n, …) as a column, null where there are none."""
+    pa, array = _arrow(), np.ascontiguousarray(values)
+    mask = None if there is None or there.all() else ~there
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(array.tolist() if array.dtype == object else array, kind, mask=mask)
+    flat = pa.array(array.reshape(-1), kind.value_type)
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if mask is None else pa.array(mask))
+
+
+def _bounded(reader: Any) -> Any:
+    """What a reader gives, as a table; None where that is more than is held."""
+    kept, size = [], 0
+    for batch in reader:
+        kept.append(batch)
+        size += batch.nbytes
+        if size > LARGEST:
+            return None
+    return _arrow().Table.from_batches(kept, reader.schema)
+
+
+def _literal(one: Id) -> str:
+    return str(one) if type(one) is int else "'" + str(one).replace("'", "''") + "'"
+
+
+def _overtaken(url: str) -> DatabaseLocked:
+    return DatabaseLocked(f"too many write to {url} at once; nothing was written, try again")
+
+
+def _said(error: Exception) -> str:
+    """The first of what Lance says, without the places in its source."""
+    return shown(re.sub(r",? /\S+\.rs:\d+:\d+", "", str(error)).split("\n")[0])
+
+
+def _arrow() -> Any:
+    return needed("pyarrow", "cluster", "a cluster")
+
+
+def _lance() -> Any:
+    return needed("lance", "cluster", "a cluster")
