@@ -16,8 +16,6 @@ from softdb.store import files
 
 __all__ = ["Synced"]
 
-_FOLDERS = ("data", "_deletions", "_indices", "_transactions", "_versions")
-
 
 class Synced:
     """What of a folder is on disk."""
@@ -25,13 +23,11 @@ class Synced:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: set[str] = set()
-        files.sync_directory(path)
 
     def sync(self) -> None:
         """Bring what is new to disk. Raises WriteFailed. Cost: a look at each file's name, one sync a new file."""
         try:
-            for name in _FOLDERS:
-                self._sync(self.path / name)
+            self._sync(self.path)
         except OSError as error:
             raise WriteFailed(
                 f"{self.path} could not be synced ({error}); what was written may not outlive a crash of the machine"
@@ -39,12 +35,15 @@ class Synced:
 
     def _sync(self, folder: Path) -> None:
         fresh = False
-        for entry in list(os.scandir(folder)) if folder.is_dir() else ():
+        for entry in list(os.scandir(folder)):
+            unknown = entry.path not in self._known
             if entry.is_dir(follow_symlinks=False):
                 self._sync(Path(entry.path))
-            elif entry.path not in self._known and not entry.name.startswith(".") and "#" not in entry.name:
+            elif unknown and not entry.name.startswith(".") and "#" not in entry.name:  # else on its way to its name
                 files.sync(Path(entry.path))
-                self._known.add(entry.path)
-                fresh = True
+            else:
+                continue
+            self._known.add(entry.path)
+            fresh |= unknown
         if fresh:
             files.sync_directory(folder)

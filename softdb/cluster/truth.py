@@ -35,9 +35,9 @@ from softdb.errors import (
 from softdb.formats.lines import Fields, Header
 from softdb.formats.rows import Rows
 from softdb.formats.tables import Table, needed, read_table
-from softdb.store import Batch
+from softdb.store import Batch, files
 
-__all__ = ["Changes", "Truth", "create", "stored"]
+__all__ = ["Changes", "Truth", "create", "dataset_at", "stored"]
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
@@ -86,7 +86,7 @@ class Truth:
     def now(self) -> Any:
         """The dataset as of now. Raises NotADatabase."""
         if self._opened is None:
-            self._opened = _dataset(self.url, self.options)
+            self._opened = dataset_at(self.url, self.options)
         return _as_asked(self.url, lambda: self._opened.checkout_version(self._opened.latest_version))
 
     def at(self, version: int) -> Any:
@@ -178,7 +178,7 @@ class Truth:
 
     def delete(self, ids: list[Id]) -> tuple[int, int]:
         """Delete records, missing ones are fine; how many there were, and the version then."""
-        newest, table = self.now(), _arrow().table({"id": self._ids(ids)})
+        newest, table = self.now(), _arrow().table({"id": self._ids(list(dict.fromkeys(ids)))})
         merge, found = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
         version = self._written(newest, lambda: found.update(merge.execute(table)))
         return found["num_deleted_rows"], version
@@ -295,11 +295,12 @@ def create(
     made.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
     if "://" not in url:
         Synced(Path(url)).sync()
+        files.sync_directory(Path(url).parent)
 
 
 def stored(url: str, options: dict[str, str] | None) -> Truth:
     """The table that `create` has made. Raises NotADatabase, BadInput."""
-    dataset = _dataset(url, options)
+    dataset = dataset_at(url, options)
     said, config = (dataset.schema.metadata or {}).get(b"softdb"), dataset.config()
     if said is None or "softdb.shards" not in config:
         raise NotADatabase(f"{url} is a table that softdb has not made; serve it: softdb.cluster.serve(url, keys=…)")
@@ -310,7 +311,8 @@ def stored(url: str, options: dict[str, str] | None) -> Truth:
     return Truth(url, options, fields, True, schema, shards, replicas, dataset)
 
 
-def _dataset(url: str, options: dict[str, str] | None) -> Any:
+def dataset_at(url: str, options: dict[str, str] | None) -> Any:
+    """The newest version of the table at an address. Raises NotADatabase."""
     lance = _lance()
     return _as_asked(url, lambda: lance.dataset(url, storage_options=options))
 

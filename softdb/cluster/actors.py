@@ -1,0 +1,280 @@
+"""Shards on the hosts of a Ray cluster: one actor a host, which Ray places, restarts and retries.
+
+Actors are detached and named after the table, so that every driver finds the same ones. What an actor holds is a cache:
+one that Ray restarts elsewhere makes its directories anew from the table.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.hydrated_shard import HydratedShard
+from softdb.cluster.shard import Answers, Ask, Call, Refresh
+from softdb.cluster.truth import Truth
+from softdb.errors import ShardUnavailable, SoftDBError
+from softdb.formats.tables import needed
+
+__all__ = ["Actors", "Host", "hosted", "stop"]
+
+NAMESPACE = "softdb"
+_log = logging.getLogger("softdb")
+THREADS = 4  # answers of one actor side by side
+RETRIES = 2  # of a call whose actor died
+PENDING = 256  # calls that may wait for one actor
+HEDGE = 3  # a replica is asked when this part of the timeout has passed
+
+
+class Host:
+    """What an actor is: some shards of a table on one host."""
+
+    def __init__(self, truth: Truth, folder: str, mine: Sequence[int]) -> None:
+        self.truth, self.folder, self.mine = truth, folder, list(mine)
+        self._opening = threading.Lock()
+        self._shards: dict[int, HydratedShard] | None = None
+        self._pool = ThreadPoolExecutor(max(1, len(self.mine)))
+
+    def answer(self, asks: dict[int, Ask]) -> dict[int, Any]:
+        """Replies by shard; an error of softdb in place of one."""
+        shards = self._opened()
+        if isinstance(shards, SoftDBError):
+            return dict.fromkeys(asks, shards)
+        asks = copy.deepcopy(asks)  # arrays that come through Ray cannot be written to, which torch warns of
+        replies = self._pool.map(lambda shard: _answered(shards[shard], asks[shard]), asks)
+        return dict(zip(asks, replies, strict=True))
+
+    def tend(self, asks: dict[int, Ask]) -> dict[int, Any]:
+        """As `answer`, for what takes long: answers go on beside it."""
+        return self.answer(asks)
+
+    def _opened(self) -> dict[int, HydratedShard] | SoftDBError:
+        """The shards, hydrated when they are first asked, as an actor that was restarted is."""
+        with self._opening:
+            if self._shards is None:
+                try:
+                    hydrated = Hydrated(self.truth, Path(self.folder), self.mine)
+                except SoftDBError as error:
+                    return error
+                self._shards = {shard: HydratedShard(hydrated, shard) for shard in self.mine}
+            return self._shards
+
+
+def _answered(shard: HydratedShard, ask: Ask) -> Any:
+    try:
+        return shard.answer(ask)
+    except SoftDBError as error:
+        return error
+
+
+class Actors:
+    """A transport to actors: shard s lies with host s mod hosts, on each of its replicas."""
+
+    collective = False
+
+    def __init__(self, hosts: Sequence[Sequence[Any]], shards: int) -> None:
+        self.hosts, self.shards = [list(replicas) for replicas in hosts], shards
+        self._first = [0] * len(self.hosts)  # the replica that answered last
+
+    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+        """As `Transport.ask`. A replica is asked where the first one is dead or slow."""
+        return _Round(self, asks, timeout).answers()
+
+    def anyone(self, more: bool) -> bool:
+        """As `Transport.anyone`."""
+        return more
+
+    def close(self) -> None:
+        """The actors live on: see `stop`."""
+
+    def order(self, host: int) -> list[int]:
+        """The replicas of a host, the one that answered last first."""
+        first, count = self._first[host], len(self.hosts[host])
+        return [(first + i) % count for i in range(count)]
+
+    def answered(self, host: int, replica: int) -> None:
+        """Which replica is asked first from now on."""
+        self._first[host] = replica
+
+
+class _Round:
+    """One question to all hosts."""
+
+    def __init__(self, actors: Actors, asks: Mapping[int, Ask], timeout: float) -> None:
+        self.actors, self.timeout, self.begun = actors, timeout, time.monotonic()
+        self.parts: dict[int, dict[int, Ask]] = {}  # by host
+        for shard, ask in asks.items():
+            self.parts.setdefault(shard % len(actors.hosts), {})[shard] = ask
+        self.left = {host: actors.order(host) for host in self.parts}  # replicas to ask yet
+        self.waiting: dict[Any, tuple[int, int]] = {}
+        self.found, self.why = dict[int, dict[int, Any]](), dict[int, str]()
+
+    def answers(self) -> Answers:
+        """Ask, wait, and ask the replicas of those that are dead or slow."""
+        ray = _ray()
+        for host in self.parts:
+            self._send(host)
+        hedged = False
+        while self.waiting and len(self.found) < len(self.parts):
+            until = self.begun + (self.timeout if hedged else self.timeout / HEDGE)
+            ready, _ = ray.wait(list(self.waiting), timeout=max(0.0, until - time.monotonic()))
+            for ref in ready:
+                self._take(ref)
+            if not ready and hedged:
+                break
+            if not ready:
+                hedged = True
+                for host in set(self.parts) - set(self.found):
+                    self._send(host)
+        return self._sorted()
+
+    def _send(self, host: int) -> None:
+        """Ask the next replica that takes the question."""
+        while self.left[host]:
+            replica, asks = self.left[host].pop(0), self.parts[host]
+            actor = self.actors.hosts[host][replica]
+            long = any(isinstance(ask, Refresh | Call) for ask in asks.values())
+            try:
+                self.waiting[(actor.tend if long else actor.answer).remote(asks)] = host, replica
+                return
+            except _ray().exceptions.RayError as error:
+                self.why[host] = _said(error)
+
+    def _take(self, ref: Any) -> None:
+        ray, (host, replica) = _ray(), self.waiting.pop(ref)
+        try:
+            self.found.setdefault(host, copy.deepcopy(ray.get(ref)))
+            self.actors.answered(host, replica)
+        except ray.exceptions.RayError as error:
+            self.why[host] = _said(error)
+            self._send(host)
+
+    def _sorted(self) -> Answers:
+        replies, missing = dict[int, Any](), dict[int, str]()
+        for host, asks in self.parts.items():
+            for shard in asks:
+                if host not in self.found:
+                    missing[shard] = self.why.get(host, "no answer from its actor")
+                    continue
+                reply = self.found[host][shard]
+                if isinstance(reply, SoftDBError):
+                    raise reply
+                replies[shard] = reply
+        return Answers(replies, missing)
+
+
+def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
+    """The actors of a table, started where there are none: one for each node of the Ray cluster, and its replicas."""
+    ray = _connected()
+    names = _names(truth, ray)
+    group = _group(truth, sum(map(len, names)), timeout)
+    spread = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    made = ray.remote(
+        concurrency_groups={"answers": THREADS, "tending": 1},
+        max_restarts=-1,
+        max_task_retries=RETRIES,
+        max_pending_calls=PENDING,
+        num_cpus=0,
+    )(_grouped(ray))
+    hosts = []
+    for host, replicas in enumerate(names):
+        mine = [shard for shard in range(truth.shards) if shard % len(names) == host]
+        actors = []
+        for replica, name in enumerate(replicas):
+            options = made.options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=spread(group, placement_group_bundle_index=host * len(replicas) + replica),
+                # Ray would have OpenMP use as many threads as the actor has CPUs (ray-project/ray#30496)
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(_threads(ray, names)), "OMP_WAIT_POLICY": "PASSIVE"}},
+            )
+            actors.append(options.remote(truth, str(folder / f"ray-{replica}-{host}"), mine))
+        hosts.append(actors)
+    return Actors(hosts, truth.shards)
+
+
+def stop(url: str) -> int:
+    """End the actors of a table, and return how many there were. Directories stay; nothing is lost."""
+    ray = _connected()
+    from softdb.cluster.opening import address
+
+    start, count = f"{_key(address(url))}-", 0
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == NAMESPACE and one["name"].startswith(start):
+            ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE))
+            count += 1
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(start) and group["state"] != "REMOVED":
+            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+    return count
+
+
+def _grouped(ray: Any) -> type:
+    class Grouped(Host):
+        answer = ray.method(concurrency_group="answers")(Host.answer)
+        tend = ray.method(concurrency_group="tending")(Host.tend)
+
+    Grouped.__name__ = "Host"
+    return Grouped
+
+
+def _group(truth: Truth, bundles: int, timeout: float) -> Any:
+    """Where the actors go: as far apart as there are hosts. Raises ShardUnavailable where there is no room."""
+    ray, name = _ray(), f"{_key(truth.url)}-{bundles}"
+    try:
+        return ray.util.get_placement_group(name)
+    except ValueError:
+        pass
+    group = ray.util.placement_group([{"CPU": 0.01}] * bundles, strategy="SPREAD", name=name, lifetime="detached")
+    ready, _ = ray.wait([group.ready()], timeout=timeout)
+    if not ready:
+        ray.util.remove_placement_group(group)
+        raise ShardUnavailable(f"Ray has no room for {bundles} actors within {timeout:g} s; add hosts to its cluster")
+    return group
+
+
+def _names(truth: Truth, ray: Any) -> list[list[str]]:
+    """Actors by host and replica: those that there are, else one a node, and no more than there are shards."""
+    start = f"{_key(truth.url)}-{truth.shards}-"
+    there = [
+        one["name"].removeprefix(start).split("-")
+        for one in ray.util.list_named_actors(all_namespaces=True)
+        if one["namespace"] == NAMESPACE and one["name"].startswith(start)
+    ]
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    hosts = int(there[0][0]) if there else max(1, min(truth.shards, nodes // truth.replicas))
+    return [[f"{start}{hosts}-{host}-{replica}" for replica in range(truth.replicas)] for host in range(hosts)]
+
+
+def _threads(ray: Any, names: list[list[str]]) -> int:
+    """OpenMP's threads of one actor: its share of the cluster's cores."""
+    return max(1, int(ray.cluster_resources().get("CPU", 1)) // sum(map(len, names)))
+
+
+def _key(url: str) -> str:
+    return f"softdb-{blake2b(url.encode(), digest_size=8).hexdigest()}"
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _connected() -> Any:
+    """Ray, connected: to what `ray.init` or RAY_ADDRESS says, else to a cluster of this machine."""
+    ray = _ray()
+    if not ray.is_initialized():
+        ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
+    return ray
+
+
+def _ray() -> Any:
+    return needed("ray", "cluster", "actors")

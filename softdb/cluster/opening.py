@@ -1,0 +1,213 @@
+"""`softdb.cluster.create`, `open` and `serve`: from the address of a table to a handle that answers as one database."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from softdb import check
+from softdb.cluster import truth as tables
+from softdb.cluster.foreign import served
+from softdb.cluster.handle import Cluster
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.hydrated_shard import Here
+from softdb.cluster.placement import power_of_two
+from softdb.cluster.shard import Transport
+from softdb.cluster.truth import Truth
+from softdb.encoders import name_of
+from softdb.errors import BadInput, DatabaseLocked, SoftDBError
+from softdb.formats.lines import Fields
+
+__all__ = ["address", "create", "folder_of", "open", "serve"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Place = Literal["here", "ray"]
+
+_HANDLES = 64  # of one table on one machine, each with directories of its own
+
+
+def _named(function: Callable[P, R]) -> Callable[P, R]:
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except SoftDBError as error:
+            if not hasattr(error, "verb"):
+                error.verb = function.__name__  # type: ignore[attr-defined]
+                error.args = (f"{function.__name__}: {error.args[0]}", *error.args[1:])
+            raise
+
+    return call
+
+
+@_named
+def create(
+    url: str | os.PathLike[str],
+    *,
+    dim: int | None = None,
+    shards: int = 1,
+    replicas: int = 1,
+    ids: Literal["str", "int"] = "str",
+    value_dim: int | None = None,
+    num_classes: int | None = None,
+    dtype: Literal["float32", "float16"] | None = None,
+    metric: Literal["dot", "cosine", "l2"] | None = None,
+    encoder: check.Encoder | None = None,
+    storage_options: dict[str, str] | None = None,
+    **opened: Any,
+) -> Cluster:
+    """Make a table and open it.
+
+        db = softdb.cluster.create("s3://bucket/records.lance", shards=4, dim=128)
+
+    Args:
+        url: a folder, or whatever Lance opens: s3://, gs://, az://. An object store must put conditionally, as S3 does.
+        dim: d, the width of a key; an encoder with an attribute `dim` says it itself.
+        shards: P, a power of two: how many parts the records are answered by. It doubles with `grow`.
+        replicas: R, how many actors answer for each shard on Ray; elsewhere one does.
+        ids: what the ids are, texts or whole numbers.
+        storage_options: what Lance gives the object store: keys, region, endpoint.
+        opened: as `open` takes it.
+
+    The others are those of `softdb.open`.
+
+    Raises:
+        BadInput: there is a table already, or an argument cannot be used.
+        WriteFailed: the place refused.
+    """
+    place = address(url)
+    check.one_of(ids, "ids", ("str", "int"))
+    dim = getattr(encoder, "dim", None) if dim is None else dim
+    schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
+    replicas = check.integer(replicas, "replicas", 1, 16)
+    tables.create(place, storage_options, schema, power_of_two(shards), replicas, ids, encoder and name_of(encoder))
+    return open(place, encoder=encoder, storage_options=storage_options, **opened)
+
+
+@_named
+def open(
+    url: str | os.PathLike[str],
+    mode: Literal["rw", "r"] = "rw",
+    *,
+    timeout: float = 30.0,
+    partial: bool = False,
+    on: Place = "here",
+    cache: str | os.PathLike[str] | None = None,
+    encoder: check.Encoder | None = None,
+    storage_options: dict[str, str] | None = None,
+) -> Cluster:
+    """Open a table that `create` has made, and bring its shards to the newest version.
+
+    Args:
+        url: as of `create`.
+        mode: "rw" writes, "r" does not. Any number of handles may write at once.
+        timeout: seconds after which a shard that has not answered is given up.
+        partial: answer without such shards, and say so, in place of ShardUnavailable.
+        on: "here": every shard in this process, which needs no Ray. "ray": in actors on the hosts of the Ray cluster
+            that this process is connected to, or of one that is started here; they live on, for others, too, until
+            `softdb.cluster.stop(url)`.
+        cache: where directories of the shards lie, on each host; None: below ~/.cache/softdb. They may be deleted
+            at any time while nothing has them open.
+        encoder: texts -> (n, d), as of `softdb.open`.
+        storage_options: as of `create`.
+
+    Raises:
+        NotADatabase: there is no table, or one that softdb has not made: `serve` it.
+        ShardUnavailable: an actor did not come up within the timeout.
+    """
+    check.one_of(mode, "mode", ("rw", "r"))
+    truth = tables.stored(address(url), storage_options)
+    return _opened(truth, mode, timeout, partial, on, cache, encoder)
+
+
+@_named
+def serve(
+    url: str | os.PathLike[str],
+    *,
+    keys: str = "vector",
+    values: str | None = None,
+    ids: str = "id",
+    metric: Literal["dot", "cosine", "l2"] = "dot",
+    num_classes: int | None = None,
+    shards: int = 1,
+    replicas: int = 1,
+    timeout: float = 30.0,
+    partial: bool = False,
+    on: Place = "here",
+    cache: str | os.PathLike[str] | None = None,
+    encoder: check.Encoder | None = None,
+    storage_options: dict[str, str] | None = None,
+) -> Cluster:
+    """Answer over a Lance table that another program has made, as it is; the handle only reads.
+
+        db = softdb.cluster.serve("recipes.lance", keys="vector")    # a table of LanceDB
+
+    Args:
+        url: the table's folder; LanceDB's table `t` is `t.lance` in the database's folder.
+        keys: the column of the keys, lists of floats of one length.
+        values: the column of the values, such lists, or whole numbers below `num_classes`; None: the keys serve.
+        ids: the column of the ids, texts or whole numbers, each once. Other columns are the payload.
+        num_classes: None: one more than the largest label.
+
+    The others are those of `open` and `create`. `refresh()` takes in what has changed since: only that, where the table
+    has stable row ids, else every row anew.
+
+    Raises BadInput, before anything is made: a column is missing, holds null, or vectors of several lengths.
+    """
+    fields = Fields(id=ids, key=keys, value=values)
+    shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
+    truth = served(address(url), storage_options, fields, metric, num_classes, shards, replicas)
+    return _opened(truth, "r", timeout, partial, on, cache, encoder)
+
+
+def _opened(
+    truth: Truth,
+    mode: str,
+    timeout: float,
+    partial: bool,
+    on: Place,
+    cache: str | os.PathLike[str] | None,
+    encoder: check.Encoder | None,
+) -> Cluster:
+    check.one_of(on, "on", ("here", "ray"))
+    folder = folder_of(truth.url, cache)
+    if on == "ray":
+        from softdb.cluster.actors import hosted
+
+        transport: Transport = hosted(truth, folder, timeout)
+    else:
+        transport = _here(truth, folder)
+    return Cluster(transport, timeout=timeout, partial=partial, truth=truth, mode=mode, encoder=encoder)
+
+
+def _here(truth: Truth, folder: Path) -> Here:
+    """Every shard in this process, in the first folder that no other handle has."""
+    version = truth.newest()
+    for number in range(_HANDLES):
+        try:
+            hydrated = Hydrated(truth, folder / f"here-{number}", range(truth.shards), version)
+        except DatabaseLocked:
+            continue
+        return Here(hydrated)
+    raise DatabaseLocked(
+        f"{_HANDLES} handles of this machine have {truth.url} open; close some, or give another cache="
+    )
+
+
+def folder_of(url: str, cache: str | os.PathLike[str] | None) -> Path:
+    """Where directories of a table's shards lie on this machine."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softdb" if cache is None else Path(cache)
+    return base / blake2b(url.encode(), digest_size=8).hexdigest()
+
+
+def address(url: str | os.PathLike[str]) -> str:
+    """A table's address as text; a folder's is absolute. Raises BadInput."""
+    if not isinstance(url, str | os.PathLike) or not os.fspath(url):
+        raise BadInput(f"url is {check.shown(url)}; expected a folder, or an address such as s3://bucket/records.lance")
+    text = os.fspath(url)
+    return text if "://" in text else str(check.folder(text, "url", "a folder").absolute())

@@ -1,0 +1,247 @@
+"""Directories made from a table: always one version, whole, whatever has happened to them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+
+from tables import batch, contents, hydrated, made, told
+
+from softdb import errors
+from softdb.cluster import hydrate
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.hydrated_shard import HydratedShard
+from softdb.cluster.placement import power_of_two, shard_of
+from softdb.cluster.shard import NEWEST, Call, Describe, Refresh
+from softdb.cluster.truth import Truth, stored
+from softdb.store.store import Store
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Truth:
+    truth = made(str(tmp_path / "t.lance"))
+    truth.insert(batch(truth, [f"r{i}" for i in range(50)]))
+    truth.insert(batch(truth, ["bare"], keyed=False))
+    return truth
+
+
+def test_where_a_record_lies_is_fixed() -> None:
+    """These numbers are those of every cluster that was ever made."""
+    ids: list[int | str] = [0, -1, 2**62, "", "0", "é", "a"]
+    assert shard_of(ids, 1 << 16).tolist() == FIXED
+    assert (shard_of(ids, 8) % 4 == shard_of(ids, 4)).all()  # so that P doubles by splitting
+    for wrong, near in ((3, "2 or 4"), (12, "8 or 16")):
+        with pytest.raises(errors.BadInput, match=f"expected a power of two, such as {near}"):
+            power_of_two(wrong)
+
+
+FIXED = [0]
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_directories_follow_whatever_is_done(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Deleted, replaced, deleted and inserted again, compacted, at every step or after several."""
+    folder = tmp_path_factory.mktemp("follow")
+    truth = made(str(folder / "t.lance"), shards=2)
+    followed, names = hydrated(truth, folder / "cache"), st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)
+    for step in range(data.draw(st.integers(1, 6))):
+        ids: list[int | str] = [*data.draw(names)]
+        match data.draw(st.sampled_from(["upsert", "delete", "update", "bare", "compact"])):
+            case "upsert":
+                truth.upsert(batch(truth, ids, seed=step))
+            case "bare":
+                truth.upsert(batch(truth, ids, seed=step, keyed=False))
+            case "delete":
+                truth.delete(ids)
+            case "compact":
+                truth.compact()
+            case _:
+                there = [one for one in ids if one in told(truth)]
+                if there:
+                    truth.update(there, {"text": [f"step {step}"] * len(there)})
+        if data.draw(st.booleans()):
+            followed.follow(truth.newest())
+            assert contents(followed) == told(truth)
+    followed.follow(truth.newest())
+    assert contents(followed) == told(truth)
+    followed.close()
+
+
+def ruined(path: Path, how: str) -> None:
+    match how:
+        case "lost":
+            shutil.rmtree(path)
+        case "catalogue":
+            (path / "catalog.sqlite").write_bytes(b"no catalogue" * 999)
+        case "columns":
+            for one in path.glob("**/*.npy"):
+                one.unlink()
+        case "another":
+            shutil.rmtree(path)
+            import softdb
+
+            softdb.open(path, dim=3).close()
+
+
+@pytest.mark.parametrize("how", ["lost", "catalogue", "columns", "another"])
+def test_what_is_lost_or_damaged_is_made_again(truth: Truth, tmp_path: Path, how: str) -> None:
+    hydrated(truth, tmp_path / "cache").close()
+    ruined(tmp_path / "cache" / "2-of-4", how)
+    again = hydrated(truth, tmp_path / "cache")
+    assert contents(again) == told(truth)
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["lost", "columns"])
+def test_a_directory_that_goes_while_it_is_served_comes_back(truth: Truth, tmp_path: Path, how: str) -> None:
+    followed = hydrated(truth, tmp_path / "cache")
+    ruined(followed.path(1), how)
+    truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))
+    for _ in range(2):  # the first may find only then that it is gone
+        try:
+            followed.follow(truth.newest())
+            break
+        except errors.WriteFailed:
+            continue
+    assert contents(followed) == told(truth)
+    followed.close()
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_cut_short_at_any_step_it_goes_on(
+    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Making a directory is resumed where it was; following is one transaction."""
+    monkeypatch.setattr(hydrate.Hydrated, "_batch_size", lambda _: 16)
+    apply, count = Store.apply, 0
+
+    def cut(self: Store, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count >= step:
+            raise InterruptedError
+        apply(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "apply", cut)
+        with pytest.raises(InterruptedError):
+            hydrated(truth, tmp_path / "cache")
+    seen: list[int] = []
+    monkeypatch.setattr(Store, "apply", lambda self, *args: (seen.append(1), apply(self, *args))[1])
+    again = hydrated(truth, tmp_path / "cache")
+    assert contents(again) == told(truth)
+    assert len(seen) <= 4 * 5 - (step - 1)  # 4 batches and an end for each of 4 shards, less what was done
+    again.close()
+
+
+def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path) -> None:
+    """While a table's every record is replaced again and again, one shard's answers are of one version each."""
+    from softdb.answers import Records
+
+    ids: list[int | str] = [f"r{i}" for i in range(50)]
+    truth.delete(["bare"])
+    followed, stop, seen = hydrated(truth, tmp_path / "cache"), threading.Event(), set[tuple[int, ...]]()
+    shard = HydratedShard(followed, 1)
+    mine = [one for one, place in zip(ids, shard_of(ids, 4), strict=True) if place == 1]
+
+    def read() -> None:
+        while not stop.is_set():
+            version = shard.answer(Describe(NEWEST)).version
+            try:
+                found: Records = shard.answer(Call(version, "get", {"ids": mine}))
+            except errors.StaleRead:
+                continue
+            seen.add(tuple(sorted({payload["seed"] for payload in found.payloads})))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for seed in range(1, 8):
+        truth.upsert(batch(truth, ids, seed=seed))
+        shard.answer(Refresh(truth.newest()))
+    stop.set()
+    reader.join(60)
+    followed.close()
+    assert len(seen) > 2
+    assert {len(one) for one in seen} == {1}, seen
+
+
+def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path) -> None:
+    followed = hydrated(truth, tmp_path / "cache")
+    shard = HydratedShard(followed, 0)
+    before = shard.answer(Describe(NEWEST)).version
+    truth.delete(["r0"])
+    assert shard.answer(Refresh(NEWEST)).version == before + 1
+    with pytest.raises(errors.StaleRead, match=r"shard 0 is at version 5 and was asked for 4; refresh\(\)"):
+        shard.answer(Call(before, "count", {}))
+    followed.remake(0)
+    with pytest.raises(errors.StaleRead, match=r"shard 0 was made anew; refresh\(\)"):
+        shard.answer(Call(before + 1, "count", {}))
+    followed.close()
+
+
+def test_a_version_that_was_cleaned_up_is_made_anew(truth: Truth, tmp_path: Path) -> None:
+    followed = hydrated(truth, tmp_path / "cache")
+    version = truth.newest()
+    truth.delete(["r1"])
+    truth.now().cleanup_old_versions(older_than=timedelta(0))
+    with pytest.raises(errors.StaleRead, match="was cleaned up"):
+        Hydrated(truth, tmp_path / "other", range(4), version)
+    followed.follow(truth.newest())
+    assert contents(followed) == told(truth)
+    followed.close()
+
+
+def test_a_table_that_was_made_again_at_its_place_is_not_mistaken(truth: Truth, tmp_path: Path) -> None:
+    version = truth.newest()
+    hydrated(truth, tmp_path / "cache").close()
+    shutil.rmtree(truth.url)
+    other = made(truth.url)
+    while other.newest() < version:
+        other.insert(batch(other, [f"other {other.newest()}"], seed=9))
+    again = hydrated(stored(truth.url, None), tmp_path / "cache")
+    assert contents(again) == told(other)
+    again.close()
+
+
+def test_two_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
+    first = hydrated(truth, tmp_path / "cache")
+    with pytest.raises(errors.DatabaseLocked, match="another"):
+        hydrated(truth, tmp_path / "cache")
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda ids: [*ids, ids[0]], "the table holds id 'a' twice"),
+        (lambda ids: [*ids, None], "column 'id' is null in row 2"),
+    ],
+)
+def test_ids_that_name_no_one_record_are_refused(
+    tmp_path: Path, wrong: Callable[[list[Any]], list[Any]], error: str
+) -> None:
+    import lance
+    import pyarrow as pa
+
+    from softdb.check import schema
+    from softdb.formats.lines import Fields
+
+    ids = wrong(["a", "b"])
+    keys = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(2 * len(ids), np.float32)), 2)
+    lance.write_dataset(pa.table({"id": ids, "v": keys}), tmp_path / "t.lance")
+    made_of = schema(2, None, None, None, None, None)
+    truth = Truth(str(tmp_path / "t.lance"), None, Fields(key="v"), False, made_of, 1, 1)
+    with pytest.raises(errors.BadInput, match=error):
+        hydrated(truth, tmp_path / "cache")
