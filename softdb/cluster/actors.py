@@ -7,7 +7,7 @@ one that Ray restarts elsewhere makes its directories anew from the table.
 from __future__ import annotations
 
 import copy
-import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,6 @@ from softdb.formats.tables import needed
 __all__ = ["Actors", "Host", "hosted", "stop"]
 
 NAMESPACE = "softdb"
-_log = logging.getLogger("softdb")
 THREADS = 4  # answers of one actor side by side
 RETRIES = 2  # of a call whose actor died
 PENDING = 256  # calls that may wait for one actor
@@ -54,6 +53,10 @@ class Host:
     def tend(self, asks: dict[int, Ask]) -> dict[int, Any]:
         """As `answer`, for what takes long: answers go on beside it."""
         return self.answer(asks)
+
+    def pid(self) -> int:
+        """Of the actor's process."""
+        return os.getpid()
 
     def _opened(self) -> dict[int, HydratedShard] | SoftDBError:
         """The shards, hydrated when they are first asked, as an actor that was restarted is."""

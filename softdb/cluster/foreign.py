@@ -42,7 +42,7 @@ def served(
         else:
             value_dim, _ = _vectors(url, dataset, fields.value)
     schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
-    return Truth(url, options, fields, False, schema, shards, replicas, dataset)
+    return Truth(url, options, fields, False, schema, shards, replicas, None, dataset)
 
 
 def _require_ids(url: str, dataset: Any, name: str) -> None:

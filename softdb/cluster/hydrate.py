@@ -119,6 +119,10 @@ class Hydrated:
         try:
             for shard in self.mine:
                 self._open(shard)
+            for at in {self.version(shard) for shard in self.mine} - {-1}:
+                shards = [shard for shard in self.mine if self.version(shard) == at]
+                for shard in shards if self._same(shards, at) is None else ():  # another table has taken its place
+                    self._anew(shard)
             if version is not None or any(self.version(shard) < 0 for shard in self.mine):
                 self.follow(truth.newest() if version is None else version)
         except BaseException:
@@ -285,7 +289,10 @@ class Hydrated:
             self._anew(shard)
 
     def _opened(self, shard: int) -> SoftDB:
-        return opening.open(self.path(shard), durability="relaxed", **self.truth.described)
+        db = opening.open(self.path(shard), durability="relaxed", **self.truth.described)
+        if self.truth.encoder is not None and db.encoder_name is None:
+            db.note_encoder(self.truth.encoder)
+        return db
 
     def _anew(self, shard: int) -> None:
         """An empty directory in place of a shard's."""

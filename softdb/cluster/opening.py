@@ -12,13 +12,13 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from softdb import check
 from softdb.cluster import truth as tables
 from softdb.cluster.foreign import served
-from softdb.cluster.handle import Cluster
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import Here
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
+from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
-from softdb.encoders import name_of
+from softdb.encoders import name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked, SoftDBError
 from softdb.formats.lines import Fields
 
@@ -60,7 +60,7 @@ def create(
     encoder: check.Encoder | None = None,
     storage_options: dict[str, str] | None = None,
     **opened: Any,
-) -> Cluster:
+) -> TableCluster:
     """Make a table and open it.
 
         db = softdb.cluster.create("s3://bucket/records.lance", shards=4, dim=128)
@@ -100,7 +100,7 @@ def open(
     cache: str | os.PathLike[str] | None = None,
     encoder: check.Encoder | None = None,
     storage_options: dict[str, str] | None = None,
-) -> Cluster:
+) -> TableCluster:
     """Open a table that `create` has made, and bring its shards to the newest version.
 
     Args:
@@ -122,6 +122,8 @@ def open(
     """
     check.one_of(mode, "mode", ("rw", "r"))
     truth = tables.stored(address(url), storage_options)
+    if encoder is not None:
+        require_same(truth.encoder, encoder)
     return _opened(truth, mode, timeout, partial, on, cache, encoder)
 
 
@@ -142,7 +144,7 @@ def serve(
     cache: str | os.PathLike[str] | None = None,
     encoder: check.Encoder | None = None,
     storage_options: dict[str, str] | None = None,
-) -> Cluster:
+) -> TableCluster:
     """Answer over a Lance table that another program has made, as it is; the handle only reads.
 
         db = softdb.cluster.serve("recipes.lance", keys="vector")    # a table of LanceDB
@@ -173,16 +175,18 @@ def _opened(
     on: Place,
     cache: str | os.PathLike[str] | None,
     encoder: check.Encoder | None,
-) -> Cluster:
+) -> TableCluster:
     check.one_of(on, "on", ("here", "ray"))
-    folder = folder_of(truth.url, cache)
-    if on == "ray":
+    seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache)
+
+    def connect(table: Truth) -> Transport:
+        if on == "here":
+            return _here(table, folder)
         from softdb.cluster.actors import hosted
 
-        transport: Transport = hosted(truth, folder, timeout)
-    else:
-        transport = _here(truth, folder)
-    return Cluster(transport, timeout=timeout, partial=partial, truth=truth, mode=mode, encoder=encoder)
+        return hosted(table, folder, seconds)
+
+    return TableCluster(connect, truth, seconds, partial, mode, encoder)
 
 
 def _here(truth: Truth, folder: Path) -> Here:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class Truth:
     schema: Schema
     shards: int
     replicas: int
+    encoder: str | None = None  # the name of what made the keys
     _opened: Any = field(default=None, repr=False, compare=False)
     _synced: Synced | None = field(default=None, repr=False, compare=False)
 
@@ -150,15 +151,18 @@ class Truth:
 
     def insert(self, batch: Batch) -> int:
         """Add records, all or none; the version then. Raises DuplicateId, whoever else inserts the same id at once."""
-        newest, table = self.now(), self.table(batch)
-        merge = newest.merge_insert("id").when_matched_fail().when_not_matched_insert_all()
-        return self._written(newest, lambda: merge.execute(table))
+        return self.write(self.table(batch), upsert=False)
 
     def upsert(self, batch: Batch) -> int:
         """Add records, or replace them whole; the version then."""
-        newest, table = self.now(), self.table(batch)
-        merge = newest.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
-        return self._written(newest, lambda: merge.execute(table))
+        return self.write(self.table(batch), upsert=True)
+
+    def write(self, rows: Any, upsert: bool) -> int:
+        """As `insert` or `upsert`: rows of the table's schema, a table or a reader, in one commit."""
+        newest = self.now()
+        merge = newest.merge_insert("id").when_not_matched_insert_all()
+        merge = merge.when_matched_update_all() if upsert else merge.when_matched_fail()
+        return self._written(newest, lambda: merge.execute(rows))
 
     def update(self, ids: list[Id], columns: Mapping[str, Any]) -> int:
         """Replace columns of stored records, all or none; the version then. Raises UnknownId, BadInput."""
@@ -182,6 +186,14 @@ class Truth:
         merge, found = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
         version = self._written(newest, lambda: found.update(merge.execute(table)))
         return found["num_deleted_rows"], version
+
+    def stored_shards(self) -> int:
+        """How many shards the table says that it is answered by."""
+        return int(self.now().config()["softdb.shards"]) if self.own else self.shards
+
+    def with_shards(self, shards: int) -> Truth:
+        """The same table, answered by another number of shards."""
+        return replace(self, shards=shards)
 
     def put_shards(self, shards: int) -> int:
         """Note another number of shards; the version then. Raises DatabaseLocked where another does that at once."""
@@ -308,7 +320,7 @@ def stored(url: str, options: dict[str, str] | None) -> Truth:
     schema = check.schema(**header.schema, stored=None)
     shards, replicas = int(config["softdb.shards"]), int(config["softdb.replicas"])
     fields = Fields(value="value" if schema.has_values else None)
-    return Truth(url, options, fields, True, schema, shards, replicas, dataset)
+    return Truth(url, options, fields, True, schema, shards, replicas, header.encoder, dataset)
 
 
 def dataset_at(url: str, options: dict[str, str] | None) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
-from tables import DIM, batch, made, told
+from lance_tables import DIM, batch, made, told
 
 from softdb import errors
 from softdb.cluster import synced

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
-from tables import batch, contents, hydrated, made, told
+from lance_tables import batch, contents, hydrated, made, told
 
 from softdb import errors
 from softdb.cluster import hydrate
@@ -46,7 +46,7 @@ def test_where_a_record_lies_is_fixed() -> None:
             power_of_two(wrong)
 
 
-FIXED = [0]
+FIXED = [48839, 37757, 54868, 18918, 49587, 47034, 58788]
 
 
 @settings(max_examples=12, deadline=None)
@@ -142,7 +142,7 @@ def test_cut_short_at_any_step_it_goes_on(
     monkeypatch.setattr(Store, "apply", lambda self, *args: (seen.append(1), apply(self, *args))[1])
     again = hydrated(truth, tmp_path / "cache")
     assert contents(again) == told(truth)
-    assert len(seen) <= 4 * 5 - (step - 1)  # 4 batches and an end for each of 4 shards, less what was done
+    assert len(seen) <= 4 * 6 - (step - 1)  # 5 batches and an end for each of 4 shards, less what was done
     again.close()
 
 
@@ -217,7 +217,7 @@ def test_a_table_that_was_made_again_at_its_place_is_not_mistaken(truth: Truth, 
 
 def test_two_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
     first = hydrated(truth, tmp_path / "cache")
-    with pytest.raises(errors.DatabaseLocked, match="another"):
+    with pytest.raises(errors.DatabaseLocked, match="is being written by process"):
         hydrated(truth, tmp_path / "cache")
     first.close()
 
@@ -225,7 +225,7 @@ def test_two_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        (lambda ids: [*ids, ids[0]], "the table holds id 'a' twice"),
+        (lambda ids: [*ids, ids[0]], "id 'a' comes twice"),
         (lambda ids: [*ids, None], "column 'id' is null in row 2"),
     ],
 )

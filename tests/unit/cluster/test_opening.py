@@ -1,0 +1,181 @@
+"""`create`, `open` and `serve`: a table behind SoftDB's verbs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+
+import lance
+import pyarrow as pa
+
+import softdb
+from softdb import cluster, errors
+
+N, DIM = 300, 8
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "t.lance")
+
+
+def records(n: int = N) -> dict[str, Any]:
+    keys = np.random.default_rng(0).normal(size=(n, DIM)).astype(np.float32)
+    return {"ids": [f"r{i}" for i in range(n)], "keys": keys, "payloads": [{"n": i} for i in range(n)]}
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_it_is_used_as_a_database(url: str, shards: int) -> None:
+    one = softdb.open(None, dim=DIM)
+    with cluster.create(url, dim=DIM, shards=shards) as db:
+        for each in (one, db):
+            each.insert(**records())
+            each.upsert(["r0", "new"], np.eye(2, DIM))
+            each.update(["r1"], payloads=["changed"], texts=["a text"])
+            assert each.delete(["r2", "none"]) == 1
+            assert each.delete(where={"n": {"$lt": 6}}) == 3
+        assert len(db) == len(one) == N - 3
+        assert (db["r1"].payload, db["r1"].text, "r2" in db, "r4" in db) == ("changed", "a text", False, False)
+        queries = torch.tensor(records()["keys"][:5], requires_grad=True)
+        assert db.search(queries, k=4).ids == one.search(queries, k=4).ids
+        grads = []
+        for each in (one, db):
+            (grad,) = torch.autograd.grad(each.attend(queries, temperature=0.5).output.square().sum(), queries)
+            grads.append(grad)
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(errors.Closed):
+        db.count()
+
+
+def test_what_one_handle_writes_another_sees_when_it_refreshes(url: str) -> None:
+    with cluster.create(url, dim=DIM, shards=2) as db, cluster.open(url, "r") as other:
+        version = other.version
+        db.insert(**records())
+        assert (len(other), other.version) == (0, version)
+        assert other.refresh() == db.version == db.refresh()
+        assert len(other) == N
+        with pytest.raises(errors.ReadOnly, match=r"insert: this handle of .* only reads; open it with mode='rw'"):
+            other.insert("x", np.ones((1, DIM)))
+    shutil.rmtree(Path(url).parent / "cache")
+    with cluster.open(url) as db:
+        assert len(db) == N
+
+
+def test_it_grows_while_others_read(url: str) -> None:
+    with cluster.create(url, dim=DIM, shards=2) as db, cluster.open(url, "r") as other:
+        db.insert(**records())
+        other.refresh()
+        answer = db.attend(records()["keys"][:3]).output
+        assert db.grow() == db.shards == 4
+        torch.testing.assert_close(db.attend(records()["keys"][:3]).output, answer)
+        assert (other.shards, len(other)) == (2, N)  # it answers on
+        db.insert("new", np.ones((1, DIM)))
+        other.refresh()
+        assert (other.shards, len(other)) == (4, N + 1)
+    with cluster.open(url) as db:
+        assert db.shards == 4
+
+
+def lancedb_table(folder: Path) -> str:
+    """As LanceDB writes it."""
+    lancedb = pytest.importorskip("lancedb", reason="to write a table as LanceDB does")
+    n = 40
+    vectors = np.random.default_rng(1).normal(size=(n, DIM)).astype(np.float32)
+    rows = [
+        {"id": i, "vector": vectors[i].tolist(), "label": i % 3, "title": f"title {i}"}
+        for i in range(n)
+    ]  # fmt: skip
+    table = lancedb.connect(folder).create_table("t", data=rows)
+    table.delete("id = 7")
+    return str(folder / "t.lance")
+
+
+def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
+    import lancedb
+
+    url = lancedb_table(tmp_path)
+    with cluster.serve(url, keys="vector", values="label", metric="l2", shards=2) as db:
+        assert (len(db), db.num_classes, db[3].payload) == (39, 3, {"title": "title 3"})
+        vector = np.array(lancedb.connect(tmp_path).open_table("t").to_arrow()["vector"][3].as_py())
+        theirs = lancedb.connect(tmp_path).open_table("t").search(vector).limit(5).to_list()
+        assert db.search(vector, k=5).ids[0] == [one["id"] for one in theirs]
+        lancedb.connect(tmp_path).open_table("t").delete("id = 3")
+        lancedb.connect(tmp_path).open_table("t").add(
+            [{"id": 99, "vector": vector.tolist(), "label": 0, "title": "late"}]
+        )
+        db.refresh()
+        assert (3 in db, db[99].payload) == (False, {"title": "late"})
+        with pytest.raises(errors.ReadOnly, match="only reads; write to it with what made it"):
+            db.insert(1, vector)
+    with pytest.raises(errors.NotADatabase, match="softdb has not made; serve it"):
+        cluster.open(url)
+
+
+def table(**columns: Any) -> pa.Table:
+    return pa.table({"id": ["a", "b"], "vector": pa.array([[1.0, 2.0], [3.0, 4.0]]), **columns})
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "match"),
+    [
+        (table(), {"keys": "key"}, "has no column 'key'; its columns are .* give keys= of them"),
+        (table(), {"values": "label"}, "has no column 'label'.* give values="),
+        (table(), {"ids": "name"}, "has no column 'name'.* give ids="),
+        (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
+        (table(vector=pa.array([[1.0, 2.0], [3.0]])), {}, "column 'vector' has other than 2 numbers in 1 of 2 rows"),
+        (table(vector=pa.array(["1", "2"])), {}, "column 'vector' is of type 'string'; expected lists of floats"),
+        (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
+        (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),
+        (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
+        (table(vector=pa.array([[1.0, np.nan], [3.0, 4.0]])), {}, "NaN|nan|finite"),
+        (table(id=pa.array(["a", "a"])), {}, "id 'a' comes twice|holds id 'a' twice"),
+        (table(), {"shards": 3}, "shards is 3; expected a power of two"),
+        (table(), {"metric": "cos"}, "metric"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_served_is_refused(url: str, rows: pa.Table, words: dict[str, Any], match: str) -> None:
+    lance.write_dataset(rows, url)
+    with pytest.raises(errors.BadInput, match=match):
+        cluster.serve(url, **words)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({}, "dim is not given"),
+        ({"dim": 3, "shards": 6}, "expected a power of two, such as 4 or 8"),
+        ({"dim": 3, "ids": "uuid"}, "ids"),
+        ({"dim": 3, "on": "spark"}, "on"),
+        ({"dim": 3, "timeout": 0}, "timeout"),
+        ({"dim": 3, "replicas": 0}, "replicas"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(url: str, words: dict[str, Any], match: str) -> None:
+    with pytest.raises(errors.BadInput, match=f"(create|open): .*{match}"):
+        cluster.create(url, **words)
+
+
+def test_texts_are_embedded_by_the_encoder_that_is_remembered(url: str) -> None:
+    from softdb.encoders import of_name
+
+    encoder = of_name("ngrams", 64)
+    with cluster.create(url, dim=64, metric="cosine", shards=2, encoder=encoder) as db:
+        db.insert(["a", "b"], texts=["the quick brown fox", "a lazy dog"])
+        assert db.search("quick fox", k=1).ids == [["a"]]
+        db.update("b", texts="quick foxes")
+        assert db.search("quick foxes", k=1).ids == [["b"]]
+    with cluster.open(url) as db:
+        assert db.encoder_name == "ngrams"
+        assert db.search("quick foxes", k=1).ids == [["b"]]

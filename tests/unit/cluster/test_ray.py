@@ -1,0 +1,132 @@
+"""Actors on Ray: the same answers, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+pytest.importorskip("ray", reason="actors are Ray's")
+
+import ray
+
+import softdb
+from softdb import cluster, errors
+from softdb.cluster.placement import shard_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray has warnings of its own, also in threads
+
+N, DIM = 200, 8
+TIMEOUT = 60.0  # of what must succeed: an actor that was killed comes back in some seconds, on a slow machine in more
+
+
+@pytest.fixture(scope="module")
+def connected() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(connected: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A table of two shards with two replicas each, on one host."""
+    folder = tmp_path_factory.mktemp("ray")
+    url = str(folder / "t.lance")
+    with cluster.create(url, dim=DIM, shards=2, replicas=2, on="ray", timeout=TIMEOUT, cache=folder / "cache") as db:
+        db.insert([f"r{i}" for i in range(N)], KEYS, payloads=[{"n": i} for i in range(N)])
+    yield url
+    cluster.stop(url)
+
+
+KEYS = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)
+
+
+def opened(url: str, timeout: float = TIMEOUT, **words: Any) -> cluster.TableCluster:
+    return cluster.open(url, on="ray", timeout=timeout, cache=Path(url).parent / "cache", **words)
+
+
+def pids(db: cluster.TableCluster) -> list[int]:
+    """Of the actors of the first host, by replica."""
+    transport: Any = db.caller.transport
+    return [ray.get(one.pid.remote(), timeout=TIMEOUT) for one in transport.hosts[0]]
+
+
+def as_one(db: cluster.TableCluster) -> None:
+    """Assert that it answers as one database does."""
+    with softdb.open(None, dim=DIM) as one:
+        one.insert([f"r{i}" for i in range(N)], KEYS)
+        assert db.search(KEYS[:3], k=5).ids == one.search(KEYS[:3], k=5).ids
+        np.testing.assert_allclose(db.attend(KEYS[:3]).output, one.attend(KEYS[:3]).output, rtol=1e-4, atol=1e-5)
+
+
+def test_actors_answer_as_one_database(url: str) -> None:
+    with opened(url, mode="r") as db:
+        as_one(db)
+        assert db["r7"].payload == {"n": 7}
+        with pytest.raises(errors.UnknownId, match="get: id 'none' is not stored"):
+            db.get(["none"])
+
+
+@pytest.mark.parametrize("which", ["first", "all"])
+def test_the_answer_is_right_after_a_kill(url: str, which: str) -> None:
+    """By a replica, or by Ray's restart and retry of the call."""
+    with opened(url) as db:
+        as_one(db)
+        for pid in pids(db)[: 1 if which == "first" else None]:
+            os.kill(pid, signal.SIGKILL)
+        as_one(db)
+
+
+def test_what_was_acknowledged_outlives_every_actor_and_its_directory(url: str) -> None:
+    with opened(url) as db:
+        db.upsert(["late"], np.ones((1, DIM)))
+        shutil.rmtree(Path(url).parent / "cache")
+        for pid in pids(db):
+            os.kill(pid, signal.SIGKILL)
+        db.refresh()
+        assert ("late" in db, len(db)) == (True, N + 1)
+        assert db.delete(["late"]) == 1
+
+
+def test_an_actor_that_stands_still_is_passed_over_or_named_in_time(url: str) -> None:
+    with opened(url) as db:
+        as_one(db)
+        stopped = pids(db)
+        impatient = opened(url, timeout=6.0)
+        try:
+            os.kill(stopped[0], signal.SIGSTOP)
+            as_one(impatient)  # by the replica
+            os.kill(stopped[1], signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(errors.ShardUnavailable, match="2 of 2 shards did not answer in 6 s"):
+                impatient.count()
+            assert time.monotonic() - begun < 7.0
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_job_of_ray_data_is_one_commit_or_none(connected: None, tmp_path: Path) -> None:
+    url, ids = str(tmp_path / "t.lance"), list(range(N))
+    with cluster.create(url, dim=DIM, shards=2, ids="int", cache=tmp_path / "cache") as db:
+        rows = [{"id": i, "key": KEYS[i].tolist(), "title": f"title {i}"} for i in ids]
+        assert cluster.ingest(url, ray.data.from_items(rows)) == db.version + 1
+        db.refresh()
+        assert (len(db), db[7].payload) == (N, {"title": "title 7"})
+        version = db.version
+        for wrong, error, match in (
+            ({"id": 7, "key": KEYS[7].tolist(), "title": ""}, errors.DuplicateId, "id 7 is stored already"),
+            ({"id": N, "key": KEYS[7].tolist()[1:], "title": ""}, errors.BadInput, "nothing was written"),
+        ):
+            with pytest.raises(error, match=match):
+                cluster.ingest(url, ray.data.from_items([wrong]))
+        assert db.refresh() == version
+        assert sorted({*shard_of(ids, 2)}) == [0, 1]
