@@ -29,14 +29,14 @@ from softdb.scores import Score, ScoreFunction, query_width, score_of
 from softdb.typing import Ids, IdsPerQuery, Vectors
 from softdb.weights import Weighting
 
-__all__ = ["Cluster", "Truth"]
+__all__ = ["Cluster", "Versioned"]
 
 BUILDING = 3600.0  # seconds that an index may take
 
 Rows = NDArray[np.int64]
 
 
-class Truth(Protocol):
+class Versioned(Protocol):
     """Where the records are kept, as far as a reader needs it."""
 
     def newest(self) -> int:
@@ -60,7 +60,7 @@ class Cluster(SoftVerbs):
     """
 
     def __init__(
-        self, transport: say.Transport, timeout: float = 30.0, partial: bool = False, truth: Truth | None = None
+        self, transport: say.Transport, timeout: float = 30.0, partial: bool = False, truth: Versioned | None = None
     ) -> None:
         self.truth, self._closed = truth, False
         self.caller = Caller(transport, check.positive(timeout, "timeout"), bool(partial))

@@ -54,7 +54,7 @@ def test_it_is_used_as_a_database(url: str, shards: int) -> None:
         for each in (one, db):
             (grad,) = torch.autograd.grad(each.attend(queries, temperature=0.5).output.square().sum(), queries)
             grads.append(grad)
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+        assert (grads[1] - grads[0]).norm() <= 5e-6 * grads[0].norm()
     with pytest.raises(errors.Closed):
         db.count()
 
