@@ -84,9 +84,10 @@ class TableCluster(Cluster):
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """As `Cluster.as_queries`; texts by the encoder that this handle was opened with."""
+        given: Any = queries
         if self._encoder is not None:
-            queries = check.encoded(queries, "queries", lambda: check.query_encoder(self._encoder))
-        return super().as_queries(queries, width)
+            given = check.encoded(queries, "queries", lambda: check.query_encoder(self._encoder))
+        return super().as_queries(given, width)
 
     @verb
     def refresh(self) -> int:

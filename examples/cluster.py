@@ -1,0 +1,65 @@
+"""A table, four shards, and what is lost on the way: `python examples/cluster.py`, or `… ray` with actors of Ray.
+
+Needs softdb[cluster]. Everything lies in a folder that is removed at the end.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import softdb
+from softdb import cluster
+
+
+def main(on: str = "here") -> None:
+    """Write, ask, lose the shards, grow; every answer is compared with one database's."""
+    rng = np.random.default_rng(0)
+    ids, keys = [f"r{i}" for i in range(2000)], rng.normal(size=(2000, 32)).astype(np.float32)
+    one = softdb.open(None, dim=32, metric="cosine")
+    one.insert(ids, keys)
+    with tempfile.TemporaryDirectory() as folder:
+        url, cache = Path(folder, "records.lance"), Path(folder, "cache")
+        db = cluster.create(url, dim=32, metric="cosine", shards=4, on=on, cache=cache, timeout=120)
+        db.insert(ids, keys)
+        print(f"written     {len(db)} records, {db.shards} shards, version {db.version}")
+        print(f"asked       {agree(one, db, keys)}")
+        db.close()
+        if on == "ray":
+            cluster.stop(url)
+        shutil.rmtree(cache)  # every shard is lost
+        db = cluster.open(url, on=on, cache=cache, timeout=120)
+        print(f"made again  {agree(one, db, keys)}")
+        if on == "here":
+            print(f"grown       {db.grow()} shards, {agree(one, db, keys)}")
+        with cluster.open(url, "r", cache=cache) as other:
+            db.upsert("r0", -keys[:1])
+            before = other.search(-keys[:1], 1).ids[0]
+            other.refresh()
+            print(f"refreshed   {before} -> {other.search(-keys[:1], 1).ids[0]}")
+        db.close()
+        if on == "ray":
+            cluster.stop(url)
+
+
+def agree(one: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -> str:
+    """Whether a cluster answers as one database, gradient and all."""
+    answers, grads = [], []
+    for each in (one, db):
+        queries = torch.tensor(keys[:4] + 0.1, requires_grad=True)
+        pooled = each.attend(queries, temperature=0.1)
+        grads.append(torch.autograd.grad(pooled.output.square().sum(), queries)[0])
+        answers.append((each.search(queries, 5).ids, pooled.output.detach()))
+    assert answers[0][0] == answers[1][0]
+    torch.testing.assert_close(answers[1][1], answers[0][1], rtol=1e-4, atol=1e-5)
+    assert (grads[1] - grads[0]).norm() <= 1e-4 * grads[0].norm()
+    return "as one database answers"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,31 @@
+"""examples/cluster.py, where Lance is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("on", ["here", "ray"])
+def test_the_cluster_answers_as_one_database(tmp_path: Path, on: str) -> None:
+    if on == "ray":
+        pytest.importorskip("ray", reason="actors are Ray's")
+    command = [sys.executable, str(ROOT / "examples" / "cluster.py"), on]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == [
+        "written",
+        "asked",
+        "made",
+        *(["grown"] if on == "here" else []),
+        "refreshed",
+    ]
+    assert lines[-1][-2:] == ["->", "r0"]
