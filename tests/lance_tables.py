@@ -24,7 +24,7 @@ def made(url: str, shards: int = 4, ids: str = "str", options: dict[str, str] | 
     return stored(url, options)
 
 
-def batch(truth: Truth, ids: Sequence[int | str], seed: int = 0, keyed: bool = True, **words: Any) -> Batch:
+def batch(truth: Truth, ids: Sequence[Any], seed: int = 0, keyed: bool = True, **words: Any) -> Batch:
     """Checked records of those ids: their keys say which seed made them."""
     door = softdb.open(None, **truth.described)
     keys = np.random.default_rng(seed).normal(size=(len(ids), DIM)).astype(np.float32)

@@ -72,6 +72,9 @@ class TableCluster(Cluster):
             self.close()
             raise
 
+    def __enter__(self) -> TableCluster:
+        return self
+
     @property
     def url(self) -> str:
         """Where the table is."""

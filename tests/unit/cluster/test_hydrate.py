@@ -139,7 +139,12 @@ def test_cut_short_at_any_step_it_goes_on(
         with pytest.raises(InterruptedError):
             hydrated(truth, tmp_path / "cache")
     seen: list[int] = []
-    monkeypatch.setattr(Store, "apply", lambda self, *args: (seen.append(1), apply(self, *args))[1])
+
+    def counted(self: Store, *args: Any) -> None:
+        seen.append(1)
+        apply(self, *args)
+
+    monkeypatch.setattr(Store, "apply", counted)
     again = hydrated(truth, tmp_path / "cache")
     assert contents(again) == told(truth)
     assert len(seen) <= 4 * 6 - (step - 1)  # 5 batches and an end for each of 4 shards, less what was done

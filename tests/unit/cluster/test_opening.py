@@ -40,6 +40,7 @@ def records(n: int = N) -> dict[str, Any]:
 def test_it_is_used_as_a_database(url: str, shards: int) -> None:
     one = softdb.open(None, dim=DIM)
     with cluster.create(url, dim=DIM, shards=shards) as db:
+        each: Any
         for each in (one, db):
             each.insert(**records())
             each.upsert(["r0", "new"], np.eye(2, DIM))

@@ -16,7 +16,6 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from lance_tables import DIM, batch, made, told
 
 from softdb import errors
-from softdb.cluster import synced
 from softdb.cluster.truth import Truth, stored
 from softdb.formats import import_records, read_records
 from softdb.store import files
@@ -28,13 +27,13 @@ def truth(tmp_path: Path) -> Truth:
 
 
 @pytest.mark.parametrize(("words", "column"), [({"value_dim": 2}, np.ones((3, 2))), ({"num_classes": 3}, [0, 1, 2])])
-def test_it_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str, int], column: Any) -> None:
+def test_it_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str, Any], column: Any) -> None:
     import softdb
 
     truth = made(str(tmp_path / "t.lance"), ids="int", dtype="float16", metric="l2", **words)
     truth.insert(batch(truth, [1, 2, 3], values=column))
     truth.insert(batch(truth, [4], keyed=False))
-    db = softdb.open(None, dim=DIM, dtype="float16", metric="l2", **words)  # type: ignore[arg-type]
+    db = softdb.open(None, dim=DIM, dtype="float16", metric="l2", **words)
     assert import_records(db, read_records(tmp_path / "t.lance")) == 4
     assert [db[2].payload, db[2].text, db[4].text] == [{"seed": 0, "id": 2}, "text 2", "text 4"]
     assert stored(truth.url, None) == truth
@@ -62,10 +61,11 @@ def test_an_update_replaces_parts_and_refuses_what_it_does_not_find(tmp_path: Pa
     found = told(truth)
     assert (found["b"][1:], found["bare"][:2]) == (([1.0], 7, None), ([1.0] * DIM, [2.0]))
     truth.insert(batch(truth, ["bare2"], keyed=False))
-    for ids, columns, error, match in (
+    wrong: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
         (["a", "c"], {"payload": ["1", "2"]}, errors.UnknownId, "id 'c' is not stored; upsert adds it"),
         (["a", "bare2"], {"key": np.ones((2, DIM))}, errors.BadInput, "'bare2' has neither key nor value"),
-    ):
+    ]
+    for ids, columns, error, match in wrong:
         version = truth.newest()
         with pytest.raises(error, match=match):
             truth.update(ids, columns)
@@ -112,9 +112,14 @@ def test_updates_at_once_are_all_there(truth: Truth) -> None:
 def test_what_a_verb_has_written_is_synced_before_it_returns(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file of the version, the data first and the manifest's directory last."""
     seen: list[str] = []
-    sync, folder = files.sync, files.sync_directory
-    monkeypatch.setattr(synced.files, "sync", lambda path: (seen.append(str(path)), sync(path))[1])
-    monkeypatch.setattr(synced.files, "sync_directory", lambda path: (seen.append(str(path)), folder(path))[1])
+    for name in ("sync", "sync_directory"):
+        real = getattr(files, name)
+
+        def told_of(path: Path, real: Callable[[Path], None] = real) -> None:
+            seen.append(str(path))
+            real(path)
+
+        monkeypatch.setattr(files, name, told_of)
     truth.insert(batch(truth, ["first"]))
     assert {truth.url, f"{truth.url}/data"} <= set(seen)  # the folder itself has a name, too
     other = stored(truth.url, None)
