@@ -115,7 +115,10 @@ class Hydrated:
         self.databases: dict[int, SoftDB] = {}
         self._origins: dict[int, Origin | None] = {}
         self._moving = threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteFailed(f"{folder} cannot be made ({error}); give another place for shards, cache=") from error
         try:
             for shard in self.mine:
                 self._open(shard)

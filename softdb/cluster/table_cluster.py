@@ -22,6 +22,8 @@ from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
 __all__ = ["TableCluster"]
 
+_TRIES = 20  # of a refresh that others overtake
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -101,13 +103,14 @@ class TableCluster(Cluster):
         shards = self.table.stored_shards()
         if shards != self.table.shards:
             self._move(shards)
-        while True:
+        for _ in range(_TRIES):
             newest = self.table.newest()
             if newest < self.version:
                 raise StaleRead(f"another table has taken the place of {self.url}; open it again")
             self.caller.look(lambda _: say.Refresh(newest))  # noqa: B023
             if len(set(map(_version, self.caller.known.values()))) == 1:  # else another handle refreshes, too
                 return self.version
+        raise StaleRead(f"the shards went on {_TRIES} times while they were looked at; refresh() again")
 
     def taken_over(self) -> bool:
         """Whether every shard is still at the version that this handle sees; then it asks those that are there now."""

@@ -168,6 +168,12 @@ def test_what_cannot_be_made_is_refused_by_name(url: str, words: dict[str, Any],
         cluster.create(url, **words)
 
 
+def test_a_place_where_nothing_can_be_made_is_told(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.WriteFailed, match="open: .* cannot be made .*give another place for shards, cache="):
+        cluster.create(url, dim=DIM, cache=tmp_path / "file")
+
+
 def test_texts_are_embedded_by_the_encoder_that_is_remembered(url: str) -> None:
     from softdb.encoders import of_name
 
