@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from softdb import opening
-from softdb.cluster.opening import address
+from softdb.cluster.opening import address, named
 from softdb.cluster.truth import Truth, stored
-from softdb.errors import BadInput
+from softdb.errors import BadInput, WriteFailed
 from softdb.formats.tables import needed
 
 __all__ = ["ingest"]
@@ -17,6 +18,7 @@ __all__ = ["ingest"]
 _ROWS = 10_000  # of a batch
 
 
+@named
 def ingest(
     url: str | os.PathLike[str],
     dataset: Any,
@@ -45,15 +47,24 @@ def ingest(
 
     rows = dataset.map_batches(checked, batch_format="pyarrow", batch_size=_ROWS)
 
+    raised: list[Exception] = []
+
     def batches() -> Iterator[Any]:
-        for table in rows.iter_batches(batch_format="pyarrow", batch_size=_ROWS):
-            yield from table.cast(schema).to_batches()
+        try:
+            for table in rows.iter_batches(batch_format="pyarrow", batch_size=_ROWS):
+                yield from table.cast(schema).to_batches()
+        except Exception as error:  # of a worker: Lance would make one of its own of it
+            raised.append(error)
+            raise
 
     pa = needed("pyarrow", "cluster", "ingest")
     try:
         return truth.write(pa.RecordBatchReader.from_batches(schema, batches()), upsert)
-    except BaseException as error:
-        raise _cause(error) from error
+    except WriteFailed:
+        wrong = re.search(r"BadInput: (.+)", str(raised[0])) if raised else None
+        if wrong is None:
+            raise
+        raise BadInput(f"{wrong[1]}; nothing was written") from None
 
 
 def _checked(truth: Truth, batch: Any) -> Any:
@@ -66,11 +77,3 @@ def _checked(truth: Truth, batch: Any) -> Any:
         return truth.table(door.batch(rows.ids, rows.keys, rows.values, rows.payloads, rows.texts, lambda *_: None))
     finally:
         door.close()
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What a worker has said of a row, from within what Ray and Lance make of that."""
-    said = str(error)
-    if "BadInput" in said:
-        return BadInput(f"ingest: {said.rpartition('BadInput: ')[2].splitlines()[0]}; nothing was written")
-    return error

@@ -22,7 +22,7 @@ from softdb.encoders import name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked, SoftDBError
 from softdb.formats.lines import Fields
 
-__all__ = ["address", "create", "folder_of", "open", "serve"]
+__all__ = ["address", "create", "folder_of", "named", "open", "serve"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +31,9 @@ Place = Literal["here", "ray"]
 _HANDLES = 64  # of one table on one machine, each with directories of its own
 
 
-def _named(function: Callable[P, R]) -> Callable[P, R]:
+def named(function: Callable[P, R]) -> Callable[P, R]:
+    """Every error of a function names it, once."""
+
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -45,7 +47,7 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@_named
+@named
 def create(
     url: str | os.PathLike[str],
     *,
@@ -89,7 +91,7 @@ def create(
     return open(place, encoder=encoder, storage_options=storage_options, **opened)
 
 
-@_named
+@named
 def open(
     url: str | os.PathLike[str],
     mode: Literal["rw", "r"] = "rw",
@@ -127,7 +129,7 @@ def open(
     return _opened(truth, mode, timeout, partial, on, cache, encoder)
 
 
-@_named
+@named
 def serve(
     url: str | os.PathLike[str],
     *,

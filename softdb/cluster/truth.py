@@ -42,6 +42,7 @@ __all__ = ["Changes", "Truth", "create", "dataset_at", "stored"]
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
 _TRIES = 20  # of an update that others overtake
+_AT_ONCE = 1000  # numbers in a condition
 LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
 
 
@@ -138,14 +139,19 @@ class Truth:
             if updated is None or inserted is None:
                 return None
             gone += updated["_rowid"].to_pylist()
-            name, removed = self.fields.id, list[Id]()
-            if gone:  # what they were called then: an update may change the id, too
-                old = dataset.checkout_version(since)
-                removed = old._take_rows(gone, columns=[name])[name].to_pylist()
+            removed = self._named(dataset.checkout_version(since), gone)  # an update may change the id, too
             names = [one for one in dataset.schema.names if one in inserted.column_names]
             return Changes(removed, _arrow().concat_tables([inserted.select(names), updated.select(names)]))
         except (RuntimeError, ValueError, OSError):  # the version was cleaned up
             return None
+
+    def _named(self, dataset: Any, rows: list[int]) -> list[Id]:
+        """The ids of rows by Lance's own numbers."""
+        found = list[Id]()
+        for low in range(0, len(rows), _AT_ONCE):
+            condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
+            found += dataset.to_table(columns=[self.fields.id], filter=condition)[self.fields.id].to_pylist()
+        return found
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
