@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from lance_tables import batch, contents, hydrated, made, told
 
 from softdb import errors
+from softdb.answers import Records
 from softdb.cluster import hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import HydratedShard
@@ -151,35 +154,52 @@ def test_cut_short_at_any_step_it_goes_on(
     again.close()
 
 
-def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path) -> None:
-    """While a table's every record is replaced again and again, one shard's answers are of one version each."""
-    from softdb.answers import Records
-
+def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a table's every record is replaced again and again, what a shard answers at one version is always the same."""
     ids: list[int | str] = [f"r{i}" for i in range(50)]
-    truth.delete(["bare"])
-    followed, stop, seen = hydrated(truth, tmp_path / "cache"), threading.Event(), set[tuple[int, ...]]()
-    shard = HydratedShard(followed, 1)
-    mine = [one for one, place in zip(ids, shard_of(ids, 4), strict=True) if place == 1]
+    followed, stop = hydrated(truth, tmp_path / "cache"), threading.Event()
+    shard, seen = HydratedShard(followed, 1), dict[int, set[tuple[int, ...]]]()
+    mine, apply = [one for one, place in zip(ids, shard_of(ids, 4), strict=True) if place == 1], Store.apply
+
+    def slow(self: Store, *args: Any) -> None:
+        apply(self, *args)
+        time.sleep(0.1)  # the records are new, the version is not yet
 
     def read() -> None:
         while not stop.is_set():
             version = shard.answer(Describe(NEWEST)).version
-            try:
+            with contextlib.suppress(errors.StaleRead):
                 found: Records = shard.answer(Call(version, "get", {"ids": mine}))
-            except errors.StaleRead:
-                continue
-            seen.add(tuple(sorted({payload["seed"] for payload in found.payloads})))
+                seen.setdefault(version, set()).add(tuple(payload["seed"] for payload in found.payloads))
 
+    monkeypatch.setattr(Store, "apply", slow)
     reader = threading.Thread(target=read)
     reader.start()
-    for seed in range(1, 8):
+    for seed in range(1, 6):
         truth.upsert(batch(truth, ids, seed=seed))
         shard.answer(Refresh(truth.newest()))
     stop.set()
     reader.join(60)
     followed.close()
     assert len(seen) > 2
-    assert {len(one) for one in seen} == {1}, seen
+    assert all(len({*only}) == len(answers) == 1 for answers in seen.values() for only in answers), seen
+
+
+def test_what_is_there_is_not_made_again(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hydrated(truth, tmp_path / "cache").close()
+    rows: list[int] = []
+    apply = Store.apply
+
+    def counted(self: Store, removed: list[Any], batches: Any, source: str) -> None:
+        rows.append(len(removed) + sum(len(one.ids) for one in batches))
+        apply(self, removed, batches, source)
+
+    monkeypatch.setattr(Store, "apply", counted)
+    hydrated(truth, tmp_path / "cache").close()
+    assert rows == []
+    truth.upsert(batch(truth, ["r0", "new"], seed=1))
+    hydrated(truth, tmp_path / "cache").close()
+    assert sum(rows) == 3  # one goes, two come
 
 
 def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path) -> None:
