@@ -18,7 +18,7 @@ from typing import Any
 
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import HydratedShard
-from softdb.cluster.shard import Answers, Ask, Call, Refresh
+from softdb.cluster.shard import Message, Refresh, ShardReplies
 from softdb.cluster.truth import Truth
 from softdb.errors import ShardUnavailable, SoftDBError
 from softdb.formats.tables import needed
@@ -41,7 +41,7 @@ class Host:
         self._shards: dict[int, HydratedShard] | None = None
         self._pool = ThreadPoolExecutor(max(1, len(self.mine)))
 
-    def answer(self, asks: dict[int, Ask]) -> dict[int, Any]:
+    def answer(self, asks: dict[int, Message]) -> dict[int, Any]:
         """Replies by shard; an error of softdb in place of one."""
         shards = self._opened()
         if isinstance(shards, SoftDBError):
@@ -50,7 +50,7 @@ class Host:
         replies = self._pool.map(lambda shard: _answered(shards[shard], asks[shard]), asks)
         return dict(zip(asks, replies, strict=True))
 
-    def tend(self, asks: dict[int, Ask]) -> dict[int, Any]:
+    def tend(self, asks: dict[int, Message]) -> dict[int, Any]:
         """As `answer`, for what takes long: answers go on beside it."""
         return self.answer(asks)
 
@@ -70,7 +70,7 @@ class Host:
             return self._shards
 
 
-def _answered(shard: HydratedShard, ask: Ask) -> Any:
+def _answered(shard: HydratedShard, ask: Message) -> Any:
     try:
         return shard.answer(ask)
     except SoftDBError as error:
@@ -86,7 +86,7 @@ class Actors:
         self.hosts, self.shards = [list(replicas) for replicas in hosts], shards
         self._first = [0] * len(self.hosts)  # the replica that answered last
 
-    def ask(self, asks: Mapping[int, Ask], timeout: float) -> Answers:
+    def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """As `Transport.ask`. A replica is asked where the first one is dead or slow."""
         return _Round(self, asks, timeout).answers()
 
@@ -110,16 +110,16 @@ class Actors:
 class _Round:
     """One question to all hosts."""
 
-    def __init__(self, actors: Actors, asks: Mapping[int, Ask], timeout: float) -> None:
+    def __init__(self, actors: Actors, asks: Mapping[int, Message], timeout: float) -> None:
         self.actors, self.timeout, self.begun = actors, timeout, time.monotonic()
-        self.parts: dict[int, dict[int, Ask]] = {}  # by host
+        self.parts: dict[int, dict[int, Message]] = {}  # by host
         for shard, ask in asks.items():
             self.parts.setdefault(shard % len(actors.hosts), {})[shard] = ask
         self.left = {host: actors.order(host) for host in self.parts}  # replicas to ask yet
         self.waiting: dict[Any, tuple[int, int]] = {}
         self.found, self.why = dict[int, dict[int, Any]](), dict[int, str]()
 
-    def answers(self) -> Answers:
+    def answers(self) -> ShardReplies:
         """Ask, wait, and ask the replicas of those that are dead or slow."""
         ray = _ray()
         for host in self.parts:
@@ -143,7 +143,7 @@ class _Round:
         while self.left[host]:
             replica, asks = self.left[host].pop(0), self.parts[host]
             actor = self.actors.hosts[host][replica]
-            long = any(isinstance(ask, Refresh | Call) for ask in asks.values())
+            long = any(isinstance(ask, Refresh) or getattr(ask, "verb", "") == "build_index" for ask in asks.values())
             try:
                 self.waiting[(actor.tend if long else actor.answer).remote(asks)] = host, replica
                 return
@@ -159,7 +159,7 @@ class _Round:
             self.why[host] = _said(error)
             self._send(host)
 
-    def _sorted(self) -> Answers:
+    def _sorted(self) -> ShardReplies:
         replies, missing = dict[int, Any](), dict[int, str]()
         for host, asks in self.parts.items():
             for shard in asks:
@@ -170,7 +170,7 @@ class _Round:
                 if isinstance(reply, SoftDBError):
                     raise reply
                 replies[shard] = reply
-        return Answers(replies, missing)
+        return ShardReplies(replies, missing)
 
 
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:

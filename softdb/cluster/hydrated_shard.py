@@ -7,7 +7,7 @@ from typing import Any
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.hydrate import VERSION_BITS, Hydrated
 from softdb.cluster.local import Local
-from softdb.cluster.shard import NEWEST, Ask, Describe, Refresh
+from softdb.cluster.shard import NEWEST, Describe, Message, Refresh
 from softdb.errors import StaleRead
 
 __all__ = ["Here", "HydratedShard"]
@@ -20,7 +20,7 @@ class HydratedShard:
         self.hydrated, self.shard = hydrated, shard
         self._asked: DatabaseShard | None = None
 
-    def answer(self, ask: Ask) -> Any:
+    def answer(self, ask: Message) -> Any:
         """As `Shard.answer`."""
         if isinstance(ask, Refresh):
             version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
@@ -28,7 +28,7 @@ class HydratedShard:
             ask = Describe(NEWEST)
         return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
 
-    def _answered(self, ask: Ask) -> Any:
+    def _answered(self, ask: Message) -> Any:
         own = self.hydrated.tagged(self.shard)
         if not isinstance(ask, Describe) and ask.version != own:
             mine, asked = (version & ((1 << VERSION_BITS) - 1) for version in (own, ask.version))

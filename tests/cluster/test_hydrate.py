@@ -26,7 +26,7 @@ from softdb.cluster import hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import HydratedShard
 from softdb.cluster.placement import power_of_two, shard_of
-from softdb.cluster.shard import NEWEST, Call, Describe, Refresh
+from softdb.cluster.shard import NEWEST, CallVerb, Describe, Refresh
 from softdb.cluster.truth import Truth, stored
 from softdb.store.store import Store
 
@@ -155,7 +155,7 @@ def test_cut_short_at_any_step_it_goes_on(
 
 
 def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a table's every record is replaced again and again, what a shard answers at one version is always the same."""
+    """While every record is replaced again and again, what a shard answers at one version is always the same."""
     ids: list[int | str] = [f"r{i}" for i in range(50)]
     followed, stop = hydrated(truth, tmp_path / "cache"), threading.Event()
     shard, seen = HydratedShard(followed, 1), dict[int, set[tuple[int, ...]]]()
@@ -169,7 +169,7 @@ def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monk
         while not stop.is_set():
             version = shard.answer(Describe(NEWEST)).version
             with contextlib.suppress(errors.StaleRead):
-                found: Records = shard.answer(Call(version, "get", {"ids": mine}))
+                found: Records = shard.answer(CallVerb(version, "get", {"ids": mine}))
                 seen.setdefault(version, set()).add(tuple(payload["seed"] for payload in found.payloads))
 
     monkeypatch.setattr(Store, "apply", slow)
@@ -209,10 +209,10 @@ def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path
     truth.delete(["r0"])
     assert shard.answer(Refresh(NEWEST)).version == before + 1
     with pytest.raises(errors.StaleRead, match=r"shard 0 is at version 5 and was asked for 4; refresh\(\)"):
-        shard.answer(Call(before, "count", {}))
+        shard.answer(CallVerb(before, "count", {}))
     followed.remake(0)
     with pytest.raises(errors.StaleRead, match=r"shard 0 was made anew; refresh\(\)"):
-        shard.answer(Call(before + 1, "count", {}))
+        shard.answer(CallVerb(before + 1, "count", {}))
     followed.close()
 
 
