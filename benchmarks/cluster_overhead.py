@@ -1,6 +1,6 @@
 """What a cluster costs beyond its slowest shard: one query, P = 1, 2, 4 shards, in this process and by actors of Ray.
 
-    python benchmarks/cluster.py [--n 100000] [--dim 64] [--repeats 200] [--on here ray]
+    python benchmarks/cluster_overhead.py [--n 100000] [--dim 64] [--repeats 200] [--on here ray]
 
 Answers are compared with one database's before a clock starts. A shard's own time is that of the same question to it
 alone, in this process; what a cluster needs beyond the slowest of them is the overhead of merging and of what carries
