@@ -29,7 +29,7 @@ from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, FormatTooNew, NotADatabase, SoftDBError, StaleRead, WriteFailed
 
-__all__ = ["VERSION_BITS", "Gate", "Hydrated", "Origin"]
+__all__ = ["VERSION_BITS", "Gate", "Hydrated", "TakenFrom"]
 
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # of rows that are taken in at once
@@ -38,7 +38,7 @@ _UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # directori
 
 
 @dataclass(frozen=True)
-class Origin:
+class TakenFrom:
     """What a directory holds: kept with its records."""
 
     url: str
@@ -55,7 +55,7 @@ class Origin:
         return json.dumps(self.__dict__)
 
     @classmethod
-    def of(cls, text: str | None) -> Origin | None:
+    def of(cls, text: str | None) -> TakenFrom | None:
         """What was kept, if it can be read."""
         with contextlib.suppress(TypeError, ValueError):
             return None if text is None else cls(**json.loads(text))
@@ -113,7 +113,7 @@ class Hydrated:
         self._making = dict.fromkeys(self.mine, 0)
         self.gates = {shard: Gate() for shard in self.mine}
         self.databases: dict[int, SoftDB] = {}
-        self._origins: dict[int, Origin | None] = {}
+        self._origins: dict[int, TakenFrom | None] = {}
         self._moving = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ class Hydrated:
         for shard in shards:
             self._apply(shard, [], None, origin)
 
-    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: Origin) -> None:
+    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom) -> None:
         """One transaction, in which the version moves on with the records."""
         db = self.databases[shard]
         origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
@@ -268,10 +268,10 @@ class Hydrated:
         schema = self.truth.schema
         return max(256, _BYTES // ((schema.dim + schema.pooled_dim) * schema.dtype.itemsize + 256))
 
-    def _origin(self, dataset: Any) -> Origin:
+    def _origin(self, dataset: Any) -> TakenFrom:
         """Of a shard that has all of a version; the shard's number comes with it."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
-        return Origin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
+        return TakenFrom(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
     # -- directories -----------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Hydrated:
             _log.warning("shard %s is made anew: %s", shard, error)
             shutil.rmtree(self.path(shard), ignore_errors=True)
             db = self._opened(shard)
-        origin, fields = Origin.of(db.taken_from), self.truth.fields
+        origin, fields = TakenFrom.of(db.taken_from), self.truth.fields
         self.databases[shard], self._origins[shard] = db, origin
         self._making[shard] = secrets.randbits(20) if origin is None else origin.making
         columns, place = [fields.id, fields.key, fields.value], [shard, self.truth.shards]

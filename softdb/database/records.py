@@ -23,10 +23,10 @@ from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
-__all__ = ["Parts", "RecordVerbs"]
+__all__ = ["RecordParts", "RecordVerbs"]
 
 
-class Parts(NamedTuple):
+class RecordParts(NamedTuple):
     """Checked parts of stored records; None: as they are."""
 
     ids: list[Id]  # n
@@ -118,8 +118,8 @@ class RecordVerbs(Handle):
 
     def parts(
         self, ids: Ids, keys: Vectors | None, values: Numbers | None, payloads: Any, texts: Texts | None, say: Progress
-    ) -> Parts:
-        """Parts of records as `update` takes them, checked; not written. Raises as it does."""
+    ) -> RecordParts:
+        """RecordParts of records as `update` takes them, checked; not written. Raises as it does."""
         if keys is None and values is None and payloads is None and texts is None:
             raise BadInput("nothing to change was given; pass keys, values, payloads or texts")
         names, schema = self._identifiers(ids), self._store.schema
@@ -128,7 +128,9 @@ class RecordVerbs(Handle):
         vectors = None if keys is None else self._keys(keys, len(names), say)
         if keys is None and kept is not None and self._encoder() is not None:
             vectors = embedded(kept, "texts", self._encoder, schema, say)
-        return Parts(names, vectors, None if values is None else check.values(values, schema, len(names)), new, kept)
+        return RecordParts(
+            names, vectors, None if values is None else check.values(values, schema, len(names)), new, kept
+        )
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
