@@ -88,7 +88,7 @@ class Actors:
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """As `Transport.ask`. A replica is asked where the first one is dead or slow."""
-        return _Round(self, asks, timeout).answers()
+        return _FanOut(self, asks, timeout).answers()
 
     def anyone(self, more: bool) -> bool:
         """As `Transport.anyone`."""
@@ -107,7 +107,7 @@ class Actors:
         self._first[host] = replica
 
 
-class _Round:
+class _FanOut:
     """One question to all hosts."""
 
     def __init__(self, actors: Actors, asks: Mapping[int, Message], timeout: float) -> None:
