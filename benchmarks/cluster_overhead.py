@@ -30,7 +30,7 @@ def timed(ask: Callable[[], object], repeats: int) -> float:
     """Median of milliseconds, after a tenth as many that are not counted."""
     for _ in range(max(1, repeats // 10)):
         ask()
-    found = []
+    found = list[float]()
     for _ in range(repeats):
         begun = time.perf_counter()
         ask()
@@ -46,7 +46,7 @@ def measured(
         "attend": lambda each: each.attend(query),
         "search": lambda each: each.search(query, 10, exact=True),
     }
-    found = {}
+    found = dict[str, float]()
     for name, ask in asks.items():
         slowest = max(timed(lambda part=part, ask=ask: ask(part), repeats) for part in parts)  # type: ignore[misc]
         whole = timed(lambda ask=ask: ask(db), repeats)  # type: ignore[misc]

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import softdb
 from softdb import cluster
 
 
-def main(on: str = "here") -> None:
+def main(on: Literal["here", "ray"] = "here") -> None:
     """Write, ask, lose the shards, grow; every answer is compared with one database's."""
     rng = np.random.default_rng(0)
     ids, keys = [f"r{i}" for i in range(2000)], rng.normal(size=(2000, 32)).astype(np.float32)
@@ -62,4 +63,4 @@ def agree(one: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -> str
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main("ray" if sys.argv[1:] == ["ray"] else "here")

@@ -205,7 +205,7 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     return Actors(hosts, truth.shards)
 
 
-def stop(url: str) -> int:
+def stop(url: str | os.PathLike[str]) -> int:
     """End the actors of a table, and return how many there were. Directories stay; nothing is lost."""
     ray = _connected()
     from softdb.cluster.opening import address
