@@ -51,8 +51,7 @@ def trained(rank: int, ranks: int) -> None:
     recall = sum(names == [i] for i, names in enumerate(found)) / 200
     count = len(cluster)  # every rank asks whenever one asks
     if rank == 0:
-        print(f"{ranks} ranks, {SHARDS} shards, {count} records")
-        print(f"loss        {losses[0]:.2f} -> {losses[-1]:.2f}")
+        print(f"{ranks} ranks, {SHARDS} shards, {count} records\nloss {losses[0]:.2f} -> {losses[-1]:.2f}")
         print(f"recall at 1 {recall:.2f}")
     cluster.close()
     assert recall > 0.9
@@ -63,11 +62,13 @@ def main() -> None:
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             meeting = {"WORLD_SIZE": "2", "SOFTDB_MEETING": f"file://{Path(folder) / 'meeting'}"}
-            started = [
-                subprocess.Popen([sys.executable, *sys.argv], env=os.environ | meeting | {"RANK": str(rank)})
-                for rank in range(2)
-            ]
-            sys.exit(max(abs(one.wait(timeout=100)) for one in started))
+            envs = [os.environ | meeting | {"RANK": str(rank)} for rank in range(2)]
+            started = [subprocess.Popen([sys.executable, *sys.argv], env=env) for env in envs]
+            try:
+                sys.exit(max(abs(one.wait(timeout=100)) for one in started))
+            finally:
+                for one in started:
+                    one.kill()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     dist.init_process_group("gloo", os.environ.get("SOFTDB_MEETING", "env://"), rank=rank, world_size=ranks)
