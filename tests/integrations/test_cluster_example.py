@@ -28,4 +28,4 @@ def test_the_cluster_answers_as_one_database(tmp_path: Path, on: str) -> None:
         *(["grown"] if on == "here" else []),
         "refreshed",
     ]
-    assert lines[-1][-2:] == ["->", "r0"]
+    assert lines[-1][-2:] == ["->", "['r0']"]
