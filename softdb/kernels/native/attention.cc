@@ -91,33 +91,42 @@ struct Plan {
     }
 };
 
-// Bytes of a column that hold the records from i on, to be fetched ahead; none where they lie apart.
+// Where a column holds the records from i on, to be fetched ahead.
 Ahead ahead_of(const Column& column, const Part& part, int64_t i, int64_t count) {
     Ahead found;
     count = min(count, part.high - i);
-    if (count <= 0 || !column.width || !side_by_side(part, i, count)) return found;
-    int64_t bytes = column.width * (column.half ? 2 : 4);
-    found.at = static_cast<const char*>(column.data) + row_of(part, i) * bytes;
-    found.end = found.at + count * bytes;
+    if (count <= 0 || !column.width) return found;
+    found.data = static_cast<const char*>(column.data);
+    found.bytes = column.width * (column.half ? 2 : 4);
+    if (side_by_side(part, i, count)) {
+        found.at = found.data + row_of(part, i) * found.bytes;
+        found.end = found.at + count * found.bytes;
+    } else {
+        found.rows = part.rows + i;
+        found.left = count;
+    }
     return found;
 }
 
 // -- scores ----------------------------------------------------------------------------------------------------------
 
-template <bool difference, class A>
+template <bool difference, bool lengths, class A>
 void compare_few(
     const Plan& plan, const A* block, int64_t pitch, int64_t count, const float* rows, float* out, Ahead ahead
 ) {
+    float* squares = lengths ? plan.inverse : nullptr;
+    auto compared = [&](auto inner) { inner(count, block, pitch, rows, pitch, pitch, out, kLanes, squares, ahead); };
     switch (plan.ask.q) {
-        case 1: return inner_all<1, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
-        case 2: return inner_all<2, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
-        case 3: return inner_all<3, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
-        default: return inner_all<4, difference>(count, block, pitch, rows, pitch, pitch, out, kLanes, ahead);
+        case 1: return compared(inner_all<1, difference, lengths, A>);
+        case 2: return compared(inner_all<2, difference, lengths, A>);
+        case 3: return compared(inner_all<3, difference, lengths, A>);
+        default: return compared(inner_all<4, difference, lengths, A>);
     }
 }
 
-// out[i, j] = the product of a block's row i and row j of a panel of what `pack` made, or their squared distance.
-template <bool difference>
+// out[i, j] = the product of a block's row i and row j of a panel of what `pack` made, or their squared distance. With
+// `lengths`, which few queries ask for, the squares of the rows' lengths stand in `plan.inverse`.
+template <bool difference, bool lengths = false>
 void compare(
     const Plan& plan, const Block& block, int64_t width, int64_t count, const float* packed, const Panel& panel,
     float* out, Ahead ahead
@@ -126,41 +135,49 @@ void compare(
         Operands<float> given{block.wide, block.pitch, 1, packed + panel.first * width, panel.lanes, width};
         multiply<difference>(count, panel.lanes, given, Store{out, panel.lanes}, ahead);
     } else if (block.half) {
-        compare_few<difference>(plan, block.half, block.pitch, count, packed, out, ahead);
+        compare_few<difference, lengths>(plan, block.half, block.pitch, count, packed, out, ahead);
     } else {
-        compare_few<difference>(plan, block.wide, block.pitch, count, packed, out, ahead);
+        compare_few<difference, lengths>(plan, block.wide, block.pitch, count, packed, out, ahead);
     }
+}
+
+// 1 / |k| of a key whose squares add up to so much in float32; 0 for a zero vector.
+template <class A>
+SOFTDB_INLINE float inverse_length(float square, const A* key, int64_t width) {
+    if (square > 1e-30f && square < 1e30f) return 1 / __builtin_sqrtf(square);
+    double total = 0;  // float64 holds the square of every float32
+    for (int64_t t = 0; t < width; t++) total += double(widen(key[t])) * double(widen(key[t]));
+    return total > 1e-76 ? float(1 / __builtin_sqrt(total)) : 0;
 }
 
 template <class A>
-void inverse_lengths(const A* block, int64_t pitch, int64_t width, int64_t count, float* out) {
+void inverse_lengths(const A* block, int64_t pitch, int64_t width, int64_t count, bool known, float* out) {
     for (int64_t i = 0; i < count; i++) {
         const A* key = block + i * pitch;
         Vec squares{};
-        for (int64_t t = 0; t < pitch; t += kLanes) {
+        for (int64_t t = 0; t < pitch && !known; t += kLanes) {
             Vec part = load(key + t);
             squares += part * part;
         }
-        float found = sum(squares);
-        if (found > 1e-30f && found < 1e30f) {
-            out[i] = 1 / __builtin_sqrtf(found);
-        } else {  // float64 holds the square of every float32
-            double total = 0;
-            for (int64_t t = 0; t < width; t++) total += double(widen(key[t])) * double(widen(key[t]));
-            out[i] = total > 1e-76 ? float(1 / __builtin_sqrt(total)) : 0;
-        }
+        out[i] = inverse_length(known ? out[i] : sum(squares), key, width);
     }
 }
 
-// A block's keys, and 1 / |k| where the score is a cosine: 0 for a zero vector.
+// 1 / |k| of a block's keys; where it is `known`, from the squares that stand there.
+void invert_lengths(const Plan& plan, const Block& keys, int64_t count, bool known) {
+    int64_t width = plan.ask.keys.width;
+    if (keys.half) inverse_lengths(keys.half, keys.pitch, width, count, known, plan.inverse);
+    else inverse_lengths(keys.wide, keys.pitch, width, count, known, plan.inverse);
+}
+
+// A block's keys, and 1 / |k| where the score is a cosine; of few queries `score` finds that by the way.
 Block load_keys(const Plan& plan, int64_t i, int64_t count) {
     const Attend& ask = plan.ask;
     bool cosine = ask.metric == Metric::cosine;
     Block keys = load_block(
         ask.keys, ask.part, i, count, ask.centre, plan.keys, plan.few || cosine || ask.backward, plan.few
     );
-    if (cosine && keys.half) inverse_lengths(keys.half, keys.pitch, ask.keys.width, count, plan.inverse);
-    else if (cosine) inverse_lengths(keys.wide, keys.pitch, ask.keys.width, count, plan.inverse);
+    if (cosine && !plan.few) invert_lengths(plan, keys, count, false);
     return keys;
 }
 
@@ -238,8 +255,14 @@ bool score(
 ) {
     const Attend& ask = plan.ask;
     int64_t width = plan.few ? plan.d : ask.keys.width;
-    if (ask.metric == Metric::l2) compare<true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
-    else compare<false>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+    if (ask.metric == Metric::l2) {
+        compare<true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+    } else if (ask.metric == Metric::cosine && plan.few) {
+        compare<false, true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+        invert_lengths(plan, keys, count, true);
+    } else {
+        compare<false>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+    }
     Best found = panel.lanes > kLanes ? finish<2>(plan, panel, i, count, plan.scores)
                                       : finish<1>(plan, panel, i, count, plan.scores);
     float* tops = plan.tops + panel.first;

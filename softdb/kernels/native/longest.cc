@@ -57,8 +57,8 @@ bool compare(const TakeIn& ask, int64_t first) {
     bool changed = false;
     for (int64_t j = 0; j < keys.rows && !(ask.lengths[j] < least); j += kKeys) {
         int64_t count = min<int64_t>(kKeys, keys.rows - j);
-        inner_all<J, false>(
-            count, keys[j], keys.pitch, queries[first], queries.pitch, keys.width, products, kLanes, {}
+        inner_all<J, false, false>(
+            count, keys[j], keys.pitch, queries[first], queries.pitch, keys.width, products, kLanes, nullptr, {}
         );
         for (int64_t x = 0; x < count * J; x++) {
             int64_t position = ask.positions[j + x / J], i = first + x % J;

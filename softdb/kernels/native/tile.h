@@ -19,17 +19,28 @@ constexpr int tile_height(int vectors) {
 constexpr int64_t kChunk = 8;  // steps of a tile between which memory is fetched ahead
 
 // Memory that is fetched into the second cache while something else is computed: evenly, because a processor remembers
-// only some twenty lines that are on their way.
+// only some twenty lines that are on their way. Rows that lie side by side are one run, others one run each.
 struct Ahead {
-    const char *at = nullptr, *end = nullptr;
-    int64_t step = 0;  // bytes at a time
+    const char *at = nullptr, *end = nullptr;  // the run
+    int64_t step = 0;                          // bytes at a time
+    const int64_t* rows = nullptr;             // then these
+    int64_t left = 0, bytes = 0;               // how many, and of each
+    const char* data = nullptr;                // where row 0 begins
 
-    SOFTDB_INLINE void in(int64_t times) { step = times > 0 ? (end - at) / times + 1 : 0; }
+    SOFTDB_INLINE void in(int64_t times) { step = times > 0 ? (end - at + left * bytes) / times + 1 : 0; }
 
     SOFTDB_INLINE void go() {
-        const char* until = min(at + step, end);
-        for (const char* line = round_up(at); line < until; line += 64) __builtin_prefetch(line, 0, 2);
-        at = until;
+        for (int64_t budget = step; budget > 0;) {
+            const char* until = min(at + budget, end);
+            for (const char* line = round_up(at); line < until; line += 64) __builtin_prefetch(line, 0, 2);
+            budget -= until - at;
+            at = until;
+            if (at < end || !left) return;
+            const char* row = data + *rows++ * bytes;
+            at = row - reinterpret_cast<uintptr_t>(row) % 64;
+            end = row + bytes;
+            left--;
+        }
     }
 
     SOFTDB_INLINE static const char* round_up(const char* at) {
@@ -146,12 +157,18 @@ struct Add {
 };
 
 // sum over t of a[r pitch + t] b[j b_pitch + t] for R keys and J queries, or of squared differences: keys are read as
-// whole vectors, where `tile` reads them number by number. For few queries memory is what counts.
-template <int R, int J, bool difference, class A>
-SOFTDB_INLINE void inner(const A* a, int64_t pitch, const float* b, int64_t b_pitch, int64_t steps, float* out, int64_t out_pitch) {
-    Vec sums[R][J];
-    for (int r = 0; r < R; r++)
+// whole vectors, where `tile` reads them number by number. For few queries memory is what counts. Where they are asked
+// for, the squares of the keys' lengths too.
+template <int R, int J, bool difference, bool lengths, class A>
+SOFTDB_INLINE void inner(
+    const A* a, int64_t pitch, const float* b, int64_t b_pitch, int64_t steps, float* out, int64_t out_pitch,
+    float* squares
+) {
+    Vec sums[R][J], own[R];
+    for (int r = 0; r < R; r++) {
+        own[r] = Vec{};
         for (int j = 0; j < J; j++) sums[r][j] = Vec{};
+    }
     for (int64_t t = 0; t < steps; t += kLanes) {
         Vec asked[J];
 #pragma GCC unroll 4
@@ -159,6 +176,7 @@ SOFTDB_INLINE void inner(const A* a, int64_t pitch, const float* b, int64_t b_pi
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             Vec key = load(a + r * pitch + t);
+            if constexpr (lengths) own[r] += key * key;
 #pragma GCC unroll 4
             for (int j = 0; j < J; j++) {
                 if constexpr (difference) {
@@ -174,24 +192,29 @@ SOFTDB_INLINE void inner(const A* a, int64_t pitch, const float* b, int64_t b_pi
         Vec found{};
         for (int j = 0; j < J; j++) found[j] = sum(sums[r][j]);
         store(out + r * out_pitch, found);
+        if constexpr (lengths) squares[r] = sum(own[r]);
     }
 }
 
 // The same for any number of keys; each row of `out` gets a whole vector, zeros beyond J.
-template <int J, bool difference, class A>
+template <int J, bool difference, bool lengths, class A>
 void inner_all(
     int64_t count, const A* a, int64_t pitch, const float* b, int64_t b_pitch, int64_t steps, float* out,
-    int64_t out_pitch, Ahead ahead
+    int64_t out_pitch, float* squares, Ahead ahead
 ) {
     constexpr int rows = J == 1 ? 4 : J == 2 ? 4 : 2;
     ahead.in((count + rows - 1) / rows);
     int64_t i = 0;
     for (; i + rows <= count; i += rows) {
-        inner<rows, J, difference>(a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch);
+        inner<rows, J, difference, lengths>(
+            a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch, squares + i
+        );
         ahead.go();
     }
     for (; i < count; i++)
-        inner<1, J, difference>(a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch);
+        inner<1, J, difference, lengths>(
+            a + i * pitch, pitch, b, b_pitch, steps, out + i * out_pitch, out_pitch, squares + i
+        );
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -30,6 +30,7 @@ def calls() -> dict[str, tuple[Call, dict[str, Array]]]:
         ones(N, D), ones(N, D), None, None, None, None, 0, N
     )  # fmt: skip
     scratch, positions = _aligned(attention.scratch(D)), np.tile(np.arange(N), (Q, 1))
+    scratch[:] = 0  # what lies in memory may be no number, whose conversion warns
     column = native.Column(np.array([(keys := ones(N, D)).ctypes.data]), np.zeros(1, np.int64), D, 0)
 
     def forward(**out: Array) -> None:
