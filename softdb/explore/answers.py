@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from softdb import __version__, check
@@ -22,16 +20,15 @@ from softdb.cli.served import Served
 from softdb.database import SoftDB
 from softdb.errors import BadInput, SoftDBError
 from softdb.explore.asked import Question, Weighing
+from softdb.explore.compared import Compared
 from softdb.explore.notes import noted
 from softdb.explore.plane import Plane
 from softdb.explore.told import fields_of, named_id, record, title
-from softdb.kernels import available
 from softdb.scores import score_of
 
 __all__ = ["Answers"]
 
 KEPT = 32  # questions whose records are remembered, so that another temperature finds nothing anew
-SCORED = 1 << 24  # scores of all records that are remembered, so that their weights' squares take no pass of their own
 NUMBERS, CLASSES = 12, 8  # of an output that are shown
 EXACT = 1 << 28  # numbers of keys up to which all records are weighed where nothing else is asked for
 COLD = 1e5  # of scores / T, where float32 rounds by 0.01: so much may a weight be off
@@ -63,7 +60,7 @@ class Answers:
         self._plane: Plane | None = None
         self._notes: OrderedDict[str, list[str]] = OrderedDict()
         self._kept: OrderedDict[tuple[Question, int, int], Findings] = OrderedDict()
-        self._scores: OrderedDict[tuple[Question, int], Tensor] = OrderedDict()
+        self._compared = Compared()
 
     def about(self) -> dict[str, Any]:
         """What the database is and holds, and what can be asked of it."""
@@ -164,7 +161,7 @@ class Answers:
         name = None if question.id is None else question.name_in(db)
         query, generation, score = self._query(db, question, name), db.generation, score_of(db.schema.metric)
         wanted()
-        hits = _hits(db, question, query)
+        hits = self._hits(db, question, query)
         names, spent = hits.ids[0], _since(begin)
         wanted()
         scores: list[float | None] = [None] * len(names)
@@ -257,39 +254,26 @@ class Answers:
         lse, t = pooled.lse[0].item(), weighing.temperature
         if weighing.way == "nearest" and pooled.weights is not None:
             weights = pooled.weights[0].tolist()
-        elif not _is_cold(2 * lse) and pooled.finder == "all" and available():
-            scores = self._scores_of(db, question, query)
-            top = scores.max().item()
-            squares = (scores - top).mul_(2 / t).exp_().sum(dtype=torch.float64).item()
-            return max(1.0, math.exp(-2 * min(0.0, top / t - lse)) / squares)
         elif not _is_cold(2 * lse):
+            known = self._compared.effective(db, question, query, t, lse) if pooled.finder == "all" else None
+            if known is not None:
+                return known
             # Σ w² = exp(lse(T/2) - 2 lse(T))
             half = db.attend(query, temperature=t / 2, where=question.filter, **weighing.options)
-            return max(1.0, math.exp(2 * lse - half.lse[0].item()))
+            return min(max(1.0, math.exp(2 * lse - half.lse[0].item())), float(db.keyed))
         squares = sum(one * one for one in weights)
         return 1 / squares if squares else 0.0
 
-    def _scores_of(self, db: SoftDB, question: Question, query: Tensor) -> Tensor:
-        """The scores of all records that take part, (n,) float32. Cost n d, once a question."""
-        key = question, db.generation
-        with self._lock:
-            scores = self._scores.get(key)
-        if scores is None:
-            request, source = db.request(query, where=question.filter)
-            scores = source.scored(request, np.flatnonzero(request.keep(source))[None]).scores[0]
-            with self._lock:
-                self._scores[key] = scores
-                while len(self._scores) > 1 and sum(map(len, self._scores.values())) > SCORED:
-                    self._scores.popitem(last=False)
-        return scores
-
-
-def _hits(db: SoftDB, question: Question, query: Tensor | None) -> Hits:
-    if question.ranking == "vector":
-        return db.search(query, question.shown, where=question.filter)
-    if query is None or question.ranking == "text":
-        return db.search(texts=[question.asked_words], mode="text", k=question.shown, where=question.filter)
-    return db.search(query, texts=[question.asked_words], mode="hybrid", k=question.shown, where=question.filter)
+    def _hits(self, db: SoftDB, question: Question, query: Tensor | None) -> Hits:
+        """The nearest records, as `search` finds them."""
+        if query is None or question.ranking == "text":
+            return db.search(texts=[question.asked_words], mode="text", k=question.shown, where=question.filter)
+        if question.ranking == "hybrid":
+            return db.search(
+                query, texts=[question.asked_words], mode="hybrid", k=question.shown, where=question.filter
+            )
+        hits = self._compared.nearest(db, question, query)
+        return db.search(query, question.shown, where=question.filter) if hits is None else hits
 
 
 def _scored(db: SoftDB, query: Tensor, records: Records) -> list[float | None]:

@@ -89,7 +89,7 @@ def _served(path: Path | None, encoder: str | None) -> Served:
 
 def _listening(port: int | None) -> socket.socket:
     """A socket of this machine alone."""
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # said, so that asyncio sends the end of an answer at once
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, PORT if port is None else port))

@@ -16,11 +16,14 @@ payloads.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 from softdb.check import MAX_DEPTH, shown
@@ -34,6 +37,8 @@ _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]
 _AROUND = ["$and", "$or", "$not", "$id", "$text"]
 _TYPES = {"number": "('integer', 'real')", "string": "('text')"}
+_EVERY_TYPE = ("null", "true", "false", "integer", "real", "text", "array", "object")  # of SQLite's json_type
+_BEYOND = {"<": (">=",), "<=": (">",), ">": ("<=",), ">=": ("<",), "=": ("<", ">")}  # what each comparison leaves
 _MOST = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
 
 
@@ -47,6 +52,8 @@ class Condition:
     indexed: bool = True  # whether an index of the field answers it, if there is one
     narrow: bool = False  # whether it is an equality, which likely matches less than a comparison
     size: int = 1  # the conditions it consists of
+    # what it leaves, as conditions on the same field, where an index answers those; made when asked for
+    left: Callable[[], tuple[Condition, ...]] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -152,9 +159,15 @@ class _Field:
             raise BadFilter(f"$exists is given {shown(operand)}; expected True or False")
         return _unless(operand, self.condition(f"{self.type} IS NULL"))
 
-    def condition(self, sql: str, *bindings: object, narrow: bool = False) -> Condition:
+    def condition(
+        self,
+        sql: str,
+        *bindings: object,
+        narrow: bool = False,
+        left: Callable[[], tuple[Condition, ...]] | None = None,
+    ) -> Condition:
         """One that the field's index answers, if it has one."""
-        return Condition(sql, bindings, self.name, self.indexed, narrow)
+        return Condition(sql, bindings, self.name, self.indexed, narrow, left=left if self.indexed else None)
 
     def equal(self, operand: object) -> Node:
         """The field is there, of the operand's kind, and equal to it."""
@@ -163,7 +176,12 @@ class _Field:
 
     def is_of(self, kind: str) -> Node:
         """The field is true, false or null."""
-        return self.condition(f"{self.type} = '{kind}'")
+        return self.condition(f"{self.type} = '{kind}'", left=partial(self.others, f"('{kind}')"))
+
+    def others(self, types: str) -> tuple[Condition, ...]:
+        """The field is of none of these types, or is not there."""
+        rest = ", ".join(f"'{one}'" for one in _EVERY_TYPE if f"'{one}'" not in types)
+        return self.condition(f"{self.type} IN ({rest})"), self.condition(f"{self.type} IS NULL")
 
     def ordered(self, comparison: str, operand: object) -> Node:
         """A comparison within numbers or within strings."""
@@ -172,12 +190,19 @@ class _Field:
             raise BadFilter(
                 f"field {shown(self.name)} is ordered against {shown(operand)}; only numbers and strings have an order"
             )
-        return self.compared(f"{comparison} ?", operand, kind)
+        return self.compared(f"{comparison} ?", operand, kind, partial(self.beyond, comparison, operand, kind))
 
-    def compared(self, test: str, operand: object, kind: str) -> Node:
+    def beyond(self, comparison: str, operand: object, kind: str) -> tuple[Condition, ...]:
+        """What a comparison leaves: what the opposite ones match, and what is of another kind."""
+        opposite = [self.compared(f"{one} ?", operand, kind) for one in _BEYOND[comparison]]
+        return *opposite, *self.others(_TYPES[kind])
+
+    def compared(
+        self, test: str, operand: object, kind: str, left: Callable[[], tuple[Condition, ...]] | None = None
+    ) -> Condition:
         """The value first: where no index helps, it sorts out more records than the type."""
         sql = f"{self.value} {test} AND {self.type} IN {_TYPES[kind]}"
-        return self.condition(sql, _plain(operand), narrow=not test.startswith(("<", ">")))
+        return self.condition(sql, _plain(operand), narrow=not test.startswith(("<", ">")), left=left)
 
     def starts(self, operand: object) -> Node:
         """The field is a text that begins so: those from that text on, up to the next that does not."""

@@ -11,6 +11,7 @@ import difflib
 import json
 import warnings
 from collections import OrderedDict
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,16 @@ from softdb.store.filters import All, Condition, Node, Not, parse, statement
 from softdb.store.paths import field_sql, parts_of, spelled
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["Matches", "Matching"]
+__all__ = ["ALL_HERE", "Matches", "Matching"]
 
 SAMPLED = 1000  # records whose fields a warning knows
 FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
 FEW = 256  # reading payloads beats asking another index about all records when fewer than one in so many are left
 LOOKUP = 6  # reading a payload by its row takes that many times as long as passing over it
+LARGE, ASKED = 1 << 16, 128  # records from which on so many are asked whether an index has less to list of the others
 MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew
+
+ALL_HERE = ContextVar("ALL_HERE", default=True)  # whether no others have records: a part cannot tell a field unknown
 
 Live = NDArray[np.bool_]
 Rows = NDArray[np.int64]
@@ -80,7 +84,7 @@ class Matches:
             known = self._known[text] = _Known(snapshot.generation, next_row, _layout(snapshot), matching)
             if len(self._known) > FILTERS_KEPT:
                 self._known.popitem(last=False)
-            if snapshot.records and not (matching.live.any() or len(matching.keyless)):
+            if ALL_HERE.get() and snapshot.records and not (matching.live.any() or len(matching.keyless)):
                 self._warn_of_unknown(_named(node), catalog)
         self._known.move_to_end(text)
         return known.matching
@@ -237,7 +241,7 @@ class _Evaluation:
     def indexed(self, node: Node) -> Live:
         """Each field's conditions from its index; NOT, AND and OR over the records."""
         if isinstance(node, Condition):
-            return self.asked(node)
+            return self.of_field(node)
         if isinstance(node, Not):
             return self.places.live & ~self.indexed(node.of)
         if isinstance(node, All):
@@ -253,9 +257,28 @@ class _Evaluation:
         for i, one in enumerate(parts):
             if found is not None and FEW * np.count_nonzero(found) < self.count:
                 return self.among(All(tuple(parts[i:])), found)
-            mask = self.asked(one) if isinstance(one, All) else self.indexed(one)  # an All here is of one field
+            mask = self.of_field(one) if isinstance(one, All) else self.indexed(one)  # an All here is of one field
             found = mask if found is None else found & mask
         return self.places.live.copy() if found is None else found
+
+    def of_field(self, node: Condition | All) -> Live:
+        """Where the conditions on one field hold: its index lists those records, or the fewer others."""
+        parts = [node] if isinstance(node, Condition) else node.of
+        left = [one.left() for one in parts if isinstance(one, Condition) and one.left]
+        if self.count < LARGE or not left or len(left) < len(parts) or self.few(node):
+            return self.asked(node)
+        others = dict.fromkeys(one for conditions in left for one in conditions)  # each once
+        found = np.zeros(len(self.places.live), np.bool_)
+        for one in others:
+            found |= self.asked(one)
+        return self.places.live & ~found
+
+    def few(self, node: Node) -> bool:
+        """Whether at most half of the records match, by the look of some."""
+        live = self.places.live
+        some = np.unique(np.random.default_rng(0).integers(0, len(live), ASKED))
+        rows = self.places.rows(some[live[some]])
+        return 2 * len(self.catalog.matching(*statement(node), among=rows)) <= len(rows)
 
     def asked(self, node: Node) -> Live:
         """Where SQLite says that the filter matches."""

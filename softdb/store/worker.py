@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import contextvars
 import math
 import queue
 import sys
@@ -32,7 +33,7 @@ class _Job:
     """A call on its way to the thread and back."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
+        self.work, self.context = work, contextvars.copy_context()
         self.result: Any = None
         self.error: BaseException | None = None
         self.taken = _thread.allocate_lock()  # by the thread, or by a caller who no longer wants it
@@ -44,7 +45,7 @@ class _Job:
         if self.taken.acquire(blocking=False):
             try:
                 with busy:
-                    self.result = self.work()
+                    self.result = self.context.run(self.work)
             except BaseException as error:
                 self.error = error
             self.over = True

@@ -100,13 +100,13 @@ export function showSoft(place, soft) {
     place.replaceChildren(make("p", "", "A soft query compares vectors. Ask by a record or a vector, or where the database has an encoder by a text."));
     return;
   }
-  const number = make("p", "effective", about(soft.effective));
+  const number = make("p", "effective", `${!soft.exact && soft.bar !== null ? "about " : ""}${about(soft.effective)}`);
   const what = make("p", "", "records, if they weighed alike: the effective number, 1 / Σ w²");
   const off = soft.exact ? "none: every record was weighed" : soft.bar !== null ? `± ${short(soft.bar)} in 95 of 100 answers` : "unknown";
   const list = facts(make("dl"), [
     ["Error", off],
     ["Tolerance", soft.exact || soft.bar === null ? null : soft.met ? "met" : "not met"],
-    ["Weight missed", soft.exact || soft.missed === null ? null : `about ${share(soft.missed)}`],
+    ["Weight missed", soft.exact || soft.bar !== null || soft.missed === null ? null : `about ${share(soft.missed)}`],
     ["Records weighed", count(soft.candidates)],
     ["Log-normaliser", soft.lse === null ? null : short(soft.lse)],
     ["Length of the answer", soft.classes.length ? null : short(soft.norm)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import uvicorn
 
 from softdb.cli.served import Served
 from softdb.explore.answers import Answers
-from softdb.explore.command import configured
+from softdb.explore.command import _listening, configured
 from softdb.explore.server import Desk, application
 
 
@@ -43,8 +42,7 @@ class Site:
 
 @contextlib.contextmanager
 def served(path: Path | None, encoder: str | None = None, db: Any = None, first: str | None = None) -> Iterator[Site]:
-    with Served(path, encoder, db) as database, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with Served(path, encoder, db) as database, _listening(0) as listener:
         port = listener.getsockname()[1]
         app, desk = application(Answers(database, first), frozenset({f"127.0.0.1:{port}"}))
         server = uvicorn.Server(configured(app))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import shutil
@@ -87,6 +88,24 @@ def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, opti
         )
         again = site.call("weigh", **(asked | {"temperature": 100}))
         assert again["soft"]["effective"] == pytest.approx(2 if way == "nearest" else len(hits.ids[0]), rel=1e-2)
+
+
+def test_an_estimated_effective_number_is_no_more_than_there_are(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = softdb.SoftDB.attend
+
+    def off(self: softdb.SoftDB, queries: Any, temperature: float = 1.0, **words: Any) -> Any:
+        pooled = attend(self, queries, temperature=temperature, **words)
+        return dataclasses.replace(pooled, lse=pooled.lse + 0.01 * math.log(temperature))  # as estimates are
+
+    monkeypatch.setattr(softdb.SoftDB, "attend", off)
+    with softdb.open(None, dim=4) as db:
+        db.insert(range(30), rng.normal(size=(30, 4)))
+        answers = Answers(Served(None, db=db))
+        monkeypatch.setattr(answers._compared, "effective", lambda *_: None)
+        given = {"vector": "1 2 3 4", "way": "estimate", "temperature": "1e6"}
+        assert answers.ask(Question.of(given), Weighing.of(given), lambda: None)["soft"]["effective"] == 30
 
 
 @pytest.mark.parametrize("way", ["exact", "nearest", "estimate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,42 @@ def test_negations_ask_the_index_for_what_they_leave_out(where: dict[str, Any]) 
         for sql in asked:
             bound = [0] * sql.count("?") if "json_each" not in sql else [*["[]"] * sql.count("?")]
             assert "SEARCH" in db._store.catalog.all(f"EXPLAIN QUERY PLAN {sql}", bound)[0][3]
+
+
+@pytest.mark.parametrize(
+    ("where", "comparisons"),
+    [
+        ({"year": {"$lt": 90}}, [">= ?"]),
+        ({"year": {"$gte": 5, "$lte": 95}}, ["< ?", "> ?"]),
+        ({"$and": [{"year": {"$ne": 200}}, {"year": {"$gt": 9}}]}, ["<= ?", "= ?"]),
+        ({"lang": "de"}, ["< ?", "> ?"]),
+        ({"new": True}, []),
+        ({"year": {"$lt": 40}}, None),
+        ({"year": {"$in": [*range(90)]}}, None),
+    ],
+    ids=repr,
+)
+def test_where_most_records_match_the_index_lists_the_others(
+    where: dict[str, Any], comparisons: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matches_file, "LARGE", 100)
+    odd: list[Any] = [None, {"year": "5", "lang": 5, "new": None}]
+    payloads = [{"year": i, "lang": "fr" if i == 7 else "de", "new": i != 3} for i in range(98)] + odd
+    with softdb.open(None, dim=1, fields=["year", "lang", "new"]) as db:
+        db.insert(range(100), np.ones((100, 1)), payloads=payloads)
+        with Trace(db) as asked:
+            found = [one for batch in db.scan(where=where) for one in batch.ids]
+        assert found == [i for i, payload in enumerate(payloads) if meets(payload, where)]
+        listed = [sql for sql in asked if "row IN (SELECT value FROM json_each" not in sql]
+        if comparisons is None:
+            assert [sql.count("FROM records WHERE") for sql in listed] == [1]
+            return
+        assert [sql for sql in listed if "IS NULL" in sql]
+        for sql in listed:
+            steps = [row[3] for row in db._store.catalog.all(f"EXPLAIN QUERY PLAN {sql}", [0] * sql.count("?"))]
+            assert steps[0].startswith("SEARCH records USING")
+        pairs = re.findall(r"\) ([<>=]+ \?) AND", " ".join(listed))
+        assert sorted(pairs) == sorted(comparisons)
 
 
 def test_what_has_no_index_is_read_only_where_the_indexed_part_matches() -> None:
@@ -304,6 +341,7 @@ def test_any_order_of_changes_agrees_with_brute_force(
 ) -> None:
     rng, truth, fresh = np.random.default_rng(seed), dict[int, Any](), iter(range(10**6))
     monkeypatch.setattr(matches_file, "MANY", 15)  # so that both ways of catching up are taken
+    monkeypatch.setattr(matches_file, "LARGE", 20)  # and both of asking an index
     with softdb.open(tmp_path / "db", dim=2, fields=fields) as db, softdb.open(tmp_path / "db", mode="r") as reader:
         for step in range(40):
             change(db, truth, fresh, rng)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from reference_filters import MISSING, meets
 
 import softdb
+from softdb.store import matches
 
 PAYLOADS: list[Any] = [
     None,
@@ -47,14 +49,35 @@ def db() -> Iterator[softdb.SoftDB]:
         yield db
 
 
+def indexed() -> softdb.SoftDB:
+    """The same records, with an index on every field that can have one."""
+    db = softdb.open(None, dim=2, fields=["year", "lang", "draft", "tags"])
+    db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
+    db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
+    db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
+    return db
+
+
 @pytest.fixture(scope="module")
 def declared() -> Iterator[softdb.SoftDB]:
-    """The same records, with an index on every field that can have one."""
-    with softdb.open(None, dim=2, fields=["year", "lang", "draft", "tags"]) as db:
-        db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
-        db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
-        db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
+    with indexed() as db:
         yield db
+
+
+@pytest.fixture(scope="module")
+def of_others() -> Iterator[softdb.SoftDB]:
+    """The same: its indexes are asked for the records that do not match."""
+    with indexed() as db:
+        yield db
+
+
+@contextlib.contextmanager
+def asked_for_others() -> Iterator[None]:
+    """As if most records matched every filter, and there were many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matches, "LARGE", 0)
+        patch.setattr(matches._Evaluation, "few", lambda *_: False)
+        yield
 
 
 def ids(db: softdb.SoftDB, where: dict[str, Any]) -> list[int]:
@@ -107,14 +130,17 @@ FILTERS = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(FILTERS)
 def test_a_filter_matches_what_the_oracle_matches(where: dict[str, Any]) -> None:
-    for db in _DATABASES:
+    *others, last = _DATABASES
+    for db in others:
         assert ids(db, where) == oracle(where)
         assert db.count(where) == len(oracle(where))
+    with asked_for_others():
+        assert ids(last, where) == oracle(where)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _module_databases(db: softdb.SoftDB, declared: softdb.SoftDB) -> None:
-    _DATABASES[:] = [db, declared]
+def _module_databases(db: softdb.SoftDB, declared: softdb.SoftDB, of_others: softdb.SoftDB) -> None:
+    _DATABASES[:] = [db, declared, of_others]
 
 
 _DATABASES: list[softdb.SoftDB] = []
@@ -182,9 +208,13 @@ _DATABASES: list[softdb.SoftDB] = []
     ],
     ids=repr,
 )
-def test_named_cases(db: softdb.SoftDB, declared: softdb.SoftDB, where: dict[str, Any]) -> None:
+def test_named_cases(
+    db: softdb.SoftDB, declared: softdb.SoftDB, of_others: softdb.SoftDB, where: dict[str, Any]
+) -> None:
     assert ids(db, where) == oracle(where)
     assert ids(declared, where) == oracle(where)
+    with asked_for_others():
+        assert ids(of_others, where) == oracle(where)
 
 
 def test_text_is_never_a_number(db: softdb.SoftDB) -> None:
