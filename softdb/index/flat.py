@@ -153,10 +153,10 @@ class Scan:
     def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `nearest`, by the kernels, without waking torch's threads.
 
-        None for float64, where few records take part, where there are no kernels or scores too large for float32, and
-        where many narrow products are faster made as matrices.
+        None for float64, where there are no kernels or scores too large for float32, and where many narrow products are
+        faster made as matrices. A filter's few records are compared where they lie, too: copying them costs more.
         """
-        if 4 * self.count <= len(self.keep) - self.start or queries.dtype is not torch.float32 or not available():
+        if queries.dtype is not torch.float32 or not available():
             return None
         if len(queries) > MANY and self.dim < WIDE and len(queries) * self.count * self.dim > LARGE:
             return None

@@ -74,7 +74,14 @@ def scores_at(
     if scores.size:
         asked, positions = prepared(queries, metric), np.ascontiguousarray(positions)
         given, products = _given(snapshot, asked, positions, metric, scores)
-        by_lines(native().score, given, len(scores), products)
+        if len(scores) == 1:  # threads share its candidates
+
+            def some(part: slice) -> tuple[Any, ...]:
+                return asked, positions[:, part], snapshot.key_column, CODES[metric], scores[:, part]
+
+            by_lines(native().score, some, positions.shape[1], products)
+        else:
+            by_lines(native().score, given, len(scores), products)
     return scores
 
 

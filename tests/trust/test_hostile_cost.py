@@ -18,7 +18,7 @@ from hostile_catalog import sparse, sql, state, tower
 import softdb
 from softdb.store.generation import SnapshotLoader
 
-SECONDS, MEGABYTES = 2.0, 200
+SECONDS, MEGABYTES = 20.0, 200  # what a hostile one could ask for takes minutes, an honest refusal one or two seconds
 HUGE = 64 << 30
 
 

@@ -62,7 +62,7 @@ NOTES = ("./model", "model", "db/model", "../db/model", "{db}/model", "{db}", "u
 def test_a_note_in_the_directory_loads_no_model(
     goods: dict[str, Path], tmp_path: Path, note: str, here: str, no_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from softdb.cli.arguments import opened
+    from softdb.cli.places import opened
 
     db = tmp_path / "db"
     shutil.copytree(goods["good"], db)
@@ -79,7 +79,7 @@ def test_a_note_in_the_directory_loads_no_model(
 def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
     goods: dict[str, Path], tmp_path: Path, no_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from softdb.cli.arguments import opened
+    from softdb.cli.places import opened
 
     db = tmp_path / "db"
     shutil.copytree(goods["good"], db)

@@ -156,6 +156,24 @@ def test_only_allowed_live_records_from_a_position_on(metric: Metric, share: flo
         same(found, metric, queries, keys, 8, keep)
 
 
+def test_what_a_filter_leaves_is_compared_where_it_lies(
+    way: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    gather = Snapshot.keys_at
+
+    def counted(self: Snapshot, positions: Array) -> torch.Tensor:
+        copied.append(positions.size)
+        return gather(self, positions)
+
+    monkeypatch.setattr(Snapshot, "keys_at", counted)
+    keys, allowed = rng.standard_normal((2000, 9)).astype(np.float32), np.arange(2000) % 100 == 7
+    queries = rng.standard_normal((1, 9)).astype(np.float32)
+    found = flat(snapshot(keys), torch.from_numpy(queries), 5, Metric.COSINE, allowed)
+    same(found, Metric.COSINE, queries, keys, 5, allowed)
+    assert (sum(copied) == 0) == (way == "kernels")
+
+
 def test_rows_are_permanent_and_positions_are_not(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((60, 3)).astype(np.float32)
     rows = np.sort(rng.choice(1000, 30, replace=False)).astype(np.int64)
