@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 import apsw
@@ -16,7 +18,9 @@ from softdb.store import Store
 from softdb.store.paths import field_names
 from softdb.typing import Device
 
-__all__ = ["open"]
+__all__ = ["open", "table_at"]
+
+_STORED = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # pathlib makes s3:/bucket of s3://bucket
 
 
 def open(
@@ -68,6 +72,11 @@ def open(
         check.one_of(mode, "mode", ("rw", "r"))
         check.one_of(durability, "durability", ("full", "relaxed"))
         place = None if path is None else check.folder(path, "path", "a directory's path, or None for memory")
+        if place is not None and (table := table_at(place)) is not None:
+            raise NotADatabase(
+                f"{table} is a Lance table, not one database's directory: softdb.cluster.open answers over it, and "
+                f"'softdb snapshot {table} DIRECTORY' makes one database of it, for what needs that"
+            )
         if encoder is not None and not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
         dim = getattr(encoder, "dim", None) if dim is None else dim
@@ -93,6 +102,19 @@ def open(
         if not hasattr(error, "verb"):
             error.args = (f"open: {error.args[0]}", *error.args[1:])
         raise
+
+
+def table_at(path: str | os.PathLike[str]) -> str | None:
+    """The address of the Lance table that a path names: a folder that Lance wrote, or such as s3://bucket/t.lance.
+
+    None where it names anything else: a database's directory, or what may become one.
+    """
+    place, address = Path(path), _STORED.match(os.fspath(path))
+    if (place / "_versions").is_dir() and not (place / "catalog.sqlite").exists():
+        return str(place)
+    if address is None or place.exists():
+        return None
+    return f"{address[1]}://{os.fspath(path)[address.end() :]}"
 
 
 def _remember(store: Store, encoder: check.Encoder | None) -> None:

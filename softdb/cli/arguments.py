@@ -18,7 +18,8 @@ from typer import Argument, Option
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
-    from softdb.database import SoftDB
+    from softdb.cluster import Cluster
+    from softdb.database import SoftDB, SoftVerbs
 
 __all__ = [
     "STDIN",
@@ -42,7 +43,6 @@ __all__ = [
     "input_lines",
     "meant_ids",
     "named",
-    "opened",
     "projected",
     "query_of",
     "spooled",
@@ -85,26 +85,6 @@ def named(**words: Any) -> dict[str, Any]:
     return {name: word.value if isinstance(word, Enum) else word for name, word in words.items()}
 
 
-def opened(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> SoftDB:
-    """The database for reading, with the encoder that a text query needs, of trained keys that of the projection."""
-    import softdb
-
-    if not has_text:
-        return softdb.open(path, mode="r")
-    from softdb.cli.encoders import chosen, named_encoder
-
-    with softdb.open(path, mode="r") as db:
-        dim, noted = db.dim, db.encoder_name
-    if projection is not None:
-        from softdb.train import TextTowers, load
-
-        trained = load(projection)
-        if trained.keys is not None and noted == trained.name:
-            base = chosen(path, trained.metadata.get("encoder"), encoder)
-            return softdb.open(path, mode="r", encoder=TextTowers(trained, named_encoder(base, dim, path)))
-    return softdb.open(path, mode="r", encoder=named_encoder(chosen(path, noted, encoder), dim, path))
-
-
 def query_of(typed: str) -> tuple[Any, bool]:
     """A query as it was typed (a text, numbers, a file's array, or lines of a pipe), and whether it is text."""
     if typed == STDIN:
@@ -123,7 +103,7 @@ def _asked(typed: str, what: str) -> Any:
     return _json(typed, f"{what} starts with [ but") if typed.startswith("[") else typed
 
 
-def projected(db: SoftDB, asked: Any, file: Path | None) -> Any:
+def projected(db: SoftVerbs, asked: Any, file: Path | None) -> Any:
     """A query, projected where a projection's file is given."""
     if file is None:
         return asked
@@ -179,12 +159,12 @@ def ids_of(texts: list[str] | None) -> list[str | int] | None:
     return [*texts, *numbers]
 
 
-def typed_ids(db: SoftDB, typed: list[str] | None) -> list[str | int]:
+def typed_ids(db: SoftDB | Cluster, typed: list[str] | None) -> list[str | int]:
     """Ids as they were typed, or piped where that is `-`: see `meant_ids`."""
     return meant_ids(db, [line.strip() for _, line in input_lines(STDIN)] if typed == [STDIN] else typed or [])
 
 
-def meant_ids(db: SoftDB, words: list[str]) -> list[str | int]:
+def meant_ids(db: SoftDB | Cluster, words: list[str]) -> list[str | int]:
     """Ids as JSON or bare: "7" is the text; 7 the number, or the text if that is stored.
 
     So both `jq .id` and `jq -r .id` give ids that are found.

@@ -18,15 +18,15 @@ from softdb.cli.arguments import (
     filter_of,
     ids_of,
     named,
-    opened,
     projected,
     query_of,
 )
+from softdb.cli.places import answering
 from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
 
 if TYPE_CHECKING:
     from softdb.answers import Pooled
-    from softdb.database import SoftDB
+    from softdb.database import SoftVerbs
 
 __all__ = ["attend", "search", "soft_answers"]
 
@@ -65,7 +65,7 @@ def search(
 ) -> None:
     """Find the nearest records."""
     asked, has_text = query_of(query)
-    with opened(path, has_text and mode is not Mode.text, encoder, projection) as db:
+    with answering(path, has_text and mode is not Mode.text, encoder, projection) as db:
         hits = db.search(
             projected(db, asked, projection), k, where=filter_of(where), exact=exact, radius=radius,
             exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k, offset=offset, group_by=group_by,
@@ -101,7 +101,7 @@ def attend(
 ) -> None:
     """Soft query: the mean of all values, each weighted by softmax(score / temperature)."""
     asked, has_text = query_of(query)
-    with opened(path, has_text, encoder, projection) as db:
+    with answering(path, has_text, encoder, projection) as db:
         asked, filter_ = projected(db, asked, projection), filter_of(where)
         found = soft_answers(db, asked, temperature, k, rtol, filter_)
         is_label = db.num_classes is not None
@@ -119,7 +119,7 @@ def _facts(name: str, hits: list[Any]) -> list[dict[str, Any]]:
 
 
 def soft_answers(
-    db: SoftDB,
+    db: SoftVerbs,
     queries: Any,
     temperature: float,
     k: int | None = None,

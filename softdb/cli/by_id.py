@@ -18,14 +18,15 @@ from softdb.cli.arguments import (
     Where,
     filter_of,
     input_lines,
-    opened,
     typed_ids,
 )
+from softdb.cli.places import answering, described, place, writing
 from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
 
 if TYPE_CHECKING:
     from softdb.answers import Record
+    from softdb.cluster import TableCluster
     from softdb.database import SoftDB
 
 __all__ = ["count", "delete", "get", "insert", "record_facts"]
@@ -37,7 +38,7 @@ FIELDS = ("id", "key", "value", "payload", "text")
 
 def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
     """Records by their ids, in that order; exit code 3 where one is not stored."""
-    with opened(path) as db:
+    with answering(path) as db:
         wanted = typed_ids(db, ids)
         records = [one for low in range(0, len(wanted), AT_ONCE) for one in db.get(wanted[low : low + AT_ONCE])]
     if as_json:
@@ -64,7 +65,7 @@ def _cell(part: Any) -> str:
 
 def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
     """How many records there are, or how many a filter matches."""
-    with opened(path) as db:
+    with answering(path) as db:
         number = db.count(filter_of(where))
     if as_json:
         print_json({"count": number})
@@ -74,17 +75,15 @@ def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
 
 def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: AsJson = False) -> None:
     """Delete records by id or by filter; an id that is not stored is no error. '{}' is the filter of all."""
-    import softdb
-
     if bool(ids) == (where is not None):
         raise BadInput("give IDs or --where, one of them; --where '{}' deletes every record")
-    with softdb.open(path) as db:
+    with writing(path) as db:
         gone = db.delete(typed_ids(db, ids) if ids else None, filter_of(where))
         left = len(db)
     if as_json:
         print_json({"deleted": gone, "records": left})
     else:
-        terminal().print(f"{counted(gone, 'record')} deleted, {left:,} in {escape(str(path))}")
+        terminal().print(f"{counted(gone, 'record')} deleted, {left:,} in {escape(place(path))}")
 
 
 class _Piped(NamedTuple):
@@ -118,14 +117,12 @@ def insert(
     A text without a key is embedded where the database has an encoder; "key": null, or no key in an export, is a
     record without one. Fields beside id, key, value, payload and text are the payload.
     """
-    import softdb
     from softdb.cli.encoders import chosen, named_encoder
 
-    with opened(path) as db:
-        noted, dim = db.encoder_name, db.dim
+    dim, noted = described(path)
     made = None if encoder is None else named_encoder(chosen(path, noted, encoder), dim)
     done, number = 0, 0
-    with softdb.open(path, encoder=made) as db:
+    with writing(path, made) as db:
         put = db.upsert if upsert else db.insert
         try:
             for batch in _batches(_records(input_lines(file), db), batch_size):
@@ -138,9 +135,9 @@ def insert(
                 put(ids, given, own, payloads, texts=texts)
                 done += len(batch)
         except SoftDBError as error:
-            place = f"line {number}: " if number and not str(error).startswith("line ") else ""
+            line = f"line {number}: " if number and not str(error).startswith("line ") else ""
             state = f"{counted(done, 'record')} before that {'is' if done == 1 else 'are'} in the database"
-            error.args = (f"{place}{error.args[0]}; {state}", *error.args[1:])
+            error.args = (f"{line}{error.args[0]}; {state}", *error.args[1:])
             raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{counted(done, 'record')} inserted, on disk") from None
@@ -148,10 +145,10 @@ def insert(
     if as_json:
         print_json({"inserted": done, "records": total})
     else:
-        terminal().print(f"{counted(done, 'record')} inserted, {total:,} in {escape(str(path))}")
+        terminal().print(f"{counted(done, 'record')} inserted, {total:,} in {escape(place(path))}")
 
 
-def _records(lines: Iterable[tuple[int, str]], db: SoftDB) -> Iterator[_Piped]:
+def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_Piped]:
     """The records of JSON lines; the header of an export says nothing new. Raises BadInput naming the line."""
     exported = False
     for number, line in lines:
@@ -173,7 +170,7 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB) -> Iterator[_Piped]:
         yield _Piped(number, name, key, value, payload, text, embeds)
 
 
-def _require_same(header: Any, db: SoftDB) -> None:
+def _require_same(header: Any, db: SoftDB | TableCluster) -> None:
     """BadInput where an export's vectors would rank otherwise here."""
     metric = header.get("metric") if isinstance(header, dict) else None
     if metric != db.metric:

@@ -10,7 +10,7 @@ from enum import Enum
 from io import StringIO, TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,13 +26,14 @@ from softdb.cli.arguments import (
     Where,
     filter_of,
     named,
-    opened,
     spooled,
 )
+from softdb.cli.places import described, opened, place, writing
 from softdb.errors import BadInput, NotADatabase, SoftDBError
 from softdb.terminal import counted, print_json, progress, safe, terminal
 
 if TYPE_CHECKING:
+    from softdb.check import Encoder
     from softdb.database import SoftDB
     from softdb.formats import Rows
 
@@ -84,7 +85,6 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
-    import softdb
     from softdb.cli.encoders import chosen, named_encoder
     from softdb.formats import Fields, import_records, read_records
 
@@ -113,23 +113,23 @@ def import_(
         say(rows.path.name, seen, round(seen / max(rows.share, 1e-9)))
 
     with (
-        softdb.open(path, encoder=made_by, **shape) as db,
+        _taking(path, made_by, shape) as db,
         progress("import", rate=True) as say,
         _removing(db, path, there) if known.new else nullcontext(),
         _telling(db, path),
     ):
-        if header is not None and header.encoder is not None and name is None and not len(db):
+        if not known.table and header is not None and header.encoder is not None and name is None and not len(db):
             db.note_encoder(header.encoder)  # that alone loads nothing
         done = import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show, on_error=told)
         if not done:
             raise BadInput(f"no record of {files[0]} could be imported{skipped.said}")
-        if (known.new or resume) and header is not None and header.fields:
+        if not known.table and (known.new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
     if as_json:
         print_json({"imported": done, "records": total})
     else:
-        terminal().print(f"{counted(done, 'record')} imported{skipped.said}, {total:,} in {escape(str(path))}")
+        terminal().print(f"{counted(done, 'record')} imported{skipped.said}, {total:,} in {escape(place(path))}")
 
 
 class _Skipped:
@@ -156,16 +156,35 @@ class _Present(NamedTuple):
     new: bool
     encoder: str | None = None
     dim: int | None = None
+    table: bool = False  # of a cluster
 
 
 def _known(path: Path) -> _Present:
+    from softdb.opening import table_at
+
+    if table_at(path) is not None:
+        dim, encoder = described(path)
+        return _Present(False, encoder, dim, True)
     if not (path / "catalog.sqlite").exists():
         return _Present(True)
     try:
-        with opened(path) as db:
-            return _Present(False, db.encoder_name, db.dim)
+        dim, encoder = described(path)
+        return _Present(False, encoder, dim)
     except NotADatabase:  # another program's, which opening for writing will say; or its making was cut short
         return _Present(True)
+
+
+def _taking(path: Path, encoder: Encoder | None, shape: dict[str, Any]) -> SoftDB:
+    """The database, made where nothing is; or the cluster's table, which has all that an import asks of a database."""
+    import softdb
+    from softdb import check
+    from softdb.opening import table_at
+
+    if table_at(path) is None:
+        return softdb.open(path, encoder=encoder, **shape)
+    db = writing(path, encoder)
+    check.schema(shape["dim"], None, None, shape["dtype"], shape["metric"], db.schema)
+    return cast("SoftDB", db)
 
 
 def _shape_of(first: Rows, given: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
@@ -184,7 +203,7 @@ def _telling(db: SoftDB, path: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"{counted(len(db), 'record')} in {path}, on disk; the same command with --resume goes on from there"
+            f"{counted(len(db), 'record')} in {place(path)}, on disk; the same command with --resume goes on from there"
         ) from None
 
 

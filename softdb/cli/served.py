@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from softdb.cli.arguments import opened
+from softdb.cli.places import opened
 from softdb.database import SoftDB
 from softdb.errors import BadInput, MissingDependency
 

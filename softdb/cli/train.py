@@ -9,7 +9,8 @@ from typing import Annotated, Any, cast
 from rich.markup import escape
 from typer import Argument, Option
 
-from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, opened, spooled
+from softdb.cli.arguments import AsJson, Database, EncoderName, array_of, spooled
+from softdb.cli.places import answering, place
 from softdb.cli.reembed import reembedded
 from softdb.errors import BadInput, TrainingWarning
 from softdb.terminal import counted, print_json, progress, terminal
@@ -53,6 +54,7 @@ def train(
 
     The database is only read; with --keys its keys are changed at the end, in one commit, if that helps.
     """
+    from softdb.opening import table_at
     from softdb.train import fit, read_pairs, save
     from softdb.train.checkpoint import require_writable
 
@@ -60,11 +62,16 @@ def train(
         raise BadInput(f"{out} cannot be written; give a file in a folder that is there")
     if resume and checkpoint is None:
         raise BadInput("--resume goes on from a checkpoint, but none is named; give its file with --checkpoint")
+    if keys and table_at(path) is not None:
+        raise BadInput(
+            f"--keys changes the keys of one database, and {place(path)} is a cluster's table; leave it out, or make "
+            f"one database of it: softdb snapshot {place(path)} DIRECTORY"
+        )
     _require_apart(path, [one for one in (pairs, queries) if one is not None], checkpoint, out)
     require_writable(out)
     with spooled(pairs, "stdin.jsonl") as file:
         read = read_pairs(file, query=query, positives=positives, queries=array_of(queries))
-    with opened(path, read.is_text, encoder) as db:
+    with answering(path, read.is_text, encoder) as db:
         read.resolve(db)
         with progress("train") as say, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the table says it

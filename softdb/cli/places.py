@@ -1,0 +1,89 @@
+"""What a command's PATH names, opened: a database's directory or, of the commands that take one, a cluster's table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from softdb.check import Encoder
+    from softdb.cluster import TableCluster
+    from softdb.database import SoftDB
+
+    Place: TypeAlias = SoftDB | TableCluster
+
+__all__ = ["answering", "described", "opened", "place", "writing"]
+
+PATIENCE = 600.0  # seconds for a cluster's shards; a person can end it before
+
+
+def opened(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> SoftDB:
+    """The database for reading, with the encoder that a text query needs, of trained keys that of the projection."""
+    import softdb
+
+    return softdb.open(path, mode="r", encoder=_asking(path, encoder, projection) if has_text else None)
+
+
+def answering(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> Place:
+    """As `opened`, of a cluster's table, too."""
+    from softdb.opening import table_at
+
+    table = table_at(path)
+    if table is None:
+        return opened(path, has_text, encoder, projection)
+    return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None)
+
+
+def writing(path: Path, encoder: Encoder | None = None) -> Place:
+    """The database, or the cluster's table, for writing."""
+    import softdb
+    from softdb.opening import table_at
+
+    table = table_at(path)
+    return softdb.open(path, encoder=encoder) if table is None else _cluster(table, "rw", encoder)
+
+
+def described(path: Path) -> tuple[int, str | None]:
+    """The width of the keys, and the name of the encoder that made them."""
+    import softdb
+    from softdb.opening import table_at
+
+    table = table_at(path)
+    if table is not None:
+        from softdb.cluster.truth import stored
+
+        truth = stored(table, None)
+        return truth.schema.dim, truth.encoder
+    with softdb.open(path, mode="r") as db:
+        return db.dim, db.encoder_name
+
+
+def place(path: Path) -> str:
+    """A path as it was typed."""
+    from softdb.opening import table_at
+
+    return table_at(path) or str(path)
+
+
+def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None) -> TableCluster:
+    """Its shards in this process; where RAY_ADDRESS says that there is one, on that cluster of Ray."""
+    from softdb import cluster
+
+    on: Literal["ray", "here"] = "ray" if os.environ.get("RAY_ADDRESS") else "here"
+    return cluster.open(table, mode, on=on, timeout=PATIENCE, encoder=encoder)
+
+
+def _asking(path: Path, encoder: str | None, projection: Path | None) -> Encoder:
+    """What makes queries of texts."""
+    from softdb.cli.encoders import chosen, named_encoder
+
+    dim, noted = described(path)
+    if projection is not None:
+        from softdb.train import TextTowers, load
+
+        trained = load(projection)
+        if trained.keys is not None and noted == trained.name:
+            base = chosen(path, trained.metadata.get("encoder"), encoder)
+            return TextTowers(trained, named_encoder(base, dim, path))
+    return named_encoder(chosen(path, noted, encoder), dim, path)
