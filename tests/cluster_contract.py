@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +63,7 @@ class Counted:
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         answers = self.inner.ask({shard: ask for shard, ask in asks.items() if shard not in self.lost}, timeout)
         self.up, self.down = self.up + nbytes(list(asks.values())), self.down + nbytes(list(answers.replies.values()))
-        return ShardReplies(answers.replies, answers.missing | {shard: "lost" for shard in asks if shard in self.lost})
+        return answers._replace(missing=answers.missing | {shard: "lost" for shard in asks if shard in self.lost})
 
     def anyone(self, more: bool) -> bool:
         return self.inner.anyone(more)
@@ -88,14 +89,15 @@ def differentiated(db: SoftVerbs, queries: Tensor, **words: Any) -> tuple[Tensor
     return pooled.output, pooled.lse, *(grad for grad in grads if grad is not None)
 
 
-class ClusterContract:
+class ClusterContract(abc.ABC):
     """Inherit, and say how folders of databases become a transport."""
 
-    SHARDS = (1, 2, 4, 8)
+    SHARDS: tuple[int, ...] = (1, 2, 4, 8)
 
+    @abc.abstractmethod
     @contextlib.contextmanager
     def transport(self, folders: list[Path]) -> Iterator[Transport]:
-        raise NotImplementedError
+        """Shard s of len(folders) is the database in folders[s]; closed afterwards."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -319,6 +321,12 @@ class ClusterContract:
         ):
             with pytest.raises(BadInput, match=match):
                 cluster.attend(queries, **words)
+        alone: dict[str, Any] = {"texts": "x", "mode": "text", "fusion": "rrf", "diversity": 0.5, "group_by": "third"}
+        for word, given in alone.items():
+            with pytest.raises(BadInput, match=f"search: {word}: a cluster does not"):
+                cluster.search(queries, **{word: given})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'near'"):
+            cluster.search(queries, near=3)
         with pytest.raises(BadInput, match="8"):
             cluster.attend(torch.zeros(2, D + 1))
         with pytest.raises(softdb.BadFilter):

@@ -10,10 +10,10 @@ from softdb.attend.grouped import grouped
 from softdb.attend.hits import hits
 from softdb.attend.nearest import nearest
 from softdb.attend.remote import Remote
-from softdb.attend.request import Request
+from softdb.attend.request import Request, Source
 from softdb.attend.result import explained
 from softdb.attend.sample import sampled
-from softdb.attend.source import Columns, Source, Stored
+from softdb.attend.source import Columns, Stored
 from softdb.attend.streaming import stream
 from softdb.attend.texts import fused_hits, text_hits
 

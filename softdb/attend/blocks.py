@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.request import Live, Request
+from softdb.attend.request import Live, Request, Source
 from softdb.errors import BadInput
 from softdb.once import Once
 from softdb.scores import Score, ScoreFunction, fold
 from softdb.scores.contract import alike
 from softdb.weights import Sparse
-
-if TYPE_CHECKING:
-    from softdb.attend.source import Source
 
 __all__ = ["Blocks", "pool_into", "scored_tiles", "scores_of", "softmax_over", "sparse_over"]
 

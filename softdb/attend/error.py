@@ -159,21 +159,27 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
 def parts_of_error(parts: Sequence[ErrorEstimate], whole: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
     """What each part adds to the squared error of the whole: of its output, or of Z relative to it."""
     shares = [np.exp(part.lse - np.where(np.isneginf(whole.lse), 0, whole.lse)) for part in parts]
-    moved = [_moved(part, share, part.output - whole.output) for part, share in zip(parts, shares, strict=True)]
-    return np.stack([one[2] if pools else one[0] for one in moved])
+    seen = [_variance(part, part.output - whole.output) if pools else part.noise for part in parts]
+    return np.stack([share**2 * one for share, one in zip(shares, seen, strict=True)])
+
+
+def _variance(part: ErrorEstimate, shift: Numbers) -> Numbers:  # (q, v)
+    """Σ c ‖v - o‖² of a part, o shifted."""
+    along, far = np.einsum("qv,qv->q", shift, part.first), np.einsum("qv,qv->q", shift, shift)
+    found: Numbers = np.maximum(part.variance + 2 * along + far * part.noise, 0)
+    return found
 
 
 def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)
     """The sums of a part, seen from the answer of the whole."""
     square = share**2
     far = np.einsum("qv,qv->q", shift, shift)
-    variance = part.variance + 2 * np.einsum("qv,qv->q", shift, part.first) + far * part.noise
     signed = share[:, None, None].astype(np.float32) * part.signed
     signed += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
     least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
     scaled = (least, part.unseen), (lesser, part.hidden), (share, part.thinned)
     return (
-        square * part.noise, square**2 * part.noises, square * np.maximum(variance, 0),
+        square * part.noise, square**2 * part.noises, square * _variance(part, shift),
         square[:, None] * (part.first + shift * part.noise[:, None]), signed, share[:, None] * part.roots,
         *(np.multiply(scale, one, out=np.zeros_like(one), where=one != 0) for scale, one in scaled),
         np.where(share > 0, part.reach + np.sqrt(far), 0),

@@ -11,10 +11,9 @@ import torch
 from softdb.answers import Estimate, Pooled
 from softdb.attend.exact import exact
 from softdb.attend.remote import Remote
-from softdb.attend.request import Positions, Request
+from softdb.attend.request import Positions, Request, Scored
 from softdb.attend.result import Estimated, answered
 from softdb.attend.rounds import FIRST, Estimator, Round
-from softdb.attend.scoring import Scored
 from softdb.attend.source import Stored
 from softdb.check import shown
 from softdb.errors import BadInput

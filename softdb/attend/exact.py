@@ -13,10 +13,8 @@ from softdb.answers import Pooled
 from softdb.attend.blocks import pool_into, scored_tiles, scores_of
 from softdb.attend.nearest import nearest
 from softdb.attend.on_host import stream_where_faster
-from softdb.attend.request import Positions, Request
+from softdb.attend.request import Candidates, Positions, Request, Scored, Source
 from softdb.attend.result import answered
-from softdb.attend.scoring import Candidates, Scored
-from softdb.attend.source import Source
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scores.contract import alike

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,16 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.on_device import kernel_form
-from softdb.attend.request import Request
+from softdb.attend.request import Request, Source
 from softdb.check import Metric
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
 from softdb.once import Once
 from softdb.scores.products import length
 from softdb.store import Snapshot
-
-if TYPE_CHECKING:
-    from softdb.attend.source import Source
 
 __all__ = ["Fused", "Pass", "backward", "forward", "pass_of"]
 

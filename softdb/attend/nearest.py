@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Pooled
-from softdb.attend.request import Live, Positions, Request
+from softdb.attend.request import Candidates, Live, Positions, Request, Source
 from softdb.attend.result import answered
-from softdb.attend.scoring import Candidates
-from softdb.attend.source import Source
 from softdb.pool import missed_mass
 from softdb.store import Snapshot
 from softdb.weights import Softmax, Uniform

@@ -5,45 +5,22 @@ Several devices hold ranges of the positions, and their answers merge.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.request import Positions, Request
+from softdb.attend.request import Positions, Request, Source
 from softdb.gpu import nearest, pooled, usable
 from softdb.pool import State, merge
 from softdb.scores import Fold
 from softdb.weights import Sparse
 
-if TYPE_CHECKING:
-    from softdb.attend.source import Source
-
-__all__ = ["Resident", "entries_on_device", "find_on_device", "kernel_form", "served", "stream_on_device"]
+__all__ = ["entries_on_device", "find_on_device", "kernel_form", "served", "stream_on_device"]
 
 
 def served(device: torch.device) -> bool:
     """Whether columns there are asked where they lie."""
     return device.type == "cuda" or usable(device) is None
-
-
-class Resident(NamedTuple):
-    """Columns of a range of positions, on one device; those that want a gradient are given with their graph."""
-
-    keys: Tensor  # (m, d), float32, float16 or bfloat16
-    values: Tensor | None  # (m, v), or int labels (m,); None: the key serves
-    live: Tensor | None = None  # (m,) bool; None: all are live
-    start: int = 0  # the first position
-
-    def taking_part(self, keep: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Of what is allowed (size,) and a mask (q, size), over all positions, this range here, without the dead."""
-        device, rows = self.keys.device, slice(self.start, self.start + len(self.keys))
-        live = self.live
-        if keep is not None:
-            allowed = keep[rows].to(device)
-            live = allowed if live is None else live & allowed
-        return live, None if mask is None else mask[:, rows].to(device)
 
 
 def kernel_form(request: Request) -> tuple[Fold, float] | None:

@@ -11,8 +11,8 @@ from softdb.attend.fused import pass_of
 from softdb.attend.on_device import kernel_form
 from softdb.attend.pace import PassRate, rate
 from softdb.attend.remote import Remote
-from softdb.attend.request import Request
-from softdb.attend.source import Source, Stored
+from softdb.attend.request import Request, Source
+from softdb.attend.source import Stored
 from softdb.attend.streaming import stream
 from softdb.store import Snapshot
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Estimate, Explanation, Pooled, Resolve, Samples
-from softdb.attend.request import Live, Positions, Request
-from softdb.attend.scoring import Candidates, Scored
-from softdb.attend.source import AsStored
+from softdb.attend.request import AsStored, Candidates, Live, Positions, Request, Scored
 from softdb.errors import BadInput
 from softdb.store.snapshot import Block
 

@@ -1,28 +1,42 @@
-"""The Request: one soft question, checked, as it goes from the verb to the loops."""
+"""The Request, one soft question, checked; and the Source of whom it is asked. Every answer is a function of both."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb.answers import Resolve
 from softdb.check import Tolerance, shown
 from softdb.errors import BadInput
 from softdb.lazy import cached_property
 from softdb.scores import Fold, Gaussian, Kernel, Score, ScoreFunction, fold
+from softdb.store import Snapshot
+from softdb.store.snapshot import Block
 from softdb.weights import Normalised, Softmax, Uniform, Weighting, weighting
 
-if TYPE_CHECKING:
-    from softdb.attend.source import Source
-
-__all__ = ["Live", "LogScore", "Positions", "Request", "indifferent"]
+__all__ = [
+    "AsStored",
+    "Candidates",
+    "Live",
+    "LogScore",
+    "Positions",
+    "Request",
+    "Resident",
+    "Scored",
+    "Source",
+    "indifferent",
+]
 
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
+
+EXACT = ("flat", "scan")  # finders whose candidates are the nearest for sure
 
 
 class LogScore(torch.nn.Module):
@@ -148,3 +162,127 @@ class Request:
         if self.allowed is not None:
             mask = mask & torch.from_numpy(self.allowed[source.live])
         return mask.sum(1).to(device)
+
+
+# -- of whom -----------------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Records in order. Positions count them, 0 … size - 1, dead ones included; -1 means none.
+
+    A new source (columns on a device, shards on other machines) gives these, and is then asked whatever a database is.
+    """
+
+    @property
+    def live(self) -> Live:
+        """Which positions hold a record, (size,) bool."""
+
+    @property
+    def count(self) -> int:
+        """How many do."""
+
+    @property
+    def width(self) -> int:
+        """v, how wide an answer is."""
+
+    @property
+    def num_classes(self) -> int | None:
+        """How many classes there are, where values are labels."""
+
+    @property
+    def columns(self) -> Snapshot | None:
+        """Keys and values as kernels read them where they lie; None: they come by `blocks` alone."""
+
+    @property
+    def resident(self) -> tuple[Resident, ...]:
+        """The columns where they lie on devices, in order of positions; none: they come by `columns` or `blocks`."""
+
+    @property
+    def trained(self) -> tuple[Tensor | None, Tensor | None]:
+        """The source's own keys (n, d) and values (n, v), where they want a gradient."""
+
+    @property
+    def graph(self) -> bool:
+        """Whether `encoded` makes keys with a graph."""
+
+    @property
+    def block_size(self) -> int:
+        """How many records `encoded` takes at once; asked where there is a graph."""
+
+    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
+        """The allowed live records from a position on, in order, at most `size` at a time."""
+
+    def encoded(self, block: Block) -> Block:
+        """A block with its keys as they are compared."""
+
+    def frozen(self) -> Source:
+        """The same records without a graph, to look again. Raises StaleRead where they have changed since."""
+
+    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
+        """The k nearest of each query by the request's score; `exact`: for sure."""
+
+    def scored(self, request: Request, positions: Positions) -> Scored:
+        """Scores of candidates (q, k), with their gradients."""
+
+    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+        """The weighted sum of candidates' values (q, v), with its gradients."""
+
+    def rows(self, positions: Positions) -> Positions:
+        """Permanent row numbers, -1 where there is none."""
+
+    @property
+    def resolve(self) -> Resolve:
+        """Ids and payload texts of rows; those deleted since are absent."""
+
+
+class AsStored:
+    """A source whose keys are compared as they are stored."""
+
+    graph, block_size = False, 0
+
+    @property
+    def resident(self) -> tuple[Resident, ...]:
+        """None."""
+        return ()
+
+    def encoded(self, block: Block) -> Block:
+        """The block itself."""
+        return block
+
+
+class Resident(NamedTuple):
+    """Columns of a range of positions, on one device; those that want a gradient are given with their graph."""
+
+    keys: Tensor  # (m, d), float32, float16 or bfloat16
+    values: Tensor | None  # (m, v), or int labels (m,); None: the key serves
+    live: Tensor | None = None  # (m,) bool; None: all are live
+    start: int = 0  # the first position
+
+    def taking_part(self, keep: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Of what is allowed (size,) and a mask (q, size), over all positions, this range here, without the dead."""
+        device, rows = self.keys.device, slice(self.start, self.start + len(self.keys))
+        live = self.live
+        if keep is not None:
+            allowed = keep[rows].to(device)
+            live = allowed if live is None else live & allowed
+        return live, None if mask is None else mask[:, rows].to(device)
+
+
+class Candidates(NamedTuple):
+    """The records that a request may weigh."""
+
+    positions: Positions  # (q, k), -1 = none
+    finder: str  # which one found them
+
+    @property
+    def certain(self) -> bool:
+        """Whether they are the nearest for sure."""
+        return self.finder in EXACT
+
+
+class Scored(NamedTuple):
+    """Candidates and their scores."""
+
+    positions: Positions  # (q, k), -1 = none
+    scores: Tensor  # (q, k), -inf for none, with gradients
+    keys: Tensor | None = None  # (q, k, d) as they were compared, where pooling may need them

@@ -12,9 +12,7 @@ from torch import Tensor
 from softdb.answers import Explanation, Hits, Pooled
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.remote import Remote
-from softdb.attend.request import Request
-from softdb.attend.scoring import Scored
-from softdb.attend.source import Source
+from softdb.attend.request import Request, Scored, Source
 from softdb.index.on_device import OnDevice
 from softdb.weights import Uniform
 

@@ -9,9 +9,8 @@ from softdb.answers import Samples
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.exact import log_normaliser
 from softdb.attend.remote import Remote
-from softdb.attend.request import Request
+from softdb.attend.request import Request, Source
 from softdb.attend.result import hits_of
-from softdb.attend.source import Source
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.weights import Softmax

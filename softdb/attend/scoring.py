@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.blocks import scored_tiles, scores_of
-from softdb.attend.request import Positions, Request
+from softdb.attend.request import Positions, Request, Source
 from softdb.check import Metric
 from softdb.index.rerank import CODES, scores_at
 from softdb.kernels import native
@@ -25,32 +25,7 @@ from softdb.pool import pool
 from softdb.scores import Dot, Score, ScoreFunction, score_of
 from softdb.store import Snapshot
 
-if TYPE_CHECKING:
-    from softdb.attend.source import Source
-
-__all__ = ["Candidates", "Rowwise", "Scored", "dots", "metric_in_place", "pool_rows", "scan", "score_rows", "sums"]
-
-EXACT = ("flat", "scan")  # finders whose candidates are the nearest for sure
-
-
-class Candidates(NamedTuple):
-    """The records that a request may weigh."""
-
-    positions: Positions  # (q, k), -1 = none
-    finder: str  # which one found them
-
-    @property
-    def certain(self) -> bool:
-        """Whether they are the nearest for sure."""
-        return self.finder in EXACT
-
-
-class Scored(NamedTuple):
-    """Candidates and their scores."""
-
-    positions: Positions  # (q, k), -1 = none
-    scores: Tensor  # (q, k), -inf for none, with gradients
-    keys: Tensor | None = None  # (q, k, d) as they were compared, where pooling may need them
+__all__ = ["Rowwise", "dots", "metric_in_place", "pool_rows", "scan", "score_rows", "sums"]
 
 
 def score_rows(

@@ -1,11 +1,10 @@
-"""Sources: records in order, wherever they lie. Every answer is a function of a Request and a Source."""
+"""Sources: the stored columns of a generation, and plain tensors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
-from softdb.attend.on_device import Resident, find_on_device, served
-from softdb.attend.request import Live, Positions, Request
-from softdb.attend.scoring import Candidates, Scored, pool_rows, scan, score_rows
+from softdb.attend.on_device import find_on_device, served
+from softdb.attend.request import AsStored, Candidates, Live, Positions, Request, Resident, Scored
+from softdb.attend.scoring import pool_rows, scan, score_rows
 from softdb.check import Schema
 from softdb.index import Finder
 from softdb.index.on_device import OnDevice, part_of
@@ -28,94 +27,11 @@ from softdb.store.entry import RecordEntry
 from softdb.store.snapshot import Block, Segment
 from softdb.weights import Argmax
 
-__all__ = ["AsStored", "Columns", "OfGeneration", "Source", "Stored", "plateaus"]
+__all__ = ["Columns", "OfGeneration", "Stored", "plateaus"]
 
 
 MEASURED = 1 << 23  # numbers of records that a pass is measured over
 MEASURED_THERE = 1 << 28  # the same where they lie on a device, which passes over the others before it is asked
-
-
-class Source(Protocol):
-    """Records in order. Positions count them, 0 … size - 1, dead ones included; -1 means none.
-
-    A new source (columns on a device, shards on other machines) gives these, and is then asked whatever a database is.
-    """
-
-    @property
-    def live(self) -> Live:
-        """Which positions hold a record, (size,) bool."""
-
-    @property
-    def count(self) -> int:
-        """How many do."""
-
-    @property
-    def width(self) -> int:
-        """v, how wide an answer is."""
-
-    @property
-    def num_classes(self) -> int | None:
-        """How many classes there are, where values are labels."""
-
-    @property
-    def columns(self) -> Snapshot | None:
-        """Keys and values as kernels read them where they lie; None: they come by `blocks` alone."""
-
-    @property
-    def resident(self) -> tuple[Resident, ...]:
-        """The columns where they lie on devices, in order of positions; none: they come by `columns` or `blocks`."""
-
-    @property
-    def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """The source's own keys (n, d) and values (n, v), where they want a gradient."""
-
-    @property
-    def graph(self) -> bool:
-        """Whether `encoded` makes keys with a graph."""
-
-    @property
-    def block_size(self) -> int:
-        """How many records `encoded` takes at once; asked where there is a graph."""
-
-    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """The allowed live records from a position on, in order, at most `size` at a time."""
-
-    def encoded(self, block: Block) -> Block:
-        """A block with its keys as they are compared."""
-
-    def frozen(self) -> Source:
-        """The same records without a graph, to look again. Raises StaleRead where they have changed since."""
-
-    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
-        """The k nearest of each query by the request's score; `exact`: for sure."""
-
-    def scored(self, request: Request, positions: Positions) -> Scored:
-        """Scores of candidates (q, k), with their gradients."""
-
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
-        """The weighted sum of candidates' values (q, v), with its gradients."""
-
-    def rows(self, positions: Positions) -> Positions:
-        """Permanent row numbers, -1 where there is none."""
-
-    @property
-    def resolve(self) -> Resolve:
-        """Ids and payload texts of rows; those deleted since are absent."""
-
-
-class AsStored:
-    """A source whose keys are compared as they are stored."""
-
-    graph, block_size = False, 0
-
-    @property
-    def resident(self) -> tuple[Resident, ...]:
-        """None."""
-        return ()
-
-    def encoded(self, block: Block) -> Block:
-        """The block itself."""
-        return block
 
 
 @dataclass(frozen=True)

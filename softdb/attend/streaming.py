@@ -8,7 +8,6 @@ that are computed again in backward.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,15 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from softdb.attend.blocks import Blocks, pool_into, scores_of, softmax_over, sparse_over
 from softdb.attend.fused import Fused, pass_of
 from softdb.attend.on_device import stream_on_device
-from softdb.attend.request import Request
+from softdb.attend.request import Request, Source
 from softdb.errors import BadInput
 from softdb.pool import State, merge
 from softdb.scores.contract import alike
 from softdb.store.snapshot import Block
 from softdb.weights import Softmax, Sparse, Uniform, divisor
-
-if TYPE_CHECKING:
-    from softdb.attend.source import Source
 
 __all__ = ["stream"]
 

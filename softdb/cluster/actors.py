@@ -6,18 +6,23 @@ one that Ray restarts elsewhere makes its directories anew from the table.
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import logging
 import os
+import pickle
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from softdb.cluster.addresses import address
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import HydratedShard
+from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import Message, Refresh, ShardReplies
 from softdb.cluster.truth import Truth
 from softdb.errors import ShardUnavailable, SoftDBError
@@ -39,20 +44,27 @@ class Host:
         self.truth, self.folder, self.mine = truth, folder, list(mine)
         self._opening = threading.Lock()
         self._shards: dict[int, HydratedShard] | None = None
-        self._pool = ThreadPoolExecutor(max(1, len(self.mine)))
+        self._pool = ThreadPoolExecutor(max(1, len(self.mine) - 1))
 
-    def answer(self, asks: dict[int, Message]) -> dict[int, Any]:
-        """Replies by shard; an error of softdb in place of one."""
+    def answer(self, sent: bytes) -> bytes:
+        """Messages by shard -> replies, by whose they are (`together`); an error of softdb in place of one.
+
+        Both are pickled here: Ray carries bytes as they are, and an object by a pickler in Python, which takes longer
+        than all else it does, and arrays come out of it that cannot be written to.
+        """
+        asks: dict[int, Message] = pickle.loads(sent)
         shards = self._opened()
         if isinstance(shards, SoftDBError):
-            return dict.fromkeys(asks, shards)
-        asks = copy.deepcopy(asks)  # arrays that come through Ray cannot be written to, which torch warns of
-        replies = self._pool.map(lambda shard: _answered(shards[shard], asks[shard]), asks)
-        return dict(zip(asks, replies, strict=True))
+            return pickle.dumps(dict.fromkeys([(shard,) for shard in asks], shards))
+        last, *others = reversed(asks)
+        found = {shard: self._pool.submit(_answered, shards[shard], asks[shard]) for shard in others}
+        replies = {last: _answered(shards[last], asks[last])}
+        replies |= {shard: reply.result() for shard, reply in found.items()}
+        return pickle.dumps(together(asks, replies))
 
-    def tend(self, asks: dict[int, Message]) -> dict[int, Any]:
+    def tend(self, sent: bytes) -> bytes:
         """As `answer`, for what takes long: answers go on beside it."""
-        return self.answer(asks)
+        return self.answer(sent)
 
     def pid(self) -> int:
         """Of the actor's process."""
@@ -117,14 +129,17 @@ class _FanOut:
             self.parts.setdefault(shard % len(actors.hosts), {})[shard] = ask
         self.left = {host: actors.order(host) for host in self.parts}  # replicas to ask yet
         self.waiting: dict[Any, tuple[int, int]] = {}
-        self.found, self.why = dict[int, dict[int, Any]](), dict[int, str]()
+        self.found, self.why = dict[int, dict[tuple[int, ...], Any]](), dict[int, str]()
 
     def answers(self) -> ShardReplies:
         """Ask, wait, and ask the replicas of those that are dead or slow."""
         ray = _ray()
         for host in self.parts:
             self._send(host)
-        hedged = False
+        hedged, sent = False, list(self.waiting)
+        with contextlib.suppress(ray.exceptions.RayError):  # most often all is well, which costs one call
+            for ref, reply in zip(sent, ray.get(sent, timeout=self.timeout / HEDGE), strict=True):
+                self._note(ref, reply)
         while self.waiting and len(self.found) < len(self.parts):
             until = self.begun + (self.timeout if hedged else self.timeout / HEDGE)
             ready, _ = ray.wait(list(self.waiting), timeout=max(0.0, until - time.monotonic()))
@@ -145,37 +160,39 @@ class _FanOut:
             actor = self.actors.hosts[host][replica]
             long = any(isinstance(ask, Refresh) or getattr(ask, "verb", "") == "build_index" for ask in asks.values())
             try:
-                self.waiting[(actor.tend if long else actor.answer).remote(asks)] = host, replica
+                self.waiting[(actor.tend if long else actor.answer).remote(pickle.dumps(asks))] = host, replica
                 return
             except _ray().exceptions.RayError as error:
                 self.why[host] = _said(error)
 
     def _take(self, ref: Any) -> None:
-        ray, (host, replica) = _ray(), self.waiting.pop(ref)
+        ray = _ray()
         try:
-            self.found.setdefault(host, copy.deepcopy(ray.get(ref)))
-            self.actors.answered(host, replica)
+            self._note(ref, ray.get(ref))
         except ray.exceptions.RayError as error:
+            host, _ = self.waiting.pop(ref)
             self.why[host] = _said(error)
             self._send(host)
 
+    def _note(self, ref: Any, reply: bytes) -> None:
+        host, replica = self.waiting.pop(ref)
+        self.found.setdefault(host, pickle.loads(reply))
+        self.actors.answered(host, replica)
+
     def _sorted(self) -> ShardReplies:
-        replies, missing = dict[int, Any](), dict[int, str]()
-        for host, asks in self.parts.items():
-            for shard in asks:
-                if host not in self.found:
-                    missing[shard] = self.why.get(host, "no answer from its actor")
-                    continue
-                reply = self.found[host][shard]
-                if isinstance(reply, SoftDBError):
-                    raise reply
-                replies[shard] = reply
-        return ShardReplies(replies, missing)
+        found = {mine: reply for parts in self.found.values() for mine, reply in parts.items()}
+        for reply in found.values():
+            if isinstance(reply, SoftDBError):
+                raise reply
+        gone = [(host, shard) for host, asks in self.parts.items() if host not in self.found for shard in asks]
+        missing = {shard: self.why.get(host, "no answer from its actor") for host, shard in gone}
+        return of_owners(found, missing)
 
 
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     """The actors of a table, started where there are none: one for each node of the Ray cluster, and its replicas."""
     ray = _connected()
+    logging.getLogger("ray.actor").addFilter(_news)
     names = _names(truth, ray)
     group = _group(truth, sum(map(len, names)), timeout)
     spread = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -208,16 +225,13 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
 def stop(url: str | os.PathLike[str]) -> int:
     """End the actors of a table, and return how many there were. Directories stay; nothing is lost."""
     ray = _connected()
-    from softdb.cluster.opening import address
-
     start, count = f"{_key(address(url))}-", 0
     for one in ray.util.list_named_actors(all_namespaces=True):
         if one["namespace"] == NAMESPACE and one["name"].startswith(start):
             ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE))
             count += 1
-    for group in ray.util.placement_group_table().values():
-        if group["name"].startswith(start) and group["state"] != "REMOVED":
-            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+    for group in _groups(ray, start):
+        ray.util.remove_placement_group(group)
     return count
 
 
@@ -233,16 +247,26 @@ def _grouped(ray: Any) -> type:
 def _group(truth: Truth, bundles: int, timeout: float) -> Any:
     """Where the actors go: as far apart as there are hosts. Raises ShardUnavailable where there is no room."""
     ray, name = _ray(), f"{_key(truth.url)}-{bundles}"
-    try:
-        return ray.util.get_placement_group(name)
-    except ValueError:
-        pass
+    there = _groups(ray, name)
+    if there:
+        return there[0]
     group = ray.util.placement_group([{"CPU": 0.01}] * bundles, strategy="SPREAD", name=name, lifetime="detached")
     ready, _ = ray.wait([group.ready()], timeout=timeout)
     if not ready:
         ray.util.remove_placement_group(group)
         raise ShardUnavailable(f"Ray has no room for {bundles} actors within {timeout:g} s; add hosts to its cluster")
     return group
+
+
+def _groups(ray: Any, start: str) -> list[Any]:
+    """Placement groups by how their names begin, whoever made them: Ray looks names up in a driver's own namespace."""
+    from ray.util.placement_group import PlacementGroup
+
+    return [
+        PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
+        for number, one in ray.util.placement_group_table().items()
+        if one["name"].startswith(start) and one["state"] != "REMOVED"
+    ]
 
 
 def _names(truth: Truth, ray: Any) -> list[list[str]]:
@@ -275,8 +299,15 @@ def _connected() -> Any:
     """Ray, connected: to what `ray.init` or RAY_ADDRESS says, else to a cluster of this machine."""
     ray = _ray()
     if not ray.is_initialized():
-        ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lance is not fork-safe")  # Ray's children become other programs at once
+            ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
     return ray
+
+
+def _news(record: logging.LogRecord) -> bool:
+    """Whether what Ray warns of is no news: a placement group here is detached, too, and ends with its actors."""
+    return "detached actor with a placement group" not in record.getMessage()
 
 
 def _ray() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Estimate, Explanation, Pooled, Samples
-from softdb.attend import Remote, Request
+from softdb.attend import Request
 from softdb.attend.blocks import scores_of
-from softdb.attend.request import Positions
+from softdb.attend.request import Candidates, Positions, Scored
 from softdb.attend.result import hits_of
-from softdb.attend.scoring import Candidates, Scored
 from softdb.attend.source import plateaus
-from softdb.check import Id, Schema
+from softdb.check import Id
 from softdb.cluster import shard as say
-from softdb.cluster.asking import Parts, Posed, array, pickled, posed
+from softdb.cluster.asked import AskedShards
+from softdb.cluster.asking import Posed, array, pickled
 from softdb.cluster.caller import Caller
+from softdb.cluster.estimates import estimated
 from softdb.cluster.merge import ranked
 from softdb.errors import BadInput
 from softdb.pool import State, merge, pool
@@ -33,57 +33,13 @@ __all__ = ["Sharded"]
 Rows = NDArray[np.int64]
 
 
-class Sharded(Remote):
+class Sharded(AskedShards):
     """The records that take part in one request."""
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
-        self.caller, self.where = caller, where
+        super().__init__(caller, where)
+        self._asked = caller.known
         self.known: dict[int, RecordEntry] = {}  # by row: what came with the hits
-        self._count: int | None = None if where else caller.count
-
-    @property
-    def schema(self) -> Schema:
-        """Of every shard."""
-        return self.caller.first.schema
-
-    @property
-    def width(self) -> int:
-        """v."""
-        return self.schema.pooled_dim
-
-    @property
-    def num_classes(self) -> int | None:
-        """Of labels."""
-        return self.schema.num_classes
-
-    @property
-    def count(self) -> int:
-        """How many records take part; asked where no answer told it yet."""
-        if self._count is None:
-            nobody = say.ShardQuery(np.zeros((0, self.schema.dim), np.float32), self.schema.metric, where=self.where)
-            answers = self.ask(lambda shard, version: say.PassOver(version, nobody, pools=False))
-            self._count = sum(part.taking_part for part in answers.replies.values())
-        return self._count
-
-    def took_part(self, count: int) -> None:
-        """What an answer told of that; the first round of an estimate asks every shard."""
-        self._count = count if self._count is None else self._count
-
-    def whole(self) -> Sharded:
-        """The same, which gives no partial answer: a loss needs all."""
-        if self.caller.partial:
-            self.caller = self.caller.complete()
-        return self
-
-    def ask(self, make: Callable[[int, int], say.Message], which: Iterable[int] | None = None) -> say.ShardReplies:
-        """As `Caller.ask`; who is missing is noted."""
-        answers = self.caller.ask(make, which)
-        self.missing = tuple(sorted({*self.missing, *answers.missing}))
-        return answers
-
-    def posed(self, request: Request) -> Posed:
-        """A request as shards take it."""
-        return posed(request, self.schema.metric, self.schema.dim, self.where)
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
@@ -95,28 +51,27 @@ class Sharded(Remote):
                 "which no cluster solves over all of its shards; pass k=, or lower the temperature"
             )
         asked = self.posed(request)
-        state = merge([State(*part) for part in zip(*self._states(request, asked), strict=True)])
+        states = self._states(request, asked)
+        parts = [State(*part) for part in zip(*states, strict=True)]
+        state = parts[0] if len(parts) == 1 else merge(parts)
         return state.output, state.lse + asked.shift
 
-    def _states(self, request: Request, asked: Posed) -> State:  # (p, q, v), (p, q)
-        """Those of the shards, with gradients; without the shift."""
-        answers = self.ask(lambda shard, version: say.PassOver(version, asked.question, request.pools))
-        parts = sorted(answers.replies.items())
-        output, lse = (torch.tensor(np.stack([part[i] for _, part in parts])).to(request.queries) for i in (0, 1))
-        self._count = sum(part.taking_part for _, part in parts)
-        every, versions = (
-            np.arange(len(request.queries)),
-            {shard: self.caller.known[shard].version for shard, _ in parts},
-        )
-        asks = {shard: say.PassOver(version, asked.question, request.pools) for shard, version in versions.items()}
-        return self.states(
-            asked, State(output, lse), [asks], [dict.fromkeys(asks, every)], [dict.fromkeys(asks, every >= 0)]
-        )
+    def _states(self, request: Request, asked: Posed, apart: bool = False) -> State:  # (p, q, v), (p, q)
+        """Those of the shards, merged where they lie together, with gradients; without the shift."""
+        asks = dict[int, say.PassOver]()
 
-    def states(self, asked: Posed, states: State, asks: Any, places: Any, kept: Any) -> State:
-        """States of shards, with gradients to the queries that were asked and to the parameters."""
-        answered = Parts.apply(self.caller.complete(), asks, states, places, kept, asked.queries, *asked.parameters)  # type: ignore[no-untyped-call]
-        return State(*answered)
+        def message(shard: int, version: int) -> say.PassOver:
+            asks[shard] = say.PassOver(version, asked.question, request.pools, apart)
+            return asks[shard]
+
+        answers = self.ask(message)
+        parts = sorted(answers.replies.items())
+        output, lse = (torch.from_numpy(np.stack([part[i] for _, part in parts])).to(request.queries) for i in (0, 1))
+        self._count = sum(part.taking_part for _, part in parts)
+        every, owners = np.arange(len(request.queries)), [answers.of(shard) for shard, _ in parts]
+        asks = {shard: asks[shard] for mine in owners for shard in mine}
+        places, kept = dict.fromkeys(asks, every), dict.fromkeys(asks, every >= 0)
+        return self.states(asked, State(output, lse), [asks], [places], [kept], owners)
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
@@ -161,11 +116,13 @@ class Sharded(Remote):
     def gathered(self, positions: Positions, keys: bool = True, values: bool = True) -> tuple[Tensor, Tensor]:
         """Keys and values (…, d), (…, v) or labels (…), of rows (…); zeros at -1, and where not asked for."""
         rows, back = np.unique(positions, return_inverse=True)
-        here = rows % self.caller.shards
-        answers = self.caller.ask(
-            lambda shard, version: say.Gather(version, rows[(here == shard) & (rows >= 0)], keys, values),
-            np.unique(here[rows >= 0]).tolist(), whole=True,
-        )  # fmt: skip
+        here = np.where(rows < 0, -1, rows % self.caller.shards)
+
+        def message(shard: int, version: int) -> say.Gather:
+            mine = rows[here == shard]
+            return say.Gather(version, mine, keys, values, self._names(shard, version, mine))
+
+        answers = self.caller.ask(message, np.unique(here[rows >= 0]).tolist(), whole=True)
         columns = []
         for i, width in enumerate(
             (self.schema.dim, None if self.num_classes else self.schema.value_dim or self.schema.dim)
@@ -175,7 +132,7 @@ class Sharded(Remote):
             )
             for shard, part in answers.replies.items():
                 if part[i] is not None:
-                    whole[(here == shard) & (rows >= 0)] = part[i]
+                    whole[here == shard] = part[i]
             columns.append(torch.from_numpy(whole[back.reshape(positions.shape)]))
         return columns[0], columns[1]
 
@@ -194,11 +151,21 @@ class Sharded(Remote):
 
     def _looked_up(self, rows: Rows, payloads: bool, texts: bool) -> dict[int, RecordEntry]:
         here = rows % self.caller.shards
-        answers = self.caller.ask(
-            lambda shard, version: say.ResolveRows(version, rows[here == shard], payloads, texts),
-            np.unique(here).tolist(), whole=True,
-        )  # fmt: skip
+
+        def message(shard: int, version: int) -> say.ResolveRows:
+            mine = rows[here == shard]
+            return say.ResolveRows(version, mine, payloads, texts, self._names(shard, version, mine))
+
+        answers = self.caller.ask(message, np.unique(here).tolist(), whole=True)
         return {one.row: one for found in answers.replies.values() for one in found}
+
+    def _names(self, shard: int, version: int, rows: Rows) -> list[Id] | None:
+        """The ids of rows, where they came with the hits, and mean the same records at that version."""
+        asked = self._asked.get(shard)
+        known = [self.known.get(row) for row in rows.tolist()]
+        if asked is None or say.of_records(asked.version) != say.of_records(version):
+            return None
+        return None if None in known else [one.id for one in known if one is not None]
 
     def _fetched(self, rows: Positions) -> None:
         """Where nobody can ask alone later: all of the hits now."""
@@ -209,8 +176,6 @@ class Sharded(Remote):
 
     def estimated(self, request: Request) -> Pooled:
         """Rounds of draws in every shard, until the error bar of the whole fits."""
-        from softdb.cluster.estimates import estimated  # which asks this
-
         return estimated(self, request)
 
     def counted(self, request: Request, least: float) -> Estimate:
@@ -224,7 +189,7 @@ class Sharded(Remote):
     def sampled(self, request: Request, count: int, generator: torch.Generator) -> Samples:
         """A shard for each draw, by how much weight it holds, and there a record by its own. Two passes."""
         asked = self.posed(request)
-        lses = self._states(replace(request, pools=False), asked).lse.mT  # (q, p)
+        lses = self._states(replace(request, pools=False), asked, apart=True).lse.mT  # (q, p)
         lse = merge([State(one.new_zeros(len(one), 0), one) for one in lses.unbind(1)]).lse + asked.shift
         shares = lses.detach().double().cpu().softmax(1).nan_to_num(0).cumsum(1)
         chances = torch.rand(len(shares), count, generator=generator, dtype=torch.float64)

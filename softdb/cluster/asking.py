@@ -85,38 +85,43 @@ class Parts(torch.autograd.Function):
         states: State,  # (p, q, v) and (p, q)
         places: Sequence[dict[int, Rows]],  # for each message which queries it asks
         kept: Sequence[dict[int, NDArray[np.bool_]]],  # and of which of those its answer was kept
+        owners: Sequence[tuple[int, ...]],  # (p,) the shards that each state is of
         queries: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The states themselves."""
-        ctx.caller, ctx.asks, ctx.places, ctx.kept = caller, asks, places, kept
-        ctx.order = sorted(set().union(*asks))
-        ctx.save_for_backward(queries, *parameters)
+        ctx.caller, ctx.asks, ctx.places, ctx.kept, ctx.owners = caller, asks, places, kept, owners
+        ctx.save_for_backward(states.output, states.lse, queries, *parameters)
         return states.output, states.lse
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         """(query, its gradients of output and lse) to each shard, its gradient of the query back."""
-        queries, *parameters = ctx.saved_tensors
+        output, lse, queries, *parameters = ctx.saved_tensors
         found = [torch.zeros_like(one) for one in (queries, *parameters)]
-        part_of = {shard: part for part, shard in enumerate(ctx.order)}
+        part_of = {shard: part for part, mine in enumerate(ctx.owners) for shard in mine}
+        several = [len(mine) > 1 for mine in ctx.owners]
+        along = (output_grad.double() * output).sum(2).to(lse_grad) if any(several) else 0
+        lses, of_output, of_lse, of_whole = (list(array(one)) for one in (lse, output_grad, lse_grad, lse_grad - along))
         for asks, places, kept in zip(ctx.asks, ctx.places, ctx.kept, strict=True):
 
             def message(
                 shard: int, version: int, asks: Any = asks, places: Any = places, kept: Any = kept
             ) -> say.Message:
-                own = kept[shard]
-                grads = (array(one[part_of[shard]])[places[shard]] for one in (output_grad, lse_grad))
+                part, ask, own = part_of[shard], asks[shard], kept[shard]
+                if several[part]:  # of a pass; all shards of it are told the same, which travels once
+                    return say.Backward(ask.version, ask, of_output[part], of_whole[part], lses[part])
+                grads = (one[part][places[shard]] for one in (of_output, of_lse))
                 masked = (np.where(own.reshape(-1, *[1] * (one.ndim - 1)), one, 0).astype(one.dtype) for one in grads)
-                return say.Backward(asks[shard].version, asks[shard], *masked)
+                return say.Backward(ask.version, ask, *masked)
 
             answers = ctx.caller.ask(
                 message, [one for one in asks if ctx.caller.transport.collective or kept[one].any()]
             )
             for shard, gradient in answers.replies.items():
                 mine = torch.from_numpy(places[shard]).to(queries.device)
-                found[0].index_add_(0, mine, torch.tensor(gradient.queries).to(found[0]))
+                found[0][mine] += torch.tensor(gradient.queries).to(found[0])
                 for whole, part in zip(found[1:], gradient.parameters, strict=True):
                     whole += torch.tensor(part).to(whole)
         sources = queries, output_grad, lse_grad, *parameters
-        return None, None, None, None, None, *Once.guarded(list(found), sources)
+        return None, None, None, None, None, None, *Once.guarded(list(found), sources)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh, ShardReplies, Transport
-from softdb.errors import BadInput, ShardUnavailable
+from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh, ShardReplies, Transport, of_records
+from softdb.errors import BadInput, ShardUnavailable, StaleRead
 
 __all__ = ["Caller"]
 
@@ -49,7 +49,14 @@ class Caller:
         return whole
 
     def look(self, make: Callable[[int], Describe | Refresh]) -> None:
-        """What each shard is; it replaces what was known. Raises BadInput for shards that are no parts of one whole."""
+        """What each shard is; it replaces what was known. As `described`."""
+        self.known = self.described(make)
+
+    def described(self, make: Callable[[int], Describe | Refresh]) -> dict[int, Description]:
+        """What each shard is. Raises BadInput for shards that are no parts of one whole.
+
+        Raises StaleRead for one that is behind what this handle has seen: nobody reads backwards.
+        """
         answers = self._asked({shard: make(shard) for shard in range(self.shards)}, self.partial)
         found: dict[int, Description] = answers.replies
         whole = next(iter(found.values())).schema
@@ -62,7 +69,12 @@ class Caller:
                 raise BadInput(
                     f"shard {shard} holds {one.schema} but another one {whole}; shards are parts of one whole"
                 )
-        self.known = found
+            seen, own = self.known.get(shard), of_records(one.version)
+            if seen is not None and own < of_records(seen.version):
+                raise StaleRead(
+                    f"shard {shard} is at version {own}, behind {of_records(seen.version)} that was seen; refresh()"
+                )
+        return found
 
     def ask(
         self,
@@ -76,7 +88,7 @@ class Caller:
         partial = self.partial and not whole
         absent = {shard: "it did not answer when the cluster was opened" for shard in asked if shard not in known}
         answers = self._asked({shard: make(shard, known[shard].version) for shard in asked if shard in known}, partial)
-        return self._judged(ShardReplies(answers.replies, absent | answers.missing), partial)
+        return self._judged(answers._replace(missing=absent | answers.missing), partial)
 
     def _asked(self, asks: dict[int, Message], partial: bool) -> ShardReplies:
         return self._judged(self.transport.ask(asks, self.timeout), partial) if asks else ShardReplies({}, {})

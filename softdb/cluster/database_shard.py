@@ -17,14 +17,16 @@ from softdb.attend import Request, Stored, sampled
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.count import counted_exactly
 from softdb.attend.scoring import scan
-from softdb.check import Metric, Tolerance
+from softdb.check import Id, Metric, Tolerance
 from softdb.cluster import shard as say
 from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
+from softdb.pool import State
 from softdb.scores import Fold, score_of
 from softdb.store.entry import RecordEntry
+from softdb.store.matches import ALL_HERE
 from softdb.weights import Softmax, Uniform
 
 __all__ = ["DatabaseShard", "salted"]
@@ -57,6 +59,13 @@ class Scaled(torch.nn.Module):
         return Fold(self.metric, queries, self.factor)
 
 
+def _parted(own: State, whole: Tensor, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor, Tensor]:
+    """A part's gradients of output and lse, from those of the whole: see `Backward`."""
+    share = (own.lse - whole).exp().masked_fill(own.lse == -torch.inf, 0)
+    along = (output_grad.double() * own.output.double()).sum(1) + lse_grad.double()
+    return share.unsqueeze(1) * output_grad, (share * along).to(lse_grad)
+
+
 class DatabaseShard:
     """The records of one database as a shard of several. Safe to ask from several threads, if the database is."""
 
@@ -74,16 +83,20 @@ class DatabaseShard:
 
     def answer(self, ask: say.Message) -> Any:
         """As `ClusterShard.answer`."""
-        reply = self._answers(ask)
+        whole = ALL_HERE.set(False)
+        try:
+            reply = self._answers(ask)
+        finally:
+            ALL_HERE.reset(whole)
         if not isinstance(ask, say.Describe | say.Refresh):
-            self._require(ask.version)  # it may have gone on meanwhile
+            self._require(ask)  # it may have gone on meanwhile
         return reply
 
-    def _require(self, version: int) -> None:
+    def _require(self, ask: say.Message) -> None:
         own = self.version()
-        if own != version:
+        if not ask.fits(own):
             raise StaleRead(
-                f"shard {self.shard} is at version {own} but was asked for {version}; refresh() and ask again"
+                f"shard {self.shard} is at version {own} but was asked for {ask.version}; refresh() and ask again"
             )
 
     def _answers(self, ask: say.Message) -> Any:
@@ -92,7 +105,7 @@ class DatabaseShard:
         if isinstance(ask, say.Refresh):
             self.refresh(ask.version)
             return self._description()
-        self._require(ask.version)
+        self._require(ask)
         return self._replies[type(ask)](self, ask)
 
     def _description(self) -> say.Description:
@@ -106,14 +119,21 @@ class DatabaseShard:
 
     def _rows(self, rows: Rows) -> Rows:
         """The cluster's rows of local ones; -1 stays."""
-        return np.where(rows < 0, -1, rows * self.shards + self.shard)
+        here = say.directory_of(self.version()) << say.ROW_BITS
+        return np.where(rows < 0, -1, here | (rows * self.shards + self.shard))
 
-    def _local(self, rows: Rows) -> Rows:
-        if ((rows % self.shards != self.shard) | (rows < 0)).any():
+    def _local(self, rows: Rows, ids: list[Id] | None) -> Rows:
+        """Local rows of the cluster's; by the ids where these are of another directory, -1 for those that are gone."""
+        places = rows & ((1 << say.ROW_BITS) - 1)
+        if ((places % self.shards != self.shard) | (rows < 0)).any():
             raise BadInput(
                 f"shard {self.shard} was asked for rows of another; it holds row % {self.shards} of its number"
             )
-        return rows // self.shards
+        if (rows >> say.ROW_BITS == say.directory_of(self.version())).all():
+            return places // self.shards
+        if ids is None:
+            raise StaleRead(f"shard {self.shard} was made anew, and its rows are numbered otherwise; ask again")
+        return self.db.located(ids)
 
     def _called(self, ask: say.CallVerb) -> Any:
         if ask.verb not in CALLS:
@@ -124,8 +144,10 @@ class DatabaseShard:
         return self._rows(self.db.located(ask.ids, ask.where))
 
     def _resolved(self, ask: say.ResolveRows) -> list[RecordEntry]:
-        found = self.db.resolve(self._local(ask.rows), ask.payloads, ask.texts)
-        return [one._replace(row=row * self.shards + self.shard) for row, one in found.items()]
+        own = self._local(ask.rows, ask.ids)
+        found = self.db.resolve(own[own >= 0], ask.payloads, ask.texts)
+        pairs = zip(ask.rows.tolist(), own.tolist(), strict=True)
+        return [found[mine]._replace(row=row) for row, mine in pairs if mine in found]
 
     def _scanned(self, ask: say.ScanRows) -> tuple[Records, int | None]:
         rows = self.db.matching(ask.where)
@@ -136,7 +158,7 @@ class DatabaseShard:
 
     def _gathered(self, ask: say.Gather) -> say.GatheredRows:
         snapshot = self.db.view()[0]
-        positions = snapshot.positions(self._local(ask.rows))
+        positions = snapshot.positions(self._local(ask.rows, ask.ids))
         if ((positions < 0) | ~snapshot.live[positions]).any():
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
         return say.GatheredRows(
@@ -194,6 +216,8 @@ class DatabaseShard:
             )
             wanted = [request.queries, *(parameters if ask.of.question.trains else [])]
             grads = torch.tensor(ask.output_grad), torch.tensor(ask.lse_grad)
+            if ask.whole is not None:
+                grads = _parted(State(output.detach(), lse.detach()), torch.tensor(ask.whole), *grads)
             found = torch.autograd.grad((output, lse), wanted, grads, allow_unused=True)
         mine = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
         return say.Gradient(mine[0].numpy(), tuple(grad.numpy() for grad in mine[1:]))

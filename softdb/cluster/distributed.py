@@ -9,19 +9,26 @@ in: each gets the gradients of its own queries.
 from __future__ import annotations
 
 import datetime
+import itertools
 import pickle
+import struct
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
 
 __all__ = ["Ranks"]
+
+HEAD = struct.Struct(
+    "<qqqq"
+)  # turn, kind, bytes of the message, and the most that any of the sender's has beyond a slot
+SLOT = 4096  # bytes of a message that travel with its head
 
 T = TypeVar("T")
 
@@ -59,24 +66,24 @@ class Ranks:
             )
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """As `Transport.ask`. Two all-to-alls, of the messages and of the replies."""
+        """As `Transport.ask`. Two all-to-alls, of the messages and of the replies; two more where these are large."""
         kind = ", ".join(sorted({type(ask).__name__ for ask in asks.values()}))
         sent = [{shard: ask for shard, ask in asks.items() if self._owner[shard] == rank} for rank in range(self.ranks)]
         arrived = self._exchanged([pickle.dumps(one) for one in sent], kind)
         replies = [self._answered(pickle.loads(one)) for one in arrived]
-        found: dict[int, Any] = {}
+        found: dict[tuple[int, ...], Any] = {}
         for one in self._exchanged([pickle.dumps(reply) for reply in replies], f"reply to {kind}"):
             found |= pickle.loads(one)
         missing = dict[int, str]()
-        for shard, reply in sorted(found.items()):
+        for mine, reply in sorted(found.items()):
             if isinstance(reply, SoftDBError):
                 raise reply
             if isinstance(reply, Exception):
-                missing[shard] = f"{type(reply).__name__}: {reply}"
-        return ShardReplies({shard: reply for shard, reply in found.items() if shard not in missing}, missing)
+                missing[mine[0]] = f"{type(reply).__name__}: {reply}"
+        return of_owners({mine: reply for mine, reply in found.items() if mine[0] not in missing}, missing)
 
-    def _answered(self, asks: dict[int, Message]) -> dict[int, Any]:
-        """Replies of this rank's shards, or why there are none."""
+    def _answered(self, asks: dict[int, Message]) -> dict[tuple[int, ...], Any]:
+        """Replies of this rank's shards by whose they are (`together`), or why there are none."""
         replies = dict[int, Any]()
         for shard, ask in asks.items():
             try:
@@ -85,7 +92,7 @@ class Ranks:
                 replies[shard] = error
             except Exception as error:
                 replies[shard] = RuntimeError(f"{type(error).__name__}: {error}")
-        return replies
+        return together(asks, replies)
 
     def anyone(self, more: bool) -> bool:
         """Whether any rank has more to ask."""
@@ -104,22 +111,31 @@ class Ranks:
         if self._group is None:
             raise Closed("the cluster was closed; open it again")
         self._turn += 1
-        head = torch.tensor([self._turn, zlib.crc32(kind.encode()), *map(len, sent)])
-        heads = [torch.empty_like(head) for _ in range(self.ranks)]
-        self._collectively(lambda: dist.all_gather(heads, head, group=self._group))
-        if any(not torch.equal(one[:2], head[:2]) for one in heads):
-            unlike = [rank for rank, one in enumerate(heads) if not torch.equal(one[:2], head[:2])]
-            self._turn = max(int(one[0]) for one in heads)
+        sizes = [max(0, len(one) - SLOT) for one in sent]  # of what no slot holds
+        own = self._turn, zlib.crc32(kind.encode())
+        slots = b"".join(HEAD.pack(*own, len(one), max(sizes)) + one[:SLOT].ljust(SLOT, b"\0") for one in sent)
+        whole = self._swapped(slots, [HEAD.size + SLOT] * self.ranks, [HEAD.size + SLOT] * self.ranks)
+        heads = [HEAD.unpack_from(one) for one in whole]
+        if unlike := [rank for rank, one in enumerate(heads) if one[:2] != own]:
+            self._turn = max(one[0] for one in heads)
             raise BadInput(
                 f"rank {self.rank} asked {kind!r} and ranks {unlike} something else; every rank makes the same calls "
                 "in the same order, with no queries (0, d) where it has none, and backward on all or none"
             )
-        inputs, sizes = list(map(len, sent)), [int(one[2 + self.rank]) for one in heads]
-        given = torch.from_numpy(np.frombuffer(b"".join(sent) or b"", np.uint8).copy())
-        taken = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._collectively(lambda: dist.all_to_all_single(taken, given, sizes, inputs, group=self._group))
-        whole, ends = taken.numpy().tobytes(), np.cumsum(sizes).tolist()
-        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        found = [one[HEAD.size : HEAD.size + length] for one, (_, _, length, _) in zip(whole, heads, strict=True)]
+        if not any(most for *_, most in heads):  # which every rank sees alike
+            return found
+        expected = [max(0, length - SLOT) for _, _, length, _ in heads]
+        rest = self._swapped(b"".join(one[SLOT:] for one in sent), sizes, expected)
+        return [begun + more for begun, more in zip(found, rest, strict=True)]
+
+    def _swapped(self, sent: bytes, sizes: list[int], expected: list[int]) -> list[bytes]:
+        """An all-to-all of so many bytes to and from each rank."""
+        given = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
+        taken = torch.empty(sum(expected), dtype=torch.uint8)
+        self._collectively(lambda: dist.all_to_all_single(taken, given, expected, sizes, group=self._group))
+        whole, ends = taken.numpy().tobytes(), list(itertools.accumulate(expected))
+        return [whole[end - size : end] for size, end in zip(expected, ends, strict=True)]
 
     def _collectively(self, call: Callable[[], T]) -> T:
         """What all ranks do together. Raises ShardUnavailable where one does not, now and from then on."""

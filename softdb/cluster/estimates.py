@@ -22,7 +22,7 @@ from softdb.attend.request import Positions
 from softdb.attend.result import Estimated, answered
 from softdb.attend.rounds import BLIND, BLINDER, FIRST, GROWTH, LEAST, LOOKS, MARGIN, error_of
 from softdb.cluster import shard as say
-from softdb.cluster.answers import Sharded
+from softdb.cluster.asked import AskedShards
 from softdb.cluster.asking import Posed
 from softdb.pool import State, merge
 
@@ -68,7 +68,7 @@ class _Book:
         return sorted(self.parts)
 
 
-def estimated(source: Sharded, request: Request) -> Pooled:
+def estimated(source: AskedShards, request: Request) -> Pooled:
     """As `softdb.attend.estimate.estimated`: no shard knows the tolerance, none decides how many draws are enough."""
     rounds = _Rounds(source, request, source.posed(request))
     more = True
@@ -82,7 +82,7 @@ def estimated(source: Sharded, request: Request) -> Pooled:
 class _Rounds:
     """The state of an estimate between two rounds."""
 
-    def __init__(self, source: Sharded, request: Request, asked: Posed) -> None:
+    def __init__(self, source: AskedShards, request: Request, asked: Posed) -> None:
         tolerance, q = request.tolerance, len(request.queries)
         assert tolerance is not None
         self.source, self.request, self.asked, self.tolerance = source, request, asked, tolerance
@@ -102,7 +102,7 @@ class _Rounds:
     def draw(self) -> None:
         """One round: every shard draws for the queries that are not done, but where it has passed over every record."""
         book, question, tolerance = self.book, self.asked.question, self.tolerance
-        asks, places = dict[int, say.Draw](), dict[int, Positions]()
+        asks, places, own_budgets = dict[int, say.Draw](), dict[int, Positions](), self._own_budgets()
         for shard, known in self.source.caller.known.items():
             where = self.rest
             if shard in book.exactly:
@@ -110,9 +110,8 @@ class _Rounds:
             if len(book.asks) and shard not in book.parts:  # it is missing
                 continue
             own = replace(question, queries=question.queries[where])
-            budgets = self._own_budgets(shard, where)
             asks[shard] = say.Draw(
-                known.version, own, self.request.pools, budgets, self.looks[where], self.request.seed,
+                known.version, own, self.request.pools, own_budgets[shard, where], self.looks[where], self.request.seed,
                 tolerance.confidence, tolerance.most is not None,
             )  # fmt: skip
             places[shard] = where
@@ -132,11 +131,18 @@ class _Rounds:
         for shard in answers.missing:
             book.parts.pop(shard, None)
 
-    def _own_budgets(self, shard: int, where: Positions) -> Positions:
-        """Whole numbers; of later rounds on a grid, so that many queries share one."""
-        wanted = np.maximum(self.budgets[where] * self.shares[shard, where], FEW)
+    def _own_budgets(self) -> Positions:  # (p, q)
+        """Whole numbers; of later rounds on a grid, so that many queries share one, by largest remainders."""
+        wanted = np.maximum(self.budgets * self.shares, FEW)
         if len(self.book.asks):
-            wanted = 2 ** (np.floor(STEP * np.log2(wanted)) / STEP)
+            lower: Numbers = 2 ** (np.floor(STEP * np.log2(wanted)) / STEP)
+            left = self.budgets - lower.sum(0)
+            for shards in np.argsort(-wanted / lower, axis=0, kind="stable"):
+                step = (2 ** (1 / STEP) - 1) * np.take_along_axis(lower, shards[None], 0)[0]
+                fits = np.flatnonzero(step <= left)
+                lower[shards[fits], fits] += step[fits]
+                left[fits] -= step[fits]
+            wanted = lower
         budgets: Positions = np.maximum(np.rint(wanted), 1).astype(np.int64)
         return budgets
 
@@ -218,7 +224,7 @@ class _Rounds:
             for turn, places in enumerate(book.places)
         ]
         asks = [{shard: asks[shard] for shard in mine} for asks, mine in zip(book.asks, kept, strict=True)]
-        states = source.states(self.asked, states, asks, book.places, kept)
+        states = source.states(self.asked, states, asks, book.places, kept, [(shard,) for shard in shards])
         state = merge([State(*part) for part in zip(*states, strict=True)])
         exact = torch.from_numpy(np.all([book.exactly[shard] for shard in shards], axis=0)).to(device)
         bar, stderr, lse_stderr = self.error

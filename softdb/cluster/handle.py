@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -20,11 +21,12 @@ from softdb.cluster import shard as say
 from softdb.cluster.answers import Sharded
 from softdb.cluster.asking import array
 from softdb.cluster.caller import Caller
+from softdb.cluster.copying import copied, of_records
 from softdb.database import SoftVerbs
 from softdb.database.handle import verb
 from softdb.encoders import of_name
 from softdb.errors import BadInput, Closed, UnknownId
-from softdb.reports import IndexReport, Stats
+from softdb.reports import IndexReport, SnapshotReport, Stats
 from softdb.scores import Score, ScoreFunction, query_width, score_of
 from softdb.typing import Ids, IdsPerQuery, Vectors
 from softdb.weights import Weighting
@@ -32,6 +34,7 @@ from softdb.weights import Weighting
 __all__ = ["Cluster", "Versioned"]
 
 BUILDING = 3600.0  # seconds that an index may take
+_ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # of SoftDB.search alone
 
 Rows = NDArray[np.int64]
 
@@ -62,7 +65,7 @@ class Cluster(SoftVerbs):
     def __init__(
         self, transport: say.Transport, timeout: float = 30.0, partial: bool = False, truth: Versioned | None = None
     ) -> None:
-        self.truth, self._closed = truth, False
+        self.truth, self.mode, self._closed = truth, "r", False
         self.caller = Caller(transport, check.positive(timeout, "timeout"), bool(partial))
 
     # -- the handle ------------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class Cluster(SoftVerbs):
         found = self._called("stats", {})
         sums = {name: sum(getattr(one, name) for one in found) for name in ("records", "keyless", "dead", "bytes")}
         whole: Stats = dataclasses.replace(
-            found[0], path=None, mode="r", generation=self.version, **sums,
+            found[0], path=None, mode=self.mode, generation=self.version, **sums,
             segments=sum(one.segments for one in found), unflushed=0,
         )  # fmt: skip
         return whole
@@ -176,25 +179,26 @@ class Cluster(SoftVerbs):
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def _called(self, name: str, words: dict[str, Any]) -> list[Any]:
-        answers = self.caller.ask(lambda _, version: say.CallVerb(version, name, words), whole=True)
+    def _called(self, name: str, words: dict[str, Any], caller: Caller | None = None) -> list[Any]:
+        answers = (caller or self.caller).ask(lambda _, version: say.CallVerb(version, name, words), whole=True)
         return [reply for _, reply in sorted(answers.replies.items())]
 
     @verb
     def get(self, ids: Ids) -> Records:
         """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
         names = check.identifiers(ids, unique=False)
+        caller = self.caller  # grown meanwhile, the shards are others
         home = np.full(len(names), -1)
-        for shard, stored in enumerate(self._called("stored", {"ids": names})):
+        for shard, stored in enumerate(self._called("stored", {"ids": names}, caller)):
             home[stored] = shard
         if (home < 0).any():
-            raise UnknownId(f"id {check.shown(names[int((home < 0).argmax())])} is not stored")
+            raise UnknownId(f"id {check.shown(names[int((home < 0).argmax())])} is not stored; check it with `in`")
         places = {shard: np.flatnonzero(home == shard) for shard in np.unique(home).tolist()}
 
         def mine(shard: int, version: int) -> say.CallVerb:
             return say.CallVerb(version, "get", {"ids": [names[i] for i in places.get(shard, ())]})
 
-        found = self.caller.ask(mine, places, whole=True).replies
+        found = caller.ask(mine, places, whole=True).replies
         parts = [(places[shard], part) for shard, part in found.items() if shard in places]
         if not parts:
             return self._called("get", {"ids": []})[0]  # type: ignore[no-any-return]
@@ -206,7 +210,12 @@ class Cluster(SoftVerbs):
 
     @verb
     def __contains__(self, name: object) -> bool:
-        return bool(np.any(self._called("stored", {"ids": check.identifiers([name])})))
+        return bool(self.stored(check.identifiers([name]))[0])
+
+    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
+        """Which of ids (n,) are stored, with a key or without."""
+        found: NDArray[np.bool_] = np.any(self._called("stored", {"ids": ids}), axis=0)
+        return found
 
     @verb
     def __len__(self) -> int:
@@ -226,13 +235,29 @@ class Cluster(SoftVerbs):
         return self._scanned(check.integer(batch_size, "batch_size"), where)
 
     def _scanned(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        for shard in range(self.shards):
+        caller = self.caller  # grown meanwhile, the shards are others
+        for shard in range(caller.shards):
             after = -1
             while after is not None:
                 message = functools.partial(_scan, after=after, size=size, where=where)
-                batch, after = self.caller.ask(message, [shard], whole=True).replies[shard]
+                batch, after = caller.ask(message, [shard], whole=True).replies[shard]
                 if len(batch):
                     yield batch
+
+    @verb
+    def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
+        """Copy all records to one ordinary database in a new directory, there whole, or not at all.
+
+        Cost: a scan, batch by batch. Indexes are not copied.
+
+        Raises BadInput for a path where something is, StaleRead where a shard has gone on meanwhile, and WriteFailed
+        where the disk refuses.
+        """
+        batches = self._scanned(1000, None)
+        return copied(
+            check.folder(path, "path", "the path of a new directory"),
+            lambda folder: of_records(batches, self.schema, self.encoder_name, folder),
+        )
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None) -> Rows:
         """Rows (n,) of ids; -1 for those not stored, without a key, or that the filter does not match."""
@@ -246,8 +271,9 @@ class Cluster(SoftVerbs):
 
     def sample_keys(self, count: int) -> Tensor:
         """Up to so many of the keys, by which one database is told from another: the first of each shard."""
-        each = -(-count // self.shards)
-        answers = self.caller.ask(lambda _, version: say.ScanRows(version, -1, each), whole=True)
+        caller = self.caller
+        each = -(-count // caller.shards)
+        answers = caller.ask(lambda _, version: say.ScanRows(version, -1, each), whole=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     # -- questions -------------------------------------------------------------------------------------------------
@@ -301,6 +327,7 @@ class Cluster(SoftVerbs):
     @verb
     def search(
         self,
+        /,
         queries: Vectors | None = None,
         k: int | None = None,
         *,
@@ -309,12 +336,17 @@ class Cluster(SoftVerbs):
         radius: float | None = None,
         exclude_ids: IdsPerQuery | None = None,
         offset: int = 0,
+        **others: Any,
     ) -> Hits:
         """The k nearest records of each query, best first, those that score alike by id; arguments as `SoftDB.search`.
 
         Each shard finds its k nearest, by its own index or exactly; k scores and ids of each travel, and the keys of
         the k best where the queries want a gradient. Payloads travel when they are asked for.
+
+        Raises BadInput for what only one database does: `texts`, `mode`, `fusion`, `diversity`, `fetch_k`, `group_by`
+        and `group_size`.
         """
+        _require_taken(others)
         if queries is None:
             raise BadInput("queries are missing; a cluster searches by vector")
         ask = check.asked(k, radius, None, None, self.schema.metric, offset, None, None)
@@ -329,6 +361,19 @@ class Cluster(SoftVerbs):
             request = Request.of(tensor, score_of(self.schema.metric))
             scores = source.scored(request, found.rows[:, ask.offset :]).scores
         return Hits(rows, scores, source.resolve, source.missing)
+
+
+def _require_taken(words: dict[str, Any]) -> None:
+    """BadInput for a word of `SoftDB.search` that a cluster does not take, TypeError for one that nobody does."""
+    unknown = next((one for one in words if one not in _ALONE), None)
+    if unknown is not None:
+        raise TypeError(f"search() got an unexpected keyword argument {unknown!r}")
+    given = [one for one in words if words[one] is not None]
+    if given:
+        raise BadInput(
+            f"{' and '.join(given)}: a cluster does not search by text, by group or with diversity; pass queries as "
+            "vectors without it, or ask one database"
+        )
 
 
 def _scan(_: int, version: int, after: int, size: int, where: dict[str, Any] | None) -> say.ScanRows:

@@ -8,100 +8,41 @@ in part: bringing it on waits for the answers that are being worked out, and the
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import secrets
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from softdb import opening
-from softdb.check import Id
+from softdb.check import Id, shown
+from softdb.cluster.directories import Directories, TakenFrom
+from softdb.cluster.own_rows import windows
 from softdb.cluster.placement import shard_of
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
-from softdb.errors import BadInput, CorruptionError, FormatTooNew, NotADatabase, SoftDBError, StaleRead, WriteFailed
+from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
+from softdb.formats.rows import Rows as Read
+from softdb.store import Batch
 
-__all__ = ["VERSION_BITS", "Gate", "Hydrated", "TakenFrom"]
+__all__ = ["Hydrated"]
 
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # of rows that are taken in at once
-VERSION_BITS = 40
-_UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # directories that are made anew
+
+Rows = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class TakenFrom:
-    """What a directory holds: kept with its records."""
-
-    url: str
-    columns: list[str | None]  # id, key and value
-    place: list[int]  # shard and shards
-    version: int
-    identity: str  # of that version
-    making: int  # a number of its own: rows are numbered otherwise in another directory, even at the same version
-    rows: int | None = None  # how many rows of the table it has seen; None: all
-
-    @property
-    def text(self) -> str:
-        """As it is kept."""
-        return json.dumps(self.__dict__)
-
-    @classmethod
-    def of(cls, text: str | None) -> TakenFrom | None:
-        """What was kept, if it can be read."""
-        with contextlib.suppress(TypeError, ValueError):
-            return None if text is None else cls(**json.loads(text))
-        return None
+def _batch(db: SoftDB, found: Read) -> Batch:
+    return db.batch(found.ids, found.keys, found.values, found.payloads, found.texts, lambda *_: None)
 
 
-def _silent(what: str, done: int, whole: int) -> None:
-    """Tell nobody."""
-
-
-class Gate:
-    """Lets answers pass side by side, and a change only while there is none."""
-
-    def __init__(self) -> None:
-        self._condition, self._passing, self._closing = threading.Condition(), 0, 0
-
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """For an answer: waits for changes that wait or go on."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closing)
-            self._passing += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._passing -= 1
-                self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        """For a change: waits for the answers that go on."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closing)
-            self._closing = 1
-            self._condition.wait_for(lambda: not self._passing)
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._closing = 0
-                self._condition.notify_all()
-
-
-class Hydrated:
-    """Some shards of a table, below one folder of this machine, which is theirs as long as they are open."""
+class Hydrated(Directories):
+    """Some shards of a table on this machine, which follow it."""
 
     def __init__(self, truth: Truth, folder: Path, mine: Sequence[int], version: int | None = None) -> None:
         """Open, and bring to a version; None: they stay where they are, and what is missing is made at the newest.
@@ -109,47 +50,19 @@ class Hydrated:
         Raises DatabaseLocked where another process has the folder; BadInput, naming the row, where the table holds what
         is no record; StaleRead where the version was cleaned up.
         """
-        self.truth, self.folder, self.mine = truth, folder, list(mine)
-        self._making = dict.fromkeys(self.mine, 0)
-        self.gates = {shard: Gate() for shard in self.mine}
-        self.databases: dict[int, SoftDB] = {}
-        self._origins: dict[int, TakenFrom | None] = {}
+        super().__init__(truth, folder, mine)
         self._moving = threading.Lock()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteFailed(f"{folder} cannot be made ({error}); give another place for shards, cache=") from error
-        try:
-            for shard in self.mine:
-                self._open(shard)
             for at in {self.version(shard) for shard in self.mine} - {-1}:
                 shards = [shard for shard in self.mine if self.version(shard) == at]
                 for shard in shards if self._same(shards, at) is None else ():  # another table has taken its place
                     self._anew(shard)
             if version is not None or any(self.version(shard) < 0 for shard in self.mine):
                 self.follow(truth.newest() if version is None else version)
+            self._tidy()
         except BaseException:
             self.close()
             raise
-
-    def version(self, shard: int) -> int:
-        """The version that a shard is at; -1 while it is being made."""
-        origin = self._origins.get(shard)
-        return -1 if origin is None or origin.rows is not None else origin.version
-
-    def tagged(self, shard: int) -> int:
-        """The version, with the directory's own number in the high bits: what rows of a shard are valid for."""
-        origin, version = self._origins.get(shard), self.version(shard)
-        return -1 if origin is None or version < 0 else origin.making << VERSION_BITS | version
-
-    def path(self, shard: int) -> Path:
-        """A shard's directory."""
-        return self.folder / f"{shard}-of-{self.truth.shards}"
-
-    def close(self) -> None:
-        """Close the databases; the directories stay."""
-        for db in self.databases.values():
-            db.close()
 
     # -- following -------------------------------------------------------------------------------------------------
 
@@ -184,11 +97,14 @@ class Hydrated:
                 begun.setdefault(origin.version, []).append(shard)
         for version, shards in begun.items():
             dataset = self._same(shards, version)
-            if dataset is None:
-                for shard in shards:
-                    self._anew(shard)
-            else:
-                self._fill(pool, shards, dataset)
+            try:
+                if dataset is not None:
+                    self._fill(pool, shards, dataset)
+                    continue
+            except (BadInput, DuplicateId) as error:  # of a version that may be mended since
+                _log.warning("shards %s are made anew: %s", shards, error)
+            for shard in shards:
+                self._anew(shard)
 
     def _same(self, shards: list[int], version: int) -> Any:
         """The dataset at a version, None where that is no more what these shards were made from."""
@@ -220,35 +136,49 @@ class Hydrated:
         list(pool.map(apply, shards))
 
     def _fill(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
-        """Take in all rows, or those that are still missing."""
-        seen = {shard: self._seen(shard) for shard in shards}
-        at, origin = min(seen.values()), self._origin(dataset)
-        for batch in self.truth.batches(dataset, self._batch_size(), at):
-            ids = batch.column(self.truth.fields.id).to_pylist()
-            if None in ids:
-                raise BadInput(
-                    f"{self.truth.url}: column {self.truth.fields.id!r} is null in row {at + ids.index(None)}"
-                )
-            parts, places = self._parts(ids), np.arange(at, at + len(ids))
-            at += len(ids)
-
-            def apply(shard: int) -> None:
-                if seen[shard] < at:  # noqa: B023
-                    rows = batch.take(np.flatnonzero((parts == shard) & (places >= seen[shard])))  # noqa: B023
-                    self._apply(shard, [], rows, replace(origin, rows=at))  # noqa: B023
-
-            list(pool.map(apply, shards))
+        """Take in the rows of these shards that are still missing."""
+        seen, origin = {shard: self._seen(shard) for shard in shards}, self._origin(dataset)
+        for window in windows(self.truth, dataset, min(seen.values())):
+            own = {shard: window.own(shard, after) for shard, after in seen.items()}
+            whole = np.sort(np.concatenate([*own.values()]))
+            if window.taken(whole, self._width(), self.truth.local):
+                list(pool.map(lambda shard: self._take(dataset, shard, own[shard], origin), shards))  # noqa: B023
+            elif len(whole):
+                self._scan(pool, dataset, own, (int(whole[0]), int(whole[-1]) + 1), origin)
         for shard in shards:
             self._apply(shard, [], None, origin)
 
-    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom) -> None:
-        """One transaction, in which the version moves on with the records."""
+    def _take(self, dataset: Any, shard: int, places: Rows, origin: TakenFrom) -> None:
+        """Take in some rows of a shard, and read no others."""
+        size = self._batch_size()
+        for low in range(0, len(places), size):
+            some = places[low : low + size]
+            at = replace(origin, rows=int(some[-1]) + 1)
+            self._apply(shard, [], self.truth.taken(dataset, some), at, some)
+
+    def _scan(
+        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: TakenFrom
+    ) -> None:
+        """Read all rows between two places, and share them out."""
+        at, end = between
+        for batch in self.truth.batches(dataset, self._batch_size(), at, end - at):
+            low, at = at, at + len(batch)
+
+            def apply(shard: int) -> None:
+                some = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
+                if len(some):
+                    self._apply(shard, [], batch.take(some - low), replace(origin, rows=at), some)  # noqa: B023
+
+            list(pool.map(apply, own))
+
+    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom, places: Rows | None = None) -> None:
+        """One transaction, in which the version moves on with the records; `places` (n,): of the rows in the table."""
         db = self.databases[shard]
         origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
-        found = None if rows is None else self.truth.rows(rows)
+        found = None if rows is None else self.truth.rows(rows, places)
         batches = []
         if found is not None:
-            batches = [db.batch(found.ids, found.keys, found.values, found.payloads, found.texts, _silent)]
+            batches = [self._checked(db, found, places)]
         with self.gates[shard].closed():
             try:
                 db.apply(removed, batches, origin.text)
@@ -256,6 +186,19 @@ class Hydrated:
                 self._origins[shard] = None
                 raise
             self._origins[shard] = origin
+
+    def _checked(self, db: SoftDB, found: Read, places: Rows | None) -> Batch:
+        """Rows as records. Raises BadInput naming the first that is none."""
+        try:
+            return _batch(db, found)
+        except BadInput:
+            for i, name in enumerate(found.ids):
+                try:
+                    _batch(db, found.some([i]))
+                except BadInput as error:
+                    where = f"id {shown(name)}" if places is None else f"row {places[i]}, id {shown(name)}"
+                    raise BadInput(f"{Path(self.truth.url).name} {where}: {error.args[0]}") from None
+            raise
 
     def _parts(self, ids: list[Id]) -> Any:
         return shard_of(ids, self.truth.shards)
@@ -265,55 +208,26 @@ class Hydrated:
         return 0 if origin is None or origin.rows is None else origin.rows
 
     def _batch_size(self) -> int:
+        return max(256, _BYTES // self._width())
+
+    def _width(self) -> int:
+        """About how many bytes a row has."""
         schema = self.truth.schema
-        return max(256, _BYTES // ((schema.dim + schema.pooled_dim) * schema.dtype.itemsize + 256))
+        return (schema.dim + (schema.value_dim or 0)) * schema.dtype.itemsize + 256
 
     def _origin(self, dataset: Any) -> TakenFrom:
         """Of a shard that has all of a version; the shard's number comes with it."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
         return TakenFrom(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
-    # -- directories -----------------------------------------------------------------------------------------------
-
-    def _open(self, shard: int) -> None:
-        """Open a shard's directory, or make it, as it was left."""
-        try:
-            db = self._opened(shard)
-        except _UNUSABLE as error:
-            _log.warning("shard %s is made anew: %s", shard, error)
-            shutil.rmtree(self.path(shard), ignore_errors=True)
-            db = self._opened(shard)
-        origin, fields = TakenFrom.of(db.taken_from), self.truth.fields
-        self.databases[shard], self._origins[shard] = db, origin
-        self._making[shard] = secrets.randbits(20) if origin is None else origin.making
-        columns, place = [fields.id, fields.key, fields.value], [shard, self.truth.shards]
-        of_another = origin is not None and origin != replace(origin, url=self.truth.url, columns=columns, place=place)
-        if of_another or (origin is None and len(db)):
-            self._anew(shard)
-
-    def _opened(self, shard: int) -> SoftDB:
-        db = opening.open(self.path(shard), durability="relaxed", **self.truth.described)
-        if self.truth.encoder is not None and db.encoder_name is None:
-            db.note_encoder(self.truth.encoder)
-        return db
-
-    def _anew(self, shard: int) -> None:
-        """An empty directory in place of a shard's."""
-        with self.gates[shard].closed():
-            with contextlib.suppress(SoftDBError):
-                self.databases[shard].close()
-            shutil.rmtree(self.path(shard), ignore_errors=True)
-            self.databases[shard] = self._opened(shard)
-            self._origins[shard], self._making[shard] = None, secrets.randbits(20)
-
     def guarded(self, shard: int, answer: Callable[[], Any]) -> Any:
         """An answer of a shard, at one version from its beginning to its end; made anew first where it is damaged."""
-        for _ in range(2):
-            with self.gates[shard].passing():
-                try:
-                    return answer()
-                except CorruptionError as error:
-                    damaged = error
-            _log.warning("shard %s is made anew: %s", shard, damaged)
-            self.remake(shard)
-        raise damaged
+        gate = self.gates[shard]
+        try:
+            with gate.passing():
+                return answer()
+        except CorruptionError as error:
+            _log.warning("shard %s is made anew: %s", shard, error)
+        self.remake(shard)
+        with gate.passing():
+            return answer()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from softdb.cluster.database_shard import DatabaseShard
-from softdb.cluster.hydrate import VERSION_BITS, Hydrated
+from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import Local
-from softdb.cluster.shard import NEWEST, Describe, Message, Refresh
+from softdb.cluster.shard import NEWEST, Describe, Message, Refresh, of_records
 from softdb.errors import StaleRead
 
 __all__ = ["Here", "HydratedShard"]
@@ -26,13 +27,17 @@ class HydratedShard:
             version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
             self.hydrated.follow(version)
             ask = Describe(NEWEST)
+        elif not isinstance(ask, Describe) and 0 <= self.hydrated.version(self.shard) < of_records(ask.version):
+            self.hydrated.follow(of_records(ask.version))  # as a replica that nobody has asked since
         return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
 
     def _answered(self, ask: Message) -> Any:
         own = self.hydrated.tagged(self.shard)
-        if not isinstance(ask, Describe) and ask.version != own:
-            mine, asked = (version & ((1 << VERSION_BITS) - 1) for version in (own, ask.version))
-            told = f"is at version {mine} and was asked for {asked}" if mine != asked and own >= 0 else "was made anew"
+        if not isinstance(ask, Describe) and not ask.fits(own):
+            mine, asked = of_records(own), of_records(ask.version)
+            told = "was made anew, or a replica answers"
+            if own >= 0 and mine != asked:
+                told = f"is at version {mine} and was asked for {asked}"
             raise StaleRead(f"shard {self.shard} {told}; refresh() and ask again")
         db = self.hydrated.databases[self.shard]
         if self._asked is None or self._asked.db is not db:
@@ -42,11 +47,12 @@ class HydratedShard:
 
 
 class Here(Local):
-    """All shards of a table in this process."""
+    """All shards of a table in this process. Their databases are closed with it, or when nothing refers to it."""
 
     def __init__(self, hydrated: Hydrated) -> None:
         super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.mine])
         self.hydrated = hydrated
+        weakref.finalize(self, hydrated.close)
 
     def close(self) -> None:
         """Ends the threads, and closes the databases."""

@@ -1,15 +1,17 @@
-"""The nearest of several parts become the nearest of the whole: by score, ties by id, as one database has them."""
+"""Replies of several shards become one: the nearest by score, ties by id, as one database has them; states and sums."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from softdb.check import Id
+from softdb.cluster import shard as say
 from softdb.cluster.shard import ShardHits
 
-__all__ = ["first", "id_order", "in_order", "ranked"]
+__all__ = ["first", "id_order", "in_order", "of_owners", "ranked", "together"]
 
 
 def id_order(name: Id) -> tuple[bool, Id]:
@@ -42,9 +44,69 @@ def first(found: ShardHits, k: int) -> ShardHits:
 
 def ranked(parts: Sequence[ShardHits], k: int | None) -> ShardHits:
     """The k best of all parts; None: all of them, as wide as the query with the most."""
+    if len(parts) == 1:  # its own are in order
+        return first(parts[0], max(map(len, parts[0].ids), default=0) if k is None else k)
     rows, scores = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 1))
     ids = [[name for mine in line for name in mine] for line in zip(*(part.ids for part in parts), strict=True)]
     unsure = [part.finder for part in parts if not part.certain]
     finder = unsure[0] if unsure else parts[0].finder
     whole = in_order(ShardHits(rows, scores, ids, finder, not unsure, sum(part.taking_part for part in parts)))
     return first(whole, max(map(len, ids), default=0) if k is None else k)
+
+
+def together(asks: Mapping[int, say.Message], replies: Mapping[int, Any]) -> dict[tuple[int, ...], Any]:
+    """Replies of shards that lie together, by whose they are: those to one question merged before anything is sent.
+
+    Of a pass, a search, a count, an explanation or the gradients of a pass; others, and errors, stay each shard's own.
+    """
+    like = dict[type, list[int]]()
+    for shard, ask in asks.items():
+        if not isinstance(replies[shard], Exception) and _merges(ask):
+            like.setdefault(type(ask), []).append(shard)
+    several = [mine for mine in like.values() if len(mine) > 1]
+    alone = set(replies) - {shard for mine in several for shard in mine}
+    found = {(shard,): replies[shard] for shard in replies if shard in alone}
+    return found | {tuple(mine): _one(asks[mine[0]], [replies[shard] for shard in mine]) for mine in several}
+
+
+def of_owners(found: Mapping[tuple[int, ...], Any], missing: dict[int, str]) -> say.ShardReplies:
+    """What `together` made, as a transport gives it."""
+    merged = {mine[0]: mine for mine in found if len(mine) > 1}
+    return say.ShardReplies({mine[0]: reply for mine, reply in found.items()}, missing, merged)
+
+
+def _merges(ask: say.Message) -> bool:
+    if isinstance(ask, say.PassOver):
+        return not ask.apart
+    if isinstance(ask, say.Backward):
+        return isinstance(ask.of, say.PassOver)
+    return isinstance(ask, say.Nearest | say.CountWithin | say.Explain)
+
+
+def _one(ask: say.Message, parts: Sequence[Any]) -> Any:
+    """The reply of the whole that several parts are."""
+    if isinstance(ask, say.PassOver):
+        return _passed(parts)
+    if isinstance(ask, say.Backward):
+        columns = zip(*(part.parameters for part in parts), strict=True)
+        return say.Gradient(sum(part.queries for part in parts), tuple(sum(column) for column in columns))
+    if isinstance(ask, say.CountWithin):
+        return say.Counted(sum(part.counts for part in parts))
+    if isinstance(ask, say.Explain):
+        return say.Explained(ranked([part.found for part in parts], ask.k), sum(part.entropy for part in parts))
+    assert isinstance(ask, say.Nearest)
+    return ranked(parts, ask.k)
+
+
+def _passed(parts: Sequence[say.Passed]) -> say.Passed:
+    """As `softdb.pool.merge`, without a graph, in float64: a sixth of the time for one query."""
+    lses = np.stack([part.lse for part in parts]).astype(np.float64)
+    most = lses.max(0)
+    shares = np.exp(lses - np.where(most > -np.inf, most, 0))
+    total = shares.sum(0)
+    with np.errstate(divide="ignore"):
+        lse = most + np.log(total)
+    shares /= np.where(total > 0, total, 1)
+    output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
+    dtype = parts[0].lse.dtype
+    return say.Passed(np.asarray(output, dtype), lse.astype(dtype), sum(part.taking_part for part in parts))

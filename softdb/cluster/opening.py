@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 from softdb import check
 from softdb.cluster import truth as tables
+from softdb.cluster.actors import hosted
+from softdb.cluster.addresses import address, folder_of, named
 from softdb.cluster.foreign import served
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import Here
@@ -19,32 +18,14 @@ from softdb.cluster.shard import Transport
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
 from softdb.encoders import name_of, require_same
-from softdb.errors import BadInput, DatabaseLocked, SoftDBError
+from softdb.errors import DatabaseLocked
 from softdb.formats.lines import Fields
 
-__all__ = ["address", "create", "folder_of", "named", "open", "serve"]
+__all__ = ["create", "open", "serve"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Place = Literal["here", "ray"]
 
 _HANDLES = 64  # of one table on one machine, each with directories of its own
-
-
-def named(function: Callable[P, R]) -> Callable[P, R]:
-    """Every error of a function names it, once."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except SoftDBError as error:
-            if not hasattr(error, "verb"):
-                error.verb = function.__name__  # type: ignore[attr-defined]
-                error.args = (f"{function.__name__}: {error.args[0]}", *error.args[1:])
-            raise
-
-    return call
 
 
 @named
@@ -184,8 +165,6 @@ def _opened(
     def connect(table: Truth) -> Transport:
         if on == "here":
             return _here(table, folder)
-        from softdb.cluster.actors import hosted
-
         return hosted(table, folder, seconds)
 
     return TableCluster(connect, truth, seconds, partial, mode, encoder)
@@ -203,17 +182,3 @@ def _here(truth: Truth, folder: Path) -> Here:
     raise DatabaseLocked(
         f"{_HANDLES} handles of this machine have {truth.url} open; close some, or give another cache="
     )
-
-
-def folder_of(url: str, cache: str | os.PathLike[str] | None) -> Path:
-    """Where directories of a table's shards lie on this machine."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softdb" if cache is None else Path(cache)
-    return base / blake2b(url.encode(), digest_size=8).hexdigest()
-
-
-def address(url: str | os.PathLike[str]) -> str:
-    """A table's address as text; a folder's is absolute. Raises BadInput."""
-    if not isinstance(url, str | os.PathLike) or not os.fspath(url):
-        raise BadInput(f"url is {check.shown(url)}; expected a folder, or an address such as s3://bucket/records.lance")
-    text = os.fspath(url)
-    return text if "://" in text else str(check.folder(text, "url", "a folder").absolute())

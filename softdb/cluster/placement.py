@@ -12,14 +12,28 @@ from softdb import check
 from softdb.check import Id
 from softdb.errors import BadInput
 
-__all__ = ["MOST", "power_of_two", "shard_of"]
+__all__ = ["MOST", "by_shard", "power_of_two", "shard_of"]
 
 MOST = 1 << 16  # shards
 
 
 def shard_of(ids: Iterable[Id], shards: int) -> NDArray[np.int64]:
-    """The shard (n,) of each id: blake2b-64 of its type and itself, modulo the number of shards, a power of two."""
-    return np.fromiter((_hash(one) % shards for one in ids), np.int64)
+    """The shard (n,) of each id: blake2b-64 of its type and itself, modulo the number of shards, a power of two.
+
+    Raises BadInput for a number beyond 64 bits.
+    """
+    hashes = b"".join([blake2b(_named(one), digest_size=8).digest() for one in ids])
+    parts: NDArray[np.uint64] = np.frombuffer(hashes, "<u8") % np.uint64(shards)
+    return parts.astype(np.int64)
+
+
+def by_shard(ids: Iterable[Id]) -> NDArray[np.int64]:
+    """An order (n,) in which the records of each shard stand side by side, whatever the number of shards."""
+    parts, bits = shard_of(ids, MOST), MOST.bit_length() - 1
+    reverse = np.zeros_like(parts)
+    for bit in range(bits):  # shard s of P has the lowest bits in common
+        reverse |= (parts >> bit & 1) << (bits - 1 - bit)
+    return np.argsort(reverse, kind="stable")
 
 
 def power_of_two(shards: object) -> int:
@@ -31,6 +45,10 @@ def power_of_two(shards: object) -> int:
     return found
 
 
-def _hash(one: Id) -> int:
-    named = b"i" + one.to_bytes(8, "little", signed=True) if isinstance(one, int) else b"s" + one.encode()
-    return int.from_bytes(blake2b(named, digest_size=8).digest(), "little")
+def _named(one: Id) -> bytes:
+    if not isinstance(one, int):
+        return b"s" + one.encode()
+    try:
+        return b"i" + one.to_bytes(8, "little", signed=True)
+    except OverflowError:
+        raise BadInput(f"id {one} is beyond 64 bits with a sign; make it a smaller number, or a text") from None

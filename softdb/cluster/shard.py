@@ -4,7 +4,9 @@ Messages are frozen dataclasses of numpy arrays and plain values, which pickle: 
 the version that it asks of; a shard that is at another one raises StaleRead. A shard knows its number, keeps nothing
 between two messages, and answers the same message alike, so that asking again, or asking a replica, is always right.
 
-Rows are the cluster's: row = local row * shards + shard. A row says where it lies.
+Rows are the cluster's: row = directory << ROW_BITS | local row * shards + shard. A row says where it lies. Two
+directories of the same records number their rows differently, so a row of one is StaleRead in the other; where the
+ids are sent with the rows, the other finds the records by these. Versions name the directory in their high bits, too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +24,7 @@ from softdb.check import Id, Metric, Schema
 
 __all__ = [
     "NEWEST",
+    "VERSION_BITS",
     "Backward",
     "CallVerb",
     "ClusterShard",
@@ -48,11 +52,25 @@ __all__ = [
     "ShardQuery",
     "ShardReplies",
     "Transport",
+    "directory_of",
     "nbytes",
+    "of_records",
 ]
 
 Array = NDArray[Any]
 NEWEST = -1  # in place of a version
+VERSION_BITS = 40  # of a version; those above are the directory's number, of 20 bits, or 0
+ROW_BITS = 43  # of a row, likewise
+
+
+def of_records(version: int) -> int:
+    """The version of the records alone, whatever directory holds them."""
+    return version & ((1 << VERSION_BITS) - 1)
+
+
+def directory_of(version: int) -> int:
+    """The number of the directory that is at a version."""
+    return version >> VERSION_BITS
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,15 @@ class Message:
     """A message to a shard. The reply's type stands in each one's docstring."""
 
     version: int
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the answer depends on how a directory numbers its rows; else another at the version will do."""
+        return False
+
+    def fits(self, version: int) -> bool:
+        """Whether a shard at that version may answer."""
+        return self.version == version if self.by_rows else of_records(self.version) == of_records(version)
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,7 @@ class ResolveRows(Message):
     rows: Array
     payloads: bool = True
     texts: bool = False
+    ids: list[Id] | None = None  # of the rows, for another directory at the same version
 
 
 @dataclass(frozen=True)
@@ -125,6 +153,11 @@ class ScanRows(Message):
     size: int
     where: dict[str, Any] | None = None
 
+    @property
+    def by_rows(self) -> bool:
+        """It goes on after a row."""
+        return True
+
 
 @dataclass(frozen=True)
 class Gather(Message):
@@ -133,6 +166,7 @@ class Gather(Message):
     rows: Array
     keys: bool = True
     values: bool = True
+    ids: list[Id] | None = None  # of the rows, for another directory at the same version
 
 
 @dataclass(frozen=True)
@@ -152,6 +186,7 @@ class PassOver(Message):
 
     question: ShardQuery
     pools: bool = True
+    apart: bool = False  # its reply is wanted by itself, not merged with others' of the same host
 
 
 @dataclass(frozen=True)
@@ -167,14 +202,29 @@ class Draw(Message):
     bounded: bool  # else it may pass over every record where that costs less than to draw
     exactly: Array | None = None  # (q,) bool: where it shall, as it did before; None: it decides
 
+    @property
+    def by_rows(self) -> bool:
+        """Draws are hashes of rows: another directory would draw others, also for the gradient."""
+        return True
+
 
 @dataclass(frozen=True)
 class Backward(Message):
-    """Gradients of what `of` was answered with, worked out anew -> `Gradient`."""
+    """Gradients of what `of` was answered with, worked out anew -> `Gradient`.
+
+    Where that was merged into a whole o of lse L, the gradients are of the whole, and each part works out its own:
+    with w = e^(lse - L), of its output w output_grad, of its lse w (output_grad · (output - o) + lse_grad).
+    """
 
     of: PassOver | Draw
     output_grad: Array  # (q, v)
-    lse_grad: Array  # (q,)
+    lse_grad: Array  # (q,); of a whole: less output_grad · o
+    whole: Array | None = None  # (q,) L; None: the answer is the shard's own
+
+    @property
+    def by_rows(self) -> bool:
+        """As the answer itself."""
+        return self.of.by_rows
 
 
 @dataclass(frozen=True)
@@ -281,8 +331,13 @@ class ClusterShard(Protocol):
 class ShardReplies(NamedTuple):
     """Who answered what."""
 
-    replies: dict[int, Any]  # by shard
+    replies: dict[int, Any]  # by shard; one that is of several, by the first of them
     missing: dict[int, str]  # shards without an answer in time, and why
+    merged: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # whose a reply is that is of several
+
+    def of(self, shard: int) -> tuple[int, ...]:
+        """Whose the reply is that stands under this shard."""
+        return self.merged.get(shard, (shard,))
 
 
 class Transport(Protocol):
@@ -295,7 +350,8 @@ class Transport(Protocol):
         """Send each shard its message; come back with the replies within the timeout, whoever is dead.
 
         An error of softdb that a shard raises is raised here; a shard that cannot be reached, or is too slow, is
-        `missing`. Raises ShardUnavailable where nothing can be said of any, such as a collective call that only some
+        `missing`. Replies of shards that lie together may come merged (`softdb.cluster.merge.together`). Raises
+        ShardUnavailable where nothing can be said of any, such as a collective call that only some
         ranks made.
         """
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -10,18 +14,22 @@ from torch import Tensor
 
 from softdb import check, opening
 from softdb.cluster import shard as say
+from softdb.cluster.caller import Caller
+from softdb.cluster.columns import occupied
+from softdb.cluster.copying import copied, of_table
 from softdb.cluster.handle import Cluster
-from softdb.cluster.hydrate import VERSION_BITS
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.database.embedding import telling
 from softdb.database.handle import verb
 from softdb.errors import BadInput, ReadOnly, SoftDBError, StaleRead
 from softdb.index.choose import Progress
+from softdb.reports import CompactReport, SnapshotReport, Stats
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
 __all__ = ["TableCluster"]
 
+PATIENCE = 3600.0  # seconds that new shards may take to be made
 _TRIES = 20  # of a refresh that others overtake
 
 P = ParamSpec("P")
@@ -64,10 +72,13 @@ class TableCluster(Cluster):
         mode: str,
         encoder: check.Encoder | None,
     ) -> None:
-        self.table, self.mode = truth, mode
+        self.table = truth
         self._connect, self._encoder = connect, encoder
         self._door: SoftDB | None = None  # in memory: it checks as any database does
+        self._before = weakref.WeakSet[say.Transport]()  # of fewer shards, which answers still refer to
+        self._moving = threading.RLock()
         super().__init__(connect(truth), timeout, partial, truth)
+        self.mode = mode
         try:
             self.refresh()
         except BaseException:
@@ -81,6 +92,11 @@ class TableCluster(Cluster):
     def url(self) -> str:
         """Where the table is."""
         return self.table.url
+
+    @property
+    def id_types(self) -> set[str]:
+        """{"integer"} or {"text"}, as the table has them."""
+        return {self.table.id_type}
 
     @property
     def version(self) -> int:
@@ -100,51 +116,96 @@ class TableCluster(Cluster):
 
         Raises ShardUnavailable where a shard is not there in time: one that is being made goes on with it meanwhile.
         """
-        shards = self.table.stored_shards()
-        if shards != self.table.shards:
-            self._move(shards)
+        with self._moving:
+            shards = self.table.stored_shards()
+            caller = self.caller if shards == self.table.shards else self._joined(shards, self.caller.timeout)
+            self._go_on(caller)
+            self._take(caller)
+        return self.version
+
+    def _go_on(self, caller: Caller) -> None:
+        """Bring shards to the newest version."""
         for _ in range(_TRIES):
             newest = self.table.newest()
             if newest < self.version:
                 raise StaleRead(f"another table has taken the place of {self.url}; open it again")
-            self.caller.look(lambda _: say.Refresh(newest))  # noqa: B023
-            if len(set(map(_version, self.caller.known.values()))) == 1:  # else another handle refreshes, too
-                return self.version
+            caller.look(lambda _: say.Refresh(newest))  # noqa: B023
+            if len(set(map(_version, caller.known.values()))) == 1:  # else another handle refreshes, too
+                return
         raise StaleRead(f"the shards went on {_TRIES} times while they were looked at; refresh() again")
 
     def taken_over(self) -> bool:
         """Whether every shard is still at the version that this handle sees; then it asks those that are there now."""
         before = self.version
-        self.caller.look(lambda _: say.Describe(say.NEWEST))
-        return {_version(one) for one in self.caller.known.values()} == {before}
+        found = self.caller.described(lambda _: say.Refresh(before))
+        if {_version(one) for one in found.values()} != {before}:
+            return False
+        self.caller.known = self.caller.known | found
+        return True
 
     @verb
     def grow(self) -> int:
         """Answer by twice as many shards from now on, and return how many: shard s becomes s and s + P.
 
-        This handle answers as before until the new shards are there; others go over to them with their next
-        `refresh()`. On Ray the old actors live on for these until `softdb.cluster.stop`. Raises DatabaseLocked where
-        another handle does the same at once.
+        Where its directory lies on the host that makes the two, each is a copy of that which half of the records leave;
+        the table is read where there is none. Questions are answered by the old shards until the new ones are there,
+        and what they have answered stays good; other handles go over with their next `refresh()`. On Ray the old actors
+        live on for these until `softdb.cluster.stop`. It may take long, and is not bounded by the timeout; one that was
+        cut short is gone on with by the next. Raises DatabaseLocked where another handle does the same at once.
         """
         _, table = self._writable()
-        shards = 2 * table.shards
-        transport = self._connect(table.with_shards(shards))
+        with self._moving:
+            shards = 2 * table.shards
+            caller = self._joined(shards, max(PATIENCE, self.caller.timeout))
+            try:
+                table.put_shards(shards)
+                self._go_on(caller)
+            except BaseException:
+                caller.transport.close()
+                raise
+            self._take(caller)
+        return shards
+
+    def _joined(self, shards: int, timeout: float) -> Caller:
+        """So many shards of the table, ready to be asked."""
+        transport = self._connect(self.table.with_shards(shards))
         try:
-            table.put_shards(shards)
+            caller = Caller(transport, timeout, self.caller.partial)
         except BaseException:
             transport.close()
             raise
-        self._take(transport, shards)
-        self.refresh()
-        return shards
+        caller.timeout = self.caller.timeout
+        return caller
 
-    def _move(self, shards: int) -> None:
-        self._take(self._connect(self.table.with_shards(shards)), shards)
+    def _take(self, caller: Caller) -> None:
+        """Ask these shards from now on. The old ones stay open for what refers to them: questions, hits, gradients."""
+        if caller is self.caller:
+            return
+        self._before.add(self.caller.transport)
+        self.truth = self.table = self.table.with_shards(caller.shards)
+        self.caller = caller
 
-    def _take(self, transport: say.Transport, shards: int) -> None:
-        before, self.caller.transport = self.caller.transport, transport
-        self.truth = self.table = self.table.with_shards(shards)
-        before.close()
+    def close(self) -> None:
+        """Let go of the shards. Safe to call twice."""
+        for transport in list(self._before):
+            transport.close()
+        super().close()
+
+    @verb
+    def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
+        """Copy all records, as of the version that this handle sees, to one ordinary database in a new directory.
+
+        It is read from the table, batch by batch, so that memory does not grow with it and writing goes on. Indexes are
+        not copied: `build_index()` there makes one.
+
+        Args:
+            path: a directory that does not exist or is empty; it is there whole, or not at all.
+
+        Raises BadInput for another path, StaleRead where the version was cleaned up, and WriteFailed where the disk
+        refuses: then nothing of the copy is left.
+        """
+        target, version = check.folder(path, "path", "the path of a new directory"), self.version
+        return copied(target, lambda folder: of_table(self.table, version, folder))
 
     @verb
     def insert(
@@ -219,14 +280,25 @@ class TableCluster(Cluster):
         return count
 
     @verb
-    def compact(self) -> None:
+    def compact(self) -> CompactReport:
         """Write the table's many small files as few large ones, and index its ids. Answers stay what they are.
 
-        Worth it after some hundred writes: each is a file, which a shard that is made anew reads.
+        Worth it after some hundred writes: each is a file, which a shard that is made anew reads. The report is of the
+        newest version: its files, and the rows of deleted and replaced records in them; older versions keep theirs.
         """
         _, truth = self._writable()
+        before = occupied(truth.now())
         truth.compact()
+        after = occupied(truth.now())
         self._seen()
+        return CompactReport(
+            after.records, before.dead - after.dead, before.files, after.files, before.bytes, after.bytes
+        )
+
+    @verb
+    def stats(self) -> Stats:
+        """As `Cluster.stats`; the path is the table's address, and what is acknowledged is in the table."""
+        return dataclasses.replace(super().stats(), path=self.url, durability="full")
 
     def _writable(self) -> tuple[SoftDB, Truth]:
         if self.mode != "rw" or not self.table.own:
@@ -248,8 +320,10 @@ class TableCluster(Cluster):
 
 
 def _version(one: say.Description) -> int:
-    return one.version & ((1 << VERSION_BITS) - 1)
+    return say.of_records(one.version)
 
 
-for _name in ("attend", "count_within", "get", "log_density", "log_partition", "sample", "search"):
+for _name in (
+    "attend", "count_within", "get", "located", "log_density", "log_partition", "sample", "sample_keys", "search"
+):  # fmt: skip
     setattr(TableCluster, _name, _again(getattr(Cluster, _name)))

@@ -21,6 +21,7 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
+from softdb.cluster.columns import bounded, column, literal
 from softdb.cluster.synced import Synced
 from softdb.errors import (
     BadInput,
@@ -43,7 +44,6 @@ KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
 _TRIES = 20  # of an update that others overtake
 _AT_ONCE = 1000  # numbers in a condition
-LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
 
 
 class Changes(NamedTuple):
@@ -83,6 +83,11 @@ class Truth:
             "metric": made.metric.value,
         }
 
+    @property
+    def id_type(self) -> str:
+        """Of what type the ids are: "integer" or "text"."""
+        return "integer" if _arrow().types.is_integer(self.now().schema.field(self.fields.id).type) else "text"
+
     # -- versions --------------------------------------------------------------------------------------------------
 
     def now(self) -> Any:
@@ -113,20 +118,37 @@ class Truth:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def rows(self, batch: Any) -> Rows | None:
-        """Rows (a record batch or table) as records; None of none. Raises BadInput naming what cannot be one."""
+    def rows(self, batch: Any, places: Any = None) -> Rows | None:
+        """Rows (a record batch or table) as records; None of none.
+
+        Raises BadInput naming the first that cannot be one, by its place in the table where `places` (n,) say it.
+        """
         pa = _arrow()
         table = pa.table(batch) if isinstance(batch, pa.RecordBatch) else batch
         table = table.drop_columns([name for name in _VERSIONING if name in table.column_names])
         if not len(table):
             return None
+        name, wrong = Path(self.url).name, list[str]()
         found = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches()))
-        return next(read_table(found, self.fields, len(table), None))
+        rows = next(read_table(found, self.fields, len(table), lambda error: wrong.append(error.args[0])), None)
+        if wrong:
+            row, told = re.fullmatch(rf"{re.escape(name)} row (\d+): (.*)", wrong[0], re.DOTALL).groups()  # type: ignore[union-attr]
+            raise BadInput(f"{name} row {row if places is None else places[int(row)]}: {told}")
+        return rows
 
-    def batches(self, dataset: Any, size: int, after: int = 0) -> Iterator[Any]:
-        """All rows from place `after` on, in order, as record batches of at most so many rows."""
-        scanner = dataset.scanner(offset=after or None, batch_size=size, scan_in_order=True)
+    @property
+    def local(self) -> bool:
+        """Whether the table is in a folder, not in an object store."""
+        return "://" not in self.url
+
+    def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
+        """So many rows from place `after` on, in order, as record batches of at most `size` rows; None: all."""
+        scanner = dataset.scanner(offset=after or None, limit=count, batch_size=size, scan_in_order=True)
         yield from scanner.to_batches()
+
+    def taken(self, dataset: Any, places: Any) -> Any:
+        """The rows at some places (n,), ascending, and no others, as a table."""
+        return dataset.take(_arrow().array(places))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
         """What has changed since a version; None where that cannot be told, or is too much to be held."""
@@ -135,7 +157,7 @@ class Truth:
         try:
             delta = dataset.delta(compared_against=since)
             gone = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
-            updated, inserted = (_bounded(one) for one in (delta.get_updated_rows(), delta.get_inserted_rows()))
+            updated, inserted = (bounded(one) for one in (delta.get_updated_rows(), delta.get_inserted_rows()))
             if updated is None or inserted is None:
                 return None
             gone += updated["_rowid"].to_pylist()
@@ -177,7 +199,7 @@ class Truth:
             newest = self.now()
             self._require_stored(newest, ids, columns)
             schema = pa.schema([newest.schema.field(name) for name in ("id", *columns)])
-            arrays = [self._ids(ids), *(_column(columns[name], schema.field(name).type) for name in columns)]
+            arrays = [self._ids(ids), *(column(columns[name], schema.field(name).type) for name in columns)]
             # one that others overtake is looked at again: its records may be gone
             merge = newest.merge_insert("id").when_matched_update_all().conflict_retries(0)
             try:
@@ -188,7 +210,9 @@ class Truth:
 
     def delete(self, ids: list[Id]) -> tuple[int, int]:
         """Delete records, missing ones are fine; how many there were, and the version then."""
-        newest, table = self.now(), _arrow().table({"id": self._ids(list(dict.fromkeys(ids)))})
+        whole, newest = self.id_type == "integer", self.now()
+        ids = [one for one in dict.fromkeys(ids) if (type(one) is int) is whole]  # others are not stored
+        table = _arrow().table({"id": self._ids(ids)})
         merge, found = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
         version = self._written(newest, lambda: found.update(merge.execute(table)))
         return found["num_deleted_rows"], version
@@ -223,28 +247,28 @@ class Truth:
         there = np.ones(n, np.bool_) if batch.keyed is None else batch.keyed
         columns = {
             "id": self._ids(batch.ids),
-            "key": _column(batch.keys, made.field("key").type, there),
+            "key": column(batch.keys, made.field("key").type, there),
             "text": pa.array(batch.texts or [None] * n, pa.string()),
             "payload": pa.array(batch.payloads, pa.string()),
         }
         if batch.values is not None:
-            columns["value"] = _column(batch.values, made.field("value").type, there)
+            columns["value"] = column(batch.values, made.field("value").type, there)
         return pa.table([columns[name] for name in made.names], schema=made)
 
     def _ids(self, ids: list[Id]) -> Any:
         pa = _arrow()
-        kind = self.now().schema.field("id").type
-        whole = pa.types.is_integer(kind)
+        kind, whole = self.now().schema.field("id").type, self.id_type == "integer"
         wrong = next((one for one in ids if (type(one) is int) is not whole), None)
         if wrong is not None:
-            expected = "int" if whole else "str"
-            raise BadInput(f"id {shown(wrong)} is of type {type(wrong).__name__}; this table's ids are {expected}")
+            expected, other = ("int", "str") if whole else ("str", "int")
+            came = f"id {shown(wrong)} is of type {type(wrong).__name__}, but this table's ids are {expected}"
+            raise BadInput(f"{came}: pass such, or make a table with create(…, ids={other!r})")
         return pa.array(ids, kind)
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> None:
         """UnknownId for an id that is not there; BadInput for a key without its value, or the other way."""
         names, found = dataset.schema.names, dict[Id, bool]()
-        condition = f"id IN ({', '.join(map(_literal, ids))})"
+        condition = f"id IN ({', '.join(map(literal, ids))})"
         table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
         found.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
         unknown = next((one for one in ids if one not in found), None)
@@ -271,7 +295,7 @@ class Truth:
             raise WriteFailed(
                 f"{self.url} could not be written ({_said(error)}); look at what is there, then retry"
             ) from error
-        if "://" not in self.url:
+        if self.local:
             if self._synced is None:
                 self._synced = Synced(Path(self.url))
             self._synced.sync()
@@ -340,31 +364,6 @@ def _as_asked(url: str, ask: Callable[[], Any]) -> Any:
         return ask()
     except (ValueError, OSError, RuntimeError) as error:
         raise NotADatabase(f"{url} holds no table that can be read ({_said(error)}); create() makes one") from None
-
-
-def _column(values: Any, kind: Any, there: Any = None) -> Any:
-    """Numbers (n, …) as a column, null where there are none."""
-    pa, array = _arrow(), np.ascontiguousarray(values)
-    mask = None if there is None or there.all() else ~there
-    if not pa.types.is_fixed_size_list(kind):
-        return pa.array(array.tolist() if array.dtype == object else array, kind, mask=mask)
-    flat = pa.array(array.reshape(-1), kind.value_type)
-    return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if mask is None else pa.array(mask))
-
-
-def _bounded(reader: Any) -> Any:
-    """What a reader gives, as a table; None where that is more than is held."""
-    kept, size = [], 0
-    for batch in reader:
-        kept.append(batch)
-        size += batch.nbytes
-        if size > LARGEST:
-            return None
-    return _arrow().Table.from_batches(kept, reader.schema)
-
-
-def _literal(one: Id) -> str:
-    return str(one) if type(one) is int else "'" + str(one).replace("'", "''") + "'"
 
 
 def _overtaken(url: str) -> DatabaseLocked:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import softdb
 from softdb.answers import Hit, Records
 from softdb.check import Id, identifiers, shown
+from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead, UnknownId
 
@@ -40,7 +41,7 @@ def opened(
 
 
 def own_ids(
-    db: SoftDB,
+    db: SoftDB | TableCluster,
     ids: Sequence[str],  # n
 ) -> list[Id]:  # n
     """Ids as the records have them: "7" is the number 7 where that is stored and the text is not. Raises BadInput."""
@@ -55,7 +56,7 @@ def own_ids(
     return [int(one) if one in known else one for one in names]
 
 
-def stored(db: SoftDB, ids: Sequence[Id]) -> Records | list[Any]:
+def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
     """The records of those ids that are stored, each once, in the order of the ids."""
     names = list(dict.fromkeys(ids))
     while True:
@@ -66,7 +67,7 @@ def stored(db: SoftDB, ids: Sequence[Id]) -> Records | list[Any]:
             continue
 
 
-def found(db: SoftDB, **asked: Any) -> list[Hit]:
+def found(db: SoftDB | TableCluster, **asked: Any) -> list[Hit]:
     """The hits of one query, `asked` as of `SoftDB.search`; a handle that reads sees first what others committed."""
     for _ in range(_AGAIN):
         if db.mode == "r":

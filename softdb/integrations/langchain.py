@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from softdb.answers import Hit, Record
 from softdb.check import shown
+from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, MissingDependency
 from softdb.integrations.documents import found, opened, own_ids, relevance, stored
@@ -44,7 +45,8 @@ class SoftDBVectorStore(VectorStore):
     Args:
         embedding: makes the vectors of texts and queries. None: the database's own encoder does (a new one's:
             `encoder=`); without one either (a new one takes `dim=`), documents have no vector and are found by words.
-        db: an open database, or the path of one; None keeps a new one in memory.
+        db: an open database, an open cluster over a table (by vector alone), or the path of a database; None keeps a
+            new one in memory.
         relevance_score_fn: from a score to a relevance from 0 to 1, in place of `softdb.integrations.documents`'s.
         settings: as of `softdb.open`, where `db` is no open database. A new one is compared by cosine unless `metric`
             says otherwise, as wide as `embedding` makes a vector of it, and has an index of its texts.
@@ -58,7 +60,7 @@ class SoftDBVectorStore(VectorStore):
     def __init__(
         self,
         embedding: Embeddings | None = None,
-        db: SoftDB | str | os.PathLike[str] | None = None,
+        db: SoftDB | TableCluster | str | os.PathLike[str] | None = None,
         *,
         relevance_score_fn: Callable[[float], float] | None = None,
         **settings: Any,
@@ -67,10 +69,14 @@ class SoftDBVectorStore(VectorStore):
             raise BadInput(
                 f"embedding is {shown(embedding)}; expected LangChain's Embeddings; or None, and encoder= of softdb's"
             )
-        if isinstance(db, SoftDB) and settings:
-            raise BadInput(f"{', '.join(settings)} given with an open database; give the path, or leave them away")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
-        self.db = db if isinstance(db, SoftDB) else opened(db, lambda: self._new(settings), **settings)
+        self.db: SoftDB | TableCluster
+        if not isinstance(db, SoftDB | TableCluster):
+            self.db = opened(db, lambda: self._new(settings), **settings)
+        elif settings:
+            raise BadInput(f"{', '.join(settings)} given with an open database; give the path, or leave them away")
+        else:
+            self.db = db
 
     @property
     def embeddings(self) -> Embeddings | None:
@@ -148,7 +154,7 @@ class SoftDBVectorStore(VectorStore):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        db: SoftDB | str | os.PathLike[str] | None = None,
+        db: SoftDB | TableCluster | str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> SoftDBVectorStore:
         """A store, opened as `SoftDBVectorStore(embedding, db, **settings)`, with these texts added."""
@@ -278,7 +284,7 @@ class SoftDBTranslator(Visitor):
         return structured_query.query, {} if asked is None else {"filter": asked.accept(self)}
 
 
-def _again(kind: type[SoftDBVectorStore], embedding: Any, db: SoftDB, scale: Any) -> SoftDBVectorStore:
+def _again(kind: type[SoftDBVectorStore], embedding: Any, db: SoftDB | TableCluster, scale: Any) -> SoftDBVectorStore:
     return kind(embedding, db, relevance_score_fn=scale)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
-from softdb.attend.on_device import Resident
-from softdb.attend.request import Live, Positions, Request
-from softdb.attend.scoring import Candidates, Scored, scan
+from softdb.attend.request import Candidates, Live, Positions, Request, Resident, Scored
+from softdb.attend.scoring import scan
 from softdb.attend.source import OfGeneration
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead

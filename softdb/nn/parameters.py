@@ -13,9 +13,7 @@ from torch.nn import functional as F
 
 from softdb import gpu
 from softdb.answers import Pooled, Resolve
-from softdb.attend.request import Live, Positions, Request
-from softdb.attend.scoring import Candidates, Scored
-from softdb.attend.source import AsStored
+from softdb.attend.request import AsStored, Candidates, Live, Positions, Request, Scored
 from softdb.check import Schema, shown
 from softdb.errors import BadInput
 from softdb.index.flat import nearest

@@ -143,7 +143,9 @@ def database(db: object) -> SoftDB:
     """As `handle`, where all records must be in one place: BadInput for a cluster."""
     found = handle(db)
     if not isinstance(found, SoftDB):
-        raise BadInput(f"db is {shown(db)}; this needs every record in one place: give one database")
+        raise BadInput(
+            f"db is {shown(db)}; this needs every record in one place: give one database, as snapshot() makes"
+        )
     return found
 
 

@@ -23,10 +23,10 @@ def weighting(name: object) -> Weighting:
     >>> weighting("sparsemax")
     Sparsemax()
     """
+    if isinstance(name, str) and name in _NAMED:  # first: to look for a protocol's members takes 50 µs
+        return _NAMED[name]
     if isinstance(name, Weighting) and not isinstance(name, type):
         return name
-    if isinstance(name, str) and name in _NAMED:
-        return _NAMED[name]
     names = ", ".join(repr(one.name) for one in _WEIGHTINGS)
     raise BadInput(f"weights is {shown(name)}; choose one of {names}, or give a softdb.weights.Weighting")
 

@@ -26,7 +26,7 @@ from softdb.cluster import hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import HydratedShard
 from softdb.cluster.placement import power_of_two, shard_of
-from softdb.cluster.shard import NEWEST, CallVerb, Describe, Refresh
+from softdb.cluster.shard import NEWEST, CallVerb, Describe, Refresh, ScanRows
 from softdb.cluster.truth import Truth, stored
 from softdb.store.store import Store
 
@@ -211,9 +211,25 @@ def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path
     with pytest.raises(errors.StaleRead, match=r"shard 0 is at version 5 and was asked for 4; refresh\(\)"):
         shard.answer(CallVerb(before, "count", {}))
     followed.remake(0)
-    with pytest.raises(errors.StaleRead, match=r"shard 0 was made anew; refresh\(\)"):
-        shard.answer(CallVerb(before + 1, "count", {}))
+    assert shard.answer(CallVerb(before + 1, "count", {})) == shard.answer(Describe(NEWEST)).keyed
+    with pytest.raises(errors.StaleRead, match=r"shard 0 was made anew, or a replica answers; refresh\(\)"):
+        shard.answer(ScanRows(before + 1, -1, 10))
     followed.close()
+
+
+def test_directories_that_were_removed_in_use_are_no_error(
+    truth: Truth, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed = hydrated(truth, tmp_path / "cache")
+    truth.delete(["r0"])
+    followed.follow(truth.newest())  # not yet on disk
+    shutil.rmtree(tmp_path / "cache")
+    followed.close()
+    assert "is left behind" in caplog.text
+    assert all(db.closed for db in followed.databases.values())
+    again = hydrated(truth, tmp_path / "cache")
+    assert contents(again) == told(truth)
+    again.close()
 
 
 def test_a_version_that_was_cleaned_up_is_made_anew(truth: Truth, tmp_path: Path) -> None:
@@ -270,3 +286,61 @@ def test_ids_that_name_no_one_record_are_refused(
     truth = Truth(str(tmp_path / "t.lance"), None, Fields(key="v"), False, made_of, 1, 1)
     with pytest.raises(errors.BadInput, match=error):
         hydrated(truth, tmp_path / "cache")
+
+
+def test_an_answer_that_finds_damage_is_asked_again_of_a_shard_made_anew(truth: Truth, tmp_path: Path) -> None:
+    """Once: what is damaged again is told."""
+    followed = hydrated(truth, tmp_path / "cache")
+    seen = list[int]()
+
+    def damaged(times: int) -> int:
+        seen.append(followed.tagged(1))
+        if len(seen) <= times:
+            raise errors.CorruptionError("a page is damaged")
+        return len(followed.databases[1])
+
+    count = len(followed.databases[1])
+    assert followed.guarded(1, lambda: damaged(1)) == count
+    assert len({*seen}) == 2
+    assert contents(followed) == told(truth)
+    seen.clear()
+    with pytest.raises(errors.CorruptionError, match="a page is damaged"):
+        followed.guarded(1, lambda: damaged(9))
+    assert (len({*seen}), followed.tagged(1)) == (2, seen[-1])
+    followed.close()
+
+
+def test_a_shard_is_made_anew_at_the_version_of_the_others(truth: Truth, tmp_path: Path) -> None:
+    """Where that was cleaned up, at the newest."""
+    followed = hydrated(truth, tmp_path / "cache")
+    before, version = contents(followed), truth.newest()
+    truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))
+    followed.remake(1)
+    assert ({followed.version(shard) for shard in range(4)}, contents(followed)) == ({version}, before)
+    truth.now().cleanup_old_versions(older_than=timedelta(0))
+    followed.remake(1)
+    assert followed.version(1) == truth.newest() > followed.version(0) == version
+    followed.close()
+
+
+def test_what_cannot_be_opened_lets_go_of_its_folder(
+    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(errors.StaleRead, match=r"version 99 .* is not there") as told_of:
+        Hydrated(truth, tmp_path / "cache", range(4), 99)
+    real = Hydrated._open
+
+    def refused(self: Hydrated, shard: int) -> None:
+        if shard == 3:
+            raise errors.WriteFailed("no room")
+        real(self, shard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Hydrated, "_open", refused)
+        with pytest.raises(errors.WriteFailed, match="no room") as refused_of:
+            Hydrated(truth, tmp_path / "cache", range(4))
+    again = hydrated(truth, tmp_path / "cache")
+    assert contents(again) == told(truth)
+    again.close()
+    assert told_of.tb is not None  # so long their frames were kept
+    assert refused_of.tb is not None

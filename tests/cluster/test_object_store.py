@@ -11,10 +11,8 @@ import pytest
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 pytest.importorskip("moto.server", reason="S3 is moto's server")
 
-import boto3
-from botocore.exceptions import ClientError
 from lance_tables import batch, contents, hydrated, made, told
-from moto.server import ThreadedMotoServer
+from object_stores import bucket
 
 from softdb import errors
 from softdb.cluster.truth import stored
@@ -23,31 +21,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:Depreca
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Options of an empty store with a bucket. A second put of a name must be refused."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        endpoint = "http://{}:{}".format(*server.get_host_and_port())
-        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys)
-        client.create_bucket(Bucket="bucket")
-        client.put_object(Bucket="bucket", Key="once", Body=b"first", IfNoneMatch="*")
-        with pytest.raises(ClientError, match="PreconditionFailed"):  # else two commits could have one name
-            client.put_object(Bucket="bucket", Key="once", Body=b"second", IfNoneMatch="*")
-        yield {**keys, "aws_endpoint": endpoint, "aws_region": "us-east-1", "allow_http": "true"}
-    finally:
-        server.stop()
+def store() -> Iterator[tuple[str, dict[str, str]]]:
+    with bucket() as found:
+        yield found
 
 
-def test_a_table_in_a_bucket(store: dict[str, str], tmp_path: Path) -> None:
-    truth = made("s3://bucket/t.lance", shards=2, options=store)
+def test_a_table_in_a_bucket(store: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    address, options = store
+    truth = made(f"{address}/t.lance", shards=2, options=options)
     truth.insert(batch(truth, ["a", "b", "c"]))
     followed = hydrated(truth, tmp_path / "cache")
     found: list[object] = []
 
     def insert(seed: int) -> None:
-        writer = stored(truth.url, store)
+        writer = stored(truth.url, options)
         try:
             found.append(writer.insert(batch(writer, ["same", f"own {seed}"], seed=seed)))
         except errors.SoftDBError as error:
@@ -65,4 +52,4 @@ def test_a_table_in_a_bucket(store: dict[str, str], tmp_path: Path) -> None:
     assert len(told(truth)) == 4
     followed.close()
     with pytest.raises(errors.NotADatabase, match="holds no table that can be read"):
-        stored("s3://bucket/none.lance", store)
+        stored(f"{address}/none.lance", options)

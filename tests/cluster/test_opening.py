@@ -65,6 +65,8 @@ def test_what_one_handle_writes_another_sees_when_it_refreshes(url: str) -> None
         version = other.version
         db.insert(**records())
         assert (len(other), other.version) == (0, version)
+        assert (db.stats().mode, other.stats().mode) == ("rw", "r")
+        assert db.stats().durability == "full"
         assert other.refresh() == db.version == db.refresh()
         assert len(other) == N
         with pytest.raises(errors.ReadOnly, match=r"insert: this handle of .* only reads; open it with mode='rw'"):
@@ -122,6 +124,19 @@ def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
             db.insert(1, vector)
     with pytest.raises(errors.NotADatabase, match="softdb has not made; serve it"):
         cluster.open(url)
+
+
+def test_a_table_that_its_owner_has_mended_is_served_again(url: str) -> None:
+    """A row that names another's id is told; when it is gone, the next refresh sees the rest."""
+    vectors = pa.array([[float(i), 1.0] for i in range(40)])
+    lance.write_dataset(pa.table({"id": list(range(40)), "vector": vectors}), url)
+    with cluster.serve(url, shards=2) as db:
+        lance.write_dataset(pa.table({"id": [6], "vector": pa.array([[0.0, 0.0]])}), url, mode="append")
+        with pytest.raises(errors.DuplicateId, match=r"holds id 6 twice|id 6 comes twice"):
+            db.refresh()
+        lance.dataset(url).delete("id = 6")
+        db.refresh()
+        assert (len(db), 6 in db, 7 in db) == (39, False, True)
 
 
 def table(**columns: Any) -> pa.Table:

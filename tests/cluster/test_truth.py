@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from lance_tables import DIM, batch, made, told
 
 from softdb import errors
+from softdb.cluster import columns as held
+from softdb.cluster.appending import append
 from softdb.cluster.truth import Truth, stored
 from softdb.formats import import_records, read_records
 from softdb.store import files
@@ -149,7 +152,7 @@ def test_versions_are_kept_until_they_are_cleaned_up(truth: Truth) -> None:
 
 
 def test_a_write_to_a_table_that_cannot_be_written_says_so(truth: Truth, tmp_path: Path) -> None:
-    with pytest.raises(errors.BadInput, match=r"id 7 is of type int; this table's ids are str"):
+    with pytest.raises(errors.BadInput, match=r"id 7 is of type int, but this table's ids are str: .*ids='int'"):
         truth.insert(batch(truth, [7]))
     with pytest.raises(errors.BadInput, match="holds a table already"):
         made(truth.url)
@@ -171,3 +174,96 @@ def test_few_files_are_made_of_many(truth: Truth) -> None:
     assert (changes.removed, len(changes.added)) == ([], 0)
     with pytest.raises(errors.DuplicateId, match='id "3" is stored already'):
         truth.insert(batch(truth, ["3"]))
+
+
+def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any], times: int = 1) -> None:
+    """Let another handle write between a look at the table and the commit, so many times."""
+    real, other, left = Truth._written, stored(truth.url, None), [times]
+
+    def written(self: Truth, dataset: Any, work: Callable[[], object]) -> int:
+        if self is truth and left[0]:
+            left[0] -= 1
+            by(other)
+        return real(self, dataset, work)
+
+    patch.setattr(Truth, "_written", written)
+
+
+def test_an_insert_that_is_overtaken_is_checked_against_what_came(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overtaken(monkeypatch, truth, lambda other: other.insert(batch(other, ["a"], seed=1)), times=2)
+    with pytest.raises(errors.DuplicateId, match='id "a" is stored already'):
+        truth.insert(batch(truth, ["own", "a"]))
+    assert {name: row[2]["seed"] for name, row in told(truth).items()} == {"a": 1}
+
+
+def test_an_update_that_is_overtaken_looks_again(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth.insert(batch(truth, ["a", "b"]))
+    with monkeypatch.context() as patch:
+        overtaken(patch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}))
+        truth.update(["a"], {"payload": ['"own"']})
+    assert told(truth)["a"][2:] == ("own", "theirs")
+    with monkeypatch.context() as patch:
+        overtaken(patch, truth, lambda other: other.delete(["b"]))
+        with pytest.raises(errors.UnknownId, match="id 'b' is not stored"):
+            truth.update(["a", "b"], {"payload": ["1", "2"]})
+    assert told(truth)["a"][2] == "own"
+    monkeypatch.setattr(sys.modules["softdb.cluster.truth"], "_TRIES", 2)
+    overtaken(monkeypatch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}), times=2)
+    with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written, try again"):
+        truth.update(["a"], {"payload": ["3"]})
+    truth.update(["a"], {"payload": ["4"]})
+    assert told(truth)["a"][2] == 4
+
+
+def test_of_two_that_double_the_shards_one_is_refused(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    overtaken(monkeypatch, truth, lambda other: other.put_shards(8))
+    with pytest.raises(errors.DatabaseLocked, match="nothing was written"):
+        truth.put_shards(8)
+    assert truth.stored_shards() == 8
+
+
+def appended(truth: Truth, ids: list[str], workers: int = 1) -> int:
+    """As a job does it: files that no version has, of each worker, then one commit."""
+    from lance.fragment import write_fragments
+
+    rows = truth.table(batch(truth, ids))
+    fragments = [one for _ in range(workers) for one in write_fragments(rows, truth.url, schema=rows.schema)]
+    return append(truth, fragments, rows["id"].chunks * workers)
+
+
+@pytest.mark.parametrize(("other", "twice"), [("other", False), ("a", True)])
+def test_files_of_a_job_that_is_overtaken_are_checked_against_what_came(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch, other: str, twice: bool
+) -> None:
+    """The other's commit comes between the job's look at the table and its own commit."""
+    overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [other], seed=1)))
+    if twice:
+        with pytest.raises(errors.DuplicateId, match='id "a" is stored already'):
+            appended(truth, ["a", "b"])
+    else:
+        assert appended(truth, ["a", "b"]) == truth.newest()
+    assert set(told(truth)) == ({"a"} if twice else {"a", "b", "other"})
+    assert told(truth)[other][2]["seed"] == 1
+
+
+def test_files_of_a_job_that_is_overtaken_without_end_are_given_up(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["softdb.cluster.appending"], "_TRIES", 2)
+    names = iter("xyz")
+    overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)
+    with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written"):
+        appended(truth, ["a"])
+    assert set(told(truth)) == {"x", "y"}
+    with pytest.raises(errors.DuplicateId, match="id 'a' comes twice"):
+        appended(truth, ["a"], workers=2)
+
+
+def test_changes_that_are_too_many_to_be_held_are_not_told(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    since = truth.newest()
+    truth.insert(batch(truth, ["a"]))
+    assert truth.changes(since, truth.now()) is not None
+    monkeypatch.setattr(held, "LARGEST", 1)
+    assert truth.changes(since, truth.now()) is None

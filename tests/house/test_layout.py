@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import softdb
 
@@ -49,6 +53,51 @@ def test_a_file_imports_only_what_stands_before_it() -> None:
         here = LINE.index(part(path))
         for name in imported(path) & set(LINE):
             assert LINE.index(name) <= here, f"{path.relative_to(ROOT)} imports {name}, which stands after it"
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def files_imported(path: Path, root: Path) -> set[Path]:
+    """The files of a package that a file takes names from, wherever its imports stand; through a package's face."""
+    found = set[Path]()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == root.name:
+            place = root.joinpath(*node.module.split(".")[1:])
+            for alias in node.names:
+                found |= {one for one in (place.with_suffix(".py"), place / f"{alias.name}.py") if one.is_file()}
+                face = place / "__init__.py"
+                if face.is_file() and face != path:
+                    found |= {one for one in files_imported(face, root) if gives(one, alias.name)}
+    return found
+
+
+def gives(path: Path, name: str) -> bool:
+    """Whether a file says that a name is its own."""
+    names = [
+        node.value
+        for node in parsed(path).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return bool(names) and name in ast.literal_eval(names[0])
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    files = [path for path in ROOT.rglob("*.py") if path.name != "__init__.py"]
+    TopologicalSorter({path: files_imported(path, ROOT) for path in files}).prepare()
+
+
+def test_the_walk_sees_a_circle(tmp_path: Path) -> None:
+    root = tmp_path / "house"
+    root.mkdir()
+    (root / "a.py").write_text("def f():\n    from house import g\n")
+    (root / "b.py").write_text("__all__ = ['g']\nfrom house.a import f\n")
+    (root / "__init__.py").write_text("from house.b import g\n")
+    with pytest.raises(CycleError):
+        TopologicalSorter({path: files_imported(path, root) for path in root.glob("[ab].py")}).prepare()
 
 
 NOT_OURS = {

@@ -19,6 +19,8 @@ from langchain_core.structured_query import Comparator, Comparison, Operation, O
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 import softdb
+from softdb import cluster
+from softdb.errors import BadInput
 from softdb.integrations.langchain import SoftDBRetriever, SoftDBTranslator, SoftDBVectorStore
 from softdb.text import HashedNGrams
 
@@ -57,6 +59,30 @@ def store() -> SoftDBVectorStore:
 
 def named(documents: list[Document]) -> str:
     return "".join(sorted(str(one.id) for one in documents))
+
+
+def test_a_cluster_over_a_table_is_a_store(tmp_path: Path) -> None:
+    url, cache = tmp_path / "films.lance", tmp_path / "cache"
+    with cluster.create(url, dim=6, shards=2, metric="cosine", cache=cache) as db:
+        store = SoftDBVectorStore.from_texts(TEXTS, Counted(), METADATAS, ids=["a", "b", "c", "d", "7"], db=db)
+        own = SoftDBVectorStore.from_texts(TEXTS, Counted(), METADATAS, ids=["a", "b", "c", "d", "7"])
+        for asked in ({}, {"filter": {"lang": "en"}}, {"offset": 1, "exclude_ids": [["a"]]}):
+            for (one, score), (other, expected) in zip(
+                store.similarity_search_with_score("cat", 3, **asked),
+                own.similarity_search_with_score("cat", 3, **asked),
+                strict=True,
+            ):
+                assert one == other
+                assert score == pytest.approx(expected, abs=1e-6)
+        assert store.get_by_ids(["7", "nowhere", "b"]) == own.get_by_ids(["7", "nowhere", "b"])
+        store.delete(["a", "nowhere"])
+        assert named(store.as_retriever(k=9).invoke("cat")) == "7bcd"
+        with pytest.raises(BadInput, match="mode"):
+            store.similarity_search("cat", mode="text")
+        with cluster.open(url, "r", cache=cache) as reads:
+            follows = SoftDBVectorStore(Counted(), reads)
+            store.add_texts(["a cow"], ids=["e"])
+            assert follows.get_by_ids(["e"])[0].page_content == "a cow"
 
 
 EQ, AND, OR, NOT = Comparator.EQ, Operator.AND, Operator.OR, Operator.NOT
@@ -199,6 +225,7 @@ def test_a_directory_is_opened_again_and_read_beside_its_writer(path: Path) -> N
     embedding.documents = 0
     first.db.close()
     again = SoftDBVectorStore(embedding, path)
+    assert isinstance(again.db, softdb.SoftDB)
     assert (len(again.db), again.db.metric, again.db.text_index) == (6, "cosine", "words")
     assert again.similarity_search("a dog barks", k=1)[0].id == "b"
     assert embedding.documents == 0

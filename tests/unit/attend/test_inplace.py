@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from worlds import awkward, snapshot
 
 from softdb.attend.scoring import Rowwise, dots, metric_in_place, pool_rows, score_rows, sums
 from softdb.check import Metric
+from softdb.index.rerank import scores_at
+from softdb.kernels import threads
 from softdb.scores import Cosine, Dot, score_of
 from softdb.store import Snapshot
 
@@ -54,6 +57,28 @@ def test_scores_and_pooled_values_with_their_gradients(dtype: str, metric: str) 
     torch.testing.assert_close(found.double(), true, rtol=1e-4, atol=1e-4)
     twice, truth = (torch.autograd.grad(one.square().sum(), x)[0] for one, x in ((found, asked), (true, truly)))
     torch.testing.assert_close(twice.double(), truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_threads_share_the_candidates_of_a_single_query(precise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "WORTH_A_THREAD", 30)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    asked: list[int] = []
+    work = threads.share_out
+
+    def counted(do: Callable[[slice], Any], parts: Sequence[slice]) -> list[Any]:
+        asked.append(len(parts))
+        return work(do, parts)
+
+    monkeypatch.setattr(threads, "share_out", counted)
+    records, positions = world("float32")
+    query = np.random.default_rng(1).standard_normal((1, 7)).astype(np.float32)
+    for line in positions:
+        found = scores_at(records, query, line[None], Metric.L2, precise)
+        truth = -((records.keys_at(line).double() - torch.from_numpy(query)) ** 2).sum(1)
+        truth = truth.masked_fill(torch.from_numpy(line < 0), -torch.inf)
+        torch.testing.assert_close(torch.from_numpy(found[0]).double(), truth, rtol=1e-5, atol=0)
+    assert asked == [2] * len(positions)  # 84 products, of 30 and more each
 
 
 @pytest.mark.parametrize("offset", [0, 100, 10_000])

@@ -11,11 +11,9 @@ from cluster_contract import Counted, near
 from torch import Tensor
 
 import softdb
+from softdb.attend.rounds import Estimator
 from softdb.check import Metric
-from softdb.cluster import database_shard, estimates
-from softdb.cluster.database_shard import DatabaseShard
-from softdb.cluster.handle import Cluster
-from softdb.cluster.local import Local
+from softdb.cluster import Cluster, DatabaseShard, Local, database_shard, estimates
 from softdb.cluster.shard import Draw, ShardQuery
 
 N, D, V, P, CENTRES = 42_000, 8, 4, 4, 32
@@ -108,6 +106,17 @@ def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> N
     assert torch.equal(pooled.output, again.output)
 
 
+def test_a_generator_decides_what_is_drawn(hashed: Parted) -> None:
+    found = [
+        hashed.cluster.attend(
+            hashed.queries[:5], rtol=0.01, max_draws=DRAWS, generator=torch.Generator().manual_seed(seed)
+        ).output
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert not torch.isclose(found[0], found[2]).all(1).any()
+
+
 def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
     """Rounds of several sizes: backward draws alike again, and gives each query the gradient of its own round."""
     leaf = hashed.queries[:30].clone().requires_grad_()
@@ -117,6 +126,17 @@ def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
     (true,) = torch.autograd.grad(hashed.one.attend(leaf).output.sum(), leaf)
     off = (estimated - true).norm(dim=1) / true.norm(dim=1)
     assert float(off.median()) < 0.2, "the gradients of the wrong draws would be off by about 1"
+
+
+def test_what_was_passed_over_stays_so_in_its_gradient(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a pass costs less is measured, and may be judged otherwise by the time of the gradient."""
+    leaf, dear = hashed.queries[:5].clone().requires_grad_(), [True]
+    monkeypatch.setattr(Estimator, "too_dear", lambda *_: dear[0])
+    pooled = hashed.cluster.attend(leaf, rtol=0.5)
+    assert bool(pooled.exact.all())
+    dear[0] = False
+    (grad,) = torch.autograd.grad(pooled.output.sum(), leaf)
+    near(grad, torch.autograd.grad(hashed.one.attend(leaf).output.sum(), leaf)[0], 1e-4)
 
 
 def test_signs_and_draws_are_salted_with_the_shard(hashed: Parted) -> None:

@@ -1,0 +1,58 @@
+"""Columns of a cluster's table: from numbers, and back within bounds; and the files that they are in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from softdb.check import Id
+from softdb.formats.tables import needed
+
+__all__ = ["LARGEST", "bounded", "column", "literal", "occupied"]
+
+LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
+
+
+def column(values: Any, kind: Any, there: Any = None) -> Any:
+    """Numbers (n, …) as a column, null where there are none."""
+    pa, array = needed("pyarrow", "cluster", "a cluster"), np.ascontiguousarray(values)
+    mask = None if there is None or there.all() else ~there
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(array.tolist() if array.dtype == object else array, kind, mask=mask)
+    flat = pa.array(array.reshape(-1), kind.value_type)
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if mask is None else pa.array(mask))
+
+
+def bounded(reader: Any) -> Any:
+    """What a reader gives, as a table; None where that is more than is held."""
+    pa = needed("pyarrow", "cluster", "a cluster")
+    kept, size = [], 0
+    for batch in reader:
+        kept.append(batch)
+        size += batch.nbytes
+        if size > LARGEST:
+            return None
+    return pa.Table.from_batches(kept, reader.schema)
+
+
+def literal(one: Id) -> str:
+    """An id as a condition of Lance says it."""
+    return str(one) if type(one) is int else "'" + str(one).replace("'", "''") + "'"
+
+
+class Occupied(NamedTuple):
+    """What a version of a table consists of."""
+
+    records: int
+    dead: int  # rows of deleted and replaced records
+    files: int
+    bytes: int
+
+
+def occupied(dataset: Any) -> Occupied:
+    """The files of a version, and the rows in them."""
+    parts = dataset.get_fragments()
+    sizes = [one.file_size_bytes or 0 for part in parts for one in part.data_files()]
+    dead = sum(one.num_deletions for one in parts)
+    return Occupied(dataset.count_rows(), dead, len(sizes), sum(sizes))

@@ -1,0 +1,90 @@
+"""A copy of a cluster's records as one database of this machine, placed whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from softdb import opening
+from softdb.answers import Records
+from softdb.check import Schema
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.truth import Truth
+from softdb.database import SoftDB
+from softdb.errors import BadInput, WriteFailed
+from softdb.reports import SnapshotReport
+from softdb.store import files
+
+__all__ = ["copied", "of_records", "of_table"]
+
+
+def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
+    """A database that `make` makes below a folder, at a path where nothing is, or an empty directory.
+
+    Raises BadInput for another path, and WriteFailed where the disk refuses. Whatever fails, nothing of it is left.
+    """
+    if path.is_dir() and any(path.iterdir()):
+        raise BadInput(f"path {str(path)!r} is a directory with something in it; choose a new or an empty one")
+    if path.exists() and not path.is_dir():
+        raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
+    try:
+        with _aside(path) as folder:
+            db = make(folder)
+            try:
+                db.flush()
+                records, generation, place = len(db), db.generation, db.path
+            finally:
+                db.close()
+            assert place is not None
+            files.publish(place, path)
+    except OSError as error:
+        raise WriteFailed(f"{path} cannot be written ({error}); choose another place, or make room") from error
+    return SnapshotReport(str(path), records, generation, files.occupied(path))
+
+
+def of_table(truth: Truth, version: int, folder: Path) -> SoftDB:
+    """All rows of a version, batch by batch. Raises StaleRead where it was cleaned up."""
+    return Hydrated(truth.with_shards(1), folder, [0], version).databases[0]
+
+
+def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, folder: Path) -> SoftDB:
+    """All records that a scan brings."""
+    described = {"dim": schema.dim, "value_dim": schema.value_dim, "num_classes": schema.num_classes}
+    dtype, metric = schema.dtype.name, schema.metric.value
+    db = opening.open(folder / "copy", durability="relaxed", dtype=dtype, metric=metric, **described)  # type: ignore[arg-type]
+    try:
+        if encoder is not None:
+            db.note_encoder(encoder)
+        for batch in batches:
+            db.insert(batch.ids, *_columns(batch), batch.payloads, texts=batch.texts)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _columns(batch: Records) -> tuple[Any, Any]:
+    """Keys and values as `insert` takes them: None where a record has none."""
+    if batch.keyed.all():
+        return batch.keys, batch.values
+    there = batch.keyed.tolist()
+
+    def some(column: Any) -> Any:
+        return [one if own else None for one, own in zip(column.numpy(), there, strict=True)]
+
+    return some(batch.keys), None if batch.values is None else some(batch.values)
+
+
+@contextlib.contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A folder beside a path, removed at the end."""
+    files.make_directory(path.absolute().parent)
+    folder = Path(tempfile.mkdtemp(prefix=".softdb-", dir=path.absolute().parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,225 @@
+"""Directories of shards on this machine: opened, made anew where they cannot be used, split where shards double."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import shutil
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from softdb import opening
+from softdb.cluster.gate import Gate
+from softdb.cluster.placement import MOST, shard_of
+from softdb.cluster.shard import VERSION_BITS
+from softdb.cluster.truth import Truth
+from softdb.database import SoftDB
+from softdb.errors import (
+    BadInput,
+    CorruptionError,
+    DatabaseLocked,
+    FormatTooNew,
+    NotADatabase,
+    SoftDBError,
+    WriteFailed,
+)
+from softdb.store import files
+
+__all__ = ["Directories", "TakenFrom"]
+
+_log = logging.getLogger("softdb")
+_UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # directories that are made anew
+_MOVED = 10_000  # records that leave a half at once
+_writers = weakref.WeakValueDictionary[Path, SoftDB]()  # of this process
+
+
+@dataclass(frozen=True)
+class TakenFrom:
+    """What a directory holds: kept with its records."""
+
+    url: str
+    columns: list[str | None]  # id, key and value
+    place: list[int]  # shard and shards
+    version: int
+    identity: str  # of that version
+    making: int  # a number of its own: rows are numbered otherwise in another directory, even at the same version
+    rows: int | None = None  # how many rows of the table it has seen; None: all
+
+    @property
+    def text(self) -> str:
+        """As it is kept."""
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def of(cls, text: str | None) -> TakenFrom | None:
+        """What was kept, if it can be read."""
+        with contextlib.suppress(TypeError, ValueError):
+            return None if text is None else cls(**json.loads(text))
+        return None
+
+
+class Directories:
+    """Some shards of a table below one folder of this machine, which is theirs as long as they are open."""
+
+    def __init__(self, truth: Truth, folder: Path, mine: Sequence[int]) -> None:
+        """Open them as they were left. Raises DatabaseLocked where another process has the folder."""
+        self.truth, self.folder, self.mine = truth, folder, list(mine)
+        self.gates = {shard: Gate() for shard in self.mine}
+        self.databases: dict[int, SoftDB] = {}
+        self._making = dict.fromkeys(self.mine, 0)
+        self._origins: dict[int, TakenFrom | None] = {}
+        try:
+            files.make_directory(folder)
+        except OSError as error:
+            raise WriteFailed(f"{folder} cannot be made ({error}); give another place for shards, cache=") from error
+        try:
+            with self._alone(), ThreadPoolExecutor(max(1, len(self.mine))) as pool:
+                list(pool.map(self._open, self.mine))
+        except BaseException:
+            self.close()
+            raise
+
+    def version(self, shard: int) -> int:
+        """The version that a shard is at; -1 while it is being made."""
+        origin = self._origins.get(shard)
+        return -1 if origin is None or origin.rows is not None else origin.version
+
+    def tagged(self, shard: int) -> int:
+        """The version, with the directory's own number in the high bits: what rows of a shard are valid for."""
+        origin, version = self._origins.get(shard), self.version(shard)
+        return -1 if origin is None or version < 0 else origin.making << VERSION_BITS | version
+
+    def path(self, shard: int, shards: int | None = None) -> Path:
+        """A shard's directory."""
+        return self.folder / f"{shard}-of-{shards or self.truth.shards}"
+
+    def close(self) -> None:
+        """Close the databases; the directories stay. What cannot be brought to disk is taken in again another time."""
+        for shard, db in self.databases.items():
+            try:
+                db.close()
+            except SoftDBError as error:
+                _log.warning("shard %s is left behind: %s", shard, error)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While directories are opened, or split, nobody else does so in this folder."""
+        lock = files.acquire(self.folder / "lock")
+        if lock is None:
+            raise DatabaseLocked(f"{self.folder} is being opened by another process or handle; try again")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # -- one directory ---------------------------------------------------------------------------------------------
+
+    def _open(self, shard: int) -> None:
+        """Open a shard's directory, or make it, as it was left."""
+        if not self.path(shard).exists():
+            self._split(shard)
+        try:
+            db = self._opened(self.path(shard))
+        except _UNUSABLE as error:
+            _log.warning("shard %s is made anew: %s", shard, error)
+            shutil.rmtree(self.path(shard), ignore_errors=True)
+            db = self._opened(self.path(shard))
+        origin = TakenFrom.of(db.taken_from)
+        self.databases[shard], self._origins[shard] = db, origin
+        self._making[shard] = secrets.randbits(20) if origin is None else origin.making
+        if len(db) if origin is None else not self._ours(origin, shard, self.truth.shards):
+            self._anew(shard)
+
+    def _opened(self, path: Path) -> SoftDB:
+        db = opening.open(path, durability="relaxed", **self.truth.described)
+        if self.truth.encoder is not None and db.encoder_name is None:
+            db.note_encoder(self.truth.encoder)
+        _writers[path] = db
+        return db
+
+    def _ours(self, origin: TakenFrom, shard: int, shards: int) -> bool:
+        """Whether a directory holds a shard of this table, read alike."""
+        fields = self.truth.fields
+        columns = [fields.id, fields.key, fields.value]
+        return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])
+
+    def _anew(self, shard: int) -> None:
+        """An empty directory in place of a shard's."""
+        with self.gates[shard].closed():
+            with contextlib.suppress(SoftDBError):
+                self.databases[shard].close()
+            shutil.rmtree(self.path(shard), ignore_errors=True)
+            self.databases[shard] = self._opened(self.path(shard))
+            self._origins[shard], self._making[shard] = None, secrets.randbits(20)
+
+    def _tidy(self) -> None:
+        """Remove directories of fewer shards than the table has by now, unless somebody has them open."""
+        older = [path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards]
+        if not older or not self.truth.own or self.truth.stored_shards() != self.truth.shards:
+            return
+        for path in older:
+            with contextlib.suppress(OSError):
+                lock = files.acquire(path / "lock")
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    lock.release()
+
+    # -- splitting -------------------------------------------------------------------------------------------------
+
+    def _split(self, shard: int) -> None:
+        """Make a shard of 2 P from shard s mod P of P that lies here, if it does: the table is not read.
+
+        A copy of the newest generation, of which the other half's records leave, aside until it is whole; its version
+        is that of the copied generation. Whoever has the other directory open answers, and writes, on.
+        """
+        half = self.truth.shards // 2
+        if not half or not self.path(shard % half, half).exists():
+            return
+        aside = self.folder / f"{shard}-of-{self.truth.shards}-unfinished"
+        shutil.rmtree(aside, ignore_errors=True)  # what a kill has left
+        try:
+            self._copy(self.path(shard % half, half), aside)
+            if self._halved(aside, shard, half):
+                files.publish(aside, self.path(shard))
+        except (SoftDBError, OSError) as error:
+            _log.warning("shard %s is made from the table: its half cannot be split off (%s)", shard, error)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _copy(self, path: Path, aside: Path) -> None:
+        own = _writers.get(path)
+        if own is not None and not own.closed:
+            own.snapshot(aside)  # with what another process could not see yet
+            return
+        with opening.open(path, mode="r") as whole:
+            whole.snapshot(aside)
+
+    def _halved(self, aside: Path, shard: int, half: int) -> bool:
+        """Let the records of the other half leave a copy; False where it is a copy of something else."""
+        with self._opened(aside) as db:
+            origin = TakenFrom.of(db.taken_from)
+            if origin is None or origin.rows is not None or not self._ours(origin, shard % half, half):
+                return False
+            rows = db.matching()
+            for low in range(0, len(rows), _MOVED):
+                ids = [one.id for one in db.resolve(rows[low : low + _MOVED], payloads=False).values()]
+                leaving = [ids[i] for i in np.flatnonzero(shard_of(ids, 2 * half) != shard)]
+                if leaving:
+                    db.delete(leaving)
+            db.compact()
+            place, making = [shard, 2 * half], secrets.randbits(20)
+            db.apply([], [], replace(origin, place=place, making=making).text)
+        return True
+
+
+def _shards(path: Path) -> int:
+    """Of a directory's name; where it is none, more than there can be."""
+    shards = path.name.rpartition("-of-")[2]
+    return int(shards) if shards.isdecimal() else MOST + 1

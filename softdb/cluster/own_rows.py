@@ -1,0 +1,67 @@
+"""Which rows of a table are a shard's, and reading those alone.
+
+A host reads the ids of all rows, a few bytes each, and works out in which shard each lies. Then it takes the rows of
+its own shards, if that costs less than to read all of them: rows that lie close together come in one request, and in
+the time that a request takes, so many bytes could be read. `softdb.cluster.ingest` writes the rows of a shard side by
+side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.cluster.placement import shard_of
+from softdb.cluster.truth import Truth
+from softdb.errors import BadInput
+from softdb.formats.tables import needed
+
+__all__ = ["RowWindow", "windows"]
+
+WINDOW = 1 << 20  # rows whose shards are held at once
+REQUEST = {True: 1 << 14, False: 1 << 20}  # bytes that could be read while a request is waited for; True: in a folder
+BATCH = 1 << 16  # ids at once
+
+Rows = NDArray[np.int64]
+
+
+class RowWindow(NamedTuple):
+    """Some consecutive rows of a table."""
+
+    low: int  # the first
+    parts: Rows  # (n,) the shard of each
+
+    def own(self, shard: int, after: int) -> Rows:
+        """Where the rows of a shard are in the table, from a row on, ascending."""
+        places = np.flatnonzero(self.parts == shard) + self.low
+        return places[np.searchsorted(places, after) :]
+
+    def taken(self, places: Rows, width: int, local: bool) -> bool:
+        """Whether it costs less to take some rows (m,) of so many bytes each than to read all of them."""
+        if not len(places):
+            return True
+        request = REQUEST[local]
+        apart = np.diff(places, prepend=-np.inf) * width > request  # those that are nearer come in one request
+        runs = np.flatnonzero(apart)
+        ends = np.append(runs[1:], len(places)) - 1
+        read = float((places[ends] - places[runs] + 1).sum()) * width + len(runs) * request
+        return read < len(self.parts) * width / 2  # for what is read in passing needs no copying
+
+
+def windows(truth: Truth, dataset: Any, after: int) -> Iterator[RowWindow]:
+    """All rows from a place on, window by window, by their ids alone. Raises BadInput naming a row without an id."""
+    name, whole = str(truth.fields.id), dataset.count_rows()
+    pa = needed("pyarrow", "cluster", "a cluster")
+    for low in range(after, whole, WINDOW):
+        batches = dataset.scanner([name], offset=low or None, limit=WINDOW, batch_size=BATCH, scan_in_order=True)
+        parts = list[Rows]()
+        for batch in batches.to_batches():
+            ids = batch.column(0)
+            if ids.null_count:
+                row = low + sum(map(len, parts)) + pa.compute.index(ids.is_null(), True).as_py()
+                raise BadInput(f"{truth.url}: column {name!r} is null in row {row}")
+            parts.append(shard_of(ids.to_pylist(), truth.shards))
+        yield RowWindow(low, np.concatenate(parts))

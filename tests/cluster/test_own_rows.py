@@ -1,0 +1,113 @@
+"""Reading a shard's own rows: taken one by one or picked out of all, they are the same; what is no record is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+
+import lance
+import pyarrow as pa
+from lance_tables import batch, contents, made, told
+
+from softdb import cluster, errors
+from softdb.cluster import own_rows
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.own_rows import RowWindow
+from softdb.cluster.placement import shard_of
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("mine", [[0, 1, 2, 3], [2], [1, 3]])
+def test_both_ways_bring_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool, mine: list[int]
+) -> None:
+    """From several files with deletions, in several windows and batches."""
+    truth = made(str(tmp_path / "t.lance"))
+    for i in range(3):
+        truth.insert(batch(truth, [f"{i} {j}" for j in range(80)], seed=i))
+    truth.delete([f"{i} {j}" for i in range(3) for j in range(0, 80, 7)])
+    truth.insert(batch(truth, ["bare"], keyed=False))
+    monkeypatch.setattr(own_rows, "WINDOW", 50)
+    monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
+    monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
+    followed = Hydrated(truth, tmp_path / "cache", mine, truth.newest())
+    expected = {one: row for one, row in told(truth).items() if shard_of([one], 4)[0] in mine}
+    assert contents(followed) == expected
+    followed.close()
+
+
+def test_what_costs_less_is_done() -> None:
+    n, width = 1 << 20, 1024
+    scattered = np.arange(n) % 64
+    for parts, mine, local, taken in (
+        (scattered, 1, True, True),  # one row of 64, in a folder
+        (scattered, 1, False, False),  # a request of an object store takes longer than to read on
+        (scattered, 32, True, False),
+        (np.arange(n) // (n // 64), 1, False, True),  # side by side
+        (np.arange(n) // (n // 64), 16, False, True),
+        (np.arange(n) // (n // 64), 48, False, False),
+        (scattered, 0, False, True),
+    ):
+        window = RowWindow(0, parts)
+        places = np.flatnonzero(parts < mine)
+        assert window.taken(places, width, local) == taken, (mine, local)
+
+
+def test_rows_that_lie_together_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of eight hosts reads about an eighth, and the ids."""
+    n, dim = 20_000, 128
+    ids = np.array([f"r{i}" for i in range(n)])
+    ids = ids[np.argsort(shard_of(ids.tolist(), 8), kind="stable")]
+    keys = np.random.default_rng(0).normal(size=(n, dim)).astype(np.float32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(keys.reshape(-1)), dim)
+    url = str(tmp_path / "t.lance")
+    lance.write_dataset(pa.table({"id": ids, "vector": column}), url)
+    truth = made_of(url, dim, shards=8)
+    dataset = truth.now()
+    monkeypatch.setattr(type(truth), "at", lambda *_: dataset)
+    dataset.io_stats_incremental()
+    followed = Hydrated(truth, tmp_path / "cache", [3], truth.newest())
+    read = dataset.io_stats_incremental().read_bytes
+    assert len(followed.databases[3]) == (shard_of(ids.tolist(), 8) == 3).sum()
+    assert read < (keys.nbytes + 8 * n) / 5
+    followed.close()
+
+
+def made_of(url: str, dim: int, shards: int) -> Any:
+    """A table that softdb has not made."""
+    from softdb.cluster.foreign import served
+    from softdb.formats.lines import Fields
+
+    return served(url, None, Fields(key="vector"), "dot", None, shards, 1)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ([np.nan, 1.0], r"t\.lance row 57, id 'r57': keys hold NaN or infinity"),
+        ([None, 1.0], r"t\.lance row 57: column 'vector' holds null; expected numbers alone"),
+        ([1e300, 1.0], r"t\.lance row 57, id 'r57': keys, cast to float32, hold NaN or infinity"),
+    ],
+)
+def test_a_row_that_is_no_record_is_named_by_its_place(
+    tmp_path: Path, shards: int, wrong: list[Any], match: str
+) -> None:
+    """Neither it nor what comes after it is passed over."""
+    vectors: list[Any] = [[float(i), 1.0] for i in range(100)]
+    vectors[57] = wrong
+    lance.write_dataset(pa.table({"id": [f"r{i}" for i in range(100)], "vector": vectors}), tmp_path / "t.lance")
+    with pytest.raises(errors.BadInput, match=match):
+        cluster.serve(tmp_path / "t.lance", shards=shards, cache=tmp_path / "cache")
+
+
+def test_numbers_beyond_64_bits_are_no_ids(tmp_path: Path) -> None:
+    ids = pa.array([1, 2**63], pa.uint64())
+    lance.write_dataset(pa.table({"id": ids, "vector": [[1.0], [2.0]]}), tmp_path / "t.lance")
+    with pytest.raises(errors.BadInput, match="id 9223372036854775808 is beyond 64 bits"):
+        cluster.serve(tmp_path / "t.lance", cache=tmp_path / "cache")

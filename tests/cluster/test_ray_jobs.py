@@ -1,0 +1,143 @@
+"""Jobs on Ray: bulk ingest, which is one commit or none; shards that double; training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+pytest.importorskip("ray", reason="workers are Ray's")
+
+import lance
+import ray
+import torch
+
+import softdb
+from softdb import cluster, errors, train
+from softdb.cluster.placement import shard_of
+
+job = sys.modules["softdb.cluster.ingest"]  # the name is the function's, too
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray has warnings of its own, also in threads
+
+N, DIM = 200, 8
+KEYS = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected() -> Iterator[None]:
+    for again in (True, False):
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+            break
+        except Exception as error:
+            ray.shutdown()
+            if not again:
+                pytest.skip(f"Ray does not start here: {error}")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cluster.TableCluster]:
+    monkeypatch.setattr(job, "_rows", lambda _: 50)
+    words: dict[str, Any] = {"dim": DIM, "shards": 4, "ids": "int", "cache": tmp_path / "cache"}
+    with cluster.create(tmp_path / "t.lance", **words) as db:
+        yield db
+
+
+def rows(ids: range | list[int], title: str = "title") -> Any:
+    return ray.data.from_items([{"id": i, "key": KEYS[i % N].tolist(), "title": f"{title} {i}"} for i in ids])
+
+
+def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None:
+    db.insert([N], KEYS[:1])
+    version = db.version
+    assert cluster.ingest(db.url, rows(range(N))) == version + 1 == db.refresh()
+    assert (len(db), db[7].payload) == (N + 1, {"title": "title 7"})
+    np.testing.assert_array_equal(db.get(list(range(N))).keys, KEYS)
+    fragments = lance.dataset(db.url).get_fragments()
+    assert len(fragments) == 1 + N // 50
+    for one in fragments:  # the rows of a shard lie side by side, of as many shards as there may be
+        ids = one.to_table(columns=["id"])["id"].to_pylist()
+        for shards in (2, 4, 8):
+            assert (np.diff(shard_of(ids, shards)) != 0).sum() < shards
+    with pytest.raises(errors.DuplicateId, match="id 3 is stored already"):
+        db.insert([3], KEYS[:1])  # later writers are checked against what was brought in
+    assert cluster.ingest(db.url, rows([7, N + 7], "new"), upsert=True) == version + 2 == db.refresh()
+    assert (len(db), db[7].payload, db[8].payload) == (N + 2, {"title": "new 7"}, {"title": "title 8"})
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "match"),
+    [
+        ([*range(N), 7], errors.DuplicateId, "ingest: id 7 comes twice"),
+        ([*range(50), 500], errors.DuplicateId, "ingest: id 500 is stored already"),
+        ([*range(50), -1], errors.BadInput, "ingest: .*keys hold NaN.*nothing was written"),
+    ],
+)
+def test_a_job_that_is_refused_leaves_the_table_as_it_was(
+    db: cluster.TableCluster, ids: list[int], error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.insert([500], KEYS[:1])
+    version = db.version
+    data = rows(ids)
+    if -1 in ids:
+        data = data.map(lambda row: {**row, "key": [float("nan")] * DIM} if row["id"] == -1 else row)
+    with pytest.raises(error, match=match):
+        cluster.ingest(db.url, data)
+    assert (db.refresh(), len(db)) == (version, 1)
+
+
+def test_a_job_that_dies_before_its_commit_leaves_the_table_as_it_was(
+    db: cluster.TableCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: Any) -> int:
+        raise InterruptedError
+
+    version = db.version
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "append", dies)
+        with pytest.raises(InterruptedError):
+            cluster.ingest(db.url, rows(range(N)))
+    assert (db.refresh(), len(db)) == (version, 0)
+    cluster.ingest(db.url, rows(range(N)))
+    db.refresh()
+    assert len(db) == N
+
+
+def test_actors_split_their_shards_and_train(tmp_path: Path) -> None:
+    """On Ray: twice as many shards, with the indexes of the old ones; a projection as one database brings it."""
+    n = 2400
+    words: dict[str, Any] = {"on": "ray", "timeout": 60.0, "cache": tmp_path / "cache"}
+    keys = np.random.default_rng(1).normal(size=(n, DIM)).astype(np.float32)
+    turn = np.linalg.qr(np.random.default_rng(2).normal(size=(DIM, DIM)))[0]  # which a projection can turn back
+    queries = torch.tensor(keys[:200] @ turn).float()
+    url = str(tmp_path / "t.lance")
+    with softdb.open(None, dim=DIM) as one, cluster.create(url, dim=DIM, shards=1, ids="int", **words) as db:
+        for each in (one, db):
+            each.insert(range(n), keys)
+        db.build_index("ivf", recall=0.9)
+        assert db.grow() == 2
+        index = db.stats().index
+        assert index is not None
+        assert (index.kind, db.shards, len(db), db.version) == ("ivf", 2, n, db.table.newest())
+        db.delete([n - 1])
+        one.delete([n - 1])
+        assert db.search(keys[:5], k=4, exact=True).ids == one.search(keys[:5], k=4, exact=True).ids
+        words = {"epochs": 6, "patience": None, "lr": 0.03, "temperature": 1.0, "batch_size": 32}
+        fitted = [train.fit(each, queries, list(range(200)), **words) for each in (one, db)]
+        trained_alike(*fitted)
+    cluster.stop(url)
+
+
+def trained_alike(one: train.Fitted, other: train.Fitted) -> None:
+    """Assert that they learned something, and the same but for rounding."""
+    assert one.after.mrr_100 > one.before.mrr_100 + 0.1
+    assert other.after == pytest.approx(one.after, abs=0.03)
+    assert (other.projection.weight - one.projection.weight).norm() <= 1e-3 * one.projection.weight.norm()

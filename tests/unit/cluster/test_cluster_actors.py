@@ -1,0 +1,181 @@
+"""Which replica is asked, and when: on a Ray without processes, whose clock is told."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from softdb.cluster import actors
+from softdb.cluster.actors import Actors
+from softdb.cluster.shard import NEWEST, CallVerb, Message, Refresh
+from softdb.errors import StaleRead
+
+TIMEOUT = 30.0
+NEVER = 1e9
+
+
+class RayError(Exception):
+    """What Ray raises."""
+
+
+class Does(NamedTuple):
+    """What comes of a call of an actor."""
+
+    after: float = 0.0  # seconds
+    dies: str = ""
+    full: bool = False  # it takes no more calls
+    error: Exception | None = None  # of softdb, in place of the replies
+
+
+class Call:
+    """A call that goes on."""
+
+    def __init__(self, at: float, reply: bytes | RayError) -> None:
+        self.at, self.reply = at, reply
+
+
+class Actor:
+    """One replica of a host: what it does with each call, the last from then on."""
+
+    def __init__(self, ray: Ray, name: str, *does: Does) -> None:
+        self.ray, self.name, self.does = ray, name, [*does]
+        self.asked: list[tuple[float, str]] = []  # when, and by which method
+        for method in ("answer", "tend"):
+            setattr(self, method, SimpleNamespace(remote=lambda sent, method=method: self.call(sent, method)))
+
+    def call(self, sent: bytes, method: str) -> Call:
+        """As `remote`."""
+        self.asked.append((self.ray.now, method))
+        does = self.does.pop(0) if len(self.does) > 1 else self.does[0]
+        if does.full:
+            raise RayError("too many wait")
+        reply = {(shard,): does.error or self.name for shard in pickle.loads(sent)}
+        return Call(self.ray.now + does.after, RayError(does.dies) if does.dies else pickle.dumps(reply))
+
+
+class Ray:
+    """What of Ray the fan-out uses."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def get(self, calls: Any, timeout: float = NEVER) -> Any:
+        every = calls if isinstance(calls, list) else [calls]
+        until = self.now + timeout
+        failed = [one.at for one in every if isinstance(one.reply, RayError)]
+        end = min(failed, default=max((one.at for one in every), default=self.now))
+        self.now = max(self.now, min(end, until))
+        if end > until:
+            raise RayError("timeout")
+        for one in every:
+            if isinstance(one.reply, RayError) and one.at <= self.now:
+                raise one.reply
+        found = [one.reply for one in every]
+        return found if isinstance(calls, list) else found[0]
+
+    def wait(self, calls: Sequence[Call], timeout: float) -> tuple[list[Call], list[Call]]:
+        first = min(calls, key=lambda one: one.at)
+        if first.at > self.now + timeout:
+            self.now += timeout
+            return [], list(calls)
+        self.now = max(self.now, first.at)
+        return [first], [one for one in calls if one is not first]
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    ray = Ray()
+    monkeypatch.setattr(actors, "_ray", lambda: ray)
+    monkeypatch.setattr(actors, "time", SimpleNamespace(monotonic=lambda: ray.now))
+    return ray
+
+
+def one_host(ray: Ray, *does: list[Does]) -> tuple[Actors, list[Actor]]:
+    """Two shards on one host, with a replica for each list of what it does."""
+    replicas = [Actor(ray, f"replica {i}", *own) for i, own in enumerate(does)]
+    return Actors([replicas], 2), replicas
+
+
+ASKS: dict[int, Message] = {shard: CallVerb(3, "count", {}) for shard in range(2)}
+
+
+def by(name: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Both shards' replies, of one replica."""
+    return dict.fromkeys(range(2), name), {}
+
+
+def test_the_first_answers_and_nobody_else_is_asked(ray: Ray) -> None:
+    transport, (first, second) = one_host(ray, [Does(1.0)], [Does()])
+    assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 0")
+    assert (first.asked, second.asked, ray.now) == ([(0.0, "answer")], [], 1.0)
+
+
+@pytest.mark.parametrize("how", [Does(1.0, dies="the actor died"), Does(full=True)], ids=["dies", "full"])
+def test_a_replica_takes_over_at_once_and_is_asked_first_from_then_on(ray: Ray, how: Does) -> None:
+    transport, (first, second) = one_host(ray, [how, Does()], [Does()])
+    for _ in range(2):
+        assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
+    assert (len(first.asked), len(second.asked)) == (1, 2)
+    assert ray.now == how.after
+
+
+def test_a_slow_one_is_left_for_a_replica_after_a_third_of_the_timeout(ray: Ray) -> None:
+    transport, (first, second) = one_host(ray, [Does(NEVER), Does()], [Does(1.0)])
+    assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
+    assert (first.asked, second.asked, ray.now) == ([(0.0, "answer")], [(10.0, "answer")], 11.0)
+
+
+def test_the_slow_one_is_waited_for_where_the_replica_dies(ray: Ray) -> None:
+    transport, (_, second) = one_host(ray, [Does(20.0)], [Does(1.0, dies="the actor died")])
+    assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 0")
+    assert (len(second.asked), ray.now) == (1, 20.0)
+
+
+def test_of_two_that_answer_the_first_counts(ray: Ray) -> None:
+    transport, _ = one_host(ray, [Does(10.5)], [Does(2.0)])
+    assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 0")
+    assert transport.order(0) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "end"),
+    [
+        (Does(NEVER), "no answer from its actor", TIMEOUT),
+        (Does(2.0, dies="the actor\n  died"), "the actor died", 4.0),
+        (Does(full=True), "too many wait", 0.0),
+    ],
+    ids=["slow", "dies", "full"],
+)
+def test_shards_that_nobody_answers_for_are_missing_in_time(ray: Ray, how: Does, why: str, end: float) -> None:
+    transport, _ = one_host(ray, [how], [how])
+    assert transport.ask(ASKS, TIMEOUT)[:2] == ({}, dict.fromkeys(range(2), why))
+    assert ray.now == end
+
+
+def test_other_hosts_answer_where_one_does_not(ray: Ray) -> None:
+    hosts = [[Actor(ray, "dead", Does(dies="the actor died"))], [Actor(ray, "well", Does(1.0))]]
+    found = Actors(hosts, 2).ask(ASKS, TIMEOUT)
+    assert found[:2] == ({1: "well"}, {0: "the actor died"})
+
+
+def test_what_a_shard_raises_is_raised(ray: Ray) -> None:
+    transport, _ = one_host(ray, [Does(error=StaleRead("shard 1 is at version 4"))])
+    with pytest.raises(StaleRead, match="shard 1 is at version 4"):
+        transport.ask(ASKS, TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("message", "method"),
+    [(Refresh(NEWEST), "tend"), (CallVerb(3, "build_index", {}), "tend"), (CallVerb(3, "get", {}), "answer")],
+    ids=["refresh", "build_index", "get"],
+)
+def test_answers_do_not_wait_for_what_takes_long(ray: Ray, message: Message, method: str) -> None:
+    transport, (only,) = one_host(ray, [Does()])
+    transport.ask({0: message}, TIMEOUT)
+    assert only.asked == [(0.0, method)]
