@@ -55,7 +55,14 @@ class Suite(NamedTuple):
     def command(self) -> str:
         """What is run, less the options of the run."""
         only = f'-k "{self.only}" ' if self.only else ""
-        return f'pytest -m "{self.marks}" {only}{" ".join(f"tests/trust/test_{name}.py" for name in self.files)}'
+        return f'pytest -m "{self.marks}" {only}{" ".join(self.paths)}'
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, from the root."""
+        return [
+            f"tests/{place or 'trust'}/test_{name}.py" for place, _, name in (x.rpartition("/") for x in self.files)
+        ]
 
 
 def counted(*names: str) -> Callable[[Figures], str]:
@@ -68,6 +75,7 @@ def none_of(*names: str, say: str = "") -> Callable[[Figures], str]:
     return lambda figures: counted(*names)(figures) + say
 
 
+WRONG = ("acknowledged records lost", "half-applied writes seen", "wrong answers")
 SUITES = {
     "kill": Suite("exhaustive", ("kill",), 18, (
         Line(
@@ -132,6 +140,21 @@ SUITES = {
             "seconds of one process that writes with eight threads beside four that read",
             counted("concurrency: seconds"),
             lambda f: f"{f['concurrency: torn views']:,} torn among {f['concurrency: views checked']:,} views",
+        ),
+    )),
+    "cluster": Suite("", ("cluster/kills", "cluster/ray"), 20, (
+        Line(
+            "a [cluster's](cluster-tables.md) writers, actors and drivers killed; directories removed in use; "
+            "processes stopped (SIGSTOP)",
+            lambda f: (
+                f"{f['cluster: kills']:,}, of them {f['cluster: kills between commit and hydration']:,} after the "
+                f"commit and before every shard had it; {f['cluster: directories removed in use']}; "
+                f"{f['cluster: processes stopped (SIGSTOP)']}"
+            ),
+            lambda f: (
+                f"{sum(f[f'cluster: {wrong}'] for wrong in WRONG)}; no question took longer than its timeout and "
+                f"{f['cluster: milliseconds beyond the timeout']} ms"
+            ),
         ),
     )),
 }  # fmt: skip

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import softdb
-from softdb.cluster.database_shard import DatabaseShard
-from softdb.cluster.distributed import Ranks
-from softdb.cluster.handle import Cluster
+from softdb.cluster import Cluster, DatabaseShard, Ranks
 
 N, D, SHARDS, STEPS, BATCH = 2000, 16, 4, 30, 32
 
