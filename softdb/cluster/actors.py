@@ -23,7 +23,7 @@ from softdb.cluster.addresses import address
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import HydratedShard
 from softdb.cluster.merge import of_owners, together
-from softdb.cluster.shard import Message, Refresh, ShardReplies
+from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
 from softdb.cluster.truth import Truth
 from softdb.errors import ShardUnavailable, SoftDBError
 from softdb.formats.tables import needed
@@ -32,7 +32,7 @@ __all__ = ["Actors", "Host", "hosted", "stop"]
 
 NAMESPACE = "softdb"
 THREADS = 4  # answers of one actor side by side
-RETRIES = 2  # of a call whose actor died
+RETRIES = 2  # of a call whose actor died, where no other is left to ask
 PENDING = 256  # calls that may wait for one actor
 HEDGE = 3  # a replica is asked when this part of the timeout has passed
 
@@ -97,10 +97,32 @@ class Actors:
     def __init__(self, hosts: Sequence[Sequence[Any]], shards: int) -> None:
         self.hosts, self.shards = [list(replicas) for replicas in hosts], shards
         self._first = [0] * len(self.hosts)  # the replica that answered last
+        self._following: dict[tuple[int, int], Any] = {}  # (host, replica) -> the last call that brings it on
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """As `Transport.ask`. A replica is asked where the first one is dead or slow."""
-        return _FanOut(self, asks, timeout).answers()
+        replies = _FanOut(self, asks, timeout).answers()
+        self._bring_on({shard: asks[shard] for shard in replies.replies}, replies.replies)
+        return replies
+
+    def _bring_on(self, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
+        """Bring the replicas that were not asked to where those are that were, so that taking over finds them there.
+
+        Nobody waits for it: one that is busy with the last such call is left out, and catches up when it is asked.
+        """
+        told: dict[int, dict[int, Message]] = {}
+        for shard, ask in asks.items():
+            if isinstance(ask, Refresh):
+                version = of_records(replies[shard].version)
+                told.setdefault(shard % len(self.hosts), {})[shard] = Refresh(version)
+        ray = _ray()
+        for host, refreshes in told.items():
+            for replica in self.order(host)[1:]:
+                last = self._following.get((host, replica))
+                if last is None or ray.wait([last], timeout=0)[0]:
+                    with contextlib.suppress(ray.exceptions.RayError):
+                        sent = self.hosts[host][replica].tend.remote(pickle.dumps(refreshes))
+                        self._following[host, replica] = sent
 
     def anyone(self, more: bool) -> bool:
         """As `Transport.anyone`."""
@@ -159,8 +181,11 @@ class _FanOut:
             replica, asks = self.left[host].pop(0), self.parts[host]
             actor = self.actors.hosts[host][replica]
             long = any(isinstance(ask, Refresh) or getattr(ask, "verb", "") == "build_index" for ask in asks.values())
+            method = actor.tend if long else actor.answer
+            if self.left[host]:  # the next one answers sooner than this one comes back
+                method = method.options(max_task_retries=0)
             try:
-                self.waiting[(actor.tend if long else actor.answer).remote(pickle.dumps(asks))] = host, replica
+                self.waiting[method.remote(pickle.dumps(asks))] = host, replica
                 return
             except _ray().exceptions.RayError as error:
                 self.why[host] = _said(error)
@@ -237,6 +262,11 @@ def stop(url: str | os.PathLike[str]) -> int:
 
 def _grouped(ray: Any) -> type:
     class Grouped(Host):
+        def __init__(self, truth: Truth, folder: str, mine: Sequence[int]) -> None:
+            super().__init__(truth, folder, mine)
+            # a replica that nobody has asked, or that Ray has restarted, must not begin when another one is lost
+            threading.Thread(target=self._opened, name="softdb-hydrate", daemon=True).start()
+
         answer = ray.method(concurrency_group="answers")(Host.answer)
         tend = ray.method(concurrency_group="tending")(Host.tend)
 

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from softdb.check import Schema
 from softdb.cluster import actors
 from softdb.cluster.actors import Actors
-from softdb.cluster.shard import NEWEST, CallVerb, Message, Refresh
+from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
 from softdb.errors import StaleRead
 
 TIMEOUT = 30.0
 NEVER = 1e9
+AT = 7  # the newest version
+SCHEMA = Schema(4, None, None, np.dtype(np.float32), "dot")
 
 
 class RayError(Exception):
@@ -38,23 +42,50 @@ class Call:
         self.at, self.reply = at, reply
 
 
+class Method(NamedTuple):
+    """Of an actor."""
+
+    actor: Actor
+    name: str
+    retries: int | None = None
+
+    def options(self, max_task_retries: int) -> Method:
+        """As Ray's."""
+        return self._replace(retries=max_task_retries)
+
+    def remote(self, sent: bytes) -> Call:
+        """As Ray's."""
+        return self.actor.call(sent, self.name, self.retries)
+
+
 class Actor:
     """One replica of a host: what it does with each call, the last from then on."""
 
     def __init__(self, ray: Ray, name: str, *does: Does) -> None:
         self.ray, self.name, self.does = ray, name, [*does]
         self.asked: list[tuple[float, str]] = []  # when, and by which method
+        self.sent: list[dict[int, Message]] = []
+        self.retries: list[int | None] = []  # of each call; None: as many as the actor has
         for method in ("answer", "tend"):
-            setattr(self, method, SimpleNamespace(remote=lambda sent, method=method: self.call(sent, method)))
+            setattr(self, method, Method(self, method))
 
-    def call(self, sent: bytes, method: str) -> Call:
+    def call(self, sent: bytes, method: str, retries: int | None) -> Call:
         """As `remote`."""
         self.asked.append((self.ray.now, method))
+        self.retries.append(retries)
         does = self.does.pop(0) if len(self.does) > 1 else self.does[0]
         if does.full:
             raise RayError("too many wait")
-        reply = {(shard,): does.error or self.name for shard in pickle.loads(sent)}
+        self.sent.append(pickle.loads(sent))
+        reply = {(shard,): does.error or self.reply(shard, ask) for shard, ask in self.sent[-1].items()}
         return Call(self.ray.now + does.after, RayError(does.dies) if does.dies else pickle.dumps(reply))
+
+    def reply(self, shard: int, ask: Message) -> Any:
+        """What a shard says."""
+        if not isinstance(ask, Refresh):
+            return self.name
+        version = AT if ask.version == NEWEST else ask.version
+        return Description(shard, 2, (shard << VERSION_BITS) + version, SCHEMA, 0, 0.0, None, None)
 
 
 class Ray:
@@ -121,7 +152,7 @@ def test_a_replica_takes_over_at_once_and_is_asked_first_from_then_on(ray: Ray, 
     transport, (first, second) = one_host(ray, [how, Does()], [Does()])
     for _ in range(2):
         assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
-    assert (len(first.asked), len(second.asked)) == (1, 2)
+    assert (first.retries, second.retries) == ([0], [None, 0])  # Ray asks again only where nobody else can be asked
     assert ray.now == how.after
 
 
@@ -179,3 +210,41 @@ def test_answers_do_not_wait_for_what_takes_long(ray: Ray, message: Message, met
     transport, (only,) = one_host(ray, [Does()])
     transport.ask({0: message}, TIMEOUT)
     assert only.asked == [(0.0, method)]
+
+
+NEWS: dict[int, Message] = dict.fromkeys(range(2), Refresh(NEWEST))
+
+
+def test_a_refresh_brings_the_other_replicas_to_the_same_version(ray: Ray) -> None:
+    transport, (first, second) = one_host(ray, [Does(1.0)], [Does(20.0)])
+    transport.ask(NEWS, TIMEOUT)
+    assert (first.asked, second.asked) == ([(0.0, "tend")], [(1.0, "tend")])
+    assert second.sent == [dict.fromkeys(range(2), Refresh(AT))]
+    assert ray.now == 1.0  # nobody waits for it
+    for ask in (CallVerb(AT, "count", {}), CallVerb(AT, "build_index", {})):
+        transport.ask({0: ask}, TIMEOUT)
+    assert len(second.asked) == 1
+
+
+def test_a_replica_that_is_busy_with_that_is_told_once(ray: Ray) -> None:
+    transport, (first, second) = one_host(ray, [Does(1.0)], [Does(10.0)])
+    for _ in range(5):
+        transport.ask(NEWS, TIMEOUT)
+    assert (len(first.asked), len(second.asked)) == (5, 1)
+    ray.now = 20.0
+    transport.ask(NEWS, TIMEOUT)
+    assert len(second.asked) == 2
+
+
+def test_the_one_that_was_lost_is_brought_on_by_the_one_that_took_over(ray: Ray) -> None:
+    transport, (first, second) = one_host(ray, [Does(dies="the actor died"), Does(1.0)], [Does(1.0)])
+    transport.ask(NEWS, TIMEOUT)
+    assert (len(first.asked), len(second.asked)) == (2, 1)
+    assert first.sent[1] == dict.fromkeys(range(2), Refresh(AT))
+
+
+def test_a_replica_that_takes_no_more_calls_does_not_matter(ray: Ray) -> None:
+    transport, (_, second) = one_host(ray, [Does(1.0)], [Does(full=True)])
+    for _ in range(2):
+        assert transport.ask(NEWS, TIMEOUT).missing == {}
+    assert (len(second.asked), second.sent) == (2, [])
