@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from softdb.check import Schema
+from softdb.check import Metric, Schema
 from softdb.cluster import actors
 from softdb.cluster.actors import Actors
 from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
@@ -19,7 +19,7 @@ from softdb.errors import StaleRead
 TIMEOUT = 30.0
 NEVER = 1e9
 AT = 7  # the newest version
-SCHEMA = Schema(4, None, None, np.dtype(np.float32), "dot")
+SCHEMA = Schema(4, None, None, np.dtype(np.float32), Metric.DOT)
 
 
 class RayError(Exception):
