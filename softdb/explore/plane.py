@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Metric
 from softdb.database import SoftDB
 from softdb.scores import score_of
 from softdb.store.entry import RecordEntry
@@ -18,6 +18,7 @@ from softdb.store.entry import RecordEntry
 __all__ = ["Plane", "Temperatures"]
 
 SAMPLE = 2000  # records on the map
+FEW = 3  # records that the answer is a mean of where the slider starts; of what is not stored, some hundred
 QUERIES = 64  # of them, whose scores say which temperatures are cold and hot
 
 Floats = NDArray[np.float64]
@@ -56,7 +57,7 @@ class Plane:
         """Of the generation that a handle sees; the last one's axes keep their signs. Cost m d min(m, d)."""
         snapshot, _ = db.view()
         live = np.flatnonzero(snapshot.live)
-        rows = snapshot.rows(live)
+        rows, whole = snapshot.rows(live), len(live)
         if len(rows) > SAMPLE:
             chosen = np.sort(np.argpartition(_hashed(rows), SAMPLE)[:SAMPLE])
             live, rows = live[chosen], rows[chosen]
@@ -72,7 +73,7 @@ class Plane:
             axes = axes * np.where((before.axes * axes).sum(0) < 0, -1, 1)
         length = float(np.linalg.norm(wide, axis=1).mean()) if db.metric == "cosine" and len(wide) else None
         entries = [found[row] for row in rows[there].tolist()]
-        hot = _temperatures(keys, db.schema.metric)
+        hot = _temperatures(score_of(db.schema.metric)(keys[:QUERIES], keys), whole)
         return cls(snapshot.generation, made, entries, rows[there], keys, centre, axes, share, length, hot)
 
     def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
@@ -113,13 +114,35 @@ def _axes(centred: Floats) -> tuple[Floats, float]:  # (m, d) -> (d, 2)
     return axes, min(1.0, float(values[::-1][:2].clip(0).sum()) / whole)
 
 
-def _temperatures(keys: Tensor, metric: Metric) -> Temperatures:
+def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m), of the q first of m records out of n
     """From where the nearest record takes all to where all weigh alike: by how far the best score is above others."""
-    scores = score_of(metric)(keys[:QUERIES], keys)
-    scores.fill_diagonal_(-torch.inf)
-    best = scores.amax(1) if len(keys) > 1 else torch.zeros(0)
-    gaps = best - scores.masked_fill(scores.isinf(), 0).sum(1) / max(1, len(keys) - 1)
+    m = scores.shape[1]
+    others = scores.clone()
+    others.fill_diagonal_(-torch.inf)
+    best = others.amax(1) if m > 1 else torch.zeros(0)
+    gaps = best - others.masked_fill(others.isinf(), 0).sum(1) / max(1, m - 1)
     gaps = gaps[gaps.isfinite() & (gaps > 0)]
     gap = float(gaps.median()) if len(gaps) else 1.0
-    low, start, high = (float(f"{gap * by:.1g}") for by in (1 / 400, 1 / 10, 50))
-    return Temperatures(low, start, high)
+    low, between, high = (float(f"{gap * by:.1g}") for by in (1 / 400, 1 / 10, 50))
+    start = _start(scores, n, low / 1000, high) or between
+    return Temperatures(min(low, float(f"{start / 20:.1g}")), start, high)
+
+
+def _start(scores: Tensor, n: int, low: float, high: float) -> float | None:
+    """Where a question by a stored record is answered by about FEW records, itself among them, or by √n where that is
+    less: a soft query to begin with, whatever the keys. None where no temperature is that one.
+    """
+    few = min(FEW, math.sqrt(n))
+    each = torch.full(scores.shape, (n - 1) / max(1, scores.shape[1] - 1))  # records that one of the sample stands for
+    each.fill_diagonal_(1)
+
+    def effective(temperature: float) -> float:
+        shares = torch.exp((scores - scores.amax(1, keepdim=True)) / temperature)
+        return float(((each * shares).sum(1).square() / (each * shares.square()).sum(1)).median())
+
+    if n < 3 or not effective(low) < few < effective(high):
+        return None
+    for _ in range(16):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if effective(middle) < few else (low, middle)
+    return float(f"{high:.2g}")

@@ -424,6 +424,24 @@ def test_the_plane_of_next_to_nothing(keys: list[list[float]]) -> None:
         assert 0 < plane.temperatures.low < plane.temperatures.start < plane.temperatures.high < math.inf
 
 
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+@pytest.mark.parametrize(("n", "kind"), [(3, "apart"), (40, "apart"), (3000, "apart"), (3000, "heaps"), (3000, "long")])
+def test_the_slider_starts_at_a_soft_query(n: int, kind: str, metric: Any, rng: np.random.Generator) -> None:
+    """Asked by what is stored, as the page first asks."""
+    keys = rng.normal(size=(n, 16))
+    if kind == "heaps":
+        keys = keys * 0.1 + rng.normal(size=(30, 16))[rng.integers(30, size=n)]
+    with softdb.open(None, dim=16, metric=metric) as db:
+        db.insert(range(n), keys * (1000 if kind == "long" else 1))
+        start = Plane.of(db).temperatures.start
+        asked = db.get(range(min(n, 200))).keys.double()
+        warm, colder = (db.attend(asked, temperature=t).lse for t in (start, start / 2))
+        effective = float((2 * warm - colder).exp().median())  # 1 / Σ w²
+        assert min(1.2, n / 3) < effective < max(0.8 * n, 2.5)
+        if n == 3000:
+            assert 1.9 < effective < 6
+
+
 def test_a_sample_stays_when_records_come(rng: np.random.Generator) -> None:
     with softdb.open(None, dim=2) as db:
         db.insert(range(5000), rng.normal(size=(5000, 2)))
