@@ -93,6 +93,13 @@ def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
     assert float((error <= bar).float().mean()) >= 0.93
 
 
+def test_what_a_grid_leaves_of_a_budget_is_drawn_too(hashed: Parted) -> None:
+    """Later rounds draw numbers on a grid, rounded down: what is left goes to the shards, a step each."""
+    pooled = hashed.cluster.attend(hashed.queries, rtol=0.01, max_draws=DRAWS)
+    assert not pooled.exact.any()
+    assert 1.02 * DRAWS > float(pooled.n_pooled.double().mean()) > 0.96 * DRAWS
+
+
 def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> None:
     queries = hashed.queries[:20]
     pooled = hashed.cluster.attend(queries, rtol=0.1)
