@@ -45,6 +45,17 @@ class Schema:
     metric: Metric
 
     @property
+    def described(self) -> dict[str, Any]:
+        """Arguments of `softdb.open` for a database like it."""
+        return {
+            "dim": self.dim,
+            "value_dim": self.value_dim,
+            "num_classes": self.num_classes,
+            "dtype": self.dtype.name,
+            "metric": self.metric.value,
+        }
+
+    @property
     def has_values(self) -> bool:
         """Whether a record carries a value of its own."""
         return self.value_dim is not None or self.num_classes is not None

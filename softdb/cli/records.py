@@ -28,7 +28,7 @@ from softdb.cli.arguments import (
     named,
     spooled,
 )
-from softdb.cli.places import described, opened, place, writing
+from softdb.cli.places import answering, described, place, writing
 from softdb.errors import BadInput, NotADatabase, SoftDBError
 from softdb.terminal import counted, print_json, progress, safe, terminal
 
@@ -254,7 +254,7 @@ def export(
     def note(text: str) -> None:
         terminal(stderr=True).print(f"[yellow]note:[/] {safe(text)}")
 
-    with opened(path) as db:
+    with answering(path) as db:
         if str(file) == STDIN:
             if isinstance(sys.stdout, TextIOWrapper):
                 sys.stdout.reconfigure(encoding="utf-8")  # as JSON is, whatever a terminal has

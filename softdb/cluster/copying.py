@@ -53,9 +53,7 @@ def of_table(truth: Truth, version: int, folder: Path) -> SoftDB:
 
 def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, folder: Path) -> SoftDB:
     """All records that a scan brings."""
-    described = {"dim": schema.dim, "value_dim": schema.value_dim, "num_classes": schema.num_classes}
-    dtype, metric = schema.dtype.name, schema.metric.value
-    db = opening.open(folder / "copy", durability="relaxed", dtype=dtype, metric=metric, **described)  # type: ignore[arg-type]
+    db = opening.open(folder / "copy", durability="relaxed", **schema.described)
     try:
         if encoder is not None:
             db.note_encoder(encoder)

@@ -31,7 +31,7 @@ from softdb.weights import Softmax, Uniform
 
 __all__ = ["DatabaseShard", "salted"]
 
-CALLS = ("build_index", "count", "drop_index", "get", "stats", "stored")  # verbs that a message may name
+CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # verbs that a message may name
 TIED = 4  # times as many are found, where the last of them tie with the next
 
 Rows = NDArray[np.int64]
@@ -138,7 +138,8 @@ class DatabaseShard:
     def _called(self, ask: say.CallVerb) -> Any:
         if ask.verb not in CALLS:
             raise BadInput(f"a shard was asked to {ask.verb}; it knows {', '.join(CALLS)}")
-        return getattr(self.db, ask.verb)(**ask.words)
+        found = getattr(self.db, ask.verb)
+        return found(**ask.words) if callable(found) else found
 
     def _located(self, ask: say.Locate) -> Rows:
         return self._rows(self.db.located(ask.ids, ask.where))

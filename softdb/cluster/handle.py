@@ -22,7 +22,8 @@ from softdb.cluster.answers import Sharded
 from softdb.cluster.asking import array
 from softdb.cluster.caller import Caller
 from softdb.cluster.copying import copied, of_records
-from softdb.database import SoftVerbs
+from softdb.cluster.merge import joined_records
+from softdb.database import SoftVerbs, TableVerbs
 from softdb.database.handle import verb
 from softdb.encoders import of_name
 from softdb.errors import BadInput, Closed, UnknownId
@@ -46,7 +47,7 @@ class Versioned(Protocol):
         """The newest version."""
 
 
-class Cluster(SoftVerbs):
+class Cluster(SoftVerbs, TableVerbs):
     """Shards as one database: SoftDB's verbs that read, and its answers.
 
         db = Cluster(Local([DatabaseShard(one, i, len(all)) for i, one in enumerate(all)]))
@@ -109,6 +110,16 @@ class Cluster(SoftVerbs):
     def encoder_name(self) -> str | None:
         """The name of the encoder that made the keys; None where none is remembered."""
         return self.caller.first.encoder
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """None: a cluster declares no fields of the payload."""
+        return ()
+
+    @property
+    def id_types(self) -> set[str]:
+        """Which of "integer" and "text" ids there are."""
+        return set().union(*self._called("id_types", {}))
 
     @property
     def path(self) -> None:
@@ -202,7 +213,7 @@ class Cluster(SoftVerbs):
         parts = [(places[shard], part) for shard, part in found.items() if shard in places]
         if not parts:
             return self._called("get", {"ids": []})[0]  # type: ignore[no-any-return]
-        return _joined([part for _, part in parts], np.argsort(np.concatenate([where for where, _ in parts])))
+        return joined_records([part for _, part in parts], np.argsort(np.concatenate([where for where, _ in parts])))
 
     @verb
     def __getitem__(self, name: Id) -> Record:
@@ -378,17 +389,3 @@ def _require_taken(words: dict[str, Any]) -> None:
 
 def _scan(_: int, version: int, after: int, size: int, where: dict[str, Any] | None) -> say.ScanRows:
     return say.ScanRows(version, after, size, where)
-
-
-def _joined(parts: list[Records], order: Rows) -> Records:
-    """Records of several shards, in another order."""
-
-    def listed(name: str) -> list[Any]:
-        whole = [one for part in parts for one in getattr(part, name)]
-        return [whole[i] for i in order.tolist()]
-
-    places = torch.from_numpy(order)
-    keys, keyed = (torch.cat([getattr(part, name) for part in parts])[places] for name in ("keys", "keyed"))
-    values = None if parts[0].values is None else torch.cat([part.values for part in parts if part.values is not None])
-    own = None if values is None else values[places]
-    return Records(listed("ids"), keys, own, listed("payload_texts"), listed("texts"), keyed)

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
+from softdb.answers import Records
 from softdb.check import Id
 from softdb.cluster import shard as say
 from softdb.cluster.shard import ShardHits
 
-__all__ = ["first", "id_order", "in_order", "of_owners", "ranked", "together"]
+__all__ = ["first", "id_order", "in_order", "joined_records", "of_owners", "ranked", "together"]
 
 
 def id_order(name: Id) -> tuple[bool, Id]:
@@ -110,3 +113,17 @@ def _passed(parts: Sequence[say.Passed]) -> say.Passed:
     output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
     dtype = parts[0].lse.dtype
     return say.Passed(np.asarray(output, dtype), lse.astype(dtype), sum(part.taking_part for part in parts))
+
+
+def joined_records(parts: list[Records], order: NDArray[np.int64]) -> Records:
+    """Records of several shards as one batch, in the order (n,) of their places."""
+
+    def listed(name: str) -> list[Any]:
+        whole = [one for part in parts for one in getattr(part, name)]
+        return [whole[i] for i in order.tolist()]
+
+    places = torch.from_numpy(order)
+    keys, keyed = (torch.cat([getattr(part, name) for part in parts])[places] for name in ("keys", "keyed"))
+    values = None if parts[0].values is None else torch.cat([part.values for part in parts if part.values is not None])
+    own = None if values is None else values[places]
+    return Records(listed("ids"), keys, own, listed("payload_texts"), listed("texts"), keyed)

@@ -118,9 +118,9 @@ class Refresh(Message):
 
 @dataclass(frozen=True)
 class CallVerb(Message):
-    """A verb of SoftDB that reads, or that tends the shard's own cache -> what it returns.
+    """A verb or property of SoftDB that reads, or that tends the shard's own cache -> what it returns.
 
-    One of "build_index", "count", "drop_index", "get", "stats", "stored".
+    One of "build_index", "count", "drop_index", "get", "id_types", "stats", "stored".
     """
 
     verb: str

@@ -74,14 +74,7 @@ class Truth:
     @property
     def described(self) -> dict[str, Any]:
         """Arguments of `softdb.open` for a database of these records."""
-        made = self.schema
-        return {
-            "dim": made.dim,
-            "value_dim": made.value_dim,
-            "num_classes": made.num_classes,
-            "dtype": made.dtype.name,
-            "metric": made.metric.value,
-        }
+        return self.schema.described
 
     @property
     def id_type(self) -> str:

@@ -8,10 +8,10 @@ from softdb.database.reembedding import ReembedVerbs
 from softdb.database.soft import SoftVerbs
 from softdb.database.tables import TableVerbs
 
-__all__ = ["SoftDB", "SoftVerbs"]
+__all__ = ["SoftDB", "SoftVerbs", "TableVerbs"]
 
 
-class SoftDB(TableVerbs, ReembedVerbs, AskingVerbs, IndexVerbs):
+class SoftDB(ReembedVerbs, AskingVerbs, IndexVerbs, TableVerbs):
     """A durable database of embedded keys and values that answers exact, approximate and soft queries.
 
     Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.

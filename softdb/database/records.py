@@ -175,6 +175,11 @@ class RecordVerbs(Handle):
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self._store.matching_rows(where)
         return self._scan(check.integer(batch_size, "batch_size"), snapshot, rows)
 
+    @property
+    def id_types(self) -> set[str]:
+        """Which of "integer" and "text" ids there are."""
+        return self._store.id_types()
+
     def matching(self, where: dict[str, Any] | None = None) -> NDArray[np.int64]:
         """Rows of all records, or of those that a filter matches, with a key or without, ascending."""
         return self._store.snapshot.all_rows if where is None else self._store.matching_rows(where)[1]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from softdb import check
 from softdb.answers import Records
-from softdb.database.handle import verb
-from softdb.database.records import RecordVerbs
+from softdb.check import Schema
+from softdb.database.handle import Face, verb
 from softdb.errors import BadInput, MissingDependency
 
 __all__ = ["TableVerbs"]
@@ -19,19 +20,41 @@ __all__ = ["TableVerbs"]
 COLUMNS = ("id", "key", "value", "text", "payload")
 
 
-class TableVerbs(RecordVerbs):
-    """What is asked of a database by whom works with tables."""
+class TableVerbs(Face):
+    """What is asked by whom works with tables, of a database, or of a cluster."""
+
+    @property
+    @abstractmethod
+    def schema(self) -> Schema:
+        """Widths, dtype and metric."""
+
+    @property
+    @abstractmethod
+    def fields(self) -> tuple[str, ...]:
+        """Declared fields of the payload, sorted."""
+
+    @property
+    @abstractmethod
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that made the keys; None where none is remembered."""
+
+    @property
+    @abstractmethod
+    def id_types(self) -> set[str]:
+        """Which of "integer" and "text" ids there are."""
+
+    @abstractmethod
+    def count(self, where: dict[str, Any] | None = None) -> int:
+        """How many records there are, or how many a filter matches, with a key or without."""
+
+    @abstractmethod
+    def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
+        """All records, or those that a filter matches, in batches of at most `batch_size`."""
 
     @property
     def header(self) -> dict[str, Any]:
         """What an export says of the database: schema, declared fields, and the encoder's name."""
-        names = ("dim", "value_dim", "num_classes", "dtype", "metric", "fields")
-        return {**{name: getattr(self, name) for name in names}, "encoder": self.encoder_name}
-
-    @property
-    def id_types(self) -> set[str]:
-        """Which of "integer" and "text" ids there are."""
-        return self._store.id_types()
+        return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
 
     @verb
     def to_arrow(self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None) -> Any:

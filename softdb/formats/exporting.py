@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from softdb.answers import Records
-from softdb.database import SoftDB
+from softdb.database import TableVerbs
 from softdb.errors import BadInput
 from softdb.formats.numbers import NUMBERS
 from softdb.formats.tables import needed
@@ -27,7 +27,7 @@ _log = logging.getLogger("softdb")
 class Export(NamedTuple):
     """What is written."""
 
-    db: SoftDB
+    db: TableVerbs
     where: dict[str, Any] | None
     size: int  # records a batch
     suffix: str
@@ -47,7 +47,7 @@ class Export(NamedTuple):
 
 
 def export_records(
-    db: SoftDB,
+    db: TableVerbs,
     path: str | os.PathLike[str],
     *,
     where: dict[str, Any] | None = None,
@@ -56,6 +56,8 @@ def export_records(
     note: Callable[[str], None] | None = None,
 ) -> int:
     """Write records, all or those that a filter matches, in the format that the name ends in, and return how many.
+
+    `db` is a database, or a cluster, whose records come shard by shard.
 
     `.jsonl` (also `.gz`), `.parquet`, `.arrow` and `.lance` carry everything: `import_records` makes the same database
     of them. `.csv` and files of vectors carry less; what stays behind is told to `note`, or logged. Numbers are exact.
@@ -120,7 +122,7 @@ def _rows(records: Records) -> Iterator[dict[str, Any]]:
         yield {name: part for name, part in row if part is not None}
 
 
-def write_records(db: SoftDB, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
+def write_records(db: TableVerbs, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
     """Write records to an open text file or pipe, as `export_records` writes JSON lines, and return how many."""
     return _written(db, db.scan(batch_size, where), file)
 
@@ -131,7 +133,7 @@ def _json_lines(export: Export, file: IO[bytes]) -> None:
     text.detach()
 
 
-def _written(db: SoftDB, batches: Iterator[Records], file: IO[str]) -> int:
+def _written(db: TableVerbs, batches: Iterator[Records], file: IO[str]) -> int:
     done, encode = 0, json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     file.write(json.dumps({"softdb": db.header}, ensure_ascii=False) + "\n")
     for records in batches:

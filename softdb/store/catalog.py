@@ -77,17 +77,10 @@ class Catalog:
 
     def create(self, schema: Schema) -> None:
         """Lay out an empty catalogue, in one transaction."""
-        settings = {
-            "dim": schema.dim,
-            "value_dim": schema.value_dim,
-            "num_classes": schema.num_classes,
-            "dtype": schema.dtype.name,
-            "metric": schema.metric.value,
-        }
         with self.connection:
             self.connection.execute(format.TABLES)
             self.connection.execute("INSERT INTO state VALUES(0, 0, ?)", (format.state_crc(0, 0),))
-            for name, value in settings.items():
+            for name, value in schema.described.items():
                 self.put_setting(name, value)
             self.connection.execute(f"PRAGMA application_id = {format.APPLICATION}")
             self.connection.execute(f"PRAGMA user_version = {FORMAT}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 pytest.importorskip("typer", reason="the command line is typer's")
@@ -19,6 +20,7 @@ from typer.testing import CliRunner, Result
 import softdb
 from softdb import cluster
 from softdb.cli.commands import app
+from softdb.formats import Rows, read_records
 from softdb.opening import table_at
 
 N, DIM = 200, 6
@@ -164,9 +166,63 @@ def test_a_snapshot_is_one_database_and_an_index_stays(places: tuple[Path, Path]
     assert answer("info", tmp_path / "large.lance")["index"]["kind"] == "hnsw"
 
 
-@pytest.mark.parametrize(
-    "words", [("tune",), ("fields",), ("verify",), ("reembed", "--encoder", "ngrams"), ("export", "out.jsonl")], ids=str
-)
+def exported(file: Path) -> list[Any]:
+    """What a file of an export holds, by id."""
+    found = [one for rows in read_records(file) for one in rows_of(rows)]
+    return sorted(found, key=lambda one: str(one[0]))
+
+
+def rows_of(rows: Rows) -> list[Any]:
+    columns = (rows.keys, [None] * len(rows) if rows.values is None else rows.values)
+    keys, values = ([None if one is None else np.asarray(one).tolist() for one in column] for column in columns)
+    return list(zip(rows.ids, keys, values, rows.payloads, rows.texts, strict=True))
+
+
+def test_an_export_holds_the_same_and_makes_the_same_database(places: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="Parquet is pyarrow's")
+    line = '{"id": "bare", "text": "no key"}\n'
+    for place in places:
+        answer("insert", place, stdin=line)
+    for suffix in (".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".lance"):
+        one, table = (tmp_path / f"{place.stem}-out{suffix}" for place in places)
+        for place, file in zip(places, (one, table), strict=True):
+            assert answer("export", place, file) == {"records": N + 1, "file": str(file)}
+        assert exported(table) == exported(one)
+        assert next(read_records(table)).header == next(read_records(one)).header
+    answer("import", tmp_path / "again", tmp_path / "t-out.parquet")
+    with softdb.open(places[0], mode="r") as right, softdb.open(tmp_path / "again", mode="r") as again:
+        names = [one.id for one in right.get([f"r{i}" if i % 2 else str(i) for i in range(N)])] + ["bare"]
+        mine, own = again.get(names), right.get(names)
+        assert (again.header, len(again)) == (right.header, len(right))
+        assert torch.equal(mine.keys, own.keys)
+        assert torch.equal(mine.keyed, own.keyed)
+        assert own.values is not None
+        assert mine.values is not None
+        assert torch.equal(mine.values[:-1], own.values[:-1])
+        assert (mine.payloads, mine.texts) == (own.payloads, own.texts)
+    odd = ("--where", '{"odd": 1}')
+    printed = [sorted(run("export", place, "-", *odd).stdout.splitlines()) for place in places]
+    assert len(printed[0]) == N // 2 + 1
+    assert printed[0] == printed[1]
+
+
+def test_an_export_of_whole_ids_and_of_nothing(tmp_path: Path, places: tuple[Path, Path]) -> None:
+    with cluster.create(tmp_path / "whole.lance", dim=DIM, shards=2, ids="int", num_classes=3) as db:
+        answer("export", tmp_path / "whole.lance", tmp_path / "none.parquet")
+        db.insert(range(5), KEYS[:5], [0, 1, 2, 0, 1])
+    answer("export", tmp_path / "whole.lance", tmp_path / "some.npz")
+    with np.load(tmp_path / "some.npz") as found:
+        order = np.argsort(found["ids"])
+        assert found["ids"][order].tolist() == [0, 1, 2, 3, 4]
+        assert np.array_equal(found["keys"][order], KEYS[:5])
+        assert found["values"][order].tolist() == [0, 1, 2, 0, 1]
+    with cluster.open(tmp_path / "whole.lance", "r") as db:
+        table = db.to_arrow(["id", "value"]).sort_by("id")
+        assert table.to_pydict() == {"id": [0, 1, 2, 3, 4], "value": [0, 1, 2, 0, 1]}
+    assert list(read_records(tmp_path / "none.parquet")) == []
+
+
+@pytest.mark.parametrize("words", [("tune",), ("fields",), ("verify",), ("reembed", "--encoder", "ngrams")], ids=str)
 def test_what_needs_one_database_says_so(places: tuple[Path, Path], words: tuple[str, ...]) -> None:
     command, *others = words
     refused = error(command, places[1], *others)
