@@ -25,6 +25,8 @@ from softdb.cli.places import answering
 from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from softdb.answers import Pooled
     from softdb.database import SoftVerbs
 
@@ -137,10 +139,20 @@ def soft_answers(
         [(hit.id, math.exp(hit.score / temperature - lse), hit.payload, hit.text) for hit in mine]
         for mine, lse in zip(hits, pooled.lse.tolist(), strict=True)
     ]
-    return [(_attended(pooled, i, effective[i]), weighed[i]) for i in range(len(weighed))]
+    missed = _missed(db, queries, pooled, temperature, where).tolist()
+    return [(_attended(pooled, i, effective[i], missed[i]), weighed[i]) for i in range(len(weighed))]
 
 
-def _attended(pooled: Pooled, i: int, effective: float) -> dict[str, Any]:
+def _missed(db: SoftVerbs, queries: Any, pooled: Pooled, temperature: float, where: Any) -> Tensor:  # (q,)
+    """The share of the weight beyond the k nearest; where the answer does not tell, as a cluster's, by a pass."""
+    unknown = pooled.missed_mass.isnan()
+    if not bool(unknown.any()):
+        return pooled.missed_mass
+    whole = db.attend(queries, temperature=temperature, where=where).lse
+    return pooled.missed_mass.where(~unknown, -(pooled.lse - whole).clamp(max=0).expm1())
+
+
+def _attended(pooled: Pooled, i: int, effective: float, missed: float) -> dict[str, Any]:
     """The answer to one query of a batch, as JSON, without its records."""
     bar = pooled.bar[i].item()
     return {
@@ -148,7 +160,7 @@ def _attended(pooled: Pooled, i: int, effective: float) -> dict[str, Any]:
         "lse": pooled.lse[i].item() if pooled.n_pooled[i] else None,  # JSON has no word for -inf
         "candidates": int(pooled.n_pooled[i]),
         "exact": bool(pooled.exact[i]),
-        "missed_mass": pooled.missed_mass[i].item(),
+        "missed_mass": missed,
         "bar": bar if math.isfinite(bar) else None,  # unknown where truncated
         "met": bool(pooled.met[i]),
         "effective_records": effective if math.isfinite(effective) else 0.0,
