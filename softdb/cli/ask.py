@@ -67,7 +67,7 @@ def search(
 ) -> None:
     """Find the nearest records."""
     asked, has_text = query_of(query)
-    with answering(path, has_text and mode is not Mode.text, encoder, projection) as db:
+    with answering(path, has_text and mode is not Mode.text, encoder, projection, quiet=as_json) as db:
         hits = db.search(
             projected(db, asked, projection), k, where=filter_of(where), exact=exact, radius=radius,
             exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k, offset=offset, group_by=group_by,
@@ -103,7 +103,7 @@ def attend(
 ) -> None:
     """Soft query: the mean of all values, each weighted by softmax(score / temperature)."""
     asked, has_text = query_of(query)
-    with answering(path, has_text, encoder, projection) as db:
+    with answering(path, has_text, encoder, projection, quiet=as_json) as db:
         asked, filter_ = projected(db, asked, projection), filter_of(where)
         found = soft_answers(db, asked, temperature, k, rtol, filter_)
         is_label = db.num_classes is not None

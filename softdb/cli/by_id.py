@@ -38,7 +38,7 @@ FIELDS = ("id", "key", "value", "payload", "text")
 
 def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
     """Records by their ids, in that order; exit code 3 where one is not stored."""
-    with answering(path) as db:
+    with answering(path, quiet=as_json) as db:
         wanted = typed_ids(db, ids)
         records = [one for low in range(0, len(wanted), AT_ONCE) for one in db.get(wanted[low : low + AT_ONCE])]
     if as_json:
@@ -65,7 +65,7 @@ def _cell(part: Any) -> str:
 
 def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
     """How many records there are, or how many a filter matches."""
-    with answering(path) as db:
+    with answering(path, quiet=as_json) as db:
         number = db.count(filter_of(where))
     if as_json:
         print_json({"count": number})
@@ -77,7 +77,7 @@ def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: A
     """Delete records by id or by filter; an id that is not stored is no error. '{}' is the filter of all."""
     if bool(ids) == (where is not None):
         raise BadInput("give IDs or --where, one of them; --where '{}' deletes every record")
-    with writing(path) as db:
+    with writing(path, quiet=as_json) as db:
         gone = db.delete(typed_ids(db, ids) if ids else None, filter_of(where))
         left = len(db)
     if as_json:
@@ -122,7 +122,7 @@ def insert(
     dim, noted = described(path)
     made = None if encoder is None else named_encoder(chosen(path, noted, encoder), dim)
     done, number = 0, 0
-    with writing(path, made) as db:
+    with writing(path, made, quiet=as_json) as db:
         put = db.upsert if upsert else db.insert
         try:
             for batch in _batches(_records(input_lines(file), db), batch_size):

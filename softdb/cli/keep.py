@@ -42,7 +42,7 @@ def info(path: Database, as_json: AsJson = False) -> None:
         with contextlib.closing(Store(path, "r", None)) as store:
             report = stats(store, noted_index(store))
     except (SoftDBError, OSError, apsw.Error):  # an error is named as everywhere
-        with answering(path) as db:
+        with answering(path, quiet=as_json) as db:
             report = db.stats()
     facts = report.asdict()
     if as_json:
@@ -118,7 +118,7 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
 
 def compact(path: Database, as_json: AsJson = False) -> None:
     """Remove deleted and replaced records from the disk; answers stay as they are."""
-    with writing(path) as db:
+    with writing(path, quiet=as_json) as db:
         report = db.compact()
     removed = f"{counted(report.removed, 'row')} removed, {counted(report.records, 'record')} left"
     occupied = f"{size(report.bytes_before or 0)} before, {size(report.bytes or 0)} now"
@@ -131,7 +131,7 @@ def snapshot(
     as_json: AsJson = False,
 ) -> None:
     """Copy a database, consistent even while another process writes to it."""
-    with answering(path) as db:
+    with answering(path, quiet=as_json) as db:
         report = db.snapshot(destination)
     copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
     _print(report.asdict(), as_json, escape(copied))
@@ -189,7 +189,7 @@ def index(
     asked = array_of(queries)
     budget = int(memory) if memory is not None and memory.isdecimal() else memory
     if table_at(path) is not None:  # a report a shard
-        with answering(path) as shards:
+        with answering(path, quiet=as_json) as shards:
             reports: Any = shards.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget)
         _print([one.asdict() for one in reports], as_json, "\n".join(listed(one.told()) for one in reports))
         return

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from softdb.terminal import progress
 
 if TYPE_CHECKING:
     from softdb.check import Encoder
     from softdb.cluster import TableCluster
     from softdb.database import SoftDB
+    from softdb.index.choose import Progress
 
     Place: TypeAlias = SoftDB | TableCluster
 
@@ -25,23 +29,30 @@ def opened(path: Path, has_text: bool = False, encoder: str | None = None, proje
     return softdb.open(path, mode="r", encoder=_asking(path, encoder, projection) if has_text else None)
 
 
-def answering(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> Place:
-    """As `opened`, of a cluster's table, too."""
+def answering(
+    path: Path,
+    has_text: bool = False,
+    encoder: str | None = None,
+    projection: Path | None = None,
+    *,
+    quiet: bool = False,
+) -> Place:
+    """As `opened`, of a cluster's table, too; a terminal is told how its shards are made, unless `quiet`."""
     from softdb.opening import table_at
 
     table = table_at(path)
     if table is None:
         return opened(path, has_text, encoder, projection)
-    return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None)
+    return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None, quiet)
 
 
-def writing(path: Path, encoder: Encoder | None = None) -> Place:
-    """The database, or the cluster's table, for writing."""
+def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) -> Place:
+    """The database, or the cluster's table, for writing; as `answering`."""
     import softdb
     from softdb.opening import table_at
 
     table = table_at(path)
-    return softdb.open(path, encoder=encoder) if table is None else _cluster(table, "rw", encoder)
+    return softdb.open(path, encoder=encoder) if table is None else _cluster(table, "rw", encoder, quiet)
 
 
 def described(path: Path) -> tuple[int, str | None]:
@@ -66,12 +77,21 @@ def place(path: Path) -> str:
     return table_at(path) or str(path)
 
 
-def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None) -> TableCluster:
+def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None, quiet: bool) -> TableCluster:
     """Its shards in this process; where RAY_ADDRESS says that there is one, on that cluster of Ray."""
     from softdb import cluster
 
     on: Literal["ray", "here"] = "ray" if os.environ.get("RAY_ADDRESS") else "here"
-    return cluster.open(table, mode, on=on, timeout=PATIENCE, encoder=encoder)
+    with contextlib.ExitStack() as until_open:
+        bar: Progress | None = None
+
+        def say(what: str, done: int, whole: int) -> None:
+            nonlocal bar
+            bar = bar or until_open.enter_context(progress(what, rate=True))  # none where every shard is there
+            bar(what, done, whole)
+
+        told = None if quiet else say
+        return cluster.open(table, mode, on=on, timeout=PATIENCE, encoder=encoder, progress=told)
 
 
 def _asking(path: Path, encoder: str | None, projection: Path | None) -> Encoder:

@@ -113,7 +113,7 @@ def import_(
         say(rows.path.name, seen, round(seen / max(rows.share, 1e-9)))
 
     with (
-        _taking(path, made_by, shape) as db,
+        _taking(path, made_by, shape, as_json) as db,
         progress("import", rate=True) as say,
         _removing(db, path, there) if known.new else nullcontext(),
         _telling(db, path),
@@ -174,7 +174,7 @@ def _known(path: Path) -> _Present:
         return _Present(True)
 
 
-def _taking(path: Path, encoder: Encoder | None, shape: dict[str, Any]) -> SoftDB:
+def _taking(path: Path, encoder: Encoder | None, shape: dict[str, Any], quiet: bool) -> SoftDB:
     """The database, made where nothing is; or the cluster's table, which has all that an import asks of a database."""
     import softdb
     from softdb import check
@@ -182,7 +182,7 @@ def _taking(path: Path, encoder: Encoder | None, shape: dict[str, Any]) -> SoftD
 
     if table_at(path) is None:
         return softdb.open(path, encoder=encoder, **shape)
-    db = writing(path, encoder)
+    db = writing(path, encoder, quiet=quiet)
     check.schema(shape["dim"], None, None, shape["dtype"], shape["metric"], db.schema)
     return cast("SoftDB", db)
 
@@ -254,7 +254,7 @@ def export(
     def note(text: str) -> None:
         terminal(stderr=True).print(f"[yellow]note:[/] {safe(text)}")
 
-    with answering(path) as db:
+    with answering(path, quiet=as_json) as db:
         if str(file) == STDIN:
             if isinstance(sys.stdout, TextIOWrapper):
                 sys.stdout.reconfigure(encoding="utf-8")  # as JSON is, whatever a terminal has

@@ -71,7 +71,7 @@ def train(
     require_writable(out)
     with spooled(pairs, "stdin.jsonl") as file:
         read = read_pairs(file, query=query, positives=positives, queries=array_of(queries))
-    with answering(path, read.is_text, encoder) as db:
+    with answering(path, read.is_text, encoder, quiet=as_json) as db:
         read.resolve(db)
         with progress("train") as say, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the table says it

@@ -27,6 +27,7 @@ from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.formats.rows import Rows as Read
+from softdb.index.choose import Progress
 from softdb.store import Batch
 
 __all__ = ["Hydrated"]
@@ -41,17 +42,42 @@ def _batch(db: SoftDB, found: Read) -> Batch:
     return db.batch(found.ids, found.keys, found.values, found.payloads, found.texts, lambda *_: None)
 
 
+class _RowsTold:
+    """Tells how many rows of a table were passed over, whichever thread does that."""
+
+    def __init__(self, say: Progress | None, whole: int, done: int) -> None:
+        self._say, self._whole, self._done, self._counting = say, whole, done, threading.Lock()
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """So many more."""
+        if self._say is not None:
+            with self._counting:
+                self._done += count
+                self._say("shards", self._done, self._whole)
+
+
 class Hydrated(Directories):
     """Some shards of a table on this machine, which follow it."""
 
-    def __init__(self, truth: Truth, folder: Path, mine: Sequence[int], version: int | None = None) -> None:
+    def __init__(
+        self,
+        truth: Truth,
+        folder: Path,
+        mine: Sequence[int],
+        version: int | None = None,
+        say: Progress | None = None,
+    ) -> None:
         """Open, and bring to a version; None: they stay where they are, and what is missing is made at the newest.
+
+        `say` is told, while this lasts, how many rows of the table were passed over for shards that are made, and of
+        how many.
 
         Raises DatabaseLocked where another process has the folder; BadInput, naming the row, where the table holds what
         is no record; StaleRead where the version was cleaned up.
         """
         super().__init__(truth, folder, mine)
-        self._moving = threading.Lock()
+        self._moving, self._say = threading.Lock(), say
         try:
             for at in {self.version(shard) for shard in self.mine} - {-1}:
                 shards = [shard for shard in self.mine if self.version(shard) == at]
@@ -63,6 +89,8 @@ class Hydrated(Directories):
         except BaseException:
             self.close()
             raise
+        finally:
+            self._say = None
 
     # -- following -------------------------------------------------------------------------------------------------
 
@@ -138,9 +166,11 @@ class Hydrated(Directories):
     def _fill(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
         """Take in the rows of these shards that are still missing."""
         seen, origin = {shard: self._seen(shard) for shard in shards}, self._origin(dataset)
+        self._rows = _RowsTold(self._say, dataset.count_rows(), min(seen.values()))
         for window in windows(self.truth, dataset, min(seen.values())):
             own = {shard: window.own(shard, after) for shard, after in seen.items()}
             whole = np.sort(np.concatenate([*own.values()]))
+            self._rows.add(len(window.parts) - len(whole))
             if window.taken(whole, self._width(), self.truth.local):
                 list(pool.map(lambda shard: self._take(dataset, shard, own[shard], origin), shards))  # noqa: B023
             elif len(whole):
@@ -155,6 +185,7 @@ class Hydrated(Directories):
             some = places[low : low + size]
             at = replace(origin, rows=int(some[-1]) + 1)
             self._apply(shard, [], self.truth.taken(dataset, some), at, some)
+            self._rows.add(len(some))
 
     def _scan(
         self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: TakenFrom
@@ -168,6 +199,7 @@ class Hydrated(Directories):
                 some = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
                 if len(some):
                     self._apply(shard, [], batch.take(some - low), replace(origin, rows=at), some)  # noqa: B023
+                    self._rows.add(len(some))
 
             list(pool.map(apply, own))
 

@@ -17,9 +17,11 @@ from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
+from softdb.database.embedding import telling
 from softdb.encoders import name_of, require_same
 from softdb.errors import DatabaseLocked
 from softdb.formats.lines import Fields
+from softdb.index.choose import Progress
 
 __all__ = ["create", "open", "serve"]
 
@@ -83,6 +85,7 @@ def open(
     cache: str | os.PathLike[str] | None = None,
     encoder: check.Encoder | None = None,
     storage_options: dict[str, str] | None = None,
+    progress: Progress | bool | None = None,
 ) -> TableCluster:
     """Open a table that `create` has made, and bring its shards to the newest version.
 
@@ -98,6 +101,8 @@ def open(
             at any time while nothing has them open.
         encoder: texts -> (n, d), as of `softdb.open`.
         storage_options: as of `create`.
+        progress: of shards that are made here: called with what is being done, how many rows of the table were passed
+            over for that, and of how many; True draws a bar. Actors tell nothing.
 
     Raises:
         NotADatabase: there is no table, or one that softdb has not made: `serve` it.
@@ -107,7 +112,7 @@ def open(
     truth = tables.stored(address(url), storage_options)
     if encoder is not None:
         require_same(truth.encoder, encoder)
-    return _opened(truth, mode, timeout, partial, on, cache, encoder)
+    return _opened(truth, mode, timeout, partial, on, cache, encoder, progress)
 
 
 @named
@@ -127,6 +132,7 @@ def serve(
     cache: str | os.PathLike[str] | None = None,
     encoder: check.Encoder | None = None,
     storage_options: dict[str, str] | None = None,
+    progress: Progress | bool | None = None,
 ) -> TableCluster:
     """Answer over a Lance table that another program has made, as it is; the handle only reads.
 
@@ -147,7 +153,7 @@ def serve(
     fields = Fields(id=ids, key=keys, value=values)
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
     truth = served(address(url), storage_options, fields, metric, num_classes, shards, replicas)
-    return _opened(truth, "r", timeout, partial, on, cache, encoder)
+    return _opened(truth, "r", timeout, partial, on, cache, encoder, progress)
 
 
 def _opened(
@@ -158,24 +164,30 @@ def _opened(
     on: Place,
     cache: str | os.PathLike[str] | None,
     encoder: check.Encoder | None,
+    progress: Progress | bool | None,
 ) -> TableCluster:
     check.one_of(on, "on", ("here", "ray"))
     seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache)
+    say: Progress | None = None
 
     def connect(table: Truth) -> Transport:
         if on == "here":
-            return _here(table, folder)
+            return _here(table, folder, say)
         return hosted(table, folder, seconds)
 
-    return TableCluster(connect, truth, seconds, partial, mode, encoder)
+    with telling(progress) as told:
+        say = told
+        made = TableCluster(connect, truth, seconds, partial, mode, encoder)
+    say = None
+    return made
 
 
-def _here(truth: Truth, folder: Path) -> Here:
+def _here(truth: Truth, folder: Path, say: Progress | None) -> Here:
     """Every shard in this process, in the first folder that no other handle has."""
     version = truth.newest()
     for number in range(_HANDLES):
         try:
-            hydrated = Hydrated(truth, folder / f"here-{number}", range(truth.shards), version)
+            hydrated = Hydrated(truth, folder / f"here-{number}", range(truth.shards), version, say)
         except DatabaseLocked:
             continue
         return Here(hydrated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 pytest.importorskip("typer", reason="the command line is typer's")
 
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import softdb
@@ -221,6 +223,31 @@ def test_an_export_of_whole_ids_and_of_nothing(tmp_path: Path, places: tuple[Pat
         table = db.to_arrow(["id", "value"]).sort_by("id")
         assert table.to_pydict() == {"id": [0, 1, 2, 3, 4], "value": [0, 1, 2, 0, 1]}
     assert list(read_records(tmp_path / "none.parquet")) == []
+
+
+def test_a_terminal_is_told_how_the_shards_are_made(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table, shown = places[1], StringIO()
+    console = Console(file=shown, force_terminal=True, width=120)
+
+    def told(folder: str, *words: object) -> str:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))  # where no shard is made yet
+        shown.seek(0)
+        shown.truncate()
+        run(*words)
+        return shown.getvalue()
+
+    piped = run("count", table).output
+    assert piped == f"{N}\n"
+    assert told("piped", "count", table) == ""
+    monkeypatch.setattr("softdb.terminal.terminal", lambda stderr=False: console)
+    assert told("json", "count", table, "--json") == ""
+    for folder, *words in (("search", "search", table, ASKED), ("delete", "delete", table, "none")):
+        found = told(str(folder), *words)
+        assert "shards" in found
+        assert f"{N}/{N}" in found
+        assert "shards" not in told(str(folder), *words), "every one is there"
 
 
 @pytest.mark.parametrize("words", [("tune",), ("fields",), ("verify",), ("reembed", "--encoder", "ngrams")], ids=str)

@@ -36,6 +36,23 @@ def records(n: int = N) -> dict[str, Any]:
     return {"ids": [f"r{i}" for i in range(n)], "keys": keys, "payloads": [{"n": i} for i in range(n)]}
 
 
+def test_how_the_shards_are_made_is_told_while_it_is_opened(url: str, tmp_path: Path) -> None:
+    with cluster.create(url, dim=DIM, shards=2) as db:
+        db.insert(**records())
+    told = list[tuple[str, int, int]]()
+    with cluster.open(url, cache=tmp_path / "fresh", progress=lambda *what: told.append(what)) as db:
+        assert told[0] == ("shards", 0, N)
+        assert told[-1] == ("shards", N, N)
+        told.clear()
+        db.insert(["new"], np.zeros((1, DIM)))
+        db.grow()
+    with cluster.serve(url, keys="key", ids="id", progress=lambda *what: told.append(what)):
+        assert told[-1] == ("shards", N + 1, N + 1)
+    wrong: Any = 3
+    with pytest.raises(errors.BadInput, match="expected a callable, or True for a bar"):
+        cluster.open(url, progress=wrong)
+
+
 @pytest.mark.parametrize("shards", [1, 4])
 def test_it_is_used_as_a_database(url: str, shards: int) -> None:
     one = softdb.open(None, dim=DIM)

@@ -41,6 +41,39 @@ def test_both_ways_bring_the_same_rows(
     followed.close()
 
 
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("mine", [[0, 1, 2, 3], [2]])
+def test_every_row_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool, mine: list[int]
+) -> None:
+    """Also of the rows that other shards have, and where a directory is gone on with."""
+    truth = made(str(tmp_path / "t.lance"))
+    truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
+    monkeypatch.setattr(own_rows, "WINDOW", 50)
+    monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
+    monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
+    told = list[tuple[str, int, int]]()
+
+    def stopping(*what: Any) -> None:
+        if what[1] > 70:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Hydrated(truth, tmp_path / "cache", mine, truth.newest(), stopping)
+    followed = Hydrated(truth, tmp_path / "cache", mine, truth.newest(), lambda *what: told.append(what))
+    counts = [done for _, done, _ in told]
+    assert {(what, whole) for what, _, whole in told} == {("shards", 120)}
+    assert counts == sorted(counts)
+    assert counts[-1] == 120
+    assert counts[0] > 0 or mine != [2], "what was seen before counts"
+    told.clear()
+    truth.insert(batch(truth, ["new"]))
+    followed.follow(truth.newest())
+    followed.remake(mine[0])
+    followed.close()
+    assert told == [], "only while it is opened"
+
+
 def test_what_costs_less_is_done() -> None:
     n, width = 1 << 20, 1024
     scattered = np.arange(n) % 64
