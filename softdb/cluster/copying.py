@@ -35,7 +35,6 @@ def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
         with _aside(path) as folder:
             db = make(folder)
             try:
-                db.flush()
                 records, generation, place = len(db), db.generation, db.path
             finally:
                 db.close()

@@ -70,11 +70,30 @@ def test_a_copy_of_shards_without_a_table(tmp_path: Path) -> None:
     for i, part in enumerate(parts):
         part.insert(IDS[i::2], KEYS[i::2], VALUES[i::2], [{"n": n} for n in range(i, N, 2)],
                     texts=[f"text {n}" for n in range(i, N, 2)])  # fmt: skip
+        part.note_encoder("words")
     parts[0].insert(["bare"], [None], [None], texts=["no key"])
     with Cluster(Local([DatabaseShard(part, i, 2) for i, part in enumerate(parts)])) as db:
         assert db.snapshot(tmp_path / "copy").records == N + 1
     with softdb.open(tmp_path / "copy") as copy:
         same(copy)
+        assert copy.encoder_name == "words"
+
+
+def test_a_copy_that_fails_midway_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, begun = softdb.open(None, dim=DIM), list[SoftDB]()
+    part.insert(IDS, KEYS)
+
+    def fails(db: SoftDB, *_: Any, **__: Any) -> None:
+        begun.append(db)
+        raise errors.BadInput("a record that is none")
+
+    with Cluster(Local([DatabaseShard(part, 0, 1)])) as cluster:
+        monkeypatch.setattr(SoftDB, "insert", fails)
+        with pytest.raises(errors.BadInput, match="a record that is none"):
+            cluster.snapshot(tmp_path / "copy")
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(errors.Closed):
+        begun[0].count()
 
 
 def test_where_it_cannot_be_placed_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
