@@ -149,6 +149,12 @@ class TestTable:
             with pytest.raises(errors.UnknownId, match="get: id 'none' is not stored"):
                 db.get(["none"])
 
+    def test_actors_share_the_cores_of_ray(self, url: str) -> None:
+        with opened(url, mode="r") as db:
+            transport: Any = db.caller.transport
+            asked = [one.__ray_call__.remote(lambda _: os.environ["OMP_NUM_THREADS"]) for one in transport.hosts[0]]
+            assert ray.get(asked, timeout=TIMEOUT) == ["2", "2"]  # of the four that it has
+
     @pytest.mark.parametrize("which", ["first", "all"])
     def test_the_answer_is_right_after_a_kill(self, url: str, which: str) -> None:
         """By a replica, or by Ray's restart and retry of the call."""
