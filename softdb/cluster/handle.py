@@ -102,6 +102,11 @@ class Cluster(SoftVerbs, TableVerbs):
         return self.schema.num_classes
 
     @property
+    def dtype(self) -> str:
+        """How vectors are stored, "float32" or "float16"."""
+        return str(self.schema.dtype.name)
+
+    @property
     def metric(self) -> str:
         """How queries and keys are compared: "dot", "cosine" or "l2"."""
         return self.schema.metric.value

@@ -143,6 +143,23 @@ def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
         cluster.open(url)
 
 
+@pytest.mark.parametrize(("given", "classes"), [(None, 2), (5, 5)])
+def test_labels_may_be_of_more_classes_than_there_are_as_yet(url: str, given: int | None, classes: int) -> None:
+    lance.write_dataset(table(label=pa.array([1, 0])), url)
+    with cluster.serve(url, values="label", num_classes=given) as db:
+        assert db.num_classes == classes
+        near = db.attend([[50.0, 0.0]]).output
+        assert near.argmax(1).tolist() == [0]
+        assert near.shape == (1, classes)
+
+
+def test_half_precision_stays_what_it_is(url: str) -> None:
+    halves = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(4, dtype=np.float16)), 2)
+    lance.write_dataset(table(vector=halves), url)
+    with cluster.serve(url) as db:
+        assert (db.dtype, db["b"].key.tolist()) == ("float16", [2, 3])
+
+
 def test_a_table_that_its_owner_has_mended_is_served_again(url: str) -> None:
     """A row that names another's id is told; when it is gone, the next refresh sees the rest."""
     vectors = pa.array([[float(i), 1.0] for i in range(40)])
@@ -169,6 +186,8 @@ def table(**columns: Any) -> pa.Table:
         (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
         (table(vector=pa.array([[1.0, 2.0], [3.0]])), {}, "column 'vector' has other than 2 numbers in 1 of 2 rows"),
         (table(vector=pa.array(["1", "2"])), {}, "column 'vector' is of type 'string'; expected lists of floats"),
+        (table(vector=pa.array([[], []], pa.list_(pa.float32()))), {}, "holds no numbers; it cannot be served"),
+        (table(vector=pa.array([[1, 2], [3, 4]])), {}, "is of type 'list<.*int64>'; expected lists of floats"),
         (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
         (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),

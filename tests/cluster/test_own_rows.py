@@ -81,6 +81,7 @@ def test_what_costs_less_is_done() -> None:
         (scattered, 1, True, True),  # one row of 64, in a folder
         (scattered, 1, False, False),  # a request of an object store takes longer than to read on
         (scattered, 32, True, False),
+        (np.arange(n) % 17, 1, True, False),  # a request for each, in which sixteen could be read
         (np.arange(n) // (n // 64), 1, False, True),  # side by side
         (np.arange(n) // (n // 64), 16, False, True),
         (np.arange(n) // (n // 64), 48, False, False),
