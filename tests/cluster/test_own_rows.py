@@ -15,10 +15,13 @@ import pyarrow as pa
 from lance_tables import batch, contents, made, told
 
 from softdb import cluster, errors
+from softdb.check import schema
 from softdb.cluster import own_rows
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.own_rows import RowWindow
 from softdb.cluster.placement import shard_of
+from softdb.cluster.truth import Truth
+from softdb.formats.lines import Fields
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -72,6 +75,26 @@ def test_every_row_is_told_of_once(
     followed.remake(mine[0])
     followed.close()
     assert told == [], "only while it is opened"
+
+
+def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = made(str(tmp_path / "t.lance"))
+    truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
+    monkeypatch.setattr(own_rows, "WINDOW", 50)
+    found = [(one.low, len(one.parts)) for one in own_rows.windows(truth, truth.now(), 30)]
+    assert found == [(30, 50), (80, 40)]
+
+
+@pytest.mark.parametrize("row", [3, 57, 119])
+def test_the_row_without_an_id_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    """In whichever window and batch it comes."""
+    url, ids = str(tmp_path / "t.lance"), [None if i == row else f"r{i}" for i in range(120)]
+    lance.write_dataset(pa.table({"id": ids}), url)
+    truth = Truth(url, None, Fields(key="v"), False, schema(2, None, None, None, None, None), 2, 1)
+    monkeypatch.setattr(own_rows, "WINDOW", 50)
+    monkeypatch.setattr(own_rows, "BATCH", 10)
+    with pytest.raises(errors.BadInput, match=f"column 'id' is null in row {row}$"):
+        list(own_rows.windows(truth, truth.now(), 0))
 
 
 def test_what_costs_less_is_done() -> None:
