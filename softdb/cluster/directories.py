@@ -134,7 +134,7 @@ class Directories:
         origin = TakenFrom.of(db.taken_from)
         self.databases[shard], self._origins[shard] = db, origin
         self._making[shard] = secrets.randbits(20) if origin is None else origin.making
-        if len(db) if origin is None else not self._ours(origin, shard, self.truth.shards):
+        if origin is not None and not self._ours(origin, shard, self.truth.shards):
             self._anew(shard)
 
     def _opened(self, path: Path) -> SoftDB:
