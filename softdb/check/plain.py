@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown"]
@@ -59,15 +61,22 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     """A tensor whose numbers can be read: dense, on a device that holds them, of a type that softdb computes in."""
     import torch
 
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool)
-    integers = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
     if tensor.layout is not torch.strided:
         raise BadInput(f"{name} are a sparse tensor ({tensor.layout}); pass its to_dense()")
     if tensor.device.type == "meta":
         raise BadInput(f"{name} are a tensor on the device 'meta', which holds no numbers; move it to 'cpu' or 'cuda'")
-    if tensor.dtype not in (*kinds, *integers):
+    if tensor.dtype not in _dtypes():
         raise BadInput(f"{name} are of type {tensor.dtype}; expected real numbers, such as float32")
     return tensor
+
+
+@functools.cache
+def _dtypes() -> frozenset[torch.dtype]:
+    """Those of numbers that softdb reads."""
+    import torch
+
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool)
+    return frozenset(kinds) | {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 def number(

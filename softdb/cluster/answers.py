@@ -22,7 +22,7 @@ from softdb.cluster.asked import AskedShards
 from softdb.cluster.asking import Posed, array, pickled
 from softdb.cluster.caller import Caller
 from softdb.cluster.estimates import estimated
-from softdb.cluster.merge import ranked
+from softdb.cluster.merge import passed_over, ranked
 from softdb.errors import BadInput
 from softdb.pool import State, merge, pool
 from softdb.store.entry import RecordEntry
@@ -51,6 +51,12 @@ class Sharded(AskedShards):
                 "which no cluster solves over all of its shards; pass k=, or lower the temperature"
             )
         asked = self.posed(request)
+        if not self.wants_gradient(asked):
+            answers = self.ask(lambda _, version: say.PassOver(version, asked.question, request.pools))
+            whole = passed_over([part for _, part in sorted(answers.replies.items())])
+            self._count = whole.taking_part
+            output, lse = (torch.from_numpy(one).to(request.queries) for one in (whole.output, whole.lse))
+            return output, lse + asked.shift
         states = self._states(request, asked)
         parts = [State(*part) for part in zip(*states, strict=True)]
         state = parts[0] if len(parts) == 1 else merge(parts)

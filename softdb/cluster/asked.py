@@ -71,11 +71,16 @@ class AskedShards(Remote):
         """A request as shards take it."""
         return posed(request, self.schema.metric, self.schema.dim, self.where)
 
+    @staticmethod
+    def wants_gradient(asked: Posed) -> bool:
+        """Whether the queries, or parameters whose gradients the shards give, do."""
+        return torch.is_grad_enabled() and any(one.requires_grad for one in (asked.queries, *asked.parameters))
+
     def states(
         self, asked: Posed, states: State, asks: Any, places: Any, kept: Any, owners: Sequence[tuple[int, ...]]
     ) -> State:
         """States of shards, with gradients to the queries that were asked and to the parameters."""
-        if not (torch.is_grad_enabled() and any(one.requires_grad for one in (asked.queries, *asked.parameters))):
+        if not self.wants_gradient(asked):
             return states
         answered = Parts.apply(  # type: ignore[no-untyped-call]
             self.caller.complete(), asks, states, places, kept, owners, asked.queries, *asked.parameters

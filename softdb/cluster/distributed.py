@@ -1,15 +1,14 @@
 """Shards on the ranks of a torch.distributed job: every rank asks with queries of its own, and answers for its shards.
 
-Messages go by all-to-all over a gloo group beside the job's own, so that they never wait for its collectives, nor these
-for them. Before they go, ranks exchange what each is about to ask: a call that only some of them make, or unlike ones,
-become a typed error within the timeout. Nothing is averaged or summed over ranks, so no factor of the world size comes
-in: each gets the gradients of its own queries.
+Messages go from rank to rank over a gloo group beside the job's own, so that they never wait for its collectives, nor
+these for them. With each goes what the rank asks: a call that only some of them make, or unlike ones, become a typed
+error within the timeout. Nothing is averaged or summed over ranks, so no factor of the world size comes in: each gets
+the gradients of its own queries.
 """
 
 from __future__ import annotations
 
 import datetime
-import itertools
 import pickle
 import struct
 import zlib
@@ -25,9 +24,7 @@ from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
 
 __all__ = ["Ranks"]
 
-HEAD = struct.Struct(
-    "<qqqq"
-)  # turn, kind, bytes of the message, and the most that any of the sender's has beyond a slot
+HEAD = struct.Struct("<qqq")  # turn, kind, and bytes of the message
 SLOT = 4096  # bytes of a message that travel with its head
 
 T = TypeVar("T")
@@ -55,7 +52,8 @@ class Ranks:
         self._limit, self._broken, self._turn = timeout, "", 0
         wait = datetime.timedelta(seconds=timeout)
         self._group: Any = self._collectively(lambda: dist.new_group(backend="gloo", timeout=wait))
-        held = [pickle.loads(one) for one in self._exchanged([pickle.dumps(sorted(self._own))] * self.ranks, "open")]
+        self._others = [rank for rank in range(self.ranks) if rank != self.rank]
+        held = [pickle.loads(one) for one in self._told(pickle.dumps(sorted(self._own)))]
         owners = [(shard, rank) for rank, mine in enumerate(held) for shard in mine]
         self._owner = dict(owners)
         self.shards = len(owners)
@@ -66,13 +64,15 @@ class Ranks:
             )
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """As `Transport.ask`. Two all-to-alls, of the messages and of the replies; two more where these are large."""
+        """As `Transport.ask`. Two exchanges, of the messages and of the replies; a rank's own do not travel."""
         kind = ", ".join(sorted({type(ask).__name__ for ask in asks.values()}))
-        sent = [{shard: ask for shard, ask in asks.items() if self._owner[shard] == rank} for rank in range(self.ranks)]
-        arrived = self._exchanged([pickle.dumps(one) for one in sent], kind)
-        replies = [self._answered(pickle.loads(one)) for one in arrived]
-        found: dict[tuple[int, ...], Any] = {}
-        for one in self._exchanged([pickle.dumps(reply) for reply in replies], f"reply to {kind}"):
+        by_rank = {rank: dict[int, Message]() for rank in range(self.ranks)}
+        for shard, ask in asks.items():
+            by_rank[self._owner[shard]][shard] = ask
+        arrived = self._exchanged({rank: pickle.dumps(by_rank[rank]) for rank in self._others}, kind)
+        found = self._answered(by_rank[self.rank])
+        replies = {rank: pickle.dumps(self._answered(pickle.loads(one))) for rank, one in arrived.items()}
+        for one in self._exchanged(replies, f"reply to {kind}").values():
             found |= pickle.loads(one)
         missing = dict[int, str]()
         for mine, reply in sorted(found.items()):
@@ -96,7 +96,8 @@ class Ranks:
 
     def anyone(self, more: bool) -> bool:
         """Whether any rank has more to ask."""
-        return any(one == b"1" for one in self._exchanged([b"1" if more else b"0"] * self.ranks, "anyone"))
+        told = self._exchanged(dict.fromkeys(self._others, b"1" if more else b"0"), "anyone")
+        return more or b"1" in told.values()
 
     def close(self) -> None:
         """Let go of the group; the shards are their owner's."""
@@ -104,38 +105,46 @@ class Ranks:
             dist.destroy_process_group(self._group)
         self._group = None
 
+    def _told(self, mine: bytes) -> list[bytes]:
+        """What each rank gives, by its number."""
+        found = self._exchanged(dict.fromkeys(self._others, mine), "open") | {self.rank: mine}
+        return [found[rank] for rank in range(self.ranks)]
+
     # -- the wire --------------------------------------------------------------------------------------------------
 
-    def _exchanged(self, sent: list[bytes], kind: str) -> list[bytes]:
-        """One message to each rank, and one from each. Raises ShardUnavailable, and BadInput for unlike calls."""
+    def _exchanged(self, sent: Mapping[int, bytes], kind: str) -> dict[int, bytes]:
+        """A message to each other rank, and one from each. Raises ShardUnavailable, and BadInput for unlike calls."""
         if self._group is None:
             raise Closed("the cluster was closed; open it again")
         self._turn += 1
-        sizes = [max(0, len(one) - SLOT) for one in sent]  # of what no slot holds
         own = self._turn, zlib.crc32(kind.encode())
-        slots = b"".join(HEAD.pack(*own, len(one), max(sizes)) + one[:SLOT].ljust(SLOT, b"\0") for one in sent)
-        whole = self._swapped(slots, [HEAD.size + SLOT] * self.ranks, [HEAD.size + SLOT] * self.ranks)
-        heads = [HEAD.unpack_from(one) for one in whole]
-        if unlike := [rank for rank, one in enumerate(heads) if one[:2] != own]:
-            self._turn = max(one[0] for one in heads)
+        slots = {rank: HEAD.pack(*own, len(one)) + one[:SLOT].ljust(SLOT, b"\0") for rank, one in sent.items()}
+        whole = self._swapped(slots, dict.fromkeys(sent, HEAD.size + SLOT))
+        heads = {rank: HEAD.unpack_from(one) for rank, one in whole.items()}
+        if unlike := [rank for rank, one in heads.items() if one[:2] != own]:
+            self._turn = max(self._turn, *(one[0] for one in heads.values()))
             raise BadInput(
                 f"rank {self.rank} asked {kind!r} and ranks {unlike} something else; every rank makes the same calls "
                 "in the same order, with no queries (0, d) where it has none, and backward on all or none"
             )
-        found = [one[HEAD.size : HEAD.size + length] for one, (_, _, length, _) in zip(whole, heads, strict=True)]
-        if not any(most for *_, most in heads):  # which every rank sees alike
-            return found
-        expected = [max(0, length - SLOT) for _, _, length, _ in heads]
-        rest = self._swapped(b"".join(one[SLOT:] for one in sent), sizes, expected)
-        return [begun + more for begun, more in zip(found, rest, strict=True)]
+        found = {rank: one[HEAD.size : HEAD.size + heads[rank][2]] for rank, one in whole.items()}
+        rest = {rank: one[SLOT:] for rank, one in sent.items() if len(one) > SLOT}
+        more = self._swapped(rest, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT})
+        return {rank: begun + more.get(rank, b"") for rank, begun in found.items()}
 
-    def _swapped(self, sent: bytes, sizes: list[int], expected: list[int]) -> list[bytes]:
-        """An all-to-all of so many bytes to and from each rank."""
-        given = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
-        taken = torch.empty(sum(expected), dtype=torch.uint8)
-        self._collectively(lambda: dist.all_to_all_single(taken, given, expected, sizes, group=self._group))
-        whole, ends = taken.numpy().tobytes(), list(itertools.accumulate(expected))
-        return [whole[end - size : end] for size, end in zip(expected, ends, strict=True)]
+    def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int]) -> dict[int, bytes]:
+        """Messages to other ranks, and messages of so many bytes from others."""
+        taken = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in expected.items()}
+        given = {rank: torch.frombuffer(bytearray(one), dtype=torch.uint8) for rank, one in sent.items()}
+
+        def swap() -> None:
+            waited = [dist.irecv(one, rank, self._group) for rank, one in taken.items()]
+            waited += [dist.isend(one, rank, self._group) for rank, one in given.items()]
+            for one in filter(None, waited):
+                one.wait()
+
+        self._collectively(swap)
+        return {rank: one.numpy().tobytes() for rank, one in taken.items()}
 
     def _collectively(self, call: Callable[[], T]) -> T:
         """What all ranks do together. Raises ShardUnavailable where one does not, now and from then on."""

@@ -22,7 +22,10 @@ __all__ = ["ShardDrawing", "passed", "taking_part"]
 
 
 def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """A pass over every record; (q, 0) where nothing is pooled."""
+    """A pass over every record; (q, 0) where nothing is pooled. No queries by a known score need none."""
+    if not len(request.queries) and request.folded is not None and request.folded.scale is not None:
+        nothing = request.queries.sum(1)  # (0,), with their graph
+        return nothing.unsqueeze(1).expand(-1, source.width if pools else 0), nothing
     return stream_where_faster(replace(request, pools=pools), source)[:2]
 
 

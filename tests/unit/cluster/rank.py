@@ -93,6 +93,16 @@ def a_call_of_some(rank: int, ranks: int) -> None:
     dist.barrier()
 
 
+def a_lost_rank(rank: int, ranks: int) -> None:
+    """Told as soon as it is gone."""
+    cluster, start = opened(rank, ranks, timeout=60.0), time.monotonic()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(ShardUnavailable, match="a rank is lost"):
+            cluster.attend(torch.ones(1, 8))
+        assert time.monotonic() - start < 50
+
+
 def too_few_ranks(rank: int) -> None:
     """Started with fewer ranks than the shards were shared out for."""
     with pytest.raises(BadInput, match="each on one rank"):
@@ -112,6 +122,7 @@ def main() -> None:
     unlike_calls(cluster, rank)
     too_few_ranks(rank)
     a_call_of_some(rank, ranks)
+    a_lost_rank(rank, ranks)
     sys.stdout.write("all is well\n")
     sys.stdout.flush()
     os._exit(0)  # a group that was left in the middle of a call waits at exit
