@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import softdb
 from softdb.answers import Hit, Records
@@ -15,10 +15,12 @@ from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead, UnknownId
 
-__all__ = ["found", "opened", "own_ids", "relevance", "stored"]
+__all__ = ["found", "opened", "own_ids", "relevance", "settled", "stored"]
+
+T = TypeVar("T")
 
 _WHOLE = re.compile(r"-?[1-9][0-9]{0,17}|0")
-_AGAIN = 100  # searches for one question, where writers replace its hits meanwhile
+_AGAIN = 100  # times that one question is asked, where writers replace what it finds meanwhile
 
 
 def opened(
@@ -40,6 +42,16 @@ def opened(
     return db
 
 
+def settled(db: SoftDB | TableCluster, ask: Callable[[], T]) -> T:
+    """What `ask` answers of one state of the records: asked again where others have brought them on meanwhile."""
+    for _ in range(_AGAIN):
+        try:
+            return ask()
+        except StaleRead:  # a hit was replaced before its payload was read; or a cluster's shards have gone on
+            db.refresh()
+    return ask()
+
+
 def own_ids(
     db: SoftDB | TableCluster,
     ids: Sequence[str],  # n
@@ -51,7 +63,7 @@ def own_ids(
     wholes = [one for one in names if isinstance(one, str) and _WHOLE.fullmatch(one)]
     if not wholes or "integer" not in db.id_types:
         return names
-    numbers, texts = db.stored([int(one) for one in wholes]), db.stored(list(wholes))
+    numbers, texts = settled(db, lambda: (db.stored([int(one) for one in wholes]), db.stored(list(wholes))))
     known = {one for one, number, text in zip(wholes, numbers, texts, strict=True) if number and not text}
     return [int(one) if one in known else one for one in names]
 
@@ -59,24 +71,23 @@ def own_ids(
 def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
     """The records of those ids that are stored, each once, in the order of the ids."""
     names = list(dict.fromkeys(ids))
+
+    def those_there() -> Records | list[Any]:
+        mine = [one for one, there in zip(names, db.stored(names), strict=True) if there]
+        return db.get(mine) if mine else []
+
     while True:
-        names = [one for one, there in zip(names, db.stored(names), strict=True) if there]
         try:
-            return db.get(names) if names else []
+            return settled(db, those_there)
         except UnknownId:  # deleted between the two
             continue
 
 
 def found(db: SoftDB | TableCluster, **asked: Any) -> list[Hit]:
     """The hits of one query, `asked` as of `SoftDB.search`; a handle that reads sees first what others committed."""
-    for _ in range(_AGAIN):
-        if db.mode == "r":
-            db.refresh()
-        try:
-            return list(db.search(**asked)[0])
-        except StaleRead:  # a hit was replaced before its payload was read
-            continue
-    return list(db.search(**asked)[0])
+    if db.mode == "r":
+        db.refresh()
+    return settled(db, lambda: list(db.search(**asked)[0]))
 
 
 def relevance(metric: str, mode: str | None) -> Callable[[float], float]:

@@ -24,6 +24,7 @@ from haystack.utils.filters import document_matches_filter
 from hypothesis import strategies as st
 
 import softdb
+from softdb import cluster
 from softdb.integrations.haystack import (
     SoftDBDocumentStore,
     SoftDBEmbeddingRetriever,
@@ -251,7 +252,7 @@ def test_other_bad_input(store: SoftDBDocumentStore) -> None:
         (lambda: retriever(store, filter_policy="mix"), "expected one of replace, merge"),
         (lambda: some.delete_documents("alien"), "ids are 'alien'; expected a list of str"),
         (lambda: store.get_metadata_field_unique_values("year", size=-1), "size is -1"),
-        (lambda: make(5), "expected a directory's path, or None for memory"),
+        (lambda: make(5), "expected a directory's path, a cluster's table, or None for memory"),
         (lambda: make(fields="year"), "expected a list of field names"),
         (lambda: make(metric="l3"), "metric"),
         (lambda: make(embedding_dim=0), "dim is 0"),
@@ -399,7 +400,7 @@ async def test_calls_are_awaited_off_the_event_loop_s_thread(store: SoftDBDocume
 
     class Watched(SoftDBDocumentStore):
         @property
-        def db(self) -> softdb.SoftDB:
+        def db(self) -> Any:
             threads.append(threading.get_ident())
             return super().db
 
@@ -432,3 +433,136 @@ def test_writers_in_threads_neither_lose_nor_double_documents(store: SoftDBDocum
         assert len(store.embedding_retrieval([1.0, 0.0, 0.0], return_embedding=True)) == 3
     assert sum(written) == 60
     assert store.count_documents() == 64
+
+
+# -- a cluster ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where an empty table of a cluster is, its shards in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = str(tmp_path / "films.lance")
+    cluster.create(url, dim=3, metric="cosine", shards=2).close()
+    return url
+
+
+YEARS = [
+    None,
+    {"field": "meta.year", "operator": ">=", "value": 1985},
+    {"field": "meta.by.name", "operator": "==", "value": "Mann"},
+    {"field": "content", "operator": "!=", "value": "A thief and a cop"},
+    {"field": "id", "operator": "in", "value": ["ran", "heat"]},
+]
+
+
+def test_a_cluster_is_a_store_of_the_same_documents(store: SoftDBDocumentStore, table: str) -> None:
+    with cluster.open(table) as db:
+        shared = SoftDBDocumentStore(db)
+        assert shared.count_documents() == 0
+        assert shared.write_documents(films()) == 4
+        for asked in YEARS:
+            found, right = (one.filter_documents(asked) for one in (shared, store))
+            assert sorted(found, key=lambda one: one.id) == sorted(right, key=lambda one: one.id)
+            each: list[dict[str, Any]] = [{}, {"scale_score": True, "return_embedding": True, "top_k": 2}]
+            for words in each:
+                hits, expected = (one.embedding_retrieval([0.2, 0.9, 0.1], asked, **words) for one in (shared, store))
+                assert ids(hits) == ids(expected)
+                assert [one.embedding for one in hits] == [one.embedding for one in expected]
+                assert [one.score for one in hits] == pytest.approx([one.score for one in expected], abs=1e-6)
+        for one in (shared, store):
+            assert one.update_by_filter(YEARS[1] or {}, {"seen": True}) == 3
+            assert one.count_unique_metadata_by_filter({}, ["year", "seen"]) == {"year": 4, "seen": 1}
+            assert one.get_metadata_field_min_max("meta.year") == {"min": 1979, "max": 2001}
+            assert one.delete_by_filter({"field": "meta.seen", "operator": "==", "value": True}) == 3
+            assert ids(one.filter_documents()) == ["alien"]
+            with pytest.raises(DuplicateDocumentError, match="or choose a policy"):
+                one.write_documents(films(), FAIL)
+            assert one.write_documents(films(), SKIP) == 3
+            assert one.write_documents(films(), OVERWRITE) == 4
+            one.delete_documents(["ran", "nowhere"])
+            one.delete_all_documents(recreate_index=True)
+            assert one.count_documents() == 0
+        shared.close()
+        assert not db.closed, "the handle is the caller's"
+
+
+def test_what_a_cluster_has_not_is_refused(table: str) -> None:
+    shared = SoftDBDocumentStore(table)
+    with pytest.raises(softdb.BadInput, match="a cluster does not search by text"):
+        shared.bm25_retrieval("lord")
+    with pytest.raises(softdb.BadInput, match="a cluster does not search by text"):
+        shared.hybrid_retrieval("lord", [1.0, 0.0, 0.0])
+    with pytest.raises(softdb.BadInput, match="a cluster declares none"):
+        SoftDBDocumentStore(table, fields=["year"])
+    with pytest.raises(softdb.BadInput, match="dim=4 was asked for but this database has 3"):
+        SoftDBDocumentStore(table, embedding_dim=4)
+    db: Any = shared.db
+    shared.close()
+    with pytest.raises(softdb.Closed, match="the cluster was closed"):
+        SoftDBDocumentStore(db)
+
+
+def test_what_another_handle_has_written_is_seen_where_it_matters(table: str) -> None:
+    """Each handle reads a version of its own: a retry without a refresh would never end."""
+    with cluster.open(table) as mine, cluster.open(table) as other:
+        shared = SoftDBDocumentStore(mine)
+        SoftDBDocumentStore(other).write_documents(films())
+        assert shared.count_documents() == 0
+        assert shared.write_documents(films(), SKIP) == 0
+        assert shared.count_documents() == 4
+        other.delete(["heat"])
+        assert shared.update_by_filter({"field": "meta.year", "operator": ">", "value": 0}, {"seen": 1}) == 3
+        assert mine["ran"].payload == {"year": 1985, "tags": ["war"], "seen": 1}
+        other.upsert(["late"], [[1, 0, 0]])
+        with cluster.open(table, "r") as reads:
+            follows = SoftDBDocumentStore(reads)
+            other.upsert(["later"], [[1, 0, 0]])
+            assert follows.count_documents() == 5
+
+
+def test_a_store_on_a_table_travels_by_its_address(table: str) -> None:
+    with cluster.open(table) as db:
+        SoftDBDocumentStore(db).write_documents(films())
+        pipeline = Pipeline()
+        pipeline.add_component("retriever", SoftDBEmbeddingRetriever(SoftDBDocumentStore(db), top_k=1))
+        pipeline.add_component("writer", DocumentWriter(SoftDBDocumentStore(db), OVERWRITE))
+        again = Pipeline.loads(pipeline.dumps(), allowed_modules=["softdb.integrations.*"])
+        stores = [again.get_component(name).document_store for name in ("retriever", "writer")]
+        assert stores[0].db is stores[1].db
+        assert stores[0].db is not db
+        found = again.run({"retriever": {"query_embedding": [1.0, 0.0, 0.0]}, "writer": {"documents": films()[:1]}})
+        assert ids(found["retriever"]["documents"]) == ["alien"]
+        travelled = pickle.loads(pickle.dumps(SoftDBDocumentStore(db)))
+        assert (travelled.mode, travelled.count_documents()) == ("r", 4)
+        for one in (*stores, travelled):
+            one.close()
+        assert stores[0]._held is None
+
+
+def test_threads_of_one_handle_read_while_others_write(table: str) -> None:
+    with cluster.open(table) as db:
+        shared, failed, done = SoftDBDocumentStore(db), list[Exception](), threading.Event()
+        shared.write_documents(films())
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    assert shared.count_documents() >= 4
+                    assert {*ids(shared.filter_documents())} >= {"alien", "ran"}
+                    assert ids(shared.embedding_retrieval([1.0, 0.0, 0.0], top_k=1)) == ["alien"]
+                    assert shared.get_metadata_field_min_max("year")["min"] == 1979
+            except Exception as error:
+                failed.append(error)
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for one in readers:
+            one.start()
+        for i in range(25):
+            documents = [Document(f"{i} {j}", "a film", meta={"year": 2000 + i}) for j in range(4)]
+            assert shared.write_documents(documents, SKIP) == 4
+        done.set()
+        for one in readers:
+            one.join()
+        assert failed == []
+        assert shared.count_documents() == 104

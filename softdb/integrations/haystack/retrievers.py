@@ -9,7 +9,8 @@ from haystack.document_stores.types import FilterPolicy, apply_filter_policy
 
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.integrations.haystack.store import SoftDBDocumentStore, awaited
+from softdb.integrations.haystack.calls import awaited
+from softdb.integrations.haystack.store import SoftDBDocumentStore
 
 __all__ = ["SoftDBEmbeddingRetriever", "SoftDBHybridRetriever", "SoftDBKeywordRetriever"]
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from softdb import check
 from softdb.check import Id, shown
+from softdb.cluster import TableCluster
+from softdb.cluster import open as open_table
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, Closed, DuplicateId, MissingDependency, UnknownId
-from softdb.integrations.documents import found, opened, own_ids, relevance, stored
+from softdb.integrations.documents import found, opened, own_ids, relevance, settled, stored
+from softdb.integrations.haystack.calls import awaited, of_one_state
 from softdb.integrations.haystack.documents import document, payload_of, plain_meta, require_documents
 from softdb.integrations.haystack_filters import PARTS, where_of
+from softdb.opening import table_at
 from softdb.store.filters import parse
 from softdb.store.paths import field_names
 
@@ -29,10 +31,7 @@ try:
 except ImportError as error:
     raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from None
 
-__all__ = ["DuplicateDocument", "RefusedFilter", "SoftDBDocumentStore", "awaited"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["DuplicateDocument", "RefusedFilter", "SoftDBDocumentStore"]
 
 
 class DuplicateDocument(DuplicateId, DuplicateDocumentError):
@@ -44,25 +43,16 @@ class RefusedFilter(BadFilter, FilterError):
 
 
 class _Shared:
-    """One database that writes, and the stores of this process that use it."""
+    """One database, or cluster, that writes, and the stores of this process that use it."""
 
-    def __init__(self, db: SoftDB) -> None:
+    def __init__(self, db: SoftDB | TableCluster, own: bool = True) -> None:
         self.db = db
+        self.own = own  # whether it is closed with the last of them
         self.users: weakref.WeakSet[SoftDBDocumentStore] = weakref.WeakSet()
 
 
 _shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()  # by path
 _sharing = threading.Lock()
-
-
-def awaited(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """The method, to be awaited: it runs in another thread."""
-
-    @functools.wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return await asyncio.to_thread(method, *args, **kwargs)
-
-    return call
 
 
 class SoftDBDocumentStore:
@@ -73,7 +63,8 @@ class SoftDBDocumentStore:
         store.filter_documents({"field": "meta.year", "operator": ">=", "value": 1979})
 
     Args:
-        path: the directory; None keeps documents in memory. Stores of one process that write to one path share it.
+        path: the directory; None keeps documents in memory. Stores of one process that write to one path share it. Or a
+            cluster's table: its address, or an open handle, which `close` leaves open. It is searched by vector alone.
         embedding_dim: the width of embeddings, 768 for a new database; an existing one says it itself.
         metric: "cosine" (a new one's), "dot" or "l2".
         fields: of `meta`, to be indexed for filters.
@@ -88,7 +79,7 @@ class SoftDBDocumentStore:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | TableCluster | None = None,
         *,
         embedding_dim: int | None = None,
         metric: Literal["cosine", "dot", "l2"] | None = None,
@@ -96,31 +87,42 @@ class SoftDBDocumentStore:
         text_index: Literal["words", "trigram"] = "words",
         mode: Literal["rw", "r"] = "rw",
     ) -> None:
-        self.path = None if path is None else str(check.folder(path, "path", "a directory's path, or None for memory"))
+        given = path if isinstance(path, TableCluster) else None
+        self.path = _place(path) if given is None else given.url
         declared = field_names(() if fields is None else fields)
         self.embedding_dim, self.metric, self.fields = embedding_dim, metric, fields
-        self.text_index, self.mode = text_index, mode
+        self.text_index, self.mode = text_index, mode if given is None else given.mode
         with _sharing:
-            place = None if self.path is None or mode == "r" else os.path.realpath(self.path)
+            place = self.path if given is None and mode != "r" else None
+            if place is not None and "://" not in place:
+                place = os.path.realpath(place)
             held = None if place is None else _shared.get(place)
+            if given is not None:
+                given.require_open()
+                held = _Shared(given, own=False)
             if held is None or held.db.closed:
                 held = _Shared(self._opened())
                 if place is not None:
                     _shared[place] = held
             check.schema(embedding_dim, None, None, None, metric, held.db.schema)
             if missing := set(declared) - set(held.db.fields):
+                if isinstance(held.db, TableCluster):
+                    raise BadInput(f"fields are {shown(fields)}, but a cluster declares none; leave them away")
                 held.db.index_field(*sorted(missing))
             held.users.add(self)
             self._held: _Shared | None = held
 
-    def _opened(self) -> SoftDB:
+    def _opened(self) -> SoftDB | TableCluster:
+        if self.path is not None and table_at(self.path) is not None:
+            mode: Any = self.mode
+            return open_table(self.path, mode)
         given = {"dim": self.embedding_dim, "metric": self.metric, "fields": self.fields, "mode": self.mode}
         settings = {name: value for name, value in given.items() if value is not None}
         return opened(self.path, lambda: {"dim": 768, "metric": "cosine"}, self.text_index, **settings)
 
     @property
-    def db(self) -> SoftDB:
-        """The database. Raises Closed."""
+    def db(self) -> SoftDB | TableCluster:
+        """The database, or the cluster. Raises Closed."""
         if self._held is None:
             raise Closed("this document store is closed; make another")
         if self._held.db.mode == "r":
@@ -128,12 +130,15 @@ class SoftDBDocumentStore:
         return self._held.db
 
     def close(self) -> None:
-        """End the use of the database; with the last store of this process that shares it, it is closed."""
+        """End the use of the database; with the last store of this process that shares it, it is closed.
+
+        A cluster's handle that was given stays open.
+        """
         with _sharing:
             held, self._held = self._held, None
             if held is not None:
                 held.users.discard(self)
-                if not held.users:
+                if held.own and not held.users:
                     held.db.close()
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,12 +161,14 @@ class SoftDBDocumentStore:
 
     # -- Haystack's protocol ---------------------------------------------------------------------------------------
 
+    @of_one_state
     def count_documents(self) -> int:
         """How many documents there are."""
         return len(self.db)
 
+    @of_one_state
     def filter_documents(self, filters: dict[str, Any] | None = None) -> list[Document]:
-        """The documents that match, with their embeddings (float32), in the order of writing."""
+        """The documents that match, with their embeddings (float32), in the order of writing; a cluster's by shards."""
         return [
             document(one.id, one.text, one.payload, key=one.key)
             for batch in self.db.scan(where=_where(filters))
@@ -188,7 +195,8 @@ class SoftDBDocumentStore:
         while True:
             ids = own_ids(db, [one.id for one in documents])
             if policy is DuplicatePolicy.SKIP:
-                new = [i for i, there in enumerate(db.stored(ids)) if not there]
+                there = settled(db, lambda: db.stored(ids))  # noqa: B023
+                new = [i for i, one in enumerate(there) if not one]
                 documents, ids = [documents[i] for i in new], [ids[i] for i in new]
             if not documents:
                 return 0
@@ -197,7 +205,8 @@ class SoftDBDocumentStore:
             try:
                 put(ids, keys, payloads=[payload_of(one) for one in documents], texts=texts)
             except DuplicateId as error:
-                if policy is DuplicatePolicy.SKIP:  # written by another thread since
+                if policy is DuplicatePolicy.SKIP:  # written by another thread, or handle, since
+                    db.refresh()
                     continue
                 raise DuplicateDocument(f"{error}; or choose a policy: SKIP, OVERWRITE") from None
             return len(documents)
@@ -208,16 +217,19 @@ class SoftDBDocumentStore:
 
     # -- what most stores have beside it ---------------------------------------------------------------------------
 
+    @of_one_state
     def delete_all_documents(self, recreate_index: bool = False) -> None:
         """Delete all documents; with `recreate_index` their room on disk is given back, too."""
         self.db.delete(where={})
         if recreate_index:
             self.db.compact()
 
+    @of_one_state
     def delete_by_filter(self, filters: dict[str, Any]) -> int:
         """Delete the documents that match; how many there were."""
         return self.db.delete(where=_where(filters) or {})
 
+    @of_one_state
     def update_by_filter(self, filters: dict[str, Any], meta: dict[str, Any]) -> int:
         """Set these fields in the meta of the documents that match, in one commit; how many there were."""
         meta = plain_meta(meta)
@@ -232,12 +244,14 @@ class SoftDBDocumentStore:
                     self.db.update(ids, payloads=payloads)
                 return len(ids)
             except UnknownId:  # deleted since it was read
-                continue
+                self.db.refresh()
 
+    @of_one_state
     def count_documents_by_filter(self, filters: dict[str, Any]) -> int:
         """How many documents match."""
         return self.db.count(_where(filters))
 
+    @of_one_state
     def count_unique_metadata_by_filter(self, filters: dict[str, Any], metadata_fields: list[str]) -> dict[str, int]:
         """How many different values each field has in the documents that match."""
         kinds: dict[str, set[str]] = {_plain(name): set() for name in metadata_fields}
@@ -247,12 +261,14 @@ class SoftDBDocumentStore:
                     values.add(json.dumps(meta[name], sort_keys=True))
         return {name: len(values) for name, values in kinds.items()}
 
+    @of_one_state
     def get_metadata_fields_info(self) -> dict[str, dict[str, str]]:
         """Each field of the documents' meta and its type: "boolean", "int", "float" or "keyword"."""
         types = {bool: "boolean", int: "int", float: "float"}
         fields = {name: value for meta in self._metas() for name, value in meta.items() if value is not None}
         return {name: {"type": types.get(type(value), "keyword")} for name, value in fields.items()}
 
+    @of_one_state
     def get_metadata_field_min_max(self, metadata_field: str) -> dict[str, Any]:
         """The least and largest number, or text, of a field; None where there are none, or both."""
         values: list[Any] = [meta.get(_plain(metadata_field)) for meta in self._metas()]
@@ -261,6 +277,7 @@ class SoftDBDocumentStore:
             return {"min": None, "max": None}
         return {"min": min(values), "max": max(values)}
 
+    @of_one_state
     def get_metadata_field_unique_values(
         self,
         metadata_field: str,
@@ -348,6 +365,14 @@ class SoftDBDocumentStore:
 
 def _again(kind: type[SoftDBDocumentStore], path: str) -> SoftDBDocumentStore:
     return kind(path, mode="r")
+
+
+def _place(path: object) -> str | None:
+    """Where documents are kept, None for memory. Raises BadInput."""
+    if path is None:
+        return None
+    expected = "a directory's path, a cluster's table, or None for memory"
+    return (isinstance(path, str | os.PathLike) and table_at(path)) or str(check.folder(path, "path", expected))
 
 
 def _where(filters: Any) -> dict[str, Any] | None:
