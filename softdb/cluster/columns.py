@@ -9,7 +9,7 @@ import numpy as np
 from softdb.check import Id
 from softdb.formats.tables import needed
 
-__all__ = ["LARGEST", "bounded", "column", "literal", "occupied"]
+__all__ = ["LARGEST", "bounded", "column", "literal", "occupied", "written_since"]
 
 LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
 
@@ -34,6 +34,20 @@ def bounded(reader: Any) -> Any:
         if size > LARGEST:
             return None
     return pa.Table.from_batches(kept, reader.schema)
+
+
+def written_since(dataset: Any, version: int, columns: list[str] | None) -> tuple[Any, Any]:
+    """Readers of the rows that were updated since a version, and of those that are new, with Lance's own numbers.
+
+    Lance's delta reads every column (`columns` None); it is asked here for some as it asks itself for all.
+    """
+    if columns is None:
+        delta = dataset.delta(compared_against=version)
+        return delta.get_updated_rows(), delta.get_inserted_rows()
+    new, touched = (f"_row_{name}_at_version > {version}" for name in ("created", "last_updated"))
+    conditions = f"{touched} AND NOT {new}", new
+    updated, inserted = (dataset.scanner([*columns, "_rowid"], filter=one) for one in conditions)
+    return updated.to_reader(), inserted.to_reader()
 
 
 def literal(one: Id) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from softdb import check
@@ -22,6 +23,7 @@ def served(
     num_classes: int | None,
     shards: int,
     replicas: int,
+    payload: Sequence[str] | None = None,
 ) -> Truth:
     """A table as it is. Raises BadInput for one that is no records of one database."""
     dataset = dataset_at(url, options)
@@ -31,6 +33,7 @@ def served(
             raise BadInput(
                 f"{url} has no column {shown(name)}; its columns are {shown(names)}, give {argument}= of them"
             )
+    columns = None if payload is None else _payload(url, names, fields, payload)
     _require_ids(url, dataset, str(fields.id))
     dim, dtype = _vectors(url, dataset, fields.key)
     value_dim = None
@@ -42,7 +45,21 @@ def served(
         else:
             value_dim, _ = _vectors(url, dataset, fields.value)
     schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
-    return Truth(url, options, fields, False, schema, shards, replicas, None, dataset)
+    return Truth(url, options, fields, False, schema, shards, replicas, None, dataset, payload=columns)
+
+
+def _payload(url: str, names: list[str], fields: Fields, payload: Sequence[str]) -> tuple[str, ...]:
+    given: Any = payload
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise BadInput(f"payload is {shown(payload)}; expected a list of columns' names, or None for all")
+    free = [name for name in names if name not in (fields.id, fields.key, fields.value)]
+    wrong = next((one for one in payload if one not in free), None)
+    if wrong is not None:
+        raise BadInput(
+            f"payload names {shown(wrong)}, but the columns of {url} that are neither id, key nor value are "
+            f"{shown(free)}; name some of them"
+        )
+    return tuple(sorted(set(payload)))
 
 
 def _require_ids(url: str, dataset: Any, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,6 +123,7 @@ def serve(
     keys: str = "vector",
     values: str | None = None,
     ids: str = "id",
+    payload: Sequence[str] | None = None,
     metric: Literal["dot", "cosine", "l2"] = "dot",
     num_classes: int | None = None,
     shards: int = 1,
@@ -142,7 +144,8 @@ def serve(
         url: the table's folder; LanceDB's table `t` is `t.lance` in the database's folder.
         keys: the column of the keys, lists of floats of one length.
         values: the column of the values, such lists, or whole numbers below `num_classes`; None: the keys serve.
-        ids: the column of the ids, texts or whole numbers, each once. Other columns are the payload.
+        ids: the column of the ids, texts or whole numbers, each once.
+        payload: the columns that are the fields of the payload; None: all others. What is not named is never read.
         num_classes: None: one more than the largest label.
 
     The others are those of `open` and `create`. `refresh()` takes in what has changed since: only that, where the table
@@ -152,7 +155,7 @@ def serve(
     """
     fields = Fields(id=ids, key=keys, value=values)
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
-    truth = served(address(url), storage_options, fields, metric, num_classes, shards, replicas)
+    truth = served(address(url), storage_options, fields, metric, num_classes, shards, replicas, payload)
     return _opened(truth, "r", timeout, partial, on, cache, encoder, progress)
 
 
@@ -167,7 +170,7 @@ def _opened(
     progress: Progress | bool | None,
 ) -> TableCluster:
     check.one_of(on, "on", ("here", "ray"))
-    seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache)
+    seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache) / truth.digest
     say: Progress | None = None
 
     def connect(table: Truth) -> Transport:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
-from softdb.cluster.columns import bounded, column, literal
+from softdb.cluster.columns import bounded, column, literal, written_since
 from softdb.cluster.synced import Synced
 from softdb.errors import (
     BadInput,
@@ -67,6 +68,7 @@ class Truth:
     encoder: str | None = None  # the name of what made the keys
     _opened: Any = field(default=None, repr=False, compare=False)
     _synced: Synced | None = field(default=None, repr=False, compare=False)
+    payload: tuple[str, ...] | None = None  # the columns of the payload; None: all that are nothing else
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_synced": None}
@@ -80,6 +82,19 @@ class Truth:
     def id_type(self) -> str:
         """Of what type the ids are: "integer" or "text"."""
         return "integer" if _arrow().types.is_integer(self.now().schema.field(self.fields.id).type) else "text"
+
+    @property
+    def digest(self) -> str:
+        """What tells those apart who read other columns of the table; nothing of those who read all."""
+        said = json.dumps([*vars(self.fields).values(), self.payload]).encode()
+        return "" if self.payload is None else blake2b(said, digest_size=8).hexdigest()
+
+    def columns(self, dataset: Any) -> list[str] | None:
+        """The columns that are read; None: all."""
+        if self.payload is None:
+            return None
+        taken = {self.fields.id, self.fields.key, self.fields.value, *self.payload}
+        return [name for name in dataset.schema.names if name in taken]
 
     # -- versions --------------------------------------------------------------------------------------------------
 
@@ -136,12 +151,13 @@ class Truth:
 
     def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
         """So many rows from place `after` on, in order, as record batches of at most `size` rows; None: all."""
-        scanner = dataset.scanner(offset=after or None, limit=count, batch_size=size, scan_in_order=True)
+        columns = self.columns(dataset)
+        scanner = dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
         yield from scanner.to_batches()
 
     def taken(self, dataset: Any, places: Any) -> Any:
         """The rows at some places (n,), ascending, and no others, as a table."""
-        return dataset.take(_arrow().array(places))
+        return dataset.take(_arrow().array(places), self.columns(dataset))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
         """What has changed since a version; None where that cannot be told, or is too much to be held."""
@@ -150,7 +166,7 @@ class Truth:
         try:
             delta = dataset.delta(compared_against=since)
             gone = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
-            updated, inserted = (bounded(one) for one in (delta.get_updated_rows(), delta.get_inserted_rows()))
+            updated, inserted = map(bounded, written_since(dataset, since, self.columns(dataset)))
             if updated is None or inserted is None:
                 return None
             gone += updated["_rowid"].to_pylist()

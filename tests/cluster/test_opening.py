@@ -17,6 +17,8 @@ import pyarrow as pa
 
 import softdb
 from softdb import cluster, errors
+from softdb.cluster.own_rows import RowWindow
+from softdb.cluster.shard import ROW_BITS
 
 N, DIM = 300, 8
 
@@ -173,6 +175,55 @@ def test_a_table_that_its_owner_has_mended_is_served_again(url: str) -> None:
         assert (len(db), 6 in db, 7 in db) == (39, False, True)
 
 
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("taken", [True, False])
+def test_columns_that_are_not_named_are_never_read(
+    url: str, monkeypatch: pytest.MonkeyPatch, stable: bool, taken: bool
+) -> None:
+    """Those of other columns lie in files of their own here, which are gone."""
+    monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
+
+    def rows(low: int, high: int) -> pa.Table:
+        names = [f"title {i}" for i in range(low, high)]
+        vectors = pa.array([[float(i), 1.0] for i in range(low, high)])
+        return pa.table({"id": list(range(low, high)), "vector": vectors, "title": names, "year": [7] * (high - low)})
+
+    def without(name: str) -> None:
+        before = set(Path(url, "data").iterdir())
+        lance.dataset(url).add_columns({name: "id * 2"})
+        for file in set(Path(url, "data").iterdir()) - before:
+            file.unlink()
+
+    lance.write_dataset(rows(0, 40), url, enable_stable_row_ids=stable)
+    without("pages")
+    with cluster.serve(url, shards=2, payload=["title"]) as db, cluster.serve(url, payload=[]) as bare:
+        assert (len(db), db[7].payload, bare[7].payload) == (40, {"title": "title 7"}, None)
+        directory = db.located([5]) >> ROW_BITS
+        lance.dataset(url).delete("id = 7")
+        lance.write_dataset(rows(40, 50).append_column("pages", pa.array([0] * 10)), url, mode="append")
+        without("prices")
+        each: list[tuple[Any, Any]] = [(db, {"title": "title 45"}), (bare, None)]
+        for one, payload in each:
+            one.refresh()
+            assert (len(one), 7 in one, one[45].payload) == (49, False, payload)
+        assert db.search([[45.0, 1.0]], k=1, where={"title": "title 45"}).ids == [[45]]
+        assert (db.located([5]) >> ROW_BITS == directory) == stable, "else it is made anew"
+    with pytest.raises((OSError, ValueError), match=r"(?i)not found"):
+        cluster.serve(url, shards=2)
+
+
+def test_rows_that_change_are_seen_by_the_named_columns(url: str) -> None:
+    vectors = pa.array([[float(i), 1.0] for i in range(40)])
+    columns = {"id": list(range(40)), "vector": vectors, "title": ["a"] * 40, "year": [7] * 40}
+    lance.write_dataset(pa.table(columns), url, enable_stable_row_ids=True)
+    with cluster.serve(url, shards=2, payload=["year"]) as db, cluster.serve(url) as whole:
+        lance.dataset(url).update({"year": "8", "title": "'b'"}, where="id = 9")
+        for one in (db, whole):
+            one.refresh()
+        assert (db[9].payload, db[8].payload) == ({"year": 8}, {"year": 7})
+        assert whole[9].payload == {"year": 8, "title": "b"}
+
+
 def table(**columns: Any) -> pa.Table:
     return pa.table({"id": ["a", "b"], "vector": pa.array([[1.0, 2.0], [3.0, 4.0]]), **columns})
 
@@ -193,6 +244,9 @@ def table(**columns: Any) -> pa.Table:
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
         (table(vector=pa.array([[1.0, np.nan], [3.0, 4.0]])), {}, "NaN|nan|finite"),
         (table(id=pa.array(["a", "a"])), {}, "id 'a' comes twice|holds id 'a' twice"),
+        (table(), {"payload": ["title"]}, "payload names 'title', but the columns .* name some of them"),
+        (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id', but .* are \['title'\]"),
+        (table(title=["x", "y"]), {"payload": "title"}, "payload is 'title'; expected a list"),
         (table(), {"shards": 3}, "shards is 3; expected a power of two"),
         (table(), {"metric": "cos"}, "metric"),
     ],
