@@ -103,6 +103,8 @@ def _one(ask: say.Message, parts: Sequence[Any]) -> Any:
 
 def passed_over(parts: Sequence[say.Passed]) -> say.Passed:
     """As `softdb.pool.merge`, without a graph, in float64: a sixth of the time for one query."""
+    if len(parts) == 1:
+        return parts[0]
     lses = np.stack([part.lse for part in parts]).astype(np.float64)
     most = lses.max(0)
     shares = np.exp(lses - np.where(most > -np.inf, most, 0))
