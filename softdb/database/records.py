@@ -212,6 +212,14 @@ class RecordVerbs(Handle):
         """Drop the index of a declared field. Raises BadInput where it has none."""
         self._store.drop_field(*field_names([name]))
 
+    @verb
+    def order_fields(self) -> None:
+        """Remember the order of declared fields now, of up to four; else a field's, once filters ask much of it.
+
+        What matches a range of values is then a slice of it. Cost: some 0.1 µs a record and field, and 4 bytes.
+        """
+        self._store.order_fields()
+
     def _put(
         self,
         write: Callable[[Batch], None],

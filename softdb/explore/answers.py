@@ -138,6 +138,7 @@ class Answers:
         with self._lock:
             plane = self._plane
             if plane is None or plane.generation != db.generation or plane.keys.shape[1] != db.dim:
+                db.order_fields()  # so that no filter waits until half of the records are listed
                 plane = self._plane = Plane.of(db, plane)
             return plane
 

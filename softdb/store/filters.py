@@ -24,22 +24,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter
 from softdb.store.paths import field_sql, parts_of, spelled, utf8
 from softdb.store.textindex import MATCHING, phrases
 
-__all__ = ["All", "Condition", "Either", "Node", "Not", "parse", "statement"]
+__all__ = ["All", "Condition", "Either", "Node", "Not", "Span", "parse", "statement"]
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]
 _AROUND = ["$and", "$or", "$not", "$id", "$text"]
-_TYPES = {"number": "('integer', 'real')", "string": "('text')"}
+_TYPES = {"number": ("integer", "real"), "string": ("text",)}
 _EVERY_TYPE = ("null", "true", "false", "integer", "real", "text", "array", "object")  # of SQLite's json_type
 _BEYOND = {"<": (">=",), "<=": (">",), ">": ("<=",), ">=": ("<",), "=": ("<", ">")}  # what each comparison leaves
 _MOST = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
+
+
+class Span(NamedTuple):
+    """What is asked of a field as its index has it: for each type the values between two bounds, or all of them."""
+
+    types: tuple[str | None, ...]  # None: the field is not there
+    tests: tuple[tuple[str, Any], ...] = ()  # a comparison, and what with; all hold
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Condition:
     indexed: bool = True  # whether an index of the field answers it, if there is one
     narrow: bool = False  # whether it is an equality, which likely matches less than a comparison
     size: int = 1  # the conditions it consists of
+    span: Span | None = None  # None: it is no range
     # what it leaves, as conditions on the same field, where an index answers those; made when asked for
     left: Callable[[], tuple[Condition, ...]] | None = dataclasses.field(default=None, compare=False)
 
@@ -157,17 +165,23 @@ class _Field:
         """The field is there, whatever it holds; or is not."""
         if not isinstance(operand, bool):
             raise BadFilter(f"$exists is given {shown(operand)}; expected True or False")
-        return _unless(operand, self.condition(f"{self.type} IS NULL"))
+        return _unless(operand, self.is_missing())
+
+    def is_missing(self) -> Condition:
+        """The field is not there."""
+        return self.condition(f"{self.type} IS NULL", span=Span((None,)))
 
     def condition(
         self,
         sql: str,
         *bindings: object,
         narrow: bool = False,
+        span: Span | None = None,
         left: Callable[[], tuple[Condition, ...]] | None = None,
     ) -> Condition:
         """One that the field's index answers, if it has one."""
-        return Condition(sql, bindings, self.name, self.indexed, narrow, left=left if self.indexed else None)
+        left = left if self.indexed else None
+        return Condition(sql, bindings, self.name, self.indexed, narrow, span=span, left=left)
 
     def equal(self, operand: object) -> Node:
         """The field is there, of the operand's kind, and equal to it."""
@@ -176,12 +190,16 @@ class _Field:
 
     def is_of(self, kind: str) -> Node:
         """The field is true, false or null."""
-        return self.condition(f"{self.type} = '{kind}'", left=partial(self.others, f"('{kind}')"))
+        return self.condition(f"{self.type} = '{kind}'", span=Span((kind,)), left=partial(self.others, (kind,)))
 
-    def others(self, types: str) -> tuple[Condition, ...]:
+    def others(self, types: tuple[str, ...]) -> tuple[Condition, ...]:
         """The field is of none of these types, or is not there."""
-        rest = ", ".join(f"'{one}'" for one in _EVERY_TYPE if f"'{one}'" not in types)
-        return self.condition(f"{self.type} IN ({rest})"), self.condition(f"{self.type} IS NULL")
+        rest = tuple(one for one in _EVERY_TYPE if one not in types)
+        return self.condition(self.among_types(rest), span=Span(rest)), self.is_missing()
+
+    def among_types(self, types: tuple[str, ...]) -> str:
+        """SQL of the field being of one of some types."""
+        return f"{self.type} IN ({', '.join(map(repr, types))})"
 
     def ordered(self, comparison: str, operand: object) -> Node:
         """A comparison within numbers or within strings."""
@@ -201,8 +219,10 @@ class _Field:
         self, test: str, operand: object, kind: str, left: Callable[[], tuple[Condition, ...]] | None = None
     ) -> Condition:
         """The value first: where no index helps, it sorts out more records than the type."""
-        sql = f"{self.value} {test} AND {self.type} IN {_TYPES[kind]}"
-        return self.condition(sql, _plain(operand), narrow=not test.startswith(("<", ">")), left=left)
+        sql, bound = f"{self.value} {test} AND {self.among_types(_TYPES[kind])}", _plain(operand)
+        comparison, _, rest = test.partition(" ")
+        span = Span(_TYPES[kind], ((comparison, bound),)) if rest == "?" else None
+        return self.condition(sql, bound, narrow=comparison[0] not in "<>", span=span, left=left)
 
     def starts(self, operand: object) -> Node:
         """The field is a text that begins so: those from that text on, up to the next that does not."""
@@ -213,8 +233,9 @@ class _Field:
         if not kept:
             return self.ordered(">=", first)
         above = chr(0xE000 if kept[-1] == "\ud7ff" else ord(kept[-1]) + 1)  # between them are no characters
-        sql = f"{self.value} >= ? AND {self.value} < ? AND {self.type} IN {_TYPES['string']}"
-        return self.condition(sql, first, kept[:-1] + above, narrow=True)
+        stop, types = kept[:-1] + above, _TYPES["string"]
+        sql = f"{self.value} >= ? AND {self.value} < ? AND {self.among_types(types)}"
+        return self.condition(sql, first, stop, narrow=True, span=Span(types, ((">=", first), ("<", stop))))
 
     def among(self, operand: object) -> Node:
         """The field equals one of a list."""
@@ -237,7 +258,7 @@ class _Field:
         kind = _kind(operand, self.name)
         inner, bound = f"type IS '{kind}'", list[object]()
         if kind in _TYPES:
-            inner, bound = f"type IN {_TYPES[kind]} AND atom = ?", [_plain(operand)]
+            inner, bound = f"type IN ({', '.join(map(repr, _TYPES[kind]))}) AND atom = ?", [_plain(operand)]
         sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) WHERE {inner})"
         if kind == "string":
             sql = f"{sql} OR {self.type} = 'text' AND instr({self.value}, ?) > 0"

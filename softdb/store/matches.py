@@ -21,7 +21,8 @@ from softdb.check import json_text, shown
 from softdb.errors import BadFilter, UnknownField
 from softdb.store import textindex
 from softdb.store.catalog import Catalog
-from softdb.store.filters import All, Condition, Node, Not, parse, statement
+from softdb.store.filters import All, Condition, Node, Not, Span, parse, statement
+from softdb.store.order import KEPT, Orders
 from softdb.store.paths import field_sql, parts_of, spelled
 from softdb.store.snapshot import Snapshot
 
@@ -32,6 +33,7 @@ FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
 FEW = 256  # reading payloads beats asking another index about all records when fewer than one in so many are left
 LOOKUP = 6  # reading a payload by its row takes that many times as long as passing over it
 LARGE, ASKED = 1 << 16, 128  # records from which on so many are asked whether an index has less to list of the others
+MUCH = 16  # an index is listed whole only for a filter that would have it list more than one record in so many
 MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew
 
 ALL_HERE = ContextVar("ALL_HERE", default=True)  # whether no others have records: a part cannot tell a field unknown
@@ -60,6 +62,7 @@ class Matches:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._orders = Orders()
         self._looked_for: set[str] = set()  # fields that a filter which matched nothing asked about
 
     def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Matching:
@@ -80,7 +83,7 @@ class Matches:
             if known is not None:
                 matching = _carried(known, next_row, node, catalog, snapshot)
             if matching is None:
-                matching = _matching(_Evaluation(catalog, snapshot).of(node), snapshot)
+                matching = _matching(_Evaluation(catalog, snapshot, self._orders).of(node), snapshot)
             known = self._known[text] = _Known(snapshot.generation, next_row, _layout(snapshot), matching)
             if len(self._known) > FILTERS_KEPT:
                 self._known.popitem(last=False)
@@ -88,6 +91,11 @@ class Matches:
                 self._warn_of_unknown(_named(node), catalog)
         self._known.move_to_end(text)
         return known.matching
+
+    def order_fields(self, catalog: Catalog, snapshot: Snapshot) -> None:
+        """Remember the order of declared fields, as many as are kept. Cost: one pass over each one's index."""
+        for name in catalog.fields()[:KEPT] if snapshot.records >= LARGE else ():
+            self._orders.make(name, catalog, snapshot)
 
     def _warn_of_unknown(self, fields: set[str], catalog: Catalog) -> None:
         """Warn of fields that no record has, each once. Cost: none for a field that was looked for before."""
@@ -222,8 +230,8 @@ def _breadth(node: Node) -> int:
 class _Evaluation:
     """One filter over all records: by indexes what they can answer, by reading payloads the rest."""
 
-    def __init__(self, catalog: Catalog, snapshot: Snapshot) -> None:
-        self.catalog = catalog
+    def __init__(self, catalog: Catalog, snapshot: Snapshot, orders: Orders) -> None:
+        self.catalog, self.snapshot, self.orders = catalog, snapshot, orders
         self.places, self.count = _AllRecords(snapshot), snapshot.records
         self.declared: set[str | None] = set(catalog.fields())
 
@@ -262,23 +270,47 @@ class _Evaluation:
         return self.places.live.copy() if found is None else found
 
     def of_field(self, node: Condition | All) -> Live:
-        """Where the conditions on one field hold: its index lists those records, or the fewer others."""
-        parts = [node] if isinstance(node, Condition) else node.of
-        left = [one.left() for one in parts if isinstance(one, Condition) and one.left]
-        if self.count < LARGE or not left or len(left) < len(parts) or self.few(node):
+        """Where the conditions on one field hold: a range of its order, or what its index lists, or leaves."""
+        parts = [one for one in ([node] if isinstance(node, Condition) else node.of) if isinstance(one, Condition)]
+        field = parts[0].field
+        if self.count < LARGE or field is None:
             return self.asked(node)
+        spans = [one.span for one in parts if one.span is not None]
+        found = self.ordered(field, node, spans) if len(spans) == len(parts) else None
+        if found is not None:
+            return found
+        left = [one.left() for one in parts if one.left]
+        if not left or len(left) < len(parts) or self.share(node) <= 0.5:
+            return self.listed(field, node)
         others = dict.fromkeys(one for conditions in left for one in conditions)  # each once
         found = np.zeros(len(self.places.live), np.bool_)
         for one in others:
-            found |= self.asked(one)
+            found |= self.listed(field, one)
         return self.places.live & ~found
 
-    def few(self, node: Node) -> bool:
-        """Whether at most half of the records match, by the look of some."""
+    def ordered(self, field: str, node: Node, spans: list[Span]) -> Live | None:
+        """Where all spans hold, by the field's order; None where it is not remembered, nor worth it."""
+        found = self.orders.within(field, spans, self.catalog, self.snapshot)
+        if found is None and self.orders.is_due(field, self.count) and 1 < MUCH * self.share(node) < MUCH - 1:
+            self.orders.make(field, self.catalog, self.snapshot)
+            found = self.orders.within(field, spans, self.catalog, self.snapshot)
+        if found is None:
+            return None
+        rows, others = found
+        return self.places.live & ~self.places.of(rows) if others else self.places.of(rows)
+
+    def listed(self, field: str, node: Node) -> Live:
+        """Where a condition holds that a field's index lists."""
+        rows = self.catalog.matching(*statement(node))
+        self.orders.note(field, len(rows))
+        return self.places.of(rows)
+
+    def share(self, node: Node) -> float:
+        """How many of the records match, by the look of some."""
         live = self.places.live
         some = np.unique(np.random.default_rng(0).integers(0, len(live), ASKED))
         rows = self.places.rows(some[live[some]])
-        return 2 * len(self.catalog.matching(*statement(node), among=rows)) <= len(rows)
+        return len(self.catalog.matching(*statement(node), among=rows)) / max(1, len(rows))
 
     def asked(self, node: Node) -> Live:
         """Where SQLite says that the filter matches."""

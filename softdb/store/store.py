@@ -323,6 +323,12 @@ class Store(Session):
                 self.catalog.index_field(name)
 
     @on_thread
+    def order_fields(self) -> None:
+        """See `Matches.order_fields`."""
+        with self.read_transaction() as snapshot:
+            self._matches.order_fields(self.catalog, snapshot)
+
+    @on_thread
     def drop_field(self, name: str) -> None:
         """Drop a field's index. Raises BadInput where it has none."""
         with self.write_transaction(durable=True):

@@ -17,6 +17,7 @@ from reference_filters import meets, parts_of, spelled
 import softdb
 from softdb.store import format, paths
 from softdb.store import matches as matches_file
+from softdb.store import order as order_file
 from softdb.store.filters import parse, statement
 
 FILTERS: list[dict[str, Any]] = [
@@ -342,6 +343,8 @@ def test_any_order_of_changes_agrees_with_brute_force(
     rng, truth, fresh = np.random.default_rng(seed), dict[int, Any](), iter(range(10**6))
     monkeypatch.setattr(matches_file, "MANY", 15)  # so that both ways of catching up are taken
     monkeypatch.setattr(matches_file, "LARGE", 20)  # and both of asking an index
+    monkeypatch.setattr(order_file, "APPENDED", 50)  # and all of keeping its order
+    monkeypatch.setattr(order_file, "RUNS", 2)
     with softdb.open(tmp_path / "db", dim=2, fields=fields) as db, softdb.open(tmp_path / "db", mode="r") as reader:
         for step in range(40):
             change(db, truth, fresh, rng)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reference_filters import MISSING, meets
 
 import softdb
-from softdb.store import matches
+from softdb.store import matches, order
 
 PAYLOADS: list[Any] = [
     None,
@@ -71,12 +71,30 @@ def of_others() -> Iterator[softdb.SoftDB]:
         yield db
 
 
+@pytest.fixture(scope="module")
+def ordered() -> Iterator[softdb.SoftDB]:
+    """The same: the order of its fields is remembered."""
+    with indexed() as db:
+        yield db
+
+
+@contextlib.contextmanager
+def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
+    """As if there were many records, and all fields were kept in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matches, "LARGE", 0)
+        patch.setattr(matches, "KEPT", 100)
+        patch.setattr(order, "KEPT", 100)
+        db._store.order_fields()
+        yield
+
+
 @contextlib.contextmanager
 def asked_for_others() -> Iterator[None]:
     """As if most records matched every filter, and there were many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matches, "LARGE", 0)
-        patch.setattr(matches._Evaluation, "few", lambda *_: False)
+        patch.setattr(matches._Evaluation, "share", lambda *_: 1.0)
         yield
 
 
@@ -130,17 +148,21 @@ FILTERS = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(FILTERS)
 def test_a_filter_matches_what_the_oracle_matches(where: dict[str, Any]) -> None:
-    *others, last = _DATABASES
+    *others, of_others, ordered = _DATABASES
     for db in others:
         assert ids(db, where) == oracle(where)
         assert db.count(where) == len(oracle(where))
     with asked_for_others():
-        assert ids(last, where) == oracle(where)
+        assert ids(of_others, where) == oracle(where)
+    with asked_by_order(ordered):
+        assert ids(ordered, where) == oracle(where)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _module_databases(db: softdb.SoftDB, declared: softdb.SoftDB, of_others: softdb.SoftDB) -> None:
-    _DATABASES[:] = [db, declared, of_others]
+def _module_databases(
+    db: softdb.SoftDB, declared: softdb.SoftDB, of_others: softdb.SoftDB, ordered: softdb.SoftDB
+) -> None:
+    _DATABASES[:] = [db, declared, of_others, ordered]
 
 
 _DATABASES: list[softdb.SoftDB] = []
@@ -209,12 +231,18 @@ _DATABASES: list[softdb.SoftDB] = []
     ids=repr,
 )
 def test_named_cases(
-    db: softdb.SoftDB, declared: softdb.SoftDB, of_others: softdb.SoftDB, where: dict[str, Any]
+    db: softdb.SoftDB,
+    declared: softdb.SoftDB,
+    of_others: softdb.SoftDB,
+    ordered: softdb.SoftDB,
+    where: dict[str, Any],
 ) -> None:
     assert ids(db, where) == oracle(where)
     assert ids(declared, where) == oracle(where)
     with asked_for_others():
         assert ids(of_others, where) == oracle(where)
+    with asked_by_order(ordered):
+        assert ids(ordered, where) == oracle(where)
 
 
 def test_text_is_never_a_number(db: softdb.SoftDB) -> None:

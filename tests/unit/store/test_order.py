@@ -1,0 +1,167 @@
+"""The remembered order of a declared field gives the rows that SQLite lists, whatever was committed since."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_filters import meets
+
+import softdb
+from softdb.store import matches
+from softdb.store import order as order_file
+from softdb.store.filters import parse, statement
+
+NUMBERS = [0, 1, 2, -1, 2**53, 2**53 + 1, -(2**53) - 1, 2**62, 2**63 - 1, -(2**63), 0.5, 2.0**53, -0.0, 1e308, 5e-324]
+TEXTS = ["", "a", "ab", "b", "é", "2024-02-29", "1", "nul\0", "\U0010ffff"]
+VALUES = [*NUMBERS, 10**30, -(10**30), *TEXTS, True, False, None, [1], {"x": 1}]
+PAYLOADS = st.one_of(
+    st.sampled_from(VALUES).map(lambda one: {"x": one, "y": 1}),
+    st.tuples(st.sampled_from(VALUES), st.sampled_from(VALUES)).map(lambda two: {"x": two[0], "y": two[1]}),
+    st.sampled_from([None, 7, {}, {"y": "a"}]),
+)
+RANGES = st.one_of(
+    st.dictionaries(
+        st.sampled_from(["$gt", "$gte", "$lt", "$lte", "$eq", "$ne"]),
+        st.sampled_from([*NUMBERS, *TEXTS]),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([True, False, None, {"$exists": True}, {"$exists": False}, {"$in": [1, "a", None]}]),
+    st.sampled_from(TEXTS).map(lambda text: {"$startswith": text}),
+)
+FILTERS = st.recursive(
+    st.dictionaries(st.sampled_from(["x", "y", "z"]), RANGES, min_size=1, max_size=2),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(["$and", "$or"]), st.lists(inner, min_size=1, max_size=3), min_size=1)
+        | st.dictionaries(st.just("$not"), inner, min_size=1)
+    ),
+    max_leaves=4,
+)
+ALWAYS: list[dict[str, Any]] = [
+    {"x": {"$gt": 0}},
+    {"x": {"$lt": 1}},
+    {"y": {"$lte": 2**53}},
+    {"x": {"$gte": 1, "$lt": "b"}},
+]
+SOME = st.lists(st.integers(0, 30), unique=True, max_size=6)  # ids
+CHANGES = st.one_of(
+    st.tuples(st.just("put"), SOME, st.lists(PAYLOADS, min_size=6, max_size=6), st.booleans()),
+    st.tuples(st.just("delete"), SOME),
+    st.tuples(st.just("replace"), SOME, PAYLOADS),
+    st.tuples(st.just("move"), SOME),
+    st.tuples(st.just("compact")),
+)
+
+
+@contextlib.contextmanager
+def small(runs: int = 1) -> Iterator[None]:
+    """As if there were many records, and few of them appended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matches, "LARGE", 0)
+        patch.setattr(order_file, "APPENDED", 20)
+        patch.setattr(order_file, "RUNS", runs)
+        yield
+
+
+def change(db: softdb.SoftDB, what: tuple[Any, ...]) -> None:
+    """One commit."""
+    if what[0] == "compact":
+        db.compact()
+        return
+    ids = what[1]
+    stored = [one for one in ids if one in db]
+    if what[0] == "put" and ids:
+        payloads = what[2][: len(ids)]
+        if what[3]:
+            db.upsert(ids, np.ones((len(ids), 1)), payloads=payloads)
+        else:  # every other one without a key
+            keys = [None if i % 2 else [1.0] for i in range(len(ids))]
+            db.upsert(ids, keys, payloads=payloads, texts=["text"] * len(ids))
+    elif what[0] == "delete":
+        db.delete(stored)
+    elif what[0] == "replace" and stored:
+        db.update(stored, payloads=[what[2]] * len(stored))
+    elif what[0] == "move":
+        keyed = [one for one in stored if db[one].key is not None]
+        if keyed:
+            db.update(keyed, keys=np.zeros((len(keyed), 1)))
+
+
+def by_sqlite(db: softdb.SoftDB, where: dict[str, Any]) -> list[int]:
+    rows: list[int] = np.sort(db._store.catalog.matching(*statement(parse(where)))).tolist()
+    return rows
+
+
+def agrees(db: softdb.SoftDB, where: dict[str, Any]) -> None:
+    """The filter matches what SQLite lists, by the orders of its fields; so do some more."""
+    db._store.order_fields()
+    for one in [where, *ALWAYS]:
+        db._store._matches._known.clear()  # so that the filter is asked anew
+        assert db._store.matching_rows(one)[1].tolist() == by_sqlite(db, one), one
+    for known in db._store._matches._orders._known.values():
+        if known.generation == db.generation:
+            assert np.sort(np.concatenate(known.runs)).tolist() == db._store.snapshot.all_rows.tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(CHANGES, st.booleans(), FILTERS), min_size=1, max_size=12), st.integers(1, 3))
+def test_any_commits_and_filters_agree_with_sqlite(steps: list[tuple[Any, bool, dict[str, Any]]], runs: int) -> None:
+    with small(runs), softdb.open(None, dim=1, fields=["x", "y"]) as db:
+        db.insert(range(12), np.ones((12, 1)), payloads=[{"x": one, "y": i} for i, one in enumerate(VALUES[:12])])
+        db._store.order_fields()
+        for what, caught_up, where in steps:
+            change(db, what)
+            if caught_up:  # else several commits at once
+                agrees(db, where)
+        agrees(db, steps[-1][2])
+
+
+class Listed:
+    """The SQL that lists rows of a field's index, or puts all in order; not what compares some records."""
+
+    def __init__(self, db: softdb.SoftDB) -> None:
+        self._connection = db._store.catalog.connection
+
+    def __enter__(self) -> list[str]:
+        self.statements: list[str] = []
+        self._connection.exec_trace = self._keep
+        return self.statements
+
+    def _keep(self, cursor: Any, sql: str, bindings: Any) -> bool:
+        if sql.startswith("SELECT group_concat(row)") and "payload" in sql and "row IN (SELECT value" not in sql:
+            self.statements.append("order" if "ORDER BY" in sql else "list")
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.exec_trace = None
+
+
+def filled(**more: Any) -> softdb.SoftDB:
+    db = softdb.open(None, dim=1, fields=["x", "y"], **more)
+    db.insert(range(400), np.ones((400, 1)), payloads=[{"x": i % 100, "y": i} for i in range(400)])
+    return db
+
+
+@pytest.mark.parametrize(
+    ("wheres", "listed"),
+    [
+        ([{"x": {"$lt": 40}}], ["list"]),  # what is asked once pays for nothing else
+        ([{"x": {"$lt": 40}}, {"x": {"$lt": 39}}, {"x": {"$gte": 3, "$lt": 70}}], ["list", "order"]),
+        ([{"x": {"$lt": one}} for one in (12, 13, 14, 15)], ["list", "list", "order"]),
+        ([{"x": {"$lt": 40}}, {"x": 7}, {"x": {"$ne": 7}}], ["list", "list", "list"]),
+        ([{"x": {"$lt": 40}}, {"y": {"$lt": 160}}], ["list", "list"]),
+        ([{"x": {"$lt": 40}}, {"x": {"$lt": 39}}, {"x": 7}, {"x": {"$in": [1, 2]}}], ["list", "order", "list"]),
+    ],
+    ids=range(6),
+)
+def test_an_order_is_made_once_much_of_an_index_was_listed(wheres: list[dict[str, Any]], listed: list[str]) -> None:
+    with small(), filled() as db, Listed(db) as asked:
+        for where in wheres:
+            assert db.count(where) == sum(meets({"x": i % 100, "y": i}, where) for i in range(400))
+        assert asked == listed
