@@ -290,10 +290,10 @@ class _Evaluation:
 
     def ordered(self, field: str, node: Node, spans: list[Span]) -> Live | None:
         """Where all spans hold, by the field's order; None where it is not remembered, nor worth it."""
-        found = self.orders.within(field, spans, self.catalog, self.snapshot)
+        found = self.orders.rows_in(field, spans, self.catalog, self.snapshot)
         if found is None and self.orders.is_due(field, self.count) and 1 < MUCH * self.share(node) < MUCH - 1:
             self.orders.make(field, self.catalog, self.snapshot)
-            found = self.orders.within(field, spans, self.catalog, self.snapshot)
+            found = self.orders.rows_in(field, spans, self.catalog, self.snapshot)
         if found is None:
             return None
         rows, others = found

@@ -66,7 +66,7 @@ class Orders:
             if len(self._known) > KEPT:
                 self._forget(next(iter(self._known)))
 
-    def within(self, field: str, spans: list[Span], catalog: Catalog, snapshot: Snapshot) -> tuple[Rows, bool] | None:
+    def rows_in(self, field: str, spans: list[Span], catalog: Catalog, snapshot: Snapshot) -> tuple[Rows, bool] | None:
         """The rows that are in all spans of a field, or, if that is True, all others; whichever are fewer, in no order.
 
         None where the field's order is not remembered. Cost: some 30 records compared for each end, and the rows; after

@@ -127,3 +127,17 @@ def test_the_end_of_an_answer_does_not_wait_for_the_browser() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.proto == socket.IPPROTO_TCP
+
+
+def test_a_map_comes_with_the_order_of_declared_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.store.matches.LARGE", 0)
+    with softdb.open(None, dim=2, fields=["x"]) as db:
+        db.insert(range(40), np.ones((40, 2)), payloads=[{"x": i} for i in range(40)])
+        answers = Answers(Served(None, db=db))
+        asked = list[str]()
+        answers.map()
+        db._store.catalog.connection.exec_trace = lambda _, sql, __: not asked.append(sql)
+        assert db.count({"x": {"$lt": 20}}) == 20
+        listed = [sql for sql in asked if "payload" in sql and "row IN (SELECT value" not in sql]
+        assert listed == []
+        assert len(asked) > 1

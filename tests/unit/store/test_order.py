@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import apsw
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ import softdb
 from softdb.store import matches
 from softdb.store import order as order_file
 from softdb.store.filters import parse, statement
+from softdb.store.paths import field_sql
 
 NUMBERS = [0, 1, 2, -1, 2**53, 2**53 + 1, -(2**53) - 1, 2**62, 2**63 - 1, -(2**63), 0.5, 2.0**53, -0.0, 1e308, 5e-324]
 TEXTS = ["", "a", "ab", "b", "é", "2024-02-29", "1", "nul\0", "\U0010ffff"]
@@ -165,3 +167,32 @@ def test_an_order_is_made_once_much_of_an_index_was_listed(wheres: list[dict[str
         for where in wheres:
             assert db.count(where) == sum(meets({"x": i % 100, "y": i}, where) for i in range(400))
         assert asked == listed
+
+
+def test_the_index_gives_its_order_without_sorting() -> None:
+    with small(), filled() as db:
+        ordered = f"SELECT row FROM records ORDER BY {', '.join(field_sql(('x',)))}, row"
+        plan = [row[3] for row in db._store.catalog.all(f"EXPLAIN QUERY PLAN {ordered}")]
+        assert plan == ["SCAN records USING COVERING INDEX field_78"]
+
+
+def test_the_orders_of_the_last_fields_are_kept() -> None:
+    with small(), softdb.open(None, dim=1, fields=[*"abcdef"]) as db:
+        db.insert(range(10), np.ones((10, 1)), payloads=[dict.fromkeys("abcdef", i) for i in range(10)])
+        db.order_fields()
+        known = db._store._matches._orders._known
+        assert list(known) == [*"abcd"]
+        db.count({"a": {"$lt": 5}})
+        for stop in (4, 5):
+            db.count({"f": {"$lt": stop}})
+        assert list(known) == [*"cdaf"]
+        assert all(run.itemsize == 4 for one in known.values() for run in one.runs)
+
+
+def test_an_order_of_more_rows_than_one_text_holds() -> None:
+    with small(), filled() as db:
+        db._store.catalog.connection.limit(apsw.SQLITE_LIMIT_LENGTH, 1500)
+        db.order_fields()
+        with Listed(db) as asked:
+            assert db.count({"y": {"$lt": 390}}) == 390
+        assert asked == []
