@@ -301,7 +301,7 @@ def _groups(ray: Any, start: str) -> list[Any]:
 
 def _names(truth: Truth, ray: Any) -> list[list[str]]:
     """Actors by host and replica: those that there are, else one a node, and no more than there are shards."""
-    start = f"{_key(truth.url)}-{truth.digest and truth.digest + '-'}{truth.shards}-"
+    start = "-".join(filter(None, [_key(truth.url), truth.digest, f"{truth.shards}-"]))
     there = [
         one["name"].removeprefix(start).split("-")
         for one in ray.util.list_named_actors(all_namespaces=True)

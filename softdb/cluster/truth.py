@@ -85,9 +85,9 @@ class Truth:
 
     @property
     def digest(self) -> str:
-        """What tells those apart who read other columns of the table; nothing of those who read all."""
-        said = json.dumps([*vars(self.fields).values(), self.payload]).encode()
-        return "" if self.payload is None else blake2b(said, digest_size=8).hexdigest()
+        """What tells those apart who read a table of others in other ways; nothing of a table that says how."""
+        said = json.dumps([*vars(self.fields).values(), self.payload, self.described]).encode()
+        return "" if self.own else blake2b(said, digest_size=8).hexdigest()
 
     def columns(self, dataset: Any) -> list[str] | None:
         """The columns that are read; None: all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ import pytest
 
 from softdb.check import Metric, Schema
 from softdb.cluster import actors
-from softdb.cluster.actors import Actors
+from softdb.cluster.actors import NAMESPACE, Actors
 from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
+from softdb.cluster.truth import Truth
 from softdb.errors import StaleRead
+from softdb.formats.lines import Fields
 
 TIMEOUT = 30.0
 NEVER = 1e9
@@ -248,3 +251,25 @@ def test_a_replica_that_takes_no_more_calls_does_not_matter(ray: Ray) -> None:
     for _ in range(2):
         assert transport.ask(NEWS, TIMEOUT).missing == {}
     assert (len(second.asked), second.sent) == (2, [])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fields": Fields(key="right")},
+        {"schema": dataclasses.replace(SCHEMA, metric=Metric.L2)},
+        {"payload": ("title",)},
+        {"shards": 4},
+        {"url": "/elsewhere"},
+    ],
+)
+def test_who_reads_a_table_otherwise_has_actors_of_its_own(other: dict[str, Any]) -> None:
+    made = list[str]()
+    ray: Any = SimpleNamespace(
+        nodes=lambda: [{"Alive": True}] * 2,
+        util=SimpleNamespace(list_named_actors=lambda **_: [{"namespace": NAMESPACE, "name": one} for one in made]),
+    )
+    truth = Truth("/table", None, Fields(key="left"), False, SCHEMA, 2, 1)
+    made += [name for names in actors._names(truth, ray) for name in names]
+    assert [[name] for name in made] == actors._names(truth, ray)
+    assert not {*made} & {name for names in actors._names(dataclasses.replace(truth, **other), ray) for name in names}
