@@ -17,6 +17,8 @@ TALLY = pytest.StashKey[Counter[str]]()
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait ruin a shared machine
 os.environ.setdefault("TRITON_INTERPRET", "1")  # as Triton is imported; what compiles its kernels takes it out again
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is, said aloud: else Triton warns
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background; it is inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
