@@ -1,9 +1,9 @@
 """Shards on the ranks of a torch.distributed job: every rank asks with queries of its own, and answers for its shards.
 
-Messages go from rank to rank over a gloo group beside the job's own, so that they never wait for its collectives, nor
-these for them. With each goes what the rank asks: a call that only some of them make, or unlike ones, become a typed
-error within the timeout. Nothing is averaged or summed over ranks, so no factor of the world size comes in: each gets
-the gradients of its own queries.
+Messages never wait for the job's collectives, nor these for them: small ones go from rank to rank over sockets, large
+ones, and all where the ranks cannot connect, over a gloo group beside the job's own. With each goes what the rank asks:
+a call that only some of them make, or unlike ones, become a typed error within the timeout. Nothing is averaged or
+summed over ranks, so no factor of the world size comes in: each gets the gradients of its own queries.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from softdb.cluster.connections import Connections
 from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
@@ -52,6 +53,7 @@ class Ranks:
         self._limit, self._broken, self._turn = timeout, "", 0
         wait = datetime.timedelta(seconds=timeout)
         self._group: Any = self._collectively(lambda: dist.new_group(backend="gloo", timeout=wait))
+        self._connections: Connections | None = None
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
         held = [pickle.loads(one) for one in self._told(pickle.dumps(sorted(self._own)))]
         owners = [(shard, rank) for rank, mine in enumerate(held) for shard in mine]
@@ -62,6 +64,7 @@ class Ranks:
                 f"the {self.ranks} ranks hold the shards {held}; expected 0 to P - 1, each on one rank: start as many "
                 "ranks as the shards were shared out for"
             )
+        self._connections = Connections.made(self.rank, self.ranks, self._told)
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """As `Transport.ask`. Two exchanges, of the messages and of the replies; a rank's own do not travel."""
@@ -101,6 +104,8 @@ class Ranks:
 
     def close(self) -> None:
         """Let go of the group; the shards are their owner's."""
+        if self._connections is not None:
+            self._connections.close()
         if self._group is not None and not self._broken:
             dist.destroy_process_group(self._group)
         self._group = None
@@ -118,8 +123,7 @@ class Ranks:
             raise Closed("the cluster was closed; open it again")
         self._turn += 1
         own = self._turn, zlib.crc32(kind.encode())
-        slots = {rank: HEAD.pack(*own, len(one)) + one[:SLOT].ljust(SLOT, b"\0") for rank, one in sent.items()}
-        whole = self._swapped(slots, dict.fromkeys(sent, HEAD.size + SLOT))
+        whole = self._slots({rank: HEAD.pack(*own, len(one)) + one[:SLOT] for rank, one in sent.items()})
         heads = {rank: HEAD.unpack_from(one) for rank, one in whole.items()}
         if unlike := [rank for rank, one in heads.items() if one[:2] != own]:
             self._turn = max(self._turn, *(one[0] for one in heads.values()))
@@ -131,6 +135,14 @@ class Ranks:
         rest = {rank: one[SLOT:] for rank, one in sent.items() if len(one) > SLOT}
         more = self._swapped(rest, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT})
         return {rank: begun + more.get(rank, b"") for rank, begun in found.items()}
+
+    def _slots(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+        """What fits in a slot, to each other rank and from each."""
+        connections = self._connections
+        if connections is not None:
+            return self._collectively(lambda: connections.exchanged(sent, self._limit))
+        size = HEAD.size + SLOT
+        return self._swapped({rank: one.ljust(size, b"\0") for rank, one in sent.items()}, dict.fromkeys(sent, size))
 
     def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int]) -> dict[int, bytes]:
         """Messages to other ranks, and messages of so many bytes from others."""
@@ -154,8 +166,10 @@ class Ranks:
             )
         try:
             return call()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._broken = str(error).splitlines()[0][:200]
+            if self._connections is not None:
+                self._connections.close()  # who waits for this rank hears of it
             raise ShardUnavailable(
                 f"rank {self.rank} of {self.ranks} waited {self._limit:g} s at most for the others ({self._broken}); a "
                 "rank is lost, or only some ranks made this call: every rank asks whenever one asks"
