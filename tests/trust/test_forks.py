@@ -52,9 +52,11 @@ def parent(line: Connection, path: Path, handles: int) -> None:
     db = made(path)
     readers = [softdb.open(path, mode="r") for _ in range(handles - 1)]
     go, told = os.pipe()
+    begun, begin = os.pipe()
 
     def child() -> Any:
         os.close(told)
+        os.write(begin, b"1")  # the parent's lock is let go of by now
         os.read(go, 1)  # until the parent is gone
         found = []
         for _ in range(12):
@@ -67,6 +69,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
         return None
 
     Forked(child)
+    os.read(begun, 1)
     line.send("forked")
     if line.recv() == "close":
         for one in (db, *readers):
