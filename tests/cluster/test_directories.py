@@ -58,12 +58,14 @@ def test_other_columns_of_one_table_are_other_records(tmp_path: Path) -> None:
 
 def test_only_a_table_that_has_grown_for_good_lets_its_older_shards_go(truth: Truth, tmp_path: Path) -> None:
     hydrated(truth, tmp_path / "cache").close()
-    older = tmp_path / "cache" / "0-of-2"
+    older, other = (tmp_path / "cache" / name for name in ("0-of-2", "notes-of-mine"))
+    other.mkdir()
     hydrated(truth.with_shards(4), tmp_path / "cache").close()
     assert older.exists(), "the table says two yet"
     truth.put_shards(4)
     hydrated(truth.with_shards(4), tmp_path / "cache").close()
     assert not older.exists()
+    assert other.exists()
 
 
 def test_tables_of_others_are_answered_by_any_number_of_shards(tmp_path: Path) -> None:

@@ -78,6 +78,42 @@ def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch:
         assert sorted(path.name for path in folder.iterdir()) == sorted([*(f"{i}-of-4" for i in range(4)), "lock"])
 
 
+@pytest.mark.parametrize("how", ["a kill's leftover", "a closed handle"])
+def test_what_was_there_before_does_not_keep_shards_from_being_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with made(tmp_path) as db:
+        transport: Any = db.caller.transport
+        kept, truth = [*transport.hydrated.databases.values()], db.table
+        folder = transport.hydrated.folder
+    assert all(one.closed for one in kept)
+    if how != "a closed handle":
+        kept.clear()
+        del transport, db
+        gc.collect()
+        for shard in range(4):
+            (folder / f"{shard}-of-4-unfinished").mkdir()
+            (folder / f"{shard}-of-4-unfinished" / "committed").write_text("half")
+    truth.put_shards(4)
+    monkeypatch.setattr(Directories, "_anew", lambda *_: pytest.fail("a shard was made from the table"))
+    for name in ("batches", "taken"):
+        monkeypatch.setattr(Truth, name, lambda *_: pytest.fail("the table was read"))
+    with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
+        whole(db)
+    assert not [*folder.glob("*-unfinished")]
+
+
+def test_a_half_that_is_damaged_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with made(tmp_path) as db:
+        truth = db.table
+    (path,) = (tmp_path / "cache").glob("*/here-0/1-of-2")
+    (path / "catalog.sqlite").write_bytes(b"no catalogue" * 999)
+    truth.put_shards(4)
+    with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
+        whole(db)
+    assert "shard 1 is made from the table: its half cannot be split off" in caplog.text
+
+
 def test_indexes_come_along(tmp_path: Path) -> None:
     keys = np.random.default_rng(1).normal(size=(2400, DIM)).astype(np.float32)
     with cluster.create(tmp_path / "t.lance", dim=DIM, shards=2, cache=tmp_path / "cache") as db:
