@@ -16,6 +16,7 @@ from lance_tables import DIM, batch, contents, hydrated, made, told
 
 import softdb
 from softdb import cluster, errors
+from softdb.cluster.shard import directory_of
 from softdb.cluster.truth import Truth
 
 
@@ -32,6 +33,18 @@ def test_what_somebody_else_has_put_there_goes(truth: Truth, tmp_path: Path) -> 
     followed = hydrated(truth, tmp_path / "cache")
     assert contents(followed) == told(truth)
     followed.close()
+
+
+def test_rows_mean_the_same_records_when_a_directory_is_opened_again(truth: Truth, tmp_path: Path) -> None:
+    """And when it goes on with the table."""
+    numbers = []
+    for i in range(2):
+        truth.insert(batch(truth, [f"more {i} {j}" for j in range(8)]))
+        followed = hydrated(truth, tmp_path / "cache")
+        numbers.append([directory_of(followed.tagged(shard)) for shard in followed.mine])
+        followed.close()
+    assert numbers[0] == numbers[1]
+    assert len({*numbers[0]}) == 2, "each directory has its own"
 
 
 def test_directories_that_have_changed_places_are_made_anew(truth: Truth, tmp_path: Path) -> None:
