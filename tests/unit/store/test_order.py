@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_filters import meets
+from test_filter_fields import Trace
 
 import softdb
 from softdb.store import matches
@@ -124,24 +125,13 @@ def test_any_commits_and_filters_agree_with_sqlite(steps: list[tuple[Any, bool, 
         agrees(db, steps[-1][2])
 
 
-class Listed:
+class Listed(Trace):
     """The SQL that lists rows of a field's index, or puts all in order; not what compares some records."""
-
-    def __init__(self, db: softdb.SoftDB) -> None:
-        self._connection = db._store.catalog.connection
-
-    def __enter__(self) -> list[str]:
-        self.statements: list[str] = []
-        self._connection.exec_trace = self._keep
-        return self.statements
 
     def _keep(self, cursor: Any, sql: str, bindings: Any) -> bool:
         if sql.startswith("SELECT group_concat(row)") and "payload" in sql and "row IN (SELECT value" not in sql:
             self.statements.append("order" if "ORDER BY" in sql else "list")
         return True
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.exec_trace = None
 
 
 def filled(**more: Any) -> softdb.SoftDB:
