@@ -290,8 +290,11 @@ class _Evaluation:
 
     def ordered(self, field: str, node: Node, spans: list[Span]) -> Live | None:
         """Where all spans hold, by the field's order; None where it is not remembered, nor worth it."""
+        due = self.orders.is_due(field, self.count)
+        if not self.orders.is_current(field, self.snapshot) and not (due and 1 < MUCH * self.share(node) < MUCH - 1):
+            return None  # to catch up after a commit, all rows are looked through: more than the index would list
         found = self.orders.rows_in(field, spans, self.catalog, self.snapshot)
-        if found is None and self.orders.is_due(field, self.count) and 1 < MUCH * self.share(node) < MUCH - 1:
+        if found is None and self.orders.is_due(field, self.count):
             self.orders.make(field, self.catalog, self.snapshot)
             found = self.orders.rows_in(field, spans, self.catalog, self.snapshot)
         if found is None:

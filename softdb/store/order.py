@@ -53,9 +53,14 @@ class Orders:
         """Count rows that SQLite has listed of a field's index."""
         self._listed[field] = self._listed.get(field, 0) + rows
 
+    def is_current(self, field: str, snapshot: Snapshot) -> bool:
+        """Whether a field's order is at hand, as it is in this generation."""
+        known = self._known.get(field)
+        return known is not None and known.generation == snapshot.generation
+
     def is_due(self, field: str, records: int) -> bool:
-        """Whether so much of a field's index was listed that its order is worth remembering."""
-        return DUE * self._listed.get(field, 0) >= records
+        """Whether a field's order is remembered, or so much of its index was listed that this is worth it."""
+        return field in self._known or DUE * self._listed.get(field, 0) >= records
 
     def make(self, field: str, catalog: Catalog, snapshot: Snapshot) -> None:
         """Remember a field's order, if it is not. Cost: one pass over its index."""

@@ -159,6 +159,19 @@ def test_an_order_is_made_once_much_of_an_index_was_listed(wheres: list[dict[str
         assert asked == listed
 
 
+def test_after_a_commit_a_filter_of_few_does_not_look_through_all_rows() -> None:
+    with small(), filled() as db:
+        db._store.order_fields()
+        db.insert([1000], [[1.0]], payloads=[{"x": 7}])
+        with Listed(db) as asked:
+            assert db.count({"x": 7}) == 5
+            assert asked == ["list"]
+            assert db.count({"x": {"$lt": 40}}) == 161
+            assert db.count({"x": {"$in": []}}) == 0
+            assert db.count({"x": {"$gte": 7, "$lt": 8}}) == 5
+            assert asked == ["list", "order"], "the order is caught up with what was appended, and used"
+
+
 def test_the_index_gives_its_order_without_sorting() -> None:
     with small(), filled() as db:
         ordered = f"SELECT row FROM records ORDER BY {', '.join(field_sql(('x',)))}, row"
