@@ -145,10 +145,10 @@ def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBErro
             f"{path} holds no database that can be read without writing to it ({why}): its making was cut short, or "
             'files of it may not be written; open it once with mode="rw"'
         )
-    if isinstance(error, PermissionError | apsw.PermissionsError | apsw.ReadOnlyError):
+    if isinstance(error, PermissionError | apsw.PermissionsError | apsw.ReadOnlyError | apsw.CantOpenError):
         return NotADatabase(f"{path} cannot be opened ({why}); check the path and its permissions")
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return DatabaseLocked(f"{path} is held by another process ({why}); wait for it, or end it")
     if mode == "rw":
-        return WriteFailed(f"{path} cannot be opened for writing ({why}); nothing is lost: mend the cause, open again")
+        return WriteFailed(f"{path} cannot be opened for writing ({why}); mend the cause, open again")
     return CorruptionError(f"{path} cannot be read ({why}); mend the disk, or restore the directory from a copy")

@@ -16,7 +16,7 @@ from softdb.check import Id, Schema, shown
 from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
 from softdb.store.budget import DENSEST, Budget, occupied
-from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, typed
+from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, has_no_log, typed
 from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
@@ -39,8 +39,9 @@ class CatalogState(NamedTuple):
 class Catalog:
     """One connection to the catalogue. The caller keeps transactions and threads apart."""
 
-    def __init__(self, connection: apsw.Connection, laid_out: bool) -> None:
+    def __init__(self, connection: apsw.Connection, laid_out: bool, immutable: bool = False) -> None:
         self.connection = connection
+        self.immutable = immutable  # read without locks, for as long as no writer comes
         self.laid_out = laid_out  # not where its creation was cut short, or has not begun
         self._state: CatalogState | None = None  # as the open transaction has read or written it
         self._budget = Budget()
@@ -50,8 +51,9 @@ class Catalog:
     def open(cls, path: Path | None, write: bool) -> Catalog:
         """Connect to a catalogue; `None` is one in memory. Raises SoftDBError, apsw.Error."""
         connection = None
+        immutable = path is not None and not write and has_no_log(path)
         try:
-            connection = connect(path, write)
+            connection = connect(path, write, immutable)
             laid_out = format.recognise(connection, str(path))
             if write:
                 if connection.readonly("main"):  # else the first write would be what says so
@@ -61,14 +63,12 @@ class Catalog:
                     )
                 for pragma in _PRAGMAS:
                     connection.execute(f"PRAGMA {pragma}")
-            return cls(connection, laid_out)
+            return cls(connection, laid_out, immutable)
         except BaseException as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, apsw.NotADBError):
                 raise NotADatabase(f"{path} is not a softdb catalogue; choose another directory") from None
-            if isinstance(error, apsw.CantOpenError):
-                raise NotADatabase(f"{path} cannot be opened ({error}); check the path and its permissions") from None
             if isinstance(error, apsw.CorruptError | apsw.FormatError | apsw.SQLError):
                 raise typed(error) from error
             if isinstance(error, UnicodeDecodeError):

@@ -1,20 +1,38 @@
 """A database's directory. Guarantee: it is a database or may become one; a writer is the only one, and stays it.
 
-A directory may be renamed while it is open, and another made at its path; the file `lock` may be deleted, and a second
-writer begin. So column files are opened by the directory's descriptor, never by its path, and before each commit the
-path and the lock must still be those that were opened. A second writer cleans up within a transaction of its own, which
-waits for the first one's: either the first sees that its lock is gone, or the second sees what the first committed.
+A directory may be renamed while it is open, and another made at its path; any file in it may be renamed, deleted,
+replaced or overwritten by another program; the file `lock` may be deleted, and a second writer begin. So column files
+are opened by the directory's descriptor, never by its path. Before each commit, and after it, the path must lead to the
+directory that was opened, and the names in it to the files that this writer opened or made: a commit is acknowledged
+only where it will be found again. Files are compared by device and inode, and only when the directory's own time of
+change says that some name in it has changed.
+
+A file overwritten in place keeps its inode. The catalogue and its log must have, at the beginning of an operation, the
+size and the time at which this writer left them; the catalogue before a commit, too. A change within the few
+milliseconds that a file system's clock takes for one moment, and one between beginning and commit, go unseen.
+
+A second writer cleans up within a transaction of its own, which waits for the first one's: either the first sees that
+its lock is gone, or the second sees what the first committed.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase
 from softdb.store import files
+from softdb.store.files import Mark, mark
 
-__all__ = ["Directory", "Displaced", "enter", "require_new"]
+__all__ = ["CATALOG", "LOG", "Directory", "Displaced", "enter", "require_new"]
+
+CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
+
+_SHARED = "catalog.sqlite-shm"  # the log's index
+_CATALOG_FILES = (CATALOG, LOG, _SHARED)
+_SETTLED = 2 * 10**9  # nanoseconds: two changes so far apart have different times on every file system
 
 _OURS = {  # what a creation that was cut short may have left: after a power cut any of them without the others
     "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
@@ -22,7 +40,11 @@ _OURS = {  # what a creation that was cut short may have left: after a power cut
 
 
 class Displaced(Exception):
-    """The path leads elsewhere now, or the lock is another's."""
+    """The path, or a name in the directory, leads elsewhere now, or a file was overwritten."""
+
+    def __init__(self, message: str, overwritten: str | None = None) -> None:
+        super().__init__(message)
+        self.overwritten = overwritten  # the name of a file that is the one that was opened, with other content
 
 
 class Directory:
@@ -32,11 +54,14 @@ class Directory:
         """Raises NotADatabase, and DatabaseLocked where another process writes."""
         self.path, self._place, self.lock = path, str(path), None
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._identity = _identity(self.descriptor)
+        self._mark = mark(self.descriptor)
+        self._opened: dict[str, Mark] = {}  # the catalogue's files, as they were when SQLite opened them
+        self._left: dict[str, Mark | None] = {}  # the catalogue and its log, as this writer left them
+        self._compared = 0  # the directory's time of change when all names were last compared
         if writing:
             try:
                 self.lock = self._locked()
-                self._lock_identity = _identity(self.lock.descriptor)
+                self._lock = mark(self.lock.descriptor)
             except BaseException:
                 self.close()
                 raise
@@ -50,19 +75,75 @@ class Directory:
             )
         return lock
 
-    def require_ours(self) -> None:
-        """Raise Displaced unless the path leads here and the lock that is held is the directory's. Cost: two stats."""
-        if _identity(self._place) != self._identity:
-            raise Displaced(f"{self.path} was renamed, removed or replaced since it was opened")
-        if self.lock is not None and _identity("lock", self.descriptor) != self._lock_identity:
+    # -- the catalogue's files -------------------------------------------------------------------------------------
+
+    def catalog_mark(self) -> Mark | None:
+        """Mark of the catalogue, to be taken before SQLite opens it."""
+        return mark(CATALOG, self.descriptor)
+
+    def watch_catalog(self, before: Mark | None, immutable: bool) -> None:
+        """Note the catalogue's files, which SQLite has opened; `before`: the catalogue's mark before that."""
+        marks = {name: mark(name, self.descriptor) for name in ((CATALOG,) if immutable else _CATALOG_FILES)}
+        if before is not None:
+            marks[CATALOG] = before
+        self._opened = {name: found for name, found in marks.items() if found is not None}
+        self._compared = 0
+
+    def settle(self) -> None:
+        """Note the state in which this writer leaves the catalogue and its log."""
+        self._left = {name: mark(name, self.descriptor) for name in (CATALOG, LOG)}
+
+    # -- comparing -------------------------------------------------------------------------------------------------
+
+    def require_ours(self, columns: Mapping[str, Mark] | None = None, settled: tuple[str, ...] = ()) -> None:
+        """Raise Displaced unless `require_in_place` holds, the lock is ours, and no other program has written.
+
+        `settled`: files that must be as `settle` noted them. Cost: a stat each, and one for the lock.
+        """
+        self.require_in_place(columns)
+        if self.lock is not None and not _same(mark("lock", self.descriptor), self._lock):
             raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
+        for name in settled:
+            if mark(name, self.descriptor) != self._left.get(name):
+                raise Displaced(f"{self.path}/{name} was overwritten by another program", name)
+
+    def require_in_place(self, columns: Mapping[str, Mark] | None = None) -> None:
+        """Raise Displaced where the path or a name in the directory leads elsewhere than when it was opened.
+
+        `columns`: the column files by name. Cost: two stats; for some seconds after any name in the directory has
+        changed, one for each file, too.
+        """
+        if not _same(mark(self._place), self._mark):
+            raise Displaced(f"{self.path} was renamed, removed or replaced since it was opened")
+        changed = os.fstat(self.descriptor).st_ctime_ns
+        if changed != self._compared:
+            for name, opened in {**self._opened, **(columns or {})}.items():
+                if not opened.is_of(mark(name, self.descriptor)):
+                    raise Displaced(f"{self.path}/{name} was removed or replaced since it was opened")
+            self._compared = changed if time.time_ns() - changed > _SETTLED else 0
 
     def require_opened(self) -> None:
-        """Raise NotADatabase where it was replaced while its files were opened, some by the path."""
+        """Raise NotADatabase where the directory or a file was replaced after it was opened."""
         try:
             self.require_ours()
         except Displaced as error:
             raise NotADatabase(f"{error}; open it again") from None
+
+    def require_followed(self) -> None:
+        """Raise NotADatabase where the catalogue or its log, which a reader shares with writers, was replaced."""
+        for name, opened in self._opened.items():
+            if not opened.is_of(mark(name, self.descriptor)):
+                raise NotADatabase(f"{self.path}/{name} was removed or replaced since it was opened; open it again")
+
+    def overtaken(self) -> bool:
+        """Return True where a writer has come since an immutable catalogue was opened."""
+        log = mark(LOG, self.descriptor)
+        logged = log is not None and (log.size > 0 or mark(_SHARED, self.descriptor) is not None)
+        return logged or self.rewritten()
+
+    def rewritten(self) -> bool:
+        """Return True where the catalogue was written to since it was opened: what was read may be of two states."""
+        return self.catalog_mark() != self._opened[CATALOG]
 
     def close(self) -> None:
         """Close the descriptor, and release the lock; safe to call twice."""
@@ -80,13 +161,8 @@ class Directory:
             os.close(self.descriptor)  # the lock closes itself
 
 
-def _identity(place: str | int, folder: int | None = None) -> tuple[int, int] | None:
-    """What a path or a descriptor leads to, no link at its end followed in a folder; None: nowhere."""
-    try:
-        found = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+def _same(now: Mark | None, opened: Mark | None) -> bool:
+    return now is not None and now.is_of(opened)
 
 
 def enter(path: Path, writing: bool, may_create: bool) -> Directory:

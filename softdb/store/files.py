@@ -13,12 +13,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from softdb.store import disk
 
 __all__ = [
     "Lock",
+    "Mark",
     "acquire",
     "clear",
     "copy",
@@ -26,6 +27,7 @@ __all__ = [
     "filling",
     "make_directory",
     "make_once",
+    "mark",
     "occupied",
     "open_regular",
     "publish",
@@ -37,6 +39,28 @@ __all__ = [
 ]
 
 _COPIED = 1 << 20  # bytes at once
+
+
+class Mark(NamedTuple):
+    """A file and its state: another program's change of it gives another mark."""
+
+    device: int
+    inode: int
+    size: int  # bytes
+    modified: int  # nanoseconds
+
+    def is_of(self, other: Mark | None) -> bool:
+        """Return True where both are marks of the same file, whatever its content."""
+        return other is not None and self[:2] == other[:2]
+
+
+def mark(place: str | int, folder: int | None = None) -> Mark | None:
+    """Mark of the file that a path or a descriptor leads to, no link at its end followed in a folder; None: no file."""
+    try:
+        found = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
+    except OSError:
+        return None
+    return Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def create(path: Path, head: bytes, size: int, named: bool = True, folder: int | None = None) -> None:

@@ -1,16 +1,21 @@
 """Reading. Guarantee: whatever a transaction reads, catalogue and columns, is of one generation, which stays readable.
 
+Also where this process may not write the directory, so that SQLite cannot take part in a log that is not there: the
+catalogue is read without locks then, until a writer comes, and what may have been read half before and half after
+that is refused.
+
 A snapshot holds its column files mapped: commits write behind its watermarks, and what compaction unlinks stays mapped.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from softdb.errors import Closed, CorruptionError
+from softdb.errors import Closed, CorruptionError, StaleRead
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
+from softdb.store.directory import Directory
 from softdb.store.generation import SnapshotLoader
 from softdb.store.keyed import Keyed
 from softdb.store.segments import ColumnFiles
@@ -22,18 +27,41 @@ __all__ = ["Reader"]
 class Reader:
     """A connection to the catalogue and the snapshot that a handle reads. On the store's thread."""
 
-    def __init__(self, catalog: Catalog, columns: ColumnFiles, made: Keyed, writing: bool) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        columns: ColumnFiles,
+        made: Keyed,
+        directory: Directory | None,
+        connect: Callable[[], Catalog],
+    ) -> None:
+        """`directory`: what may be changed under a handle that only reads; None for a writer's, and in memory."""
         self.connected: Catalog | None = catalog  # None: closed
         self.loader = SnapshotLoader(columns, made)
-        self.in_operation = False  # whether the writer is within an operation: its errors are not of a read
-        self._writing = writing
+        self.in_operation = False  # within an operation of the writer: its errors are not of a read
+        self.unreadable: CorruptionError | None = None  # why the catalogue is read no more
+        self._directory, self._connect = directory, connect
 
     @property
     def catalog(self) -> Catalog:
-        """The connection. Raises Closed."""
+        """The connection. Raises Closed, and NotADatabase and CorruptionError where its files were replaced."""
         if self.connected is None:
             raise Closed("this handle is closed; open the database again")
+        if self.unreadable is not None:
+            raise self.unreadable
+        if self._directory is not None and not self.connected.connection.in_transaction:
+            self._follow(self._directory)
         return self.connected
+
+    def _follow(self, directory: Directory) -> None:
+        """Connect again where a writer has come to a catalogue that is read as immutable."""
+        assert self.connected is not None
+        if not self.connected.immutable:
+            directory.require_followed()
+        elif directory.overtaken():
+            fresh, old = self._connect(), self.connected
+            self.connected = fresh
+            old.close()
 
     @property
     def snapshot(self) -> Snapshot:
@@ -55,15 +83,27 @@ class Reader:
                     tried.enter_context(self._one_generation())
                     try:
                         self.loader.load(self.catalog)
-                    except FileNotFoundError as error:
+                    except (FileNotFoundError, CorruptionError) as error:
+                        if self._overtaken():
+                            continue  # by a writer: read its log, too
+                        if isinstance(error, CorruptionError):
+                            raise
                         present = self.catalog.state().generation
-                        if not self._writing and present > before:
+                        if self._directory is not None and present > before:
                             before = present
                             continue  # a compaction may have replaced it since this transaction began
                         raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
                     transaction.push(tried.pop_all())
                     break
-            yield self.snapshot
+            try:
+                yield self.snapshot
+            finally:
+                if self._overtaken() and self._directory is not None and self._directory.rewritten():
+                    raise StaleRead("a writer came while the catalogue was read without locks; ask again")
+
+    def _overtaken(self) -> bool:
+        immutable = self.connected is not None and self.connected.immutable
+        return immutable and self._directory is not None and self._directory.overtaken()
 
     @contextlib.contextmanager
     def _one_generation(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from softdb.check import Array, Schema
 from softdb.errors import CorruptionError, SoftDBError
 from softdb.store import files
+from softdb.store.directory import Displaced
 
 __all__ = ["ColumnFiles", "Piece", "SegmentEntry", "SegmentPart", "capacity_for", "checksum", "header"]
 
@@ -99,6 +100,8 @@ class ColumnFiles:
         self._unsynced: set[Path] = set()  # files that hold something which is not on disk
         self._unnamed = False  # whether there are files whose names are not
         self._arrays: dict[tuple[str, int], Array] = {}  # whole columns, mapped or held
+        self.marks: dict[str, files.Mark] = {}  # files by name, as they were when mapped or last written to
+        self._written: set[Path] = set()  # since `require_unchanged`
         self.reshape(schema)
 
     def reshape(self, schema: Schema) -> None:
@@ -124,6 +127,8 @@ class ColumnFiles:
                 files.remove(self._path(column, number), self._folder)  # an orphan of an append that did not commit
                 self._unnamed = self._unnamed or not named
                 files.create(self._path(column, number), head, len(head) + _bytes(dtype, shape), named, self._folder)
+                if not aside:
+                    self._mark(self._path(column, number))
 
     @contextlib.contextmanager
     def appending(self, pieces: list[Piece]) -> Iterator[None]:
@@ -150,9 +155,27 @@ class ColumnFiles:
                 dtype, width = self._shapes[column]
                 start = len(header(dtype, (entry.capacity, *width))) + _bytes(dtype, (entry.used, *width))
                 path = self._path(column, entry.number)
+                self.require_unchanged(path)
                 files.write_at(path, _raw(data), start, not self.relaxed, self._folder)
+                self._mark(path)
+                self._written.add(path)
                 if self.relaxed:
                     self._unsynced.add(path)
+
+    def _mark(self, path: Path) -> None:
+        now = files.mark(path.name, self._folder) if self._folder is not None else None
+        if now is not None:
+            self.marks[path.name] = now
+
+    def require_unchanged(self, *paths: Path) -> None:
+        """Raise Displaced where another program has written to files since this one did; none: to what it wrote."""
+        for path in paths or self._written:
+            before = self.marks.get(path.name)
+            now = None if before is None else files.mark(path.name, self._folder)
+            if now is not None and now != before:
+                raise Displaced(f"{path} was overwritten by another program", path.name)
+        if not paths:
+            self._written.clear()
 
     def sync(self) -> None:
         """Bring what was written relaxed, and the names of new files, to disk."""
@@ -211,6 +234,7 @@ class ColumnFiles:
         if self.directory is not None:
             for number in numbers:
                 for column in self._all:
+                    self.marks.pop(f"{column}-{number:08d}.npy", None)
                     files.remove(self._path(column, number), self._folder)
 
     def open(self, number: int, capacity: int) -> tuple[Array, Array | None]:
@@ -226,6 +250,7 @@ class ColumnFiles:
         for column, number in list(self._arrays):
             if number not in keep:
                 self._arrays.pop((column, number), None)
+                self.marks.pop(f"{column}-{number:08d}.npy", None)
 
     def clean(self, keep: set[int]) -> None:
         """Remove files of segments that the catalogue does not know: appends or compactions that did not commit."""
@@ -240,9 +265,10 @@ class ColumnFiles:
         known = self._arrays.get((column, number))
         if known is None:
             dtype, width = self._all[column]
-            known = self._arrays[column, number] = _mapped(
-                self._path(column, number), dtype, (capacity, *width), self._folder
-            )
+            path = self._path(column, number)
+            known = self._arrays[column, number] = _mapped(path, dtype, (capacity, *width), self._folder)
+            if path.name not in self.marks:
+                self._mark(path)
         return known
 
     def _path(self, column: str, number: int) -> Path:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+import apsw
 
 from softdb.check import Schema
 from softdb.errors import Closed, NotADatabase, ReadOnly
 from softdb.store import committed, files, fork, keyed, recovery, writer
 from softdb.store.catalog import Catalog
-from softdb.store.connect import typed_errors
-from softdb.store.directory import Directory, enter, require_new
+from softdb.store.connect import UnreadableLog, typed_errors
+from softdb.store.directory import CATALOG, Directory, enter, require_new
 from softdb.store.generation import SnapshotLoader
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles
@@ -31,6 +34,8 @@ __all__ = ["Session"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_WAIT, _WAITS = 0.02, 50  # seconds, and how many of them
 
 
 class Session:
@@ -73,23 +78,22 @@ class Session:
             self._directory = enter(self.path, writing, create is not None)
         acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
         with contextlib.ExitStack() as opened:
-            catalog = Catalog.open(self.path and self.path / "catalog.sqlite", writing)
+            catalog = self._connect()
             opened.callback(catalog.close)
             if not catalog.laid_out:
                 require_new(self.path, acknowledged)
                 if create is None or not writing:
                     raise NotADatabase(f"{self.path} holds no database yet; give dim= to make one")
                 catalog.create(create)
-                if self.path is not None:
+                if self.path is not None and self._directory is not None:
                     files.sync_directory(self.path)
+                    self._directory.watch_catalog(self._directory.catalog_mark(), False)  # now there is a log
             with typed_errors():
                 made = keyed.read(catalog)
                 committed.require(catalog.state().generation, acknowledged)
-            if self._directory is not None:
-                self._directory.require_opened()  # SQLite has opened its file by the path
             folder = None if self._directory is None else self._directory.descriptor
             self.columns = ColumnFiles(self.path, made.schema, self._relaxed, folder)
-            self._reader = Reader(catalog, self.columns, made, writing)
+            self._reader = Reader(catalog, self.columns, made, None if writing else self._directory, self._connect)
             self.loader = self._reader.loader
             opened.pop_all()
         self._reader.refresh()
@@ -100,8 +104,35 @@ class Session:
             later = self._worker.ring if self._relaxed else None
             self._writer = Writer(self._reader, self.columns, self._directory, later, checkpointed)
             recovery.clean(catalog, self.columns)
+            self._writer.settle()
             if self.path is not None:
                 recovery.clean_folders(self.path, self.keyed.since)
+
+    def _connect(self) -> Catalog:
+        """Connect to the catalogue. Raises NotADatabase where its path led elsewhere meanwhile.
+
+        A reader waits about a second for a writer that is just making or removing the log.
+        """
+        if self.path is None or self._directory is None:
+            return Catalog.open(None, True)
+        for waits in reversed(range(_WAITS if self.mode == "r" else 1)):
+            before = self._directory.catalog_mark()
+            try:
+                catalog = Catalog.open(self.path / CATALOG, self.mode == "rw")
+                break
+            except (apsw.CantOpenError, apsw.ReadOnlyError, UnreadableLog) as error:
+                if not waits and isinstance(error, UnreadableLog):
+                    raise NotADatabase(*error.args) from None
+                if not waits:
+                    raise
+            time.sleep(_WAIT)
+        try:
+            self._directory.watch_catalog(before, catalog.immutable)
+            self._directory.require_opened()  # SQLite opens its files by the path
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog
 
     def close(self) -> None:
         """Close the files and release the lock; safe to call twice. Raises WriteFailed: relaxed changes are lost."""
@@ -173,7 +204,7 @@ class Session:
         """In a forked child: read on through a connection of its own. Memory was copied whole."""
         if self._reader is not None and self._reader.connected is not None and self.path is not None:
             self._reader.connected = None
-            self._reader.connected = Catalog.open(self.path / "catalog.sqlite", False)
+            self._reader.connected = self._connect()
 
     # -- the rooms -------------------------------------------------------------------------------------------------
 

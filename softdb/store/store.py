@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array, Id, Schema, shown
-from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId, WriteFailed
+from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
@@ -361,12 +361,8 @@ class Store(Session):
         """Make the catalogue's file as small as it can be. No record changes."""
         if self.relaxed:
             self.flush()
-        try:
+        with self.writer.rewriting():
             self.catalog.shrink()
-        except apsw.Error as error:
-            if self._writer is not None:
-                self._writer.failed(error)  # a sync is not to be tried again
-            raise WriteFailed(f"catalog.sqlite could not be made smaller ({error}); its records are safe") from error
 
     def occupied(self) -> int:
         """Bytes on disk; 0 in memory."""

@@ -5,8 +5,10 @@ The protocol of an operation, in this order, on the store's thread, where nothin
 1. BEGIN IMMEDIATE: from here on nobody else writes.
 2. Columns are written beyond the watermarks and synced (`softdb.store.append`), while SQLite takes the records, the new
    watermarks and the next generation into the open transaction.
-3. The path and the lock must still be this writer's.
-4. COMMIT, which syncs SQLite's log: from here on it has happened.
+3. The path must lead to this directory, and the names in it to the files that this writer opened
+   (`softdb.store.directory`), and the lock must be this writer's; likewise at 1.
+4. COMMIT, which syncs SQLite's log: from here on it has happened. It is acknowledged only where the names still lead
+   to those files.
 5. The generation is written to the file `committed`; then the snapshot is the new one.
 
 What fails before 4 is rolled back. A damaged text index does no more than that, and the handle goes on. Where a write
@@ -21,17 +23,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import apsw
 
-from softdb.errors import SoftDBError, WriteFailed
+from softdb.errors import CorruptionError, SoftDBError, WriteFailed
+from softdb.store import disk
 from softdb.store.catalog import CatalogState
 from softdb.store.committed import Committed
-from softdb.store.connect import BUSY, damaged_text, of_text_index, typed
-from softdb.store.directory import Directory, Displaced
+from softdb.store.connect import BUSY, damaged_text, of_text_index, refused, typed
+from softdb.store.directory import CATALOG, LOG, Directory, Displaced
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
 
@@ -97,6 +101,8 @@ class Writer:
         self._mark = None if directory is None else Committed(directory.path, directory.descriptor)
         self._checkpointed = checkpointed
         self._broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
+        self._displaced: Displaced | None = None  # what kept a checkpoint from being tried
+        self._spills = 0  # see `_spilled`, when the open transaction began
         self._failure: str | None = None  # why this handle takes no more writes
         self._unreported: WriteFailed | None = None  # an error of a flush in the background
         if directory is not None:
@@ -131,14 +137,18 @@ class Writer:
 
     def _begin(self) -> None:
         catalog = self._reader.catalog
-        if not self._checkpointed:
-            catalog.checkpoint()
-            self._checkpointed = True
         if not catalog.connection.in_transaction:
+            self._require_ours(CATALOG, LOG)
+            if not self._checkpointed:
+                catalog.checkpoint()
+                self.settle()
+                self._checkpointed = True
             catalog.begin(write=True)
+            self._spills = self._spilled()
+        elif self._later is not None:
+            self._require_ours(CATALOG)
         self._reader.in_operation = True
         if self._later is not None:
-            self._require_ours()
             catalog.connection.execute("SAVEPOINT operation")
 
     def _end(self, durable: bool) -> None:
@@ -160,8 +170,14 @@ class Writer:
         catalog = self._reader.catalog
         generation = catalog.state().generation
         if catalog.connection.in_transaction:
-            self._require_ours()
+            self._columns.require_unchanged()
+            self._require_ours(CATALOG, *(() if self._spilled() != self._spills else (LOG,)))
             catalog.commit()
+            if self._displaced is not None:
+                raise self._displaced
+            if self._directory is not None:
+                self._directory.require_in_place(self._columns.marks)
+            self.settle()
         self._reader.in_operation, self.waiting = False, 0
         self._acknowledge(generation)
 
@@ -187,9 +203,29 @@ class Writer:
         if self._failure is None and not loaded:
             self._reader.refresh()
 
-    def _require_ours(self) -> None:
+    def _require_ours(self, *settled: str) -> None:
+        """Raise Displaced where a file is not this writer's any more, or one of `settled` is not as it was left."""
         if self._directory is not None:
-            self._directory.require_ours()
+            self._directory.require_ours(self._columns.marks, settled)
+
+    def settle(self) -> None:
+        """Note that the catalogue and its log are as this writer, or recovery, left them."""
+        if self._directory is not None:
+            self._directory.settle()
+
+    def _spilled(self) -> int:
+        """Return how many pages SQLite has written to the log before a commit, for want of memory."""
+        return self._reader.catalog.connection.status(apsw.SQLITE_DBSTATUS_CACHE_SPILL)[0]
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """A checkpoint, or whatever else writes to the catalogue's files outside an operation. Raises WriteFailed."""
+        try:
+            self._require_ours(CATALOG, LOG)
+            yield
+            self.settle()
+        except _FAILURES as error:
+            raise self.failed(error) from error
 
     # -- relaxed ---------------------------------------------------------------------------------------------------
 
@@ -229,20 +265,39 @@ class Writer:
     def failed(self, error: Exception) -> WriteFailed:
         """Take no more writes. What has not come to disk never will; what was committed is safe."""
         lost, self.waiting, self._reader.in_operation = self.waiting, 0, False
-        try:
-            self._require_ours()
-        except Displaced as displaced:  # then that is why
-            error = displaced
+        if not isinstance(error, Displaced):
+            try:
+                self._require_ours()
+            except Displaced as displaced:  # then that is why
+                error = displaced
         self._failure = f"{type(error).__name__}: {error}"
         with contextlib.suppress(apsw.Error):
             self._reader.catalog.rollback()
+        if isinstance(error, Displaced) and error.overwritten in (CATALOG, LOG):
+            error = self._kept_apart(error)
         with contextlib.suppress(SoftDBError):
             self._reader.refresh()  # a commit that raised may have come to disk
-        what = str(error) if isinstance(error, Displaced) else f"the disk refused a write ({self._failure})"
+        what = str(error) if isinstance(error, Displaced) else refused(error)
         also = f" and what was done since the last flush ({lost} changes) is rolled back" if lost else ""
         return WriteFailed(
             f"{what}{also}; nothing more is written through this handle: mend the cause, then open the database again"
         )
+
+    def _kept_apart(self, error: Displaced) -> Displaced:
+        """Keep SQLite from mixing pages of this database with those that another program wrote over them.
+
+        No checkpoint, and no read. Pages of the log belong to the catalogue that was overwritten, so it gets another
+        name: without it, opening tells that commits are gone, and `committed` which.
+        """
+        self._reader.catalog.connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+        self._reader.unreadable = CorruptionError(f"{error}; close this handle, and restore the directory from a copy")
+        if self._directory is not None and error.overwritten == CATALOG:
+            aside = f"{LOG}-{os.urandom(4).hex()}"
+            with contextlib.suppress(OSError, Displaced):
+                self._require_ours()
+                disk.rename(self._directory.path / LOG, self._directory.path / aside)
+                return Displaced(f"{error} (its log is {aside} now: if {CATALOG} is as it was, give it its name back)")
+        return error
 
     def _fail_after_checkpoint(self) -> None:
         if self._broken is not None and self._failure is None:
@@ -264,12 +319,15 @@ class Writer:
         if pages >= PAGES and self._broken is None:
             patient = pages >= MOST_PAGES
             try:
+                self._require_ours(CATALOG)
                 connection.set_busy_timeout(PATIENCE if patient else 0)
                 connection.wal_checkpoint(
                     name, apsw.SQLITE_CHECKPOINT_RESTART if patient else apsw.SQLITE_CHECKPOINT_PASSIVE
                 )
             except (apsw.BusyError, apsw.LockedError):
                 pass
+            except Displaced as error:
+                self._displaced = error
             except apsw.Error as error:
                 self._broken = error
             finally:

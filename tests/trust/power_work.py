@@ -138,7 +138,8 @@ class Work:
     def checkpoint(self) -> None:
         """What SQLite does by itself after a thousand pages."""
         self.record.phase = "checkpoint"
-        self.db._store.catalog.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        with self.db._store.writer.rewriting():
+            self.db._store.catalog.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
 
     def snapshot(self, path: Path) -> None:
         """Copy the database, and watch the copy from then on."""
