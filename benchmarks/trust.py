@@ -142,6 +142,12 @@ SUITES = {
             lambda f: f"{f['concurrency: torn views']:,} torn among {f['concurrency: views checked']:,} views",
         ),
     )),
+    "outside": Suite("", ("outside",), 4, (
+        Line(
+            "files of a live directory renamed, deleted, replaced or overwritten by another program",
+            counted("outside: changes"), none_of("outside: acknowledged records lost"),
+        ),
+    )),
     "cluster": Suite("", ("cluster/kills", "cluster/ray"), 20, (
         Line(
             "a [cluster's](cluster-tables.md) writers, actors and drivers killed; directories removed in use; "
