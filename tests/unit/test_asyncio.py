@@ -6,12 +6,17 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import softdb
+from softdb.store import disk
+
+SECONDS = 60.0  # after that something hangs
 
 
 def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
@@ -30,23 +35,39 @@ def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
         assert db.verify() == 40
 
 
-def test_a_cancelled_write_is_whole_or_not_there(path: Path) -> None:
+@pytest.mark.parametrize("step", ["open", "write", "sync"])
+def test_a_cancelled_write_is_whole_or_not_there(path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    within, go, real = threading.Event(), threading.Event(), getattr(disk, step)
+
+    def held(*args: Any, **words: Any) -> Any:
+        within.set()
+        assert go.wait(SECONDS)
+        return real(*args, **words)
+
+    async def cancelled(db: softdb.SoftDB, first: int, begins: bool) -> None:
+        task = asyncio.create_task(asyncio.to_thread(db.insert, range(first, first + 500), np.ones((500, 8))))
+        if begins:
+            assert await asyncio.to_thread(within.wait, SECONDS)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError, match=r"^$"):
+            await task
+
     async def main(db: softdb.SoftDB) -> None:
-        for i in range(8):
-            task = asyncio.create_task(asyncio.to_thread(db.insert, range(500 * i, 500 * (i + 1)), np.ones((500, 8))))
-            await asyncio.sleep(0.0005 * i)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert len((await asyncio.to_thread(db.search, np.ones((1, 8)), k=3)).ids[0]) <= 3  # the handle goes on
+        await cancelled(db, 0, begins=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, step, held)
+            await cancelled(db, 500, begins=True)
+            assert (await asyncio.to_thread(db.search, np.ones((1, 8)), k=3)).ids == [[]]  # in the midst of the write
+            go.set()
+            await asyncio.to_thread(db.refresh)  # after the write
+        assert (await asyncio.to_thread(db.search, np.ones((1, 8)), k=3)).ids == [[500, 501, 502]]
 
     with softdb.open(path, dim=8) as db:
-        asyncio.run(main(db))  # waits for its threads
-        stored = db.verify()
-        assert stored % 500 == 0
-        assert all(len({500 * i in db, 500 * i + 499 in db}) == 1 for i in range(8))
+        asyncio.run(main(db))
+        assert db.verify() == 500
     with softdb.open(path) as db:
-        assert db.verify() == stored
+        assert db.verify() == 500
+        assert set(range(500, 1000)) == {one for records in db.scan() for one in records.ids}
 
 
 def test_an_interrupt_ends_a_program_and_leaves_whole_batches(path: Path) -> None:
