@@ -92,7 +92,7 @@ class Gated(torch.nn.Module):
 
     def forward(self, keys: Tensor) -> Tensor:
         if threading.current_thread() is not threading.main_thread():
-            assert self.held.gate.wait(30)
+            assert self.held.gate.wait(60)
             if self.held.broken:
                 raise RuntimeError("out of memory")
         encoded: Tensor = self.inner(keys)

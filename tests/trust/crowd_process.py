@@ -9,11 +9,16 @@ import os
 import pickle
 import select
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+
+import pytest
+
+from softdb.store.session import Session
 
 STDERR = 2  # where a process that is aborted tells where it was
 SECONDS = 60.0  # that anything may take before it hangs
@@ -95,6 +100,18 @@ def other(work: Callable[..., None], *args: Any) -> Iterator[Other]:
         process.process.kill()
         process.process.join(SECONDS)
         process.line.close()
+
+
+def when_a_fork_waits(patch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as a fork asks a handle to stand still."""
+    asked, acquire = threading.Event(), Session.acquire
+
+    def acquires(session: Session, seconds: float) -> Callable[[], None] | None:
+        asked.set()
+        return acquire(session, seconds)
+
+    patch.setattr(Session, "acquire", acquires)
+    return asked
 
 
 class Forked:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
+from crowd_process import SECONDS, when_a_fork_waits
 
 import softdb
 from softdb.store import budget, catalog, files, keyed, segments
 from softdb.store import writer as writing
+from softdb.store.worker import Worker
 
 DIM = 4
 
@@ -241,19 +242,21 @@ def test_an_interrupted_caller_waits_while_its_arrays_are_read(
 ) -> None:
     """It may change them as soon as it has the interrupt; a second one does not end the waiting."""
     keys, real = np.zeros((2, DIM), np.float32), files.write_at
+    left = threading.Event()
 
-    def slow(*args: Any) -> None:
+    def interrupted(*args: Any) -> None:
         for _ in range(interrupts):
             os.kill(os.getpid(), signal.SIGUSR1)  # to the main thread
-            time.sleep(0.2)
+            assert not left.wait(0.2)  # time for a caller that does not wait; one that does needs none
         real(*args)
 
     with made(path, "full", "a", "b") as db, handler(interrupt):
         with monkeypatch.context() as patch:
-            patch.setattr(files, "write_at", slow)
+            patch.setattr(files, "write_at", interrupted)
             try:
                 db.upsert(["a", "b"], keys)
             except KeyboardInterrupt:
+                left.set()
                 keys[:] = 7
         assert keys.all(), "nothing was interrupted"
         assert db.get(["a"]).keys.tolist() == [[0.0] * DIM]
@@ -267,20 +270,25 @@ def test_a_write_that_has_not_begun_when_its_caller_is_interrupted_never_does(
 
     def pause() -> None:
         within.set()
-        assert go.wait(20)
+        assert go.wait(SECONDS)
 
     with made(path, "full", "a") as db, handler(interrupt):
         after(monkeypatch, catalog.Catalog, "put_segment", pause)
         thread = threading.Thread(target=put, args=(db, "b"))
         thread.start()
-        assert within.wait(20)
-        later = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))  # to the main thread
-        later.start()
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        assert within.wait(SECONDS)
+        asked = Worker._put
+
+        def interrupted(worker: Worker, job: Any) -> bool:
+            there = asked(worker, job)
+            signalled()  # as it begins to wait
+            return there
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match=r"^$"):
+            patch.setattr(Worker, "_put", interrupted)
             put(db, "c")
         go.set()
         thread.join()
-        later.join()
     assert there(path) == {"a", "b"}
 
 
@@ -317,17 +325,17 @@ def test_a_child_forked_while_another_thread_opens_keeps_nobody_out(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(path, "full", "a").close()
-    within, forked = threading.Event(), threading.Event()
+    within, waits = threading.Event(), when_a_fork_waits(monkeypatch)
 
     def pause() -> None:
         within.set()
-        forked.wait(0.5)  # a fork waits for whoever is in the middle of something
+        assert waits.wait(SECONDS)  # a fork waits for whoever is in the middle of something
 
     after(monkeypatch, keyed, "read", pause)
     handles: list[softdb.SoftDB] = []
     thread = threading.Thread(target=lambda: handles.append(softdb.open(path)))
     thread.start()
-    assert within.wait(20)
+    assert within.wait(SECONDS)
     ours, its = os.pipe()
     child = os.fork()
     if not child:
@@ -335,7 +343,6 @@ def test_a_child_forked_while_another_thread_opens_keeps_nobody_out(
         signal.pause()
         os._exit(0)
     try:
-        forked.set()
         thread.join()
         assert os.read(ours, 1) == b"1"
         handles[0]._store._directory.lock.close()  # type: ignore[union-attr]  # as the death of this process would

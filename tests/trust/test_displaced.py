@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import softdb
+from softdb.store import recovery
 from softdb.store.catalog import Catalog
+from softdb.store.segments import ColumnFiles
 
-DIM = 4
+DIM, SECONDS = 4, 60.0  # after so many seconds something hangs
 
 
 def put(db: softdb.SoftDB, first: int, count: int = 8, value: float = 1.0) -> None:
@@ -172,7 +174,7 @@ def test_a_second_writer_waits_for_the_transaction_of_one_that_lost_its_lock(
     def paused(*args: Any) -> Any:
         if waiting and waiting.pop():
             within.set()
-            assert go.wait(20)
+            assert go.wait(SECONDS)
         return real(*args)
 
     def write() -> None:
@@ -184,11 +186,23 @@ def test_a_second_writer_waits_for_the_transaction_of_one_that_lost_its_lock(
     monkeypatch.setattr(Catalog, step, paused)
     writer = threading.Thread(target=write)
     writer.start()
-    assert within.wait(20)
+    assert within.wait(SECONDS)
     (path / "lock").unlink()
-    threading.Timer(0.5, go.set).start()
-    with softdb.open(path) as second:
-        put(second, 50, 10, 2.0)
+    clean = recovery.clean
+
+    def again(_: int) -> bool:
+        go.set()
+        return True
+
+    def waits(catalog: Catalog, columns: ColumnFiles) -> None:
+        catalog.connection.set_busy_handler(again)
+        clean(catalog, columns)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "clean", waits)
+        with softdb.open(path) as second:
+            assert go.is_set()
+            put(second, 50, 10, 2.0)
     writer.join()
     first.close()
     kept = list(range(100, 300)) if not raised else []

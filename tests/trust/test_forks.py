@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ import crowd_batches as batches
 import numpy as np
 import pytest
 import torch
-from crowd_process import SECONDS, Failure, Forked, other
+from crowd_process import SECONDS, Failure, Forked, other, when_a_fork_waits
 from reports import index_report
 
 import softdb
@@ -148,12 +149,14 @@ def test_closing_lets_go_of_the_lock_though_a_child_has_it_still(path: Path) -> 
 def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
     db = made(path, 3)
     closed, tell = os.pipe()
+    refused, tried = os.pipe()
 
     def child() -> str:
         with pytest.raises(softdb.ReadOnly, match="read-only"):
             batches.write(db, 99)
         with pytest.raises(softdb.DatabaseLocked, match=f"process {os.getppid()}"):
             softdb.open(path)
+        os.write(tried, b"x")
         os.read(closed, 1)
         db.close()
         with softdb.open(path) as mine:
@@ -161,7 +164,9 @@ def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
             return str(sorted(batches.seen(mine)))
 
     forked = Forked(child)
-    time.sleep(0.2)
+    os.close(tried)  # then a child that ends is no wait without end
+    os.read(refused, 1)
+    os.close(refused)
     batches.write(db, 50)
     db.close()
     os.write(tell, b"x")
@@ -230,9 +235,11 @@ def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str, mo
     with made(path if place == "disk" else None, 3) as db:
         inside, real = threading.Event(), Catalog.put_segment
 
+        waits = when_a_fork_waits(monkeypatch)
+
         def pause(*args: Any) -> None:
             inside.set()
-            time.sleep(0.3)
+            assert waits.wait(SECONDS)
             real(*args)
 
         monkeypatch.setattr(Catalog, "put_segment", pause)
@@ -366,12 +373,24 @@ def test_a_child_whose_directory_is_gone_has_a_closed_handle(path: Path) -> None
 
 def imports(line: Connection, path: Path) -> None:
     """Forks while its first index, in a thread, imports FAISS, which the child needs, too."""
-    db = clustered(path)
+    db, within, go, keep = clustered(path), threading.Event(), threading.Event(), fork._Fork._keep_from_importing
+
+    class Held(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name.startswith("faiss."):  # within FAISS
+                within.set()
+                assert go.wait(SECONDS)
+
+    def keeps(self: Any, deadline: float) -> None:
+        go.set()
+        keep(self, deadline)
+
+    sys.meta_path.insert(0, Held())
+    fork._Fork._keep_from_importing = keeps  # type: ignore[method-assign]
     thread = threading.Thread(target=db.build_index, args=("ivf",))
     thread.start()
-    while not fork._importing():
-        assert thread.is_alive(), "the first index has imported nothing"
-        time.sleep(0.001)
+    assert within.wait(SECONDS), "the first index has imported nothing"
+    assert fork._importing()
     line.send(Forked(lambda: bool(importlib.import_module("faiss")) and len(db)).found())
     thread.join()
 

@@ -502,7 +502,7 @@ def test_a_reading_process_sees_the_old_keys_until_it_refreshes(tmp_path: Path) 
         caught = "try: db.search('x')\\nexcept softdb.BadInput as error: print(error)"
         assert "texts are encoded by 'mine'" in say(f"exec({json.dumps(caught.replace(chr(92) + 'n', chr(10)))})")
     finally:
-        reader.communicate(timeout=30)
+        reader.communicate(timeout=120)
         db.close()
 
 

@@ -49,7 +49,7 @@ class Way:
     @property
     def said(self) -> str:
         """The next that a thread came to."""
-        return self._said.get(timeout=30)
+        return self._said.get(timeout=60)
 
     def end(self) -> None:
         for number in range(len(self._threads)):

@@ -27,7 +27,7 @@ class Site:
         self.port, self.desk, self.address = port, desk, f"http://127.0.0.1:{port}/"
 
     def fetch(self, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
             connection.request(method, path, headers={one.replace("_", "-"): value for one, value in headers.items()})
             response = connection.getresponse()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builds import goes_on_once_waited_for
 from index_contract import Floats, N, recall, scores, world
 from reports import index_report
 
@@ -320,14 +321,14 @@ def test_waiting_for_oneself_is_refused() -> None:
             builds[0].result(SECONDS)
 
 
-def test_closing_cancels_and_waits(tmp_path: Path) -> None:
+def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, queries = world()
     db = filled(tmp_path / "db")
     db.build_index("ivf-sq8")
     held = Held("adding")
     build = db.build_index("ivf", background=True, progress=held)
     assert held.there.wait(SECONDS)
-    threading.Timer(0.2, held.go.set).start()
+    goes_on_once_waited_for(monkeypatch, held.go)
     db.close()
     assert build.done
     assert not builders()
@@ -482,31 +483,36 @@ def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:
 
 
 PROGRAM = """
-import sys, time, numpy as np, softdb
+import sys, threading, numpy as np, softdb
 keys = np.random.default_rng(0).standard_normal((3000, 16))
 db = softdb.open(sys.argv[1], dim=16)
 db.insert(range(3000), keys)
 db.build_index("ivf-sq8")
-def slowly(what, done, whole):
+reached = threading.Event()
+def held(what, done, whole):
     if what == sys.argv[2]:
         print("there", flush=True)
-        time.sleep(float(sys.argv[3]))
-build = db.build_index("ivf", background=True, progress=slowly)
-while build.progress.what != sys.argv[2]:
-    time.sleep(0.01)
+        reached.set()
+        threading.main_thread().join()
+build = db.build_index("ivf", background=True, progress=held)
+reached.wait()
+if sys.argv[3] == "stays":
+    sys.stdin.read()
 """
 
 
-def program(path: Path, moment: str, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, str(path), moment, str(seconds)]
+def program(path: Path, moment: str, then: str) -> subprocess.Popen[str]:
+    """A process that prints "there" when a build is held at a moment, until the main thread ends or for ever."""
+    command = [sys.executable, "-c", PROGRAM, str(path), moment, then]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["adding", "measuring"])
 def test_a_process_that_is_killed_leaves_the_old_index(tmp_path: Path, moment: str) -> None:
-    with program(tmp_path / "db", moment, SECONDS) as child:
+    with program(tmp_path / "db", moment, "stays") as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "there\n"
         child.send_signal(signal.SIGKILL)
@@ -518,7 +524,7 @@ def test_a_process_that_is_killed_leaves_the_old_index(tmp_path: Path, moment: s
 
 @pytest.mark.slow
 def test_the_end_of_the_program_cancels(tmp_path: Path) -> None:
-    with program(tmp_path / "db", "adding", 0.5) as child:
+    with program(tmp_path / "db", "adding", "ends") as child:
         out, errors = child.communicate(timeout=SECONDS)
     assert (child.returncode, out, errors) == (0, "there\n", "")
     with softdb.open(tmp_path / "db") as db:

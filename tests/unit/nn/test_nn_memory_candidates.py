@@ -107,14 +107,14 @@ def test_reindexing_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (memory.report().recall or 0) < 0.99
     memory.policy = InBackground(1)
     gate, replace = threading.Event(), StaleIndex.replace
-    monkeypatch.setattr(StaleIndex, "replace", lambda *args: gate.wait(30) and replace(*args))
+    monkeypatch.setattr(StaleIndex, "replace", lambda *args: gate.wait(60) and replace(*args))
     assert memory.step() == "started"
     assert memory.reindexing
     with pytest.raises(BadInput, match="a reindexing is under way in the background"):
         memory.reindex(background=True)
     assert memory._build is not None
     gate.set()
-    memory._build.result(30)
+    memory._build.result(60)
     memory.policy = EverySteps(100)
     assert memory.step() == "kept"
     assert memory.report().reindexes == 4
@@ -129,7 +129,7 @@ def test_a_refresh_in_the_background_takes_the_keys_as_they_were() -> None:
         assert memory.keys is not None
         memory.keys[5] = far
     assert build is not None
-    build.result(30)
+    build.result(60)
     assert 5 not in memory._stale.now.find(far, 20)[0].tolist()
 
 
@@ -197,12 +197,12 @@ def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest
 
     def long(_: Any) -> IndexReport:
         waits.set()
-        goes.wait(30)
+        goes.wait(60)
         return IndexReport("flat")
 
     build = db._finder.begin(long)
     build.start()
-    waits.wait(30)
+    waits.wait(60)
     try:
         moved(memory, torch.arange(7000), torch.randn(7000, 16))
         generation = db.stats().generation
@@ -213,7 +213,7 @@ def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest
         assert index_report(db).unindexed >= 7000
     finally:
         goes.set()
-        build.result(30)
+        build.result(60)
 
 
 def test_a_commit_takes_true_and_false() -> None:
@@ -242,7 +242,7 @@ def test_a_step_counts_whatever_became_of_the_refresh() -> None:
     build = memory.reindex(background=True)
     assert build is not None
     with pytest.raises(BadInput, match="NaN"):
-        build.result(30)
+        build.result(60)
     with pytest.raises(BadInput, match="NaN"):
         memory.step()
     assert memory.steps == 1
@@ -257,7 +257,7 @@ def test_a_step_counts_whatever_became_of_the_refresh() -> None:
     memory._build = cancelled = Build(copied)
     cancelled.start()
     with pytest.raises(Cancelled):
-        cancelled.result(30)
+        cancelled.result(60)
     assert memory.step() == "kept"  # nothing lags yet
     assert memory.steps == 2
     assert memory.report().reindexes == 0

@@ -280,7 +280,7 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
     modes.clear()
     other = threading.Thread(target=view.reindex)
     other.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     queries = torch.randn(2, D, requires_grad=True)
     view.attend(queries)
     leave.set()
@@ -309,7 +309,7 @@ def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
     gate.set()
     assert build is not None
     with pytest.raises(RuntimeError, match="out of memory"):
-        build.result(30)
+        build.result(60)
     with pytest.raises(RuntimeError, match="out of memory"):
         view.step()
     assert (view.steps, view.age) == (1, 1)

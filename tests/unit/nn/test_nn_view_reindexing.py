@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builds import goes_on_once_waited_for
 from torch import Tensor
 from views import WIDE, D, Gated, V, filled, loops, mlp, move, true_ids
 
@@ -151,7 +152,7 @@ def test_in_the_background_training_goes_on() -> None:
     build = view._build
     assert build is not None
     gate.set()
-    assert build.result(30).step == view.steps - 3
+    assert build.result(60).step == view.steps - 3
     report = view.report()
     assert (report.version, report.age, report.reindexes) == (2, 3, 2)
     found = view._stale.now.find(queries, 3)
@@ -159,7 +160,7 @@ def test_in_the_background_training_goes_on() -> None:
     assert taken != true_ids(view, queries, 3)
     assert view.step() == "started"
     assert view._build is not None
-    view._build.result(30)
+    view._build.result(60)
     assert view._stale.now.find(queries, 3).tolist() == true_ids(view, queries, 3)
 
 
@@ -173,7 +174,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_step_and_the_old_one
     gate.set()
     assert build is not None
     with pytest.raises(RuntimeError, match="out of memory"):
-        build.result(30)
+        build.result(60)
     with pytest.raises(RuntimeError, match="out of memory"):
         view.step()
     assert view.step() == "kept"
@@ -181,7 +182,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_step_and_the_old_one
     assert view.search(queries, 3).ids == before
 
 
-def test_a_refresh_by_hand_supersedes_one_in_the_background() -> None:
+def test_a_refresh_by_hand_supersedes_one_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     view = View(filled(), Gated(gate), metric="l2", batch_size=4)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
@@ -189,7 +190,7 @@ def test_a_refresh_by_hand_supersedes_one_in_the_background() -> None:
     build = view.reindex(background=True)
     assert build is not None
     move(view.encoder, 1.0)
-    threading.Timer(0.2, gate.set).start()
+    goes_on_once_waited_for(monkeypatch, gate)
     view.reindex()
     assert build.done
     assert view.report().version == 2
