@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from clock import Clock
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
@@ -147,23 +147,25 @@ class Crammer(Exact):
     """It knows the queries that it is tuned on, and no others; its first answer in the rounds takes long."""
 
     name = "crammer"
-    calls = 0
+    calls, clock = 0, Clock(tick=0.001)
 
     def search(self, queries: Array, effort: int) -> Array:
         Crammer.calls += 1
         if Crammer.calls == 1 + 1 + 10 + 1:  # tuning, checking a batch and ten alone, then the rounds
-            time.sleep(0.2)
+            Crammer.clock.spend(0.2)
         found = super().search(queries, effort)
         known = (queries[:, None] == self.data.half(second=False).queries).all(axis=2).any(axis=1)
         return np.where(known[:, None], found, -1)
 
 
-def test_recall_is_of_other_queries_and_the_first_round_does_not_count() -> None:
+def test_recall_is_of_other_queries_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.bench.grid.time", Crammer.clock.module)
     data = load("uniform", n=500, dim=6, most=20)
     (one,) = run(data, Ask(("crammer",), (0.9,), rounds=1, threads=(1,), known={"crammer": Crammer}))["rows"]
     assert (one["recall_tuned_on"], one["recall"], one["met"]) == (1, 0, False)
     assert Crammer.calls == 12 + 2 * 11
     assert one["batch_queries_s"]["min"] > 10 / 0.2
+    assert Crammer.clock.now > 0.2
 
 
 def test_what_cannot_be_measured_is_said() -> None:

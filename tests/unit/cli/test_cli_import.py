@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from clock import Clock
 from rich.console import Console
 from typed import answer, fails, lines, run
 
@@ -24,14 +24,16 @@ from softdb.terminal import progress
 
 N = 900
 
-SLOW = """
-import sys, time
+HELD = """
+import sys, threading
 from softdb.database.records import RecordVerbs
-plain = RecordVerbs.insert
-def slow(self, *args, **words):
-    plain(self, *args, **words)
-    time.sleep(0.15)
-RecordVerbs.insert = slow
+plain, batches = RecordVerbs.insert, []
+def held(self, *args, **words):
+    batches.append(plain(self, *args, **words))
+    if len(batches) == 4:
+        print("held", flush=True)
+        threading.Event().wait()
+RecordVerbs.insert = held
 sys.argv[0] = "softdb"
 from softdb.cli import main
 main()
@@ -76,11 +78,11 @@ def stored(path: Path) -> tuple[dict[str, bytes], list[str], tuple[object, ...]]
 
 def stopped(path: Path, words: list[object], how: int) -> tuple[int, str]:
     """Start an import, and stop it when some of it is in."""
-    command = [sys.executable, "-c", SLOW, "import", str(path), *map(str, words), "--batch-size", "100"]
+    command = [sys.executable, "-c", HELD, "import", str(path), *map(str, words), "--batch-size", "100"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
-    while not list(path.glob("keys-0000000[1-9].npy")) and time.monotonic() < end:  # a second segment
-        time.sleep(0.01)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    assert list(path.glob("keys-0000000[1-9].npy")), "there is no second segment"
     os.kill(child.pid, how)
     return child.wait(60), child.communicate()[1]
 
@@ -165,11 +167,12 @@ def test_a_making_that_was_cut_short_is_made_up_for(tmp_path: Path) -> None:
 
 def test_the_bar_tells_rate_and_what_remains(tmp_path: Path) -> None:
     shown = StringIO()
-    console = Console(file=shown, force_terminal=True, width=120)
+    clock = Clock()
+    console = Console(file=shown, force_terminal=True, width=120, get_time=clock)
     with progress("import", console, rate=True) as say:
         for done in range(0, 1001, 100):
             say("rows.jsonl", done, 1000)
-            time.sleep(0.02)
+            clock.spend(0.02)
     assert "/s" in shown.getvalue()
     assert "left" in shown.getvalue()
 

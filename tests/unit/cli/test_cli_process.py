@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -113,19 +112,34 @@ def test_a_closed_pipe_is_quiet_and_a_full_disk_is_one_line(book: Path) -> None:
         assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
 
 
+WAITS = """
+import sys
+from softdb.cli import by_id
+lines = by_id.input_lines
+def telling(file):
+    for line in lines(file):
+        yield line
+        print("waits", flush=True)  # for another line
+by_id.input_lines = telling
+sys.argv[0] = "softdb"
+from softdb.cli import main
+main()
+"""
+
+
 def test_ctrl_c_says_what_is_on_disk(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=1):
         pass
-    command = [sys.executable, "-m", "softdb", "insert", str(tmp_path / "db"), "--batch-size", "1", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    command = [sys.executable, "-c", WAITS, "insert", str(tmp_path / "db"), "--batch-size", "1", "--json"]
+    environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
         assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stderr is not None
         process.stdin.write(b'{"id": 1, "key": [1]}\n{"id": 2}\n')
         process.stdin.flush()
-        deadline = time.monotonic() + 100
-        while answer("count", tmp_path / "db")["count"] < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert [process.stdout.readline() for _ in range(2)] == [b"waits\n"] * 2
+        assert answer("count", tmp_path / "db")["count"] == 2
         process.send_signal(signal.SIGINT)  # while the pipe is open: it waits for a line
         assert process.wait(60) == 130
         said = json.loads(process.stderr.read())["error"]

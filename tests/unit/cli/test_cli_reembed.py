@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -47,14 +46,17 @@ def test_what_cannot_be_done_is_said(texts: Path, plane: Path) -> None:
     assert answer("info", plane)["dim"] == 8
 
 
-SLOW = """
-import sys, time
+HELD = """
+import sys, threading
 from softdb.text import HashedNGrams
-plain = HashedNGrams.__call__
-def slow(self, texts):
-    time.sleep(0.1)
+plain, calls = HashedNGrams.__call__, []
+def held(self, texts):
+    calls.append(len(texts))
+    if len(calls) == 10:
+        print("held", flush=True)
+        threading.Event().wait()
     return plain(self, texts)
-HashedNGrams.__call__ = slow
+HashedNGrams.__call__ = held
 sys.argv[0] = "softdb"
 from softdb.cli import main
 main()
@@ -62,12 +64,11 @@ main()
 
 
 def test_interrupted_it_says_how_far_it_is_and_goes_on(texts: Path) -> None:
-    command = [sys.executable, "-c", SLOW, "reembed", str(texts), "--encoder", "ngrams(4)", "--batch-size", "8"]
+    command = [sys.executable, "-c", HELD, "reembed", str(texts), "--encoder", "ngrams(4)", "--batch-size", "8"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    left, end = texts / "reembed-0" / "keys-00000000.npy", time.monotonic() + 60
-    while not left.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    assert (texts / "reembed-0" / "keys-00000000.npy").exists()
     os.kill(child.pid, signal.SIGINT)
     _, told = child.communicate(timeout=60)
     assert child.returncode == 130

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clock import Clock
 from rich.console import Console
 
 import softdb
@@ -104,19 +104,20 @@ def test_training_is_the_same_for_the_same_seed_and_falls_with_the_loss(tmp_path
 def test_the_first_search_is_not_the_one_that_is_timed(
     tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search, calls = softdb.SoftDB.search, []
+    search, calls, clock = softdb.SoftDB.search, [], Clock(tick=0.001)
 
     def compiling(self: softdb.SoftDB, *args: Any, **words: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            time.sleep(1)
+            clock.spend(1)
         return search(self, *args, **words)
 
     monkeypatch.setattr(softdb.SoftDB, "search", compiling)
+    monkeypatch.setattr("softdb.demo.time", clock.module)
     shown = run(tmp_path / "demo", small, epochs=1)[1]
     found = re.search(r"the nearest in ([\d.]+) ms.*\n +\(after a first search to warm up, ([\d.]+) ms\)", shown)
     assert found is not None
-    assert float(found[1]) < 900 < 1000 <= float(found[2])
+    assert found.groups() == ("1.0", "1001.0")
 
 
 def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
@@ -206,13 +207,11 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_whole_demo_learns_within_two_minutes(tmp_path: Path) -> None:
+def test_the_whole_demo_learns(tmp_path: Path) -> None:
     root = Path(softdb.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-W", "error", "-m", "softdb", "demo"]
-    begin = time.perf_counter()
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert time.perf_counter() - begin < 120
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split("(")[0].strip(): line.split()[-2:] for line in done.stdout.splitlines() if "(recall@" in line}
     recalls = {name: [float(cell.rstrip("%")) / 100 for cell in cells] for name, cells in rows.items()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from clock import Clock
 from reports import index_report
 from with_kernels import WITH_AND_WITHOUT
 from worlds import snapshot
@@ -264,20 +264,26 @@ def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
 def test_they_take_no_more_time_than_is_theirs(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outliers, "TIMED", 8)
     keys, queries = rng.standard_normal((8000, 48)), rng.standard_normal((64, 48)).astype(np.float32)
-    here, every = snapshot(keys), np.arange(8000)
+    here, every, clock, take_part = snapshot(keys), np.arange(8000), Clock(), Outliers.take_part
+
+    def compared(one: Outliers, asked: Array, *rest: Any) -> None:
+        clock.spend(1e-8 * one.count * len(asked))
+        take_part(one, asked, *rest)
+
+    monkeypatch.setattr(outliers, "time", clock.module)
+    monkeypatch.setattr(Outliers, "take_part", compared)
 
     def search(seconds: float) -> Any:
         def answer(asked: Array) -> Array:
-            if seconds:  # to sleep for nothing takes long on a busy machine
-                time.sleep(seconds * len(asked) ** 0.5)
+            clock.spend(seconds * len(asked) ** 0.5)
             return np.tile(np.arange(10), (len(asked), 1))
 
         return answer
 
     assert len(outliers.affordable(here, every, queries, search(0.02))) == 8000
-    assert len(outliers.affordable(here, every, queries, search(0))) == outliers.LEAST
+    assert len(outliers.affordable(here, every, queries, search(1e-9))) == outliers.LEAST
     some = len(outliers.affordable(here, every, queries, search(0.0005)))
-    assert outliers.LEAST <= some < 8000
+    assert some == pytest.approx(8000 * outliers.SHARE / (1e-8 * 8000 * 8**0.5 / 0.0005), abs=1)
 
 
 # -- through the database ----------------------------------------------------------------------------------------------
