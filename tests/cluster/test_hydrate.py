@@ -178,10 +178,12 @@ def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monk
     for seed in range(1, 6):
         truth.upsert(batch(truth, ids, seed=seed))
         shard.answer(Refresh(truth.newest()))
+        while truth.newest() not in seen and reader.is_alive():
+            stop.wait(0.001)
     stop.set()
     reader.join(60)
     followed.close()
-    assert len(seen) > 2
+    assert len(seen) >= 5
     assert all(len({*only}) == len(answers) == 1 for answers in seen.values() for only in answers), seen
 
 

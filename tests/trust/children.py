@@ -242,7 +242,7 @@ def _warm_up() -> None:
     with softdb.open(None, dim=2) as db:
         db.insert(["a", "b"], np.eye(2))
         db.search(np.eye(2), k=1)
-    tasks, end = Path("/proc/self/task"), time.monotonic() + 10
+    tasks, end = Path("/proc/self/task"), time.monotonic() + PATIENCE
     while tasks.is_dir() and len(list(tasks.iterdir())) > 1:  # a closed handle's thread ends soon
         assert time.monotonic() < end
         time.sleep(0.01)

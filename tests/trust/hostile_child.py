@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOM = 2 << 30  # bytes of address space that a child may take beyond what it begins with
-SECONDS = 20  # a child that has not answered by then hangs; the slowest take one, on a busy machine some
+SECONDS = 120  # a child that has not answered by then hangs; the slowest take one
 
 
 class Ended(NamedTuple):

@@ -90,7 +90,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(tmp_path: Path, 
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     os.close(opened)
     assert [str(error) for error in raised] == ["pipe is not a regular file"]
 

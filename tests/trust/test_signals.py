@@ -270,8 +270,10 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
     def send() -> None:
         for pause in random.exponential(0.004, signals):
             time.sleep(pause)
+            turn = number
             signal.pthread_kill(main, signal.SIGINT)
-        time.sleep(0.05)
+            while number == turn:  # it has come: two at once would be one
+                time.sleep(0.0005)
         over.set()
 
     inside = [False]

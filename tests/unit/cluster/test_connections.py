@@ -67,7 +67,7 @@ def test_each_hears_each() -> None:
     found = whole(made())
     with ThreadPoolExecutor(RANKS) as pool:
         for _ in range(3):
-            heard = list(pool.map(lambda rank: found[rank].exchanged(told(rank), 30.0), range(RANKS)))
+            heard = list(pool.map(lambda rank: found[rank].exchanged(told(rank), 60.0), range(RANKS)))
             assert heard == [{other: told(other)[rank] for other in told(rank)} for rank in range(RANKS)]
     closed(found)
 
@@ -89,7 +89,7 @@ def test_strangers() -> None:
     found = whole(made(hears))
     for one in let_go:
         with one:
-            one.settimeout(30)
+            one.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b""
     closed(found)
@@ -129,10 +129,10 @@ def test_none_where_two_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lost_and_silent() -> None:
     found = whole(made())
     with pytest.raises(TimeoutError):
-        found[0].exchanged(told(0), 0.2)
+        found[0].exchanged(told(0), 0.2)  # nobody else says anything
     found[2].close()
     with ThreadPoolExecutor(RANKS) as pool, pytest.raises(OSError, match=r"closed|reset|Broken"):
-        list(pool.map(lambda rank: found[rank].exchanged(told(rank), 30.0), (0, 1)))
+        list(pool.map(lambda rank: found[rank].exchanged(told(rank), 60.0), (0, 1)))
     closed(found)
 
 

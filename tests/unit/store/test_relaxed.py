@@ -87,7 +87,7 @@ def test_changes_come_to_disk_of_their_own_accord(path: Path, monkeypatch: pytes
     with relaxed(path) as db:
         for one in ("a", "b"):
             put(db, one)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while db.stats().unflushed and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert one in flushed(path)
@@ -226,7 +226,7 @@ def test_what_a_flush_of_its_own_accord_lost_is_told(path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(disk, "sync", refuse)
         put(db, "b", "c")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while db.stats().unflushed and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(db) == db.count({}) == 1, "what is lost is seen on"
