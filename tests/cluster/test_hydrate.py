@@ -178,8 +178,10 @@ def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monk
     for seed in range(1, 6):
         truth.upsert(batch(truth, ids, seed=seed))
         shard.answer(Refresh(truth.newest()))
-        while truth.newest() not in seen and reader.is_alive():
-            stop.wait(0.001)
+        version, until = shard.answer(Describe(NEWEST)).version, time.monotonic() + 60
+        while version not in seen and reader.is_alive():
+            assert time.monotonic() < until, f"nobody reads version {version}"
+            time.sleep(0.001)
     stop.set()
     reader.join(60)
     followed.close()

@@ -194,10 +194,8 @@ class TestTable:
                 os.kill(stopped[0], signal.SIGSTOP)
                 as_one(impatient)  # by the replica
                 os.kill(stopped[1], signal.SIGSTOP)
-                begun = time.monotonic()
                 with pytest.raises(errors.ShardUnavailable, match="2 of 2 shards did not answer in 12 s"):
-                    impatient.count()
-                assert time.monotonic() - begun < 20  # 12 s where the machine does nothing else
+                    impatient.count()  # they stand still until it has given up
                 transport: Any = impatient.caller.transport
                 with pytest.raises(ray.exceptions.PendingCallsLimitExceeded):  # no more than so many wait for an actor
                     _ = [transport.hosts[0][0].pid.remote() for _ in range(2 * PENDING)]

@@ -284,9 +284,10 @@ def test_a_write_that_has_not_begun_when_its_caller_is_interrupted_never_does(
             signalled()  # as it begins to wait
             return there
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match=r"^$"):
+        with monkeypatch.context() as patch:
             patch.setattr(Worker, "_put", interrupted)
-            put(db, "c")
+            with pytest.raises(KeyboardInterrupt, match=r"^$"):
+                put(db, "c")
         go.set()
         thread.join()
     assert there(path) == {"a", "b"}

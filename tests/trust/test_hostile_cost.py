@@ -18,7 +18,7 @@ from hostile_catalog import sparse, sql, state, tower
 import softdb
 from softdb.store.generation import SnapshotLoader
 
-SECONDS, MEGABYTES = 60.0, 200  # of the CPU: what a hostile one could ask for takes minutes, an honest refusal one or two
+SECONDS, MEGABYTES = 60.0, 200  # of the CPU: what a hostile one could ask for takes minutes, a refusal one or two s
 HUGE = 64 << 30
 
 
