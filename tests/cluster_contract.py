@@ -237,6 +237,7 @@ class ClusterContract(abc.ABC):
             scanned = [name for batch in cluster.scan(100, where) for name in batch.ids]
             assert sorted(scanned) == [name for batch in one.scan(1000, where) for name in batch.ids]
             assert cluster.to_arrow(where=where).sort_by("id").equals(one.to_arrow(where=where).sort_by("id"))
+        assert sorted(cluster) == list(one)
         assert cluster.header == one.header | {"fields": ()}
 
     def test_modules_take_it_as_they_take_a_database(self, pair: Any) -> None:

@@ -169,7 +169,7 @@ class RecordVerbs(Handle):
     def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
         """All records, or those that a filter matches, in the order of their last insertion, in batches.
 
-        The scan is of the generation it began with, less the records that were deleted before it reached them.
+        The scan is of the generation it began with, less the records deleted or replaced before it reached them.
         """
         snapshot = self._store.snapshot
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self._store.matching_rows(where)

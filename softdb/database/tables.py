@@ -11,7 +11,7 @@ import numpy as np
 
 from softdb import check
 from softdb.answers import Records
-from softdb.check import Schema
+from softdb.check import Id, Schema
 from softdb.database.handle import Face, verb
 from softdb.errors import BadInput, MissingDependency
 
@@ -50,6 +50,13 @@ class TableVerbs(Face):
     @abstractmethod
     def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
         """All records, or those that a filter matches, in batches of at most `batch_size`."""
+
+    @verb
+    def __iter__(self) -> Iterator[Id]:
+        """The ids of the generation it begins with, in the order of `scan`, less those deleted or replaced meanwhile."""
+        return (name for records in self.scan() for name in records.ids)
+
+    __reversed__ = None  # else Python would count the ids down from len(self)
 
     @property
     def header(self) -> dict[str, Any]:

@@ -132,6 +132,24 @@ def test_scan_skips_what_was_deleted_since(db: softdb.SoftDB) -> None:
     assert [b.ids for b in scan] == [[4]]
 
 
+def test_iterating_gives_the_ids_as_a_dict_does(db: softdb.SoftDB) -> None:
+    assert list(db) == []
+    names: list[softdb.check.Id] = [*range(1100), "a", "7"]
+    fill(db, names)
+    assert list(db) == names
+    assert {name: db[name].id for name in db} == dict(zip(names, names, strict=True))
+    ids = iter(db)
+    assert next(ids) == 0
+    db.delete([1, 1099])  # one that was read with the first, one that was not
+    fill(db, ["later"])
+    assert list(ids) == [*range(1, 1099), "a", "7"]
+    with pytest.raises(TypeError, match="not reversible"):
+        reversed(db)
+    db.close()
+    with pytest.raises(softdb.Closed, match="iter: this handle is closed"):
+        iter(db)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("values", ["none", "vectors", "labels"])
 def test_every_kind_of_column_survives_many_segments(place: Path | None, dtype: Any, values: str) -> None:
