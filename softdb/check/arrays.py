@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check.plain import dense, filled, is_tensor, shown
+from softdb.check.plain import attribute, dense, filled, is_tensor, shown
 from softdb.check.schemas import Schema
 from softdb.errors import BadInput
 
@@ -103,7 +103,7 @@ def are_texts(value: object) -> bool:
 
 def query_encoder(encoder: Encoder | None) -> Encoder | None:
     """What encodes texts that ask: the method `encode_queries` of an encoder that has one, else itself."""
-    found = getattr(encoder, "encode_queries", None)
+    found = attribute(encoder, "encode_queries")
     return found if callable(found) else encoder
 
 

@@ -80,7 +80,7 @@ def _json_value(value: object, name: str, depth: int) -> None:
                 raise BadInput(f"{name} has the key {shown(key)}, which is no str; JSON keys are text, convert it")
         value = value.values()
     elif not isinstance(value, _LISTS):
-        way = next((f" with .{one}()" for one in ("tolist", "isoformat") if hasattr(value, one)), "")
+        way = next((f" with .{one}()" for one in ("tolist", "isoformat") if hasattr(kind, one)), "")
         raise BadInput(
             f"{name} holds a {kind.__name__}; expected JSON: dict, list, str, number, bool or None; convert it{way}"
         )

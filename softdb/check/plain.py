@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sized
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from softdb.errors import BadInput
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown"]
+__all__ = ["attribute", "dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown"]
 
 Batched = TypeVar("Batched", bound=Sized)
 
@@ -30,6 +31,16 @@ def shown(value: object) -> str:
     except Exception:  # nested too deep, too many digits, or whatever a `__repr__` does: what is wrong is said anyway
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def attribute(owner: object, name: str, default: Any = None) -> Any:
+    """An attribute of a caller's object, or the default where it has none. An error of its own property is raised."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        if inspect.getattr_static(owner, name, None) is not None:
+            raise
+        return default
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:

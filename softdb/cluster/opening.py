@@ -68,7 +68,7 @@ def create(
     """
     place = address(url)
     check.one_of(ids, "ids", ("str", "int"))
-    dim = getattr(encoder, "dim", None) if dim is None else dim
+    dim = check.attribute(encoder, "dim") if dim is None else dim
     schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
     replicas = check.integer(replicas, "replicas", 1, 16)
     tables.create(place, storage_options, schema, power_of_two(shards), replicas, ids, encoder and name_of(encoder))

@@ -173,7 +173,7 @@ class _Run:
 
     def _width(self, text: str | None) -> int:
         """d of the new keys, as the encoder says it, or as it gives it."""
-        said = getattr(self.encoder, "dim", None)
+        said = check.attribute(self.encoder, "dim")
         if said is not None:
             return check.integer(said, "the encoder's dim", 1, check.MAX_DIM)
         return int(self._matrix([text or "text"], None).shape[1])

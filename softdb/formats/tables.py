@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, shown
+from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats.lines import OWN, Fields, Header, is_own
 from softdb.formats.rows import OnError, Rows, passed_over
@@ -112,7 +112,7 @@ def framed(source: Any, size: int) -> Table:
         reader = pa.RecordBatchReader.from_stream(source)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise BadInput(f"the table cannot be read through the Arrow C stream ({_said(error)})") from None
-    count = None if isinstance(source, pa.RecordBatchReader) else getattr(source, "num_rows", None)
+    count = None if isinstance(source, pa.RecordBatchReader) else attribute(source, "num_rows")
     if count is None and hasattr(source, "__len__"):
         count = len(source)
     return Table(path, reader.schema, iter(reader), count)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from softdb.check import Metric
+from softdb.check import Metric, attribute
 from softdb.errors import BadInput
 
 __all__ = ["Fold", "Score", "ScoreFunction", "fold", "metric_of", "query_width"]
@@ -56,13 +56,13 @@ def fold(score: Score | ScoreFunction, queries: Tensor) -> Fold | None:  # (…,
     A plain callable has no fold, unless it carries an attribute `metric`, a softdb.check.Metric: that says that it
     ranks records as the metric does, for the queries as they are.
     """
-    own = getattr(score, "fold", None)
+    own = attribute(score, "fold")
     if callable(own):
         folded = own(queries)
         if not isinstance(folded, Fold | None):
             raise BadInput(f"the fold of the score {score!r} is {folded!r}; return a softdb.scores.Fold or None")
         return folded
-    metric = getattr(score, "metric", None)
+    metric = attribute(score, "metric")
     return Fold(metric, queries, None) if isinstance(metric, Metric) else None
 
 
@@ -72,7 +72,7 @@ def metric_of(score: Score | ScoreFunction) -> Metric:
     Raises BadInput for a score that names none: a plain callable, one that moves the queries first (`fold` tells
     where to), or one with a bandwidth for each coordinate.
     """
-    metric = getattr(score, "metric", None)
+    metric = attribute(score, "metric")
     if not isinstance(metric, Metric):
         raise BadInput(
             f"the score {score!r} names no metric, so no index can find its nearest records; ask for the exact answer "
@@ -84,7 +84,7 @@ def metric_of(score: Score | ScoreFunction) -> Metric:
 
 def query_width(score: Score | ScoreFunction, key_dim: int) -> int:
     """How wide queries must be: a score's own `query_dim`, where it has one, else as wide as the keys."""
-    return int(getattr(score, "query_dim", key_dim))
+    return int(attribute(score, "query_dim", key_dim))
 
 
 def alike(keys: Tensor, queries: Tensor) -> Tensor:  # (…, n, d) or (…, q, k, d), (…, q, d) -> as keys

@@ -192,6 +192,23 @@ def test_directories_and_installed_packages_are_found(
     assert model.loaded == [str(package / "model")] * 4
 
 
+def test_a_path_is_a_directory_wherever_it_stands(
+    model: type[Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for place, text in ((tmp_path / "tiny", str(tmp_path / "tiny")), (Path("tiny"), "./tiny")):
+        with softdb.open(None, encoder=SentenceEncoder(place)) as db:
+            db.insert([1], ["a text"])
+            assert (db.dim, db.encoder_name) == (4, SentenceEncoder(text).name) == (4, text)
+        assert model.loaded.pop() == text
+    for odd in (3, None, b"tiny"):
+        with pytest.raises(softdb.BadInput, match="expected text for both"):
+            SentenceEncoder(odd)  # type: ignore[arg-type]
+    with pytest.raises(softdb.BadInput, match="expected text for both"):
+        SentenceEncoder("tiny", name=Path("tiny"))  # type: ignore[arg-type]
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(softdb.MissingDependency, match=r"pip install 'softdb\[text\]'"):
