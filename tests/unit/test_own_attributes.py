@@ -35,7 +35,9 @@ def failing(attribute: str) -> Any:
 
 def cluster(encoder: Any, path: Path) -> None:
     pytest.importorskip("lance")
-    softdb.cluster.create(path / "t.lance", encoder=encoder)  # type: ignore[attr-defined]
+    from softdb.cluster import create
+
+    create(path / "t.lance", encoder=encoder)
 
 
 T = torch.ones(2, 3)
