@@ -66,13 +66,14 @@ def explore(
 
 
 def configured(app: Guard) -> uvicorn.Config:
-    """How the page is served: plain HTTP/1.1, requests of bounded length, nothing logged but errors."""
+    """How the page is served: plain HTTP/1.1, requests of bounded length that come in soon, nothing logged but errors."""
     import uvicorn
 
+    from softdb.explore.connection import Connection
     from softdb.explore.guard import LONGEST
 
     return uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, lifespan="off", ws="none", http="h11",
+        app, log_level="error", access_log=False, server_header=False, lifespan="off", ws="none", http=Connection,
         proxy_headers=False, h11_max_incomplete_event_size=2 * LONGEST, timeout_graceful_shutdown=1,
     )  # fmt: skip
 

@@ -48,6 +48,9 @@ class Guard:
         given: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             given.setdefault(name.lower(), []).append(value)
+        for name, values in given.items():
+            if len(values) > 1 and (name in (b"host", b"origin") or name.startswith(b"sec-fetch-")):
+                return told_error("BadRequest", f"the header {name.decode('latin-1')} is given twice; give it once", 400)
         hosts = given.get(b"host", [])
         if len(hosts) != 1 or hosts[0].decode("latin-1").lower() not in self._hosts:
             message = (
@@ -62,7 +65,8 @@ class Guard:
             return refused
         if len(scope["query_string"]) > LONGEST:
             return told_error("TooLong", f"the question is longer than {LONGEST:,} bytes; ask a shorter one", 414)
-        site, mode = (given.get(b"sec-fetch-" + one, [b""])[0] for one in (b"site", b"mode"))
-        if site in (b"cross-site", b"same-site") and not (mode == b"navigate" and scope["path"] == "/"):
+        site, mode, origin = (given.get(one, [b""])[0] for one in (b"sec-fetch-site", b"sec-fetch-mode", b"origin"))
+        foreign = origin and origin.decode("latin-1").lower().removeprefix("http://") not in self._hosts
+        if (foreign or site in (b"cross-site", b"same-site")) and not (mode == b"navigate" and scope["path"] == "/"):
             return told_error("ForeignPage", "another page asked for this; only the explorer's own may", 403)
         return None

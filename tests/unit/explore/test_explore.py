@@ -27,6 +27,7 @@ from softdb.cli.served import Served
 from softdb.explore.answers import Answers
 from softdb.explore.asked import Question, Weighing
 from softdb.explore.command import _listening
+from softdb.explore.connection import WAITING
 from softdb.explore.guard import LONGEST
 from softdb.explore.plane import Plane
 from softdb.explore.told import fields_of, named_id, title
@@ -202,6 +203,9 @@ def test_only_the_page_itself_is_answered(site: Site) -> None:
         response, _ = site.fetch("/api/about", method)
         assert (response.status, response.headers["Allow"]) == (405, "GET")
     assert site.fetch("/api/about", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0].status == 403
+    for origin in ("http://evil.example", f"https://127.0.0.1:{site.port}", "null"):
+        assert site.fetch("/api/about", Origin=origin)[0].status == 403
+    assert site.fetch("/api/about", Origin=f"http://127.0.0.1:{site.port}")[0].status == 200
     assert site.fetch("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0].status == 200
     for path in ("/", "/page.js", "/style.css", "/icon.svg", "/api/about", "/nothing"):
         response, _ = site.fetch(path)
@@ -258,6 +262,52 @@ def test_a_request_that_is_too_long_is_refused(site: Site) -> None:
             assert raw.recv(100).startswith((b"HTTP/1.1 414", b"HTTP/1.1 400"))  # or it has hung up before the end
     assert site.call("ask", 400, vector="0 " * 10_000)["message"].startswith("queries are 10000 wide")
     assert site.call("about")["records"] == 6
+
+
+@pytest.mark.parametrize("name", ["Host", "Origin", "Sec-Fetch-Site", "Sec-Fetch-Mode", "sec-fetch-DEST"])
+@pytest.mark.parametrize("second", ["same-origin", "cross-site"])
+def test_a_header_that_decides_comes_once(site: Site, name: str, second: str) -> None:
+    first = f"127.0.0.1:{site.port}" if name == "Host" else "same-origin"
+    host = b"" if name == "Host" else b"Host: 127.0.0.1:%d\r\n" % site.port
+    pair = f"{name}: {first}\r\n{name.upper()}: {second}\r\n".encode()
+    with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
+        raw.sendall(b"GET /api/about HTTP/1.1\r\n%b%b\r\n" % (host, pair))
+        assert raw.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.explore.connection.SECONDS", 600.0)
+    half = b"GET /api/about HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nX: " % site.port
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(600)]
+        for one in strangers:
+            with contextlib.suppress(ConnectionError):  # closed already, for a later one
+                one.sendall(half)
+        assert site.call("about")["records"] == 6
+        ended = [one for one in strangers if hung_up(one, 0)]
+        assert len(strangers) - len(ended) <= WAITING
+        assert not hung_up(strangers[-1], 0)  # the oldest go first
+    monkeypatch.setattr("softdb.explore.connection.SECONDS", 0.2)
+    with contextlib.ExitStack() as stack:
+        late = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(3)]
+        late[1].sendall(half)
+        late[2].sendall(half + b"\r\n\r\n" + half)  # a whole one first
+        assert late[2].recv(100).startswith(b"HTTP/1.1 200 ")
+        assert all(hung_up(one, 60) for one in late)
+        assert site.call("about")["records"] == 6
+
+
+def hung_up(connection: socket.socket, seconds: float) -> bool:
+    """Whether the server ends a connection within so many seconds."""
+    connection.settimeout(seconds)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except (BlockingIOError, TimeoutError):
+        return False
+    except ConnectionError:
+        return True
+    return True
 
 
 def test_nobody_else_can_connect() -> None:
