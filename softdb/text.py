@@ -142,7 +142,9 @@ class SentenceEncoder:
             object.__setattr__(self, "model", folder if os.sep in folder else f".{os.sep}{folder}")
         if not isinstance(self.model, str) or not isinstance(self.name, str):
             raise BadInput(f"model is {check.shown(self.model)}, name {check.shown(self.name)}; expected text for both")
-        if self.projection is not None and np.ndim(self.projection) != 2:
+        if self.projection is not None:
+            object.__setattr__(self, "projection", check.numbers(self.projection, "projection"))
+        if self.projection is not None and self.projection.ndim != 2:
             raise BadInput(
                 f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
             )

@@ -82,7 +82,8 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
         scores = score(queries, keys)
     else:
         each = [score(one.unsqueeze(0), mine) for one, mine in zip(queries, keys.to(queries.dtype), strict=True)]
-        scores = torch.cat(each) if each else queries.new_zeros(keys.shape[:2])
+        wrong = [one for one in each if not isinstance(one, Tensor)]
+        scores = wrong[0] if wrong else torch.cat(each) if each else queries.new_zeros(keys.shape[:2])
     expected = (*queries.shape[:-1], keys.shape[-2])
     if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
         came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"

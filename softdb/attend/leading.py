@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.check import shown
+from softdb.check import dense, flag, shown
 from softdb.errors import BadInput
 from softdb.weights import valid_mask
 
@@ -20,7 +20,7 @@ __all__ = ["Layout", "TakingPart", "as_tensor"]
 def as_tensor(value: Any, name: str) -> Tensor:
     """A tensor of what came."""
     if isinstance(value, Tensor):
-        return value
+        return dense(value, name)
     try:
         return torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError):
@@ -98,6 +98,7 @@ class TakingPart:
         cls, layout: Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
     ) -> TakingPart | None:  # None: all
         """Checked."""
+        causal = flag(causal, "is_causal")
         if mask is None and valid_len is None and not causal:
             return None
         return cls(
@@ -145,6 +146,7 @@ def _lengths(valid_len: Any, layout: Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
             f"{layout.lead} and {layout.m} queries"
         )
     valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses what are no whole numbers
+    lengths = lengths.long()
     if lengths.numel():
         valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # the shortest and the longest speak for all
     shape = (b, *(1 for _ in layout.lead[1:]), *lengths.shape[1:])

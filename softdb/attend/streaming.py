@@ -72,7 +72,8 @@ def _hides_parameters(request: Request, source: Source) -> bool:
     block = next(source.blocks(1, start=first), None)
     if block is None:
         return False
-    return bool(request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries)).requires_grad)
+    scores = request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries))
+    return isinstance(scores, Tensor) and scores.requires_grad  # the pass refuses what is no tensor
 
 
 def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v), (q,)

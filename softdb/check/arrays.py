@@ -28,6 +28,7 @@ __all__ = [
     "finite",
     "mask",
     "matrix",
+    "numbers",
     "precise",
     "queries",
     "query_encoder",
@@ -58,7 +59,7 @@ def resident_dtype(value: object) -> torch.dtype | None:
     import torch
 
     known = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.float16, torch.bfloat16)}
-    found = known.get(str(value).removeprefix("torch."))
+    found = known.get((value if isinstance(value, str) else shown(value)).removeprefix("torch."))
     if found is None:
         raise BadInput(f"dtype is {shown(value)}; expected 'float32', 'float16' or 'bfloat16', or None: as stored")
     return found
@@ -118,12 +119,14 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
     if encoder is None:
         raise BadInput(f"{name} are text but this database was opened without an encoder; pass encoder= to softdb.open")
     vectors = encoder(list(texts))
+    if not np.ndim(vectors):
+        raise BadInput(f"the encoder gave {shown(vectors)} for {len(texts)} texts; it must give one vector for each")
     if len(vectors) != len(texts):
         raise BadInput(f"the encoder gave {len(vectors)} vectors for {len(texts)} texts; it must give one for each")
     return vectors
 
 
-def _array(value: object, name: str) -> Array:
+def numbers(value: object, name: str) -> Array:
     """A numeric array of what came: numpy, torch on any device, or (nested) lists."""
     if is_tensor(value):
         import torch
@@ -131,19 +134,19 @@ def _array(value: object, name: str) -> Array:
         value = dense(value, name).detach()
         value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
     elif type(value) is not np.ndarray and isinstance(value, Sequence) and any(is_tensor(one) for one in value):
-        value = [_array(one, name) if is_tensor(one) else one for one in value]
+        value = [numbers(one, name) if is_tensor(one) else one for one in value]
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
         raise BadInput(f"{name} are ragged: their rows differ in width; expected one width for all") from None
-    if array.dtype.kind not in "fiu":
-        raise BadInput(f"{name} are of type {array.dtype}; expected real numbers")
-    return array
+    if array.dtype.kind not in "fiu" or array.itemsize > 8:
+        raise BadInput(f"{name} are of type {array.dtype}; expected real numbers of at most 64 bits")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
     """Vectors as a finite C-contiguous (n, width) array of the column's dtype; one vector alone is a batch of one."""
-    array = _array(value, name)
+    array = numbers(value, name)
     if array.ndim == 1 and len(array):
         array = array[None]
     if array.size == 0 and (array.ndim != 2 or len(array) == 0):
@@ -200,7 +203,7 @@ def values(value: object, schema: Schema, count: int) -> Array | None:
 
 
 def _labels(value: object, num_classes: int, count: int) -> Array:
-    array = np.atleast_1d(_array(value, "values"))
+    array = np.atleast_1d(numbers(value, "values"))
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadInput(
             f"values have dtype {array.dtype} and shape {array.shape}; expected ({count},) integer class labels"
@@ -242,11 +245,12 @@ def queries(
 
     if is_tensor(value):
         signed = (torch.int8, torch.int16, torch.int32, torch.int64)
-        if not (dense(value, "queries").is_floating_point() or value.dtype in signed):
+        value = dense(value, "queries")
+        if not (value.is_floating_point() or value.dtype in signed):
             raise BadInput(f"queries are of type {value.dtype}; expected real numbers")
         tensor = value.to(torch.promote_types(value.dtype, torch.float32))
     else:
-        array = _array(value, "queries")
+        array = numbers(value, "queries")
         wide = array.dtype.kind == "f" and not isinstance(value, list | tuple)
         with np.errstate(over="ignore"):
             array = array.astype(np.promote_types(array.dtype, np.float32) if wide else np.float32)
@@ -268,9 +272,13 @@ def mask(value: object, shape: tuple[int, int]) -> Tensor:
     """A boolean (q, n) mask of the n records with a key, in row order, True = takes part; (n,) serves all queries."""
     import torch
 
-    tensor = dense(value, "mask") if is_tensor(value) else torch.from_numpy(np.array(value))
+    expected = "expected bool, True where the record takes part"
+    try:
+        tensor = dense(value if is_tensor(value) else torch.from_numpy(np.array(value)), "mask")
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"mask is {shown(value)}; {expected}") from None
     if tensor.dtype is not torch.bool:
-        raise BadInput(f"mask has dtype {tensor.dtype}; expected bool, True where the record takes part")
+        raise BadInput(f"mask has dtype {tensor.dtype}; {expected}")
     if tensor.ndim == 1:
         tensor = tensor[None]
     if tensor.ndim != 2 or tensor.shape[1] != shape[1] or tensor.shape[0] not in (1, shape[0]):

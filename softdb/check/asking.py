@@ -75,7 +75,8 @@ class Tolerance(NamedTuple):
 
 def tolerance(rtol: object, atol: object, confidence: object, max_draws: object, k: object) -> Tolerance | None:
     """A tolerance, None where none is asked for; BadInput where it makes no sense or k is given, too."""
-    if rtol is None and atol == 0 and not isinstance(atol, bool):
+    absolute = number(atol, "atol", "a number of at least 0", lambda found: found >= 0)
+    if rtol is None and not absolute:
         if max_draws is not None:
             raise BadInput("max_draws bounds an estimate, but no tolerance is asked for; give rtol or atol, too")
         return None
@@ -86,7 +87,6 @@ def tolerance(rtol: object, atol: object, confidence: object, max_draws: object,
         )
     expected = "a number above 0 and below 1, or 0 with an atol above 0"
     relative = 0.0 if rtol is None else number(rtol, "rtol", expected, lambda found: 0 <= found < 1)
-    absolute = number(atol, "atol", "a number of at least 0", lambda found: found >= 0)
     if relative == absolute == 0:
         raise BadInput(f"rtol is {relative}; expected {expected}")
     expected = "a number between 0 and 1, such as 0.95"
@@ -150,7 +150,7 @@ def _diversity(value: object, fetch_k: object, k: int, passed: int) -> tuple[flo
     count = 4 * (passed + k) if fetch_k is None else integer(fetch_k, "fetch_k")
     if count < passed + k:
         after = f" and offset {passed}" if passed else ""
-        raise BadInput(f"fetch_k is {count} but k is {k}{after}; choose the k among at least as many")
+        raise BadInput(f"fetch_k is {count} but k is {shown(k)}{after}; choose the k among at least as many")
     return share(value, "diversity"), count
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["attribute", "dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown"]
+__all__ = [
+    "attribute", "dense", "filled", "flag", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
+]  # fmt: skip
 
 Batched = TypeVar("Batched", bound=Sized)
 
@@ -60,6 +62,14 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
     return number
 
 
+def flag(value: object, name: str) -> bool:
+    """Whether something counts as true; BadInput where Python cannot tell, as of an array of several."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{name} is {shown(value)}; expected True or False") from None
+
+
 def one_of(value: object, name: str, choices: Iterable[str]) -> str:
     """One of some words."""
     known = list(choices)
@@ -72,13 +82,15 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     """A tensor whose numbers can be read: dense, on a device that holds them, of a type that softdb computes in."""
     import torch
 
+    if tensor.is_nested:
+        raise BadInput(f"{name} are a nested tensor, whose rows may differ in width; pass its to_padded_tensor(0.0)")
     if tensor.layout is not torch.strided:
         raise BadInput(f"{name} are a sparse tensor ({tensor.layout}); pass its to_dense()")
     if tensor.device.type == "meta":
         raise BadInput(f"{name} are a tensor on the device 'meta', which holds no numbers; move it to 'cpu' or 'cuda'")
     if tensor.dtype not in _dtypes():
         raise BadInput(f"{name} are of type {tensor.dtype}; expected real numbers, such as float32")
-    return tensor
+    return tensor.resolve_neg()
 
 
 @functools.cache
@@ -100,7 +112,7 @@ def number(
     """A finite number that fits."""
     if is_tensor(value) and value.requires_grad:
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):
         found = float(value)  # type: ignore[arg-type]
         if not isinstance(value, bool | str) and math.isfinite(found) and fits(found):
             return found
@@ -120,6 +132,8 @@ def share(value: object, name: str) -> float:
 
 def filled(batch: Batched, name: str, count: int) -> Batched:
     """The batch, if it has one entry for each id."""
+    if getattr(batch, "shape", None) == ():
+        raise BadInput(f"{name} are {shown(batch)}; expected a list with one for each of {count} ids")
     if len(batch) != count:
         raise BadInput(f"{len(batch)} {name} for {count} ids; give one for each id")
     return batch

@@ -98,11 +98,11 @@ def schema(
 
 
 def _dtype(value: object) -> np.dtype[Any]:
-    name = str(value).removeprefix("torch.")
+    name = (value if isinstance(value, str) else shown(value)).removeprefix("torch.")
     if name not in ("float32", "float16"):
         try:
             name = np.dtype(value).name  # type: ignore[call-overload]
-        except TypeError:
+        except (TypeError, ValueError, RuntimeError):
             name = ""
     if name not in ("float32", "float16"):
         raise BadInput(f"dtype is {shown(value)}; keys are stored as 'float32' or 'float16'")

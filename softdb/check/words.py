@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from softdb.check.ids import encodable
-from softdb.check.plain import is_tensor, number, one_of, shown
+from softdb.check.plain import dense, is_tensor, number, one_of, shown
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _fusion(value: object) -> Fusion:
     if value is None or (isinstance(value, str) and value in ("scores", "ranks")):
         return Fusion(value == "ranks", None)
     expected = "'scores', 'ranks', or the weight of the text's score, a finite number of at least 0"
+    value = dense(value, "fusion") if is_tensor(value) else value
     found = number(value.detach() if is_tensor(value) else value, "fusion", expected, lambda one: one >= 0)
     return Fusion(False, value.reshape(()) if is_tensor(value) else found)
 

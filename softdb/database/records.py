@@ -298,7 +298,10 @@ class RecordVerbs(Handle):
         schema = self._store.schema
         if keyed.all() or (values is not None and not schema.has_values):
             return check.values(values, schema, count)
-        given = [None] * count if values is None else check.filled(list(values), "values", count)
+        try:
+            given = [None] * count if values is None else check.filled(list(values), "values", count)
+        except (TypeError, RuntimeError):  # of what cannot be iterated: a number, a nested tensor
+            raise BadInput(f"values are {check.shown(values)}; expected a list with one for each id") from None
         extra = np.flatnonzero([one is not None and not own for one, own in zip(given, keyed, strict=True)])
         if len(extra):
             raise BadInput(f"record {extra[0]} of the batch has a value and no key; give both, or None for both")

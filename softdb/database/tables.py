@@ -53,7 +53,7 @@ class TableVerbs(Face):
 
     @verb
     def __iter__(self) -> Iterator[Id]:
-        """The ids of the generation it begins with, in the order of `scan`, less those deleted or replaced meanwhile."""
+        """The ids of the generation it begins with, in the order of `scan`, less those deleted or replaced since."""
         return (name for records in self.scan() for name in records.ids)
 
     __reversed__ = None  # else Python would count the ids down from len(self)

@@ -66,7 +66,7 @@ def explore(
 
 
 def configured(app: Guard) -> uvicorn.Config:
-    """How the page is served: plain HTTP/1.1, requests of bounded length that come in soon, nothing logged but errors."""
+    """How the page is served: plain HTTP/1.1, short requests that come in soon, nothing logged but errors."""
     import uvicorn
 
     from softdb.explore.connection import Connection

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,9 +21,9 @@ class Connection(H11Protocol):
         """Wait for the first head."""
         super().connection_made(transport)
         self._wait()
-        waiting = [(one._deadline.when(), one) for one in self.connections if isinstance(one, Connection) and one._deadline]
+        waiting = [one for one in self.connections if isinstance(one, Connection) and one._deadline]
         if len(waiting) > WAITING:
-            oldest = min(waiting, key=lambda one: one[0])[1]
+            oldest = min(waiting, key=lambda one: one._deadline.when() if one._deadline else 0)
             oldest._wait_no_more()  # `connection_lost` comes later than the next of a burst of connections
             oldest.transport.abort()
 

@@ -50,7 +50,7 @@ class Guard:
             given.setdefault(name.lower(), []).append(value)
         for name, values in given.items():
             if len(values) > 1 and (name in (b"host", b"origin") or name.startswith(b"sec-fetch-")):
-                return told_error("BadRequest", f"the header {name.decode('latin-1')} is given twice; give it once", 400)
+                return told_error("BadRequest", f"the header {name!a} is given twice; give it once", 400)
         hosts = given.get(b"host", [])
         if len(hosts) != 1 or hosts[0].decode("latin-1").lower() not in self._hosts:
             message = (

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from softdb.answers import Records
 from softdb.database import TableVerbs
-from softdb.errors import BadInput
+from softdb.errors import BadInput, WriteFailed
 from softdb.formats.numbers import NUMBERS
 from softdb.formats.tables import needed
 
@@ -67,7 +67,7 @@ def export_records(
     the name of the encoder; tables have it in their metadata. Then a line is `{"id": …, "key": […], "value": …,
     "payload": …, "text": …}`, without what a record has not. The file appears when it is whole, in place of one that
     was there; else nothing has changed. Raises BadInput for a name of another kind, or a record that the format cannot
-    hold.
+    hold, and WriteFailed where the disk refuses.
     """
     path, done, whole = Path(path), 0, db.count(where)
     suffix = Path(path.name.removesuffix(".gz")).suffix
@@ -98,8 +98,12 @@ def export_records(
                 else:
                     _WRITERS[suffix](export, raw)
         fresh.replace(path)
-    except BaseException:
+    except BaseException as error:
         _remove(fresh)
+        if isinstance(error, OSError):
+            raise WriteFailed(
+                f"{path} cannot be written ({error}); nothing has changed: mend that, export again"
+            ) from error
         raise
     return done
 

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from softdb import check
 from softdb.answers import Hits
 from softdb.attend import all_scores, sampled
+from softdb.attend.leading import as_tensor
 from softdb.check import shown
 from softdb.database import SoftDB
+from softdb.database.soft import MOST_SAMPLED
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.targets import database, live
@@ -70,9 +72,9 @@ def hard_attention(
     >>> bool(query.grad[0, 0] < 0)  # a step down the gradient goes right
     True
     """
-    count = check.integer(n, "n")
+    count = check.integer(n, "n", 1, MOST_SAMPLED)
     request, source = database(db).request(queries, temperature, score, where=where)
-    samples = sampled(request, source, count, torch.default_generator if generator is None else generator)
+    samples = sampled(request, source, count, check.generator(generator) or torch.default_generator)
     snapshot = source.columns
     positions = snapshot.positions(samples.hits.rows.cpu().numpy())
     values = samples.log_prob.new_zeros(*positions.shape, source.width)
@@ -99,10 +101,11 @@ def reinforce(
     for tensor, name in ((reward, "reward"), (log_prob, "log_prob")):
         if not isinstance(tensor, Tensor):
             raise BadInput(f"{name} is {shown(tensor)}; expected a tensor (q, n)")
+        check.dense(tensor, name)
     if reward.shape != log_prob.shape:
         shapes = f"reward has shape {tuple(reward.shape)} and log_prob {tuple(log_prob.shape)}"
         raise BadInput(f"{shapes}; give one reward for each draw")
-    less = torch.as_tensor(0.0 if baseline is None else baseline).detach().to(log_prob)
+    less = as_tensor(0.0 if baseline is None else baseline, "baseline").detach().to(log_prob)
     if less.ndim and tuple(less.shape) not in (tuple(reward.shape), (*reward.shape[:-1], 1)):
         raise BadInput(
             f"baseline has shape {tuple(less.shape)} and reward {tuple(reward.shape)}; give one number, one for each "
@@ -118,10 +121,10 @@ def leave_one_out(reward: Tensor) -> Tensor:  # (q, n) -> (q, n), n at least 2
 
     It does not depend on the draw itself, so `reinforce` stays unbiased. Raises BadInput for fewer than 2 draws.
     """
-    if not isinstance(reward, Tensor) or reward.ndim != 2 or reward.shape[1] < 2:
+    if not isinstance(reward, Tensor) or check.dense(reward, "reward").ndim != 2 or reward.shape[1] < 2:
         came = f"shape {tuple(reward.shape)}" if isinstance(reward, Tensor) else shown(reward)
         raise BadInput(f"reward has {came}; expected (q, n) with n of 2 or more draws, or use a MovingBaseline")
-    reward = reward.detach()
+    reward = reward.detach() if reward.is_floating_point() else reward.float()
     return (reward.sum(1, keepdim=True) - reward) / (reward.shape[1] - 1)
 
 
@@ -200,7 +203,7 @@ def straight_through(
 
     Raises BadInput as `db.attend`.
     """
-    relaxation = check.positive(relaxation, "relaxation")
+    relaxation, generator = check.positive(relaxation, "relaxation"), check.generator(generator)
     count = None if k is None else check.integer(k, "k")
     request, source = database(db).request(queries, temperature, score, where=where)
     if not source.columns.size:

@@ -118,9 +118,7 @@ class StaleIndex:
         self._target = check.share(recall, "recall")
         if not self._target:
             raise BadInput(f"recall is {shown(recall)}; expected a share above 0, such as 0.95")
-        if kind not in ("auto", "flat", *KINDS):
-            raise BadInput(f"kind is {shown(kind)}; choose 'auto', 'flat' or one of {', '.join(map(repr, KINDS))}")
-        self._kind = kind
+        self._kind = check.one_of(kind, "kind", ("auto", "flat", *KINDS))
         self._now, self._closed = NOTHING, False
         self._lock = threading.Lock()  # one version is made at a time
 

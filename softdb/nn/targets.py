@@ -175,7 +175,7 @@ def listed(positives: Any, queries: int) -> list[list[Id]]:
 def _several(value: Any) -> list[Any]:
     """One id alone, or several of them, as a list."""
     if isinstance(value, np.ndarray | Tensor):
-        value = value.tolist()
+        value = (check.dense(value, "positives") if isinstance(value, Tensor) else value).tolist()
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
 
 
@@ -209,21 +209,22 @@ def class_labels(value: Any, classes: int) -> Tensor:  # (q,)
     """Labels (q,), 0 to classes - 1. Raises BadInput for others."""
     expected = f"expected (q,) whole numbers, 0 to {classes - 1}"
     try:
-        labels = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        labels = check.dense(value, "labels") if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise BadInput(f"labels are {shown(value)}; {expected}") from None
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or labels.ndim != 1:
         raise BadInput(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {expected}")
+    labels = labels.long()
     outside = ((labels < 0) | (labels >= classes)).nonzero()
     if len(outside):
         i = int(outside[0, 0])
         raise BadInput(f"label {int(labels[i])} of query {i} is out of range; expected 0 to {classes - 1}")
-    return labels.long()
+    return labels
 
 
 def require_shape(tensor: Any, name: str, shape: tuple[int, ...]) -> None:
     """Raises BadInput where something is no floating tensor of that shape: another one would broadcast."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise BadInput(f"{name} are {shown(tensor)}; expected a floating tensor {shape}")
-    if tuple(tensor.shape) != shape:
+    if tuple(check.dense(tensor, name).shape) != shape:
         raise BadInput(f"{name} have shape {tuple(tensor.shape)}; expected {shape}, as the answer")

@@ -112,13 +112,13 @@ class View(Reindexed):
         self.metric = Metric.parse(db.metric if metric is None else metric)
         self._begin(reindex, StaleIndex(self.metric, recall, index))
         db.require_field(field)
-        self._texts, self._field = texts, field
+        self._texts, self._field = (texts := check.flag(texts, "texts")), field
         self.dim = probed(encoder, None if texts else db.dim)
         if isinstance(self.policy, InBackground):
             _copyable(encoder)
         if dim is not None and check.integer(dim, "dim") != self.dim:
             raise BadInput(
-                f"dim is {dim} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
+                f"dim is {shown(dim)} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
             )
         self._handle, self.encoder, self._reembedded = SharedHandle(db), encoder, db.reembedded
         self._start()

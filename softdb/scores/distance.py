@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from softdb.check import Metric, shown
+from softdb.check import Metric, dense, shown
 from softdb.errors import BadInput
 from softdb.scores.contract import Fold, Score, comparable
 from softdb.scores.products import Cosine, Dot, dot
@@ -151,8 +151,9 @@ def _checked(bandwidth: Bandwidth) -> Tensor:
             "and train the score's log_bandwidth"
         )
     try:
-        h = torch.as_tensor(bandwidth, dtype=torch.float64).clone()
-    except (TypeError, ValueError, RuntimeError):
+        given = dense(bandwidth, "bandwidth") if isinstance(bandwidth, Tensor) else bandwidth
+        h = torch.as_tensor(given, dtype=torch.float64).clone()
+    except (TypeError, ValueError, RuntimeError, ArithmeticError):
         raise BadInput(
             f"bandwidth is {shown(bandwidth)}; expected a number above 0, or one for each coordinate"
         ) from None

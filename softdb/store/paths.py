@@ -78,8 +78,12 @@ def field_names(fields: object) -> tuple[str, ...]:
     """Fields to be declared, checked, each spelled in its one way. Raises BadInput."""
     if isinstance(fields, str) or not isinstance(fields, Iterable):
         raise BadInput(f'fields are {shown(fields)}; expected a list of field names such as ["year", "author.name"]')
+    try:
+        given = list(fields)
+    except (TypeError, RuntimeError):  # of an array without dimensions
+        raise BadInput(f"fields are {shown(fields)}; expected a list of field names") from None
     names = []
-    for name in fields:
+    for name in given:
         if not isinstance(name, str):
             raise BadInput(f"fields hold {shown(name)}; field names are str")
         if "\0" in name:

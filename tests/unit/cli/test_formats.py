@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,20 @@ def test_an_export_follows_no_link_that_lies_in_its_way(tmp_path: Path, name: st
         export_records(db, tmp_path / name)
     assert (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow", "a.npz", "a.npy"])
+def test_an_export_that_the_disk_refuses_is_typed_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    with softdb.open(None, dim=64) as db:
+        db.insert(range(500), np.random.default_rng(1).normal(size=(500, 64)))
+        (tmp_path / name).write_bytes(b"what was there")
+        before = {one: one.read_bytes() for one in tmp_path.iterdir()}
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a full disk, as a write sees it
+        try:
+            with pytest.raises(softdb.WriteFailed, match=f"{name} cannot be written .*nothing has changed"):
+                export_records(db, tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {one: one.read_bytes() for one in tmp_path.iterdir()} == before
+        assert export_records(db, tmp_path / name) == 500

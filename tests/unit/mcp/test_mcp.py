@@ -54,8 +54,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talk]:
         begun = send(json.dumps({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": client}))
         assert begun["result"]["serverInfo"]["name"] == "softdb"
         yield send
-        process.stdin.close()
-        assert (process.wait(60), process.stdout.read()) == (0, "")
+        assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_the_hidden_layer_is_as_wide_as_asked_for() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"score is 'cosine'; expected 'dot', 'general' or 'additive'"):
+    with pytest.raises(BadInput, match=r"score is 'cosine'; choose one of 'dot', 'general', 'additive'"):
         RecurrentAttention(3, E, "cosine")
     with pytest.raises(BadInput, match=r"query_dim is 3 and state_dim 4, but the dot product compares equal widths"):
         RecurrentAttention(3, E, "dot")
