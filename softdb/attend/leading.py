@@ -20,7 +20,7 @@ __all__ = ["Layout", "TakingPart", "as_tensor"]
 def as_tensor(value: Any, name: str) -> Tensor:
     """A tensor of what came."""
     if isinstance(value, Tensor):
-        return dense(value, name)
+        return value if value.is_complex() else dense(value, name)
     try:
         return torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError):

@@ -274,10 +274,10 @@ def mask(value: object, shape: tuple[int, int]) -> Tensor:
 
     expected = "expected bool, True where the record takes part"
     try:
-        tensor = dense(value if is_tensor(value) else torch.from_numpy(np.array(value)), "mask")
+        tensor = value if is_tensor(value) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError):
         raise BadInput(f"mask is {shown(value)}; {expected}") from None
-    if tensor.dtype is not torch.bool:
+    if dense(tensor, "mask").dtype is not torch.bool:
         raise BadInput(f"mask has dtype {tensor.dtype}; {expected}")
     if tensor.ndim == 1:
         tensor = tensor[None]

@@ -11,12 +11,10 @@ __all__ = ["mcp"]
 def mcp(path: Database, encoder: EncoderName = None) -> None:
     """Serve a database to a language model, read-only, over standard input and output; a client starts this itself."""
     try:
-        import anyio
         import mcp  # noqa: F401 - what the tools stand on
     except ImportError:
         raise MissingDependency("softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'") from None
-    from softdb.mcp.stdio import serve
     from softdb.mcp.tools import Tools
 
     with Tools(path, encoder) as tools:
-        anyio.run(serve, tools.server())
+        tools.server().run("stdio")

@@ -13,16 +13,19 @@ from mcp.shared.message import SessionMessage
 from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
-__all__ = ["serve"]
+__all__ = ["Server"]
 
 
-async def serve(server: MCPServer[Any]) -> None:
-    """Answer until the input ends. The SDK's own `run("stdio")` drops what it cannot parse without a word."""
-    send, receive = anyio.create_memory_object_stream[Any](0)
-    inner = server._lowlevel_server
-    async with stdio_server() as (messages, replies), anyio.create_task_group() as group:
-        group.start_soon(_pass_on, messages, send, replies)
-        await inner.run(receive, replies, inner.create_initialization_options())
+class Server(MCPServer[Any]):
+    """The SDK's server, which by itself drops a line that it cannot parse without a word."""
+
+    async def run_stdio_async(self) -> None:
+        """Answer until the input ends."""
+        send, receive = anyio.create_memory_object_stream[Any](0)
+        inner = self._lowlevel_server
+        async with stdio_server() as (messages, replies), anyio.create_task_group() as group:
+            group.start_soon(_pass_on, messages, send, replies)
+            await inner.run(receive, replies, inner.create_initialization_options())
 
 
 async def _pass_on(messages: Any, send: MemoryObjectSendStream[Any], replies: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import Field
@@ -19,6 +18,7 @@ from softdb import __version__, check
 from softdb.cli.ask import soft_answers
 from softdb.cli.served import Served
 from softdb.errors import BadInput, SoftDBError
+from softdb.mcp.stdio import Server
 from softdb.terminal import dumps
 
 __all__ = ["Tools"]
@@ -55,11 +55,9 @@ class Tools:
     def __exit__(self, *_: object) -> None:
         self._served.__exit__()
 
-    def server(self) -> MCPServer[Any]:
+    def server(self) -> Server:
         """The server with its tools."""
-        server: MCPServer[Any] = MCPServer(
-            "softdb", version=__version__, instructions=INSTRUCTIONS, log_level="CRITICAL"
-        )
+        server = Server("softdb", version=__version__, instructions=INSTRUCTIONS, log_level="CRITICAL")
         hints = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
         for tool in (self.describe, self.search, self.get, self.count, self.attend):
             server.add_tool(self._answering(tool), annotations=hints, structured_output=False)

@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused() -> None:
         RecurrentAttention(3, E, "dot")
     with pytest.raises(BadInput, match=r"hidden is 8 but the score 'general' has no hidden layer; omit it"):
         RecurrentAttention(3, E, "general", hidden=8)
-    with pytest.raises(BadInput, match=r"query_dim is 0; expected a whole number at least 1"):
+    with pytest.raises(BadInput, match=r"query_dim is 0; expected a whole number from 1 to"):
         RecurrentAttention(0, E)
     made = RecurrentAttention(3, E)
     with pytest.raises(BadInput, match=r"query has shape \(2, 5\); expected \(b, 3\) or \(b, q, 3\)"):
