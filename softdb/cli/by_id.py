@@ -20,7 +20,7 @@ from softdb.cli.arguments import (
     input_lines,
     typed_ids,
 )
-from softdb.cli.places import answering, described, place, writing
+from softdb.cli.places import answering, described, place, read, writing
 from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from softdb.answers import Record
     from softdb.cluster import TableCluster
     from softdb.database import SoftDB
+    from softdb.store import Store
 
 __all__ = ["count", "delete", "get", "insert", "record_facts"]
 
@@ -65,8 +66,12 @@ def _cell(part: Any) -> str:
 
 def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
     """How many records there are, or how many a filter matches."""
-    with answering(path, quiet=as_json) as db:
-        number = db.count(filter_of(where))
+    only = filter_of(where)
+
+    def stored(store: Store) -> int:
+        return store.snapshot.records if only is None else len(store.matching_rows(only)[1])
+
+    number = read(path, "count", stored, lambda db: db.count(only), as_json)
     if as_json:
         print_json({"count": number})
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import warnings
 from pathlib import Path
@@ -22,8 +21,8 @@ from softdb.cli.arguments import (
     array_of,
     named,
 )
-from softdb.cli.places import answering, opened, writing
-from softdb.errors import BadInput, CorruptionError, SoftDBError
+from softdb.cli.places import answering, opened, read, writing
+from softdb.errors import BadInput, CorruptionError
 from softdb.terminal import counted, listed, number, print_json, print_table, progress, safe, size, terminal
 
 __all__ = ["compact", "fields", "index", "info", "snapshot", "tune", "verify"]
@@ -33,17 +32,9 @@ LOST = 20  # lost records that are shown; --json lists up to a thousand
 
 def info(path: Database, as_json: AsJson = False) -> None:
     """Show what a database is, holds and occupies."""
-    import apsw
-
-    from softdb.store import Store
     from softdb.store.stats import noted_index, stats
 
-    try:
-        with contextlib.closing(Store(path, "r", None)) as store:
-            report = stats(store, noted_index(store))
-    except (SoftDBError, OSError, apsw.Error):  # an error is named as everywhere
-        with answering(path, quiet=as_json) as db:
-            report = db.stats()
+    report = read(path, "stats", lambda store: stats(store, noted_index(store)), lambda db: db.stats(), as_json)
     facts = report.asdict()
     if as_json:
         print_json(facts)
@@ -74,9 +65,10 @@ def verify(
         return
     if any(setting is not None for setting in settings.values()):
         raise BadInput("settings go with --repair DEST; without it, give the path alone")
+    from softdb.store.verify import verify as verified
+
     try:
-        with opened(path) as db:
-            count = db.verify()
+        count = read(path, "verify", verified, lambda db: db.verify(), as_json)
     except CorruptionError as error:
         raise CorruptionError(
             f"{error}; or save what is intact with softdb verify {shlex.quote(str(path))} --repair DEST"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
+from softdb.errors import SoftDBError
 from softdb.terminal import progress
 
 if TYPE_CHECKING:
@@ -14,10 +16,13 @@ if TYPE_CHECKING:
     from softdb.cluster import TableCluster
     from softdb.database import SoftDB
     from softdb.index.choose import Progress
+    from softdb.store import Store
 
     Place: TypeAlias = SoftDB | TableCluster
 
-__all__ = ["answering", "described", "opened", "place", "writing"]
+T = TypeVar("T")
+
+__all__ = ["answering", "described", "opened", "place", "read", "writing"]
 
 PATIENCE = 600.0  # seconds for a cluster's shards; a person can end it before
 
@@ -44,6 +49,25 @@ def answering(
     if table is None:
         return opened(path, has_text, encoder, projection)
     return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None, quiet)
+
+
+def read(path: Path, verb: str, of_store: Callable[[Store], T], of_handle: Callable[[Place], T], quiet: bool) -> T:
+    """Ask a database's store, which imports no torch; where there is none, or it refuses to open, ask the handle."""
+    import apsw
+
+    from softdb.store import Store
+
+    try:
+        store = Store(path, "r", None)
+    except (SoftDBError, OSError, apsw.Error):  # a table of a cluster; or an error that the handle names
+        with answering(path, quiet=quiet) as db:
+            return of_handle(db)
+    with contextlib.closing(store):
+        try:
+            return of_store(store)
+        except SoftDBError as error:
+            error.args = (f"{verb}: {error.args[0]}", *error.args[1:])
+            raise
 
 
 def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) -> Place:

@@ -11,27 +11,53 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typed import ROOT, answer, run
+from typed import ROOT, answer, fails, run
 
 import softdb
 
 pytest_plugins = ["command_world"]
 
 
-def test_info_is_read_without_torch_and_tells_what_stats_tells(vectors: Path) -> None:
+def without_torch(*words: object) -> object:
+    """The JSON of a command that ends well, in a process that has not imported torch."""
+    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program += "sys.exit(9 if 'torch' in sys.modules else 0)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", program, *map(str, words), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_what_only_reads_metadata_does_not_import_torch(book: Path) -> None:
+    with softdb.open(book, mode="r") as db:
+        whole, some, where = len(db), db.count({"year": {"$gte": 0}}), '{"year": {"$gte": 0}}'
+        stats = db.stats().asdict()
+    assert without_torch("info", book) == stats
+    assert without_torch("count", book) == {"count": whole}
+    assert without_torch("count", book, "--where", where) == {"count": some}
+    assert without_torch("verify", book) == {"records": whole}
+
+
+def test_what_the_store_refuses_is_named_as_everywhere(book: Path) -> None:
+    unknown, where = "field 'year' is given the unknown operator '$what'", '{"year": {"$what": 0}}'
+    assert fails("count", book, "--where", where).startswith(f"error: count: {unknown}")
+    with (book / "keys-00000000.npy").open("r+b") as file:
+        file.seek(200)
+        file.write(b"damaged")
+    assert fails("verify", book).startswith("error: verify: 1 damaged: keys-00000000.npy: row 0 differs")
+    (book / "keys-00000000.npy").unlink()
+    assert fails("count", book).startswith("error: open: ")
+
+
+def test_info_tells_of_the_index_what_stats_tells(vectors: Path) -> None:
     run("index", vectors, "--kind", "ivf")
     with softdb.open(vectors) as db:
         db.insert(["a", "b"], np.ones((2, 16)))
-    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
-    program += "sys.exit(int('torch' in sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", program, "info", str(vectors), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
     with softdb.open(vectors, mode="r") as db:
         stats = db.stats().asdict()
     assert stats["index"]["unindexed"] == 2
-    assert json.loads(done.stdout) == stats
+    assert without_torch("info", vectors) == stats
     for file in (vectors / "index").iterdir():
         file.unlink()
     assert answer("info", vectors)["index"] is None
