@@ -36,9 +36,9 @@ class Log:
             self._replay(head)
 
     @property
-    def last(self) -> int:
-        """The greatest number of a page that is in the log."""
-        return max(self._offsets, default=0)
+    def numbers(self) -> list[int]:
+        """The pages that are in the log, ascending."""
+        return sorted(self._offsets)
 
     def page(self, number: int) -> bytes | None:
         """The newest bytes of a page, None where they are not in the log."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from heapq import merge
+from itertools import chain
 from typing import NamedTuple
 
 import apsw
@@ -34,11 +36,15 @@ class Cell(NamedTuple):
 class Pages:
     """The pages of a catalogue as of the last commit that is whole in its log."""
 
-    def __init__(self, file: apsw.VFSFile, log: Log | None, size: int = PAGE) -> None:
+    def __init__(
+        self, file: apsw.VFSFile, log: Log | None, size: int = PAGE, extents: list[tuple[int, int]] | None = None
+    ) -> None:
+        """`extents`: the ranges of the file that are no holes, ascending; None: it has none."""
         self._file, self.log, self.size = file, log if log is not None and log.size == size else None, size
         self.count = -(-file.xFileSize() // size)
         if self.log is not None:  # no page beyond both can be read, whatever the log says of their number
-            self.count = min(self.log.pages, max(self.count, self.log.last))
+            self.count = min(self.log.pages, max(self.count, *self.log.numbers[-1:]))
+        self._extents = [(0, self.count * size)] if extents is None else extents
         self.damaged: set[int] = set()  # pages with something on them that could not be read
         self.seen: set[int] = set()  # pages of the trees that were walked
 
@@ -54,27 +60,32 @@ class Pages:
             return None
         return data if len(data) == self.size else None
 
+    def written(self) -> Iterator[int]:
+        """The pages that lie in the log, or in the file outside of its holes, ascending; some twice."""
+        runs = (range(low // self.size + 1, -(-high // self.size) + 1) for low, high in self._extents)
+        yield from merge([] if self.log is None else self.log.numbers, chain.from_iterable(runs))
+
     def kind(self, number: int) -> int:
         """The type of a page, 0 where there is none."""
         data = self.page(number)
         return 0 if data is None else data[_start(number)]
 
-    def walk(self, root: int, table: bool = True) -> Iterator[Cell]:
-        """The entries of a tree, in its order."""
+    def walk(self, root: int, table: bool = True, most: int | None = None) -> Iterator[Cell]:
+        """The entries of a tree, in its order; those of more than `most` bytes are taken for damaged."""
         seen = set[int]()
         waiting: list[int | Spot] = [root]
         data = b""
         while waiting:
             item = waiting.pop()
             if isinstance(item, Spot):
-                yield self._cell(data, item, table)  # of a leaf: nothing comes between
+                yield self._cell(data, item, table, most)  # of a leaf: nothing comes between
             elif item in seen:
                 self.damaged.add(item)
             else:
                 seen.add(item)
                 data = self.page(item) or b""
                 below, spots = self._open(item, data, table)
-                yield from (self._cell(data, one, table) for one in spots if below)
+                yield from (self._cell(data, one, table, most) for one in spots if below)
                 waiting += reversed(below or spots)
         self.seen |= seen
 
@@ -130,8 +141,10 @@ class Pages:
         below = [one.child for one in spots] + [int.from_bytes(data[start + 8 : start + 12], "big")] if is_inner else []
         return below, [one for one in spots if one.size >= 0]
 
-    def _cell(self, data: bytes, at: Spot, table: bool) -> Cell:
+    def _cell(self, data: bytes, at: Spot, table: bool, most: int | None = None) -> Cell:
         try:
+            if most is not None and at.size > most:
+                raise Damaged
             return Cell(at.row, record(self._whole(data, at, table)))
         except Damaged:
             return Cell(at.row, None)

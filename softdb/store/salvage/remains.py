@@ -8,6 +8,8 @@ damaged, too: on those lie records that were deleted.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ _SORTED = {"settings", "indexes", _IDS}  # kept in index trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
 _TABLE = (5, 13)  # types of a table's pages
 _WIDTH = 8  # columns of a record
+_SMALL = 1 << 24  # bytes at most of an entry of the other tables: settings, segments, tombstones
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -47,6 +50,7 @@ class Remains:
                     "copy. The vectors alone are in keys-*.npy: numpy.load reads them"
                 ) from None
             opened.callback(file.xClose)
+            self._extents = _extents(path)
             self._file = file
             log = None
             with contextlib.suppress(OSError):
@@ -73,7 +77,7 @@ class Remains:
             said = file.xRead(2, 16)
         sizes = [PAGE, int.from_bytes(said, "big"), 65536, 0 if log is None else log.size]
         for size in [*(size for size in sizes if 512 <= size <= 65536 and not size & (size - 1)), PAGE]:
-            self.pages = Pages(file, log, size)
+            self.pages = Pages(file, log, size, self._extents)
             self._find()
             if self._named:
                 return
@@ -82,7 +86,7 @@ class Remains:
         """Find each tree's root."""
         self.tokenizer: str | None = None  # of the text index
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
-        for cell in self.pages.walk(1):
+        for cell in self.pages.walk(1, most=_SMALL):
             if cell.columns is None or len(cell.columns) != 5:
                 continue
             kind, name, _, root, sql = cell.columns
@@ -135,7 +139,8 @@ class Remains:
 
     def _cells(self, name: str) -> Iterator[Cell]:
         if name in self._roots:
-            yield from self.pages.walk(self._roots[name], name not in _SORTED)
+            most = None if name in ("records", _IDS) else _SMALL
+            yield from self.pages.walk(self._roots[name], name not in _SORTED, most)
 
     def _rows(self, name: str) -> Iterator[tuple[Value, ...]]:
         return (cell.columns for cell in self._cells(name) if cell.columns is not None)
@@ -206,7 +211,7 @@ class Remains:
         for root in self._strange:  # whatever their leaves look like
             for _ in self.pages.walk(root, self.pages.kind(root) in _TABLE):
                 pass
-        for number in range(1, self.pages.count + 1):
+        for number in self.pages.written():
             if number not in self.pages.seen and number not in free and self.pages.kind(number) == leaf:
                 yield from (cell for cell in self.pages.leaf(number, table) if cell.columns is not None)
 
@@ -223,6 +228,25 @@ def _opened(path: Path) -> apsw.VFSFile:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a regular file")
     return apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])
+
+
+def _extents(path: Path) -> list[tuple[int, int]] | None:
+    """The ranges of a sparse file that are no holes; None where it is not sparse, or the system tells none."""
+    found = path.stat()
+    if found.st_blocks * 512 >= found.st_size or not hasattr(os, "SEEK_DATA"):
+        return None
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC
+    )  # stays open: closing it would end SQLite's locks on the file
+    extents, end = list[tuple[int, int]](), 0
+    try:
+        while end < found.st_size:
+            begin = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+            extents.append((begin, end))
+    except OSError as error:
+        return extents if error.errno == errno.ENXIO else None  # ENXIO: no data any more
+    return extents
 
 
 def _numbers(row: tuple[Value, ...]) -> list[int]:
