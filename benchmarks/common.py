@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,9 +112,8 @@ def disk_write_rate(folder: Path, size: int = 1 << 30, block: int = 5 * MIB) -> 
 
 
 def _write_rate(folder: Path, size: int, block: int, each: bool) -> float:
-    path = folder / "disk_write_rate.bin"
     data = os.urandom(block)  # zeros may be compressed or left as holes
-    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    file, path = tempfile.mkstemp(dir=folder)
     try:
         start = time.perf_counter()
         for offset in range(0, size // block * block, block):
@@ -125,7 +125,7 @@ def _write_rate(folder: Path, size: int, block: int, each: bool) -> float:
         return size // block * block / MB / (time.perf_counter() - start)
     finally:
         os.close(file)
-        path.unlink()
+        os.unlink(path)
 
 
 def anonymous_bytes(process: int) -> int:

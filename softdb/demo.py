@@ -6,9 +6,7 @@ Store the glosses, ask for one in three ways, train a projection of the queries 
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import shutil
 import time
 import warnings
 from dataclasses import dataclass
@@ -21,21 +19,19 @@ from rich.markup import escape
 from torch import Tensor
 
 import softdb
-from softdb import check
 from softdb.answers import Hits
 from softdb.data import DemoData, load_wordnet
 from softdb.data.encoder import DEMO, PROJECTION
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
+from softdb.store.ours import remove_database, require_ours
 from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
 
 __all__ = ["DemoReport", "run_demo"]
 
 MARK = "demo.json"  # a directory with this file may be made anew by --fresh
-_OURS = re.compile(
-    rf"catalog\.sqlite(-wal|-shm)?|lock|committed|(keys|values|rows)-\d+\.npy|index|{MARK}|projection\.(pt|npy)"
-)
+_OURS = (MARK, PROJECTION, "projection.npy")  # beside the database
 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)
@@ -104,15 +100,13 @@ def _clear(path: Path, fresh: bool) -> None:
         raise BadInput(f"{path} is there and is not a demo database, so it is left alone; give another directory")
     if not fresh:
         raise BadInput(f"{path} holds the demo database already; ask it (softdb search), or make it anew with --fresh")
-    strangers = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
-    if strangers:
-        raise BadInput(f"{path} holds {check.shown(strangers)} besides the demo; move that away first")
+    require_ours(path.resolve(), *_OURS)
     try:
         softdb.open(path).close()
     except SoftDBError as error:  # damaged or half made: the more reason to make it anew
         if isinstance(error, DatabaseLocked):
             raise
-    shutil.rmtree(path.resolve())
+    remove_database(path.resolve(), *_OURS)
 
 
 def _fill(db: SoftDB, data: DemoData, console: Console) -> None:

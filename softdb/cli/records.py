@@ -210,16 +210,14 @@ def _telling(db: SoftDB, path: Path) -> Iterator[None]:
 @contextmanager
 def _removing(db: SoftDB, path: Path, there: bool) -> Iterator[None]:
     """Where nothing came into a new database, leave the directory as it was."""
-    from softdb.store.files import clear
+    from softdb.store.ours import remove_database
 
     try:
         yield
     except SoftDBError:
         if not len(db):
             db.close()
-            clear(path)
-            if not there:
-                path.rmdir()
+            remove_database(path, itself=not there)
         raise
 
 

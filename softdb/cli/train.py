@@ -115,7 +115,7 @@ def _require_apart(database: Path, read: list[Path], checkpoint: Path | None, ou
         if file is None:
             continue
         mine = file.resolve()
-        if {mine, mine.with_name(mine.name + ".tmp")} & taken:  # the second is what it is written as at first
+        if mine in taken:
             raise BadInput(f"{name} {file} would overwrite a file of this training; give another")
         if database.resolve() in mine.parents:
             raise BadInput(f"{name} {file} is inside the database {database}; give a file elsewhere")

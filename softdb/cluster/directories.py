@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import secrets
-import shutil
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from softdb.errors import (
     WriteFailed,
 )
 from softdb.store import files
+from softdb.store.ours import remove_database, require_ours
 
 __all__ = ["Directories", "TakenFrom"]
 
@@ -115,6 +115,8 @@ class Directories:
         if lock is None:
             raise DatabaseLocked(f"{self.folder} is being opened by another process or handle; try again")
         try:
+            for left in self.folder.glob(".softdb-" + 16 * "[0-9a-f]"):  # by a split that was killed
+                remove_database(left)
             yield
         finally:
             lock.release()
@@ -129,7 +131,8 @@ class Directories:
             db = self._opened(self.path(shard))
         except _UNUSABLE as error:
             _log.warning("shard %s is made anew: %s", shard, error)
-            shutil.rmtree(self.path(shard), ignore_errors=True)
+            require_ours(self.path(shard))
+            remove_database(self.path(shard))
             db = self._opened(self.path(shard))
         origin = TakenFrom.of(db.taken_from)
         self.databases[shard], self._origins[shard] = db, origin
@@ -155,7 +158,7 @@ class Directories:
         with self.gates[shard].closed():
             with contextlib.suppress(SoftDBError):
                 self.databases[shard].close()
-            shutil.rmtree(self.path(shard), ignore_errors=True)
+            remove_database(self.path(shard))
             self.databases[shard] = self._opened(self.path(shard))
             self._origins[shard], self._making[shard] = None, secrets.randbits(20)
 
@@ -165,10 +168,11 @@ class Directories:
         if not older or not self.truth.own or self.truth.stored_shards() != self.truth.shards:
             return
         for path in older:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, BadInput):  # a folder of that name may be another's
+                require_ours(path)
                 lock = files.acquire(path / "lock")
                 if lock is not None:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_database(path)
                     lock.release()
 
     # -- splitting -------------------------------------------------------------------------------------------------
@@ -182,16 +186,13 @@ class Directories:
         half = self.truth.shards // 2
         if not half or not self.path(shard % half, half).exists():
             return
-        aside = self.folder / f"{shard}-of-{self.truth.shards}-unfinished"
-        shutil.rmtree(aside, ignore_errors=True)  # what a kill has left
         try:
-            self._copy(self.path(shard % half, half), aside)
-            if self._halved(aside, shard, half):
-                files.publish(aside, self.path(shard))
+            with files.aside(self.folder) as aside:
+                self._copy(self.path(shard % half, half), aside)
+                if self._halved(aside, shard, half):
+                    files.publish(aside, self.path(shard))
         except (SoftDBError, OSError) as error:
             _log.warning("shard %s is made from the table: its half cannot be split off (%s)", shard, error)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
     def _copy(self, path: Path, aside: Path) -> None:
         own = _writers.get(path)

@@ -8,7 +8,7 @@ import io
 import json
 import logging
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -85,9 +85,17 @@ def export_records(
     def said(what: str) -> None:
         (note or _log.warning)(f"{suffix} {what}")
 
-    export, fresh = Export(db, where, batch_size, suffix, tell, said), path.with_name(path.name + ".tmp")
-    _remove(fresh)  # of an attempt that was cut short; or a link, which may lead anywhere
+    export = Export(db, where, batch_size, suffix, tell, said)
     try:
+        _write(export, path, suffix)
+    except OSError as error:
+        raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed: mend that, export again") from error
+    return done
+
+
+def _write(export: Export, path: Path, suffix: str) -> None:
+    with tempfile.TemporaryDirectory(prefix=".softdb-", dir=path.parent) as folder:
+        fresh = Path(folder, "export")
         if suffix == ".lance":
             _lance(export, fresh)
         else:
@@ -98,21 +106,6 @@ def export_records(
                 else:
                     _WRITERS[suffix](export, raw)
         fresh.replace(path)
-    except BaseException as error:
-        _remove(fresh)
-        if isinstance(error, OSError):
-            raise WriteFailed(
-                f"{path} cannot be written ({error}); nothing has changed: mend that, export again"
-            ) from error
-        raise
-    return done
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _rows(records: Records) -> Iterator[dict[str, Any]]:

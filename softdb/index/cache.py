@@ -27,6 +27,7 @@ from softdb.index.contract import Index, faiss_module
 from softdb.index.ivf import IVF
 from softdb.index.kept import packed, unpacked
 from softdb.store import files
+from softdb.store.ours import entries
 
 __all__ = ["NoKey", "clean", "load", "save"]
 
@@ -112,8 +113,8 @@ def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
 
 def clean(folder: Path, keep: str | None) -> None:
     """Remove index files that the catalogue does not name."""
-    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
-        if path.name != keep and _NAME.fullmatch(path.name.removesuffix(".tmp")):
+    for path in entries(folder)[0] if folder.is_dir() and not folder.is_symlink() else ():
+        if path.name != keep and not path.is_dir():
             files.remove(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from vectordb_bench.backend.filter import Filter, FilterOp
 from softdb.database import SoftDB
 from softdb.errors import BadInput, SoftDBError
 from softdb.opening import open as open_database
+from softdb.store.ours import remove_database
 
 __all__ = ["SoftDBCaseConfig", "SoftDBClient", "SoftDBConfig"]
 
@@ -77,7 +77,7 @@ class SoftDBClient(VectorDB):
         self.where: dict[str, Any] | None = None
         self._db: SoftDB | None = None
         if drop_old and (self.path / "catalog.sqlite").exists():
-            shutil.rmtree(self.path)
+            remove_database(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         open_database(self.path, dim=dim, metric=METRICS[self.case.metric_type], fields=[LABEL]).close()
 

@@ -30,7 +30,7 @@ from softdb.store.store import Store
 __all__ = ["backup"]
 
 SLOTS = 8192  # copied at once
-_UNFINISHED = "unfinished.sqlite"  # the catalogue's name until everything else is on disk
+_UNFINISHED = "unfinished.sqlite"  # the catalogue's name until the copy is whole
 
 
 def backup(store: Store, path: Path) -> SnapshotReport:
@@ -45,17 +45,12 @@ def backup(store: Store, path: Path) -> SnapshotReport:
         WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
     """
     _require_free(store, path)
-    existed = path.is_dir()
     try:
-        files.make_directory(path)
-        report = _copied(store, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            _clear(path, existed)
-        if isinstance(error, OSError | apsw.Error):
-            raise WriteFailed(f"{path} cannot be written ({error}); choose another place, or make room") from error
-        raise
-    return report
+        with files.building(path, "catalog.sqlite") as folder:
+            snapshot = _copied(store, folder)
+    except (OSError, apsw.Error) as error:
+        raise WriteFailed(f"{path} cannot be written ({error}); choose another place, or make room") from error
+    return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
 
 
 def _require_free(store: Store, path: Path) -> None:
@@ -67,11 +62,12 @@ def _require_free(store: Store, path: Path) -> None:
         raise BadInput(f"path {str(path)!r} lies in the database itself; choose one outside of {str(store.path)!r}")
 
 
-def _copied(store: Store, path: Path) -> SnapshotReport:
+def _copied(store: Store, path: Path) -> Snapshot:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
         snapshot, entries, missing, indexes = store.run(_copied_catalog, store, unfinished, opened)
-        columns, segments = ColumnFiles(path, store.schema), {segment.number: segment for segment in snapshot.segments}
+        columns = ColumnFiles(path, store.schema, relaxed=True)  # names come to disk in the place that they get
+        segments = {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
             if entry.number in segments:
@@ -79,8 +75,9 @@ def _copied(store: Store, path: Path) -> SnapshotReport:
         lost = _copy_indexes(indexes, path / "index")
     if lost:
         _forget_indexes(unfinished, lost)
-    files.publish(unfinished, path / "catalog.sqlite")
-    return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
+    files.sync(unfinished)
+    disk.rename(unfinished, path / "catalog.sqlite")
+    return snapshot
 
 
 def _copied_catalog(
@@ -142,10 +139,9 @@ def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple
 def _copy_indexes(indexes: dict[str, tuple[str, BinaryIO] | None], folder: Path) -> list[str]:
     """Copy them, and return the names of those that are gone."""
     if any(indexes.values()):
-        files.make_directory(folder)
+        disk.make(folder)
         for file, source in filter(None, indexes.values()):
             files.copy(source, folder / file)
-        files.sync_directory(folder)
     return [name for name, known in indexes.items() if known is None]
 
 
@@ -155,10 +151,3 @@ def _forget_indexes(path: Path, names: list[str]) -> None:
         catalog.connection.executemany("DELETE FROM indexes WHERE name = ?", [(name,) for name in names])
     finally:
         catalog.close()
-
-
-def _clear(path: Path, existed: bool) -> None:
-    """Remove what a copy has left; the directory stays where it was there before."""
-    files.clear(path)
-    if not existed:
-        disk.remove_directory(path)

@@ -7,9 +7,11 @@ directory was renamed and another has taken its path.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ __all__ = [
     "Lock",
     "Mark",
     "acquire",
+    "aside",
+    "building",
     "clear",
     "copy",
     "create",
@@ -34,11 +38,14 @@ __all__ = [
     "remove",
     "sync",
     "sync_directory",
+    "temporary",
     "write_at",
     "write_whole",
 ]
 
 _COPIED = 1 << 20  # bytes at once
+_PROCESS = re.compile(rb"\d{0,20}\n?")  # what a lock's file holds
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)  # of a file system without hard links
 
 
 class Mark(NamedTuple):
@@ -118,23 +125,89 @@ def publish(fresh: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
+def temporary(folder: Path) -> Path:
+    """A random name in a folder, for what is made there exclusively, by O_EXCL or mkdir: nothing else has it."""
+    return folder / f".softdb-{os.urandom(8).hex()}"
+
+
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
     """Replace a file by new content, piece after piece, so that any moment shows the old one or the new one whole."""
-    fresh = path.with_name(path.name + ".tmp")
-    remove(fresh)  # of an attempt that was cut short; or a pipe, or somebody's file, of that name
-    try:
-        with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    fresh = temporary(path.parent)
+    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        try:
             offset = 0
             for piece in data:
                 _write(descriptor, memoryview(piece), offset)
                 offset += len(piece)
             disk.sync(descriptor)
-        disk.rename(fresh, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            remove(fresh)  # a full disk has no room for it
-        raise
+            disk.rename(fresh, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove(fresh)  # a full disk has no room for it
+            raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def aside(directory: Path) -> Iterator[Path]:
+    """A new folder of a random name in a directory, removed at the end with all that is in it."""
+    folder = temporary(directory)
+    disk.make(folder, 0o700)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            clear(folder)
+            disk.remove_directory(folder)
+
+
+@contextlib.contextmanager
+def building(directory: Path, last: str) -> Iterator[Path]:
+    """A folder aside whose files, synced, get their names in a directory at the end, `last` after all others.
+
+    The directory is made where it is missing. Whatever fails, nothing of it is left, and nothing else has changed;
+    FileExistsError where something has come to have one of the names.
+    """
+    there = directory.is_dir()
+    make_directory(directory)
+    try:
+        with aside(directory) as folder:
+            yield folder
+            _place(folder, directory, last)
+    except BaseException:
+        if not there:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                disk.remove_directory(directory)
+        raise
+
+
+def _place(folder: Path, directory: Path, last: str) -> None:
+    """Give the files of a folder the same names in a directory, where nothing may have them."""
+    placed = list[Path]()
+    try:
+        for fresh in sorted(folder.rglob("*"), key=lambda file: (file.name == last, file)):
+            if fresh.name == last:
+                for holding in [directory, *filter(Path.is_dir, placed)]:
+                    sync_directory(holding)
+            path = directory / fresh.relative_to(folder)
+            disk.make(path) if fresh.is_dir() else _name(fresh, path)
+            placed.append(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in reversed(placed):
+                disk.remove_directory(path) if path.is_dir() else remove(path)
+        raise
+    sync_directory(directory)
+
+
+def _name(fresh: Path, path: Path) -> None:
+    """Give a file another name, which nothing may have: unlike a renaming, a link replaces nothing."""
+    try:
+        disk.link(fresh, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS or os.path.lexists(path):
+            raise
+        disk.rename(fresh, path)
 
 
 def make_once(path: Path, data: bytes) -> None:
@@ -238,8 +311,9 @@ def acquire(path: Path, folder: int | None = None) -> Lock | None:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        disk.truncate(descriptor, 0)
-        disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # only for the error message of a second writer
+        if _PROCESS.fullmatch(os.pread(descriptor, 32, 0)):  # else it is another's file
+            disk.truncate(descriptor, 0)
+            disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # only for the error message of a second writer
     except BlockingIOError:
         lock.close()
         return None

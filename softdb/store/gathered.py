@@ -21,7 +21,7 @@ from softdb.check import Array, Schema
 from softdb.errors import CorruptionError, FormatTooNew, NotADatabase, SoftDBError, WriteFailed
 from softdb.store.append import Batch
 from softdb.store.keyed import Keyed
-from softdb.store.recovery import discard
+from softdb.store.ours import remove_database, require_ours
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
@@ -41,7 +41,7 @@ class Gathered:
     def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
         """What a run by the same encoder has left, or nothing yet. One without a name may be any, and begins anew.
 
-        Raises DatabaseLocked where another run goes on, WriteFailed.
+        Raises DatabaseLocked where another run goes on, BadInput where others' files lie in its folder, WriteFailed.
         """
         only_keys = dataclasses.replace(schema, value_dim=None, num_classes=None)
         self._folder = None if store.path is None else store.path / f"reembed-{store.keyed.since}"
@@ -66,19 +66,19 @@ class Gathered:
         """What a run has left, if it is sound and of this one; else nothing stays there."""
         if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
             return None
+        require_ours(self._folder)
         with contextlib.suppress(CorruptionError, NotADatabase, FormatTooNew), contextlib.ExitStack() as opened:
-            if not self._folder.is_symlink():
-                store = Store(self._folder, "rw", None)
-                opened.callback(store.close)
-                if (
-                    made.encoder is not None
-                    and store.keyed == made
-                    and not any(any(damaged(store.checksums, segment)) for segment in store.snapshot.segments)
-                    and not any(damaged_texts(store.damaged_texts))
-                ):
-                    opened.pop_all()
-                    return store
-        discard(self._folder)
+            store = Store(self._folder, "rw", None)
+            opened.callback(store.close)
+            if (
+                made.encoder is not None
+                and store.keyed == made
+                and not any(any(damaged(store.checksums, segment)) for segment in store.snapshot.segments)
+                and not any(damaged_texts(store.damaged_texts))
+            ):
+                opened.pop_all()
+                return store
+        remove_database(self._folder)
         return None
 
     def __len__(self) -> int:
@@ -110,4 +110,4 @@ class Gathered:
         """Remove it: it has served."""
         self.close()
         if self._folder is not None:
-            discard(self._folder)
+            remove_database(self._folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,8 @@ def require_writable(path: Path) -> None:
     """BadInput where `write_whole` could not write a file: found out before what is written takes long to make."""
     if path.is_dir():
         raise BadInput(f"{path} is a folder; give a file")
-    trial = path.with_name(path.name + ".tmp")
     try:
-        there = trial.exists()
-        trial.open("ab").close()
-        if not there:
-            trial.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} cannot be written ({error}); give a file in a folder that can") from None
 

@@ -92,15 +92,36 @@ def test_what_was_there_before_does_not_keep_shards_from_being_split(
         del transport, db
         gc.collect()
         for shard in range(4):
-            (folder / f"{shard}-of-4-unfinished").mkdir()
-            (folder / f"{shard}-of-4-unfinished" / "committed").write_text("half")
+            (folder / f".softdb-{shard:016x}").mkdir()
+            (folder / f".softdb-{shard:016x}" / "committed").write_text("half")
+        (folder / "0-of-4-unfinished").mkdir()  # a stranger's
+        (folder / "0-of-1").mkdir()
+        (folder / "0-of-1" / "notes.txt").write_text("a stranger's")
     truth.put_shards(4)
     monkeypatch.setattr(Directories, "_anew", lambda *_: pytest.fail("a shard was made from the table"))
     for name in ("batches", "taken"):
         monkeypatch.setattr(Truth, name, lambda *_: pytest.fail("the table was read"))
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
         whole(db)
-    assert not [*folder.glob("*-unfinished")]
+    assert not [*folder.glob(".softdb-*")]
+    if how != "a closed handle":
+        assert (folder / "0-of-4-unfinished").is_dir()
+        assert [file.name for file in (folder / "0-of-1").iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_of_a_shard_s_name_that_is_another_s_is_refused_and_stays(tmp_path: Path) -> None:
+    with made(tmp_path) as db:
+        transport: Any = db.caller.transport
+        taken = transport.hydrated.path(0)
+    shutil.rmtree(taken)
+    taken.mkdir()
+    (taken / "notes.txt").write_text("a stranger's")
+    with pytest.raises(errors.BadInput, match=r"notes\.txt is not softdb's and in the way"):
+        cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache")
+    assert [file.name for file in taken.iterdir()] == ["notes.txt"]
+    (taken / "notes.txt").unlink()
+    with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
+        whole(db)
 
 
 def test_a_half_that_is_damaged_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -335,7 +356,7 @@ def test_killed_at_a_named_step_it_is_gone_on_with(tmp_path: Path, step: str) ->
         assert db.grow() == 2 * noted
         whole(db)
     (folder,) = (tmp_path / "cache").glob("*/here-0")
-    assert not list(folder.glob("*-unfinished"))
+    assert not list(folder.glob(".softdb-*"))
 
 
 def test_two_handles_that_open_one_folder_at_once_take_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,10 @@ class Record(Tap):
         if op.name in ("write", "truncate"):
             return Step(label, op.name, self.names.node(path), op.offset, op.data)
         folder, name = self.names.place(path)
-        step = Step(label, "entry", folder, entries=self._entries(op, folder, name), makes=ENTRIES[op.name])
+        entries = self._entries(op, folder, name)
+        if op.name == "link" and op.target is not None:
+            folder, _ = self.names.place(self._relative(op.target))
+        step = Step(label, "entry", folder, entries=entries, makes=ENTRIES[op.name])
         self.names.do(step)
         return step
 
@@ -73,10 +76,12 @@ class Record(Tap):
             return ((name, None),)
         if op.target is None:
             return ((name, self.names.new(op.name == "make")),)
+        node = self.names.folders[folder][name]
+        if op.name == "link":
+            return ((self._relative(op.target).rpartition("/")[2], node),)
         there, target = self.names.place(self._relative(op.target))
         assert there == folder, "a rename from one directory to another is not modelled"
-        node = self.names.folders[folder][name]
-        return ((target, node),) if op.name == "link" else ((name, None), (target, node))
+        return ((name, None), (target, node))
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self.root))

@@ -22,12 +22,11 @@ NOT_NEEDED = {
     "without compact: sync_directory directory (create keys)": _LATER,
     "without compact: sync_directory directory (create values)": _LATER,
     "without snapshot: sync_directory directory (create *)": _LATER,
-    "without snapshot: sync_directory directory (make directory)": "that of the index in the copy syncs all above, too",
-    "without snapshot: sync_directory directory (nothing)": "the directories above are synced as they are made, too",
     "without snapshot: sync unfinished.sqlite (write)": "SQLite's own; ours before the renaming covers it",
     "without snapshot: sync unfinished.sqlite (nothing)": "SQLite has synced it; ours does not count on who wrote it",
     "without snapshot: sync unfinished.sqlite-journal *": _COPY,
     "without snapshot: sync index (write at 0)": _CACHE,
+    "without snapshot: sync_directory directory (link index)": _CACHE,
     "without index: sync_directory directory (*)": _CACHE,
     "without index: sync index (write at 0)": _CACHE,
     "without index: sync catalog.sqlite-wal (write)": _CACHE,
@@ -70,5 +69,4 @@ NOT_NEEDED = {
 
 TOGETHER = [  # each covers the other: one of them is needed
     ("snapshot: sync unfinished.sqlite (write)", "snapshot: sync unfinished.sqlite (nothing)"),
-    ("snapshot: sync_directory directory (make directory)", "snapshot: sync_directory directory (nothing)"),
 ]

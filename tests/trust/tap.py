@@ -42,8 +42,10 @@ class Op(NamedTuple):
         before = "gathered " if any(one.name.startswith("reembed-") for one in (path, path.parent)) else ""
         if self.name in ("sync_directory", "make", "remove_directory"):
             return f"{before}directory"
-        if path.name.endswith((".faiss", ".faiss.tmp")):
+        if path.name.endswith(".faiss") or (path.parent.name == "index" and path.name.startswith(".softdb-")):
             return "index"
+        if path.name.startswith(".softdb-"):
+            return before + ".softdb"  # the rest of the name is random
         return before + (path.name.split("-")[0] if path.name.endswith(".npy") else path.name)
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 from softdb import check
 from softdb.check import Array, Id, Schema
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
-from softdb.store import committed, disk, files
+from softdb.store import committed, files
 from softdb.store.append import Batch
 from softdb.store.salvage.placing import ColumnSpec, at_once, columns, file_of, place, read_slots
 from softdb.store.salvage.remains import Remains
@@ -89,19 +89,12 @@ def _salvage(path: Path, destination: Path, words: dict[str, Any]) -> dict[str, 
             )
         notes = _missing(remains, path)
         schema = schema_of(remains, path, words, notes)
-        existed = destination.is_dir()
         try:
-            files.make_directory(destination)
-            report = _Salvage(remains, path, destination, schema, notes).run()
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                files.clear(destination)
-                if not existed:
-                    disk.remove_directory(destination)
-            if isinstance(error, OSError | apsw.Error):
-                raise WriteFailed(f"{destination} cannot be written ({error}); make room, or choose another") from error
-            raise
-    return report
+            with files.building(destination, "catalog.sqlite") as fresh, files.aside(destination) as scratch:
+                report = _Salvage(remains, path, fresh, schema, notes).run(scratch / "scratch.sqlite")
+        except (OSError, apsw.Error) as error:
+            raise WriteFailed(f"{destination} cannot be written ({error}); make room, or choose another") from error
+    return {"path": str(destination), **report}
 
 
 def _require_free(path: Path, destination: Path) -> None:
@@ -157,14 +150,14 @@ class _Placed(NamedTuple):
 class _Salvage:
     """One salvage under way."""
 
-    def __init__(self, remains: Remains, path: Path, destination: Path, schema: Schema, notes: list[str]) -> None:
-        self.remains, self.path, self.destination, self.schema = remains, path, destination, schema
+    def __init__(self, remains: Remains, path: Path, fresh: Path, schema: Schema, notes: list[str]) -> None:
+        self.remains, self.path, self.fresh, self.schema = remains, path, fresh, schema
         self.columns = columns(schema)
         self.notes = notes
 
-    def run(self) -> dict[str, Any]:
-        """All of it; what is written gets its name last: one that was cut short is no database."""
-        scratch = apsw.Connection(str(self.destination / "scratch.sqlite"))
+    def run(self, file: Path) -> dict[str, Any]:
+        """All of it, by lists in a file of their own, which is of no use afterwards."""
+        scratch = apsw.Connection(str(file))
         try:
             scratch.execute("PRAGMA journal_mode = OFF")
             scratch.execute("PRAGMA synchronous = OFF")
@@ -172,8 +165,7 @@ class _Salvage:
             with scratch:
                 place(self.remains, self.path, self.columns, scratch)
                 self._explain(scratch)
-            fresh = self.destination / "unfinished"
-            store = Store(fresh, "rw", self.schema)
+            store = Store(self.fresh, "rw", self.schema)
             try:
                 self._note_encoder(store)
                 for some in self._placed(scratch):
@@ -182,12 +174,10 @@ class _Salvage:
                 store.index_text(self.remains.tokenizer)
             finally:
                 store.close()
-            report = self._report(scratch)
+            files.sync(self.fresh / "catalog.sqlite")
+            return self._report(scratch)
         finally:
             scratch.close()
-        files.remove(self.destination / "scratch.sqlite")
-        self._publish(fresh)
-        return report
 
     def _note_encoder(self, store: Store) -> None:
         """Keep the name of what made the keys, where it is still known."""
@@ -290,7 +280,6 @@ class _Salvage:
             shown = ", ".join(map(str, pages[:20])) + (", …" if len(pages) > 20 else "")
             self.notes.append(f"catalog.sqlite: damaged pages, of {self.remains.pages.size} bytes: {shown}")
         return {
-            "path": str(self.destination),
             "records": saved,
             "lost_records": lost,
             "lost": [{"row": row, "id": one, "why": why} for row, one, why in named],
@@ -298,13 +287,3 @@ class _Salvage:
             "unconfirmed": [one for _, one, _ in unconfirmed],
             "notes": self.notes,
         }
-
-    def _publish(self, fresh: Path) -> None:
-        """Give the new database's files their names, the catalogue last."""
-        for file in sorted(fresh.iterdir()):
-            if file.name != "catalog.sqlite":
-                disk.rename(file, self.destination / file.name)
-        files.sync_directory(self.destination)
-        files.publish(fresh / "catalog.sqlite", self.destination / "catalog.sqlite")
-        disk.remove_directory(fresh)
-        files.sync_directory(self.destination)

@@ -16,7 +16,7 @@ from reports import index_report
 
 import softdb
 from softdb.store import compact as compaction
-from softdb.store import files, segments
+from softdb.store import disk, segments
 from softdb.store.segments import ColumnFiles
 
 
@@ -680,20 +680,20 @@ def test_a_copy_that_fails_leaves_nothing(path: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_copy_gets_its_name_last(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = files.publish
+    real = disk.link
     seen: list[list[str]] = []
 
-    def publish(fresh: Path, whole: Path) -> None:
-        seen.append(sorted(file.name for file in fresh.parent.iterdir()))
+    def link(fresh: Path, path: Path) -> None:
+        seen.append(sorted(file.name for file in path.parent.iterdir() if not file.name.startswith(".softdb-")))
         with pytest.raises(softdb.NotADatabase, match="another program's directory"):
-            softdb.open(fresh.parent, mode="r")
-        real(fresh, whole)
+            softdb.open(path.parent, mode="r")
+        real(fresh, path)
 
-    monkeypatch.setattr(files, "publish", publish)
+    monkeypatch.setattr(disk, "link", link)
     with softdb.open(path, dim=4) as db:
         Model(db).insert(100)
         db.snapshot(tmp_path / "copy")
-    assert seen == [["keys-00000000.npy", "unfinished.sqlite"]]
+    assert seen == [[], ["keys-00000000.npy"]]
 
 
 def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:

@@ -132,10 +132,14 @@ def test_a_checkpoint_without_its_parts_is_named(tmp_path: Path) -> None:
             fit(db, queries, positives, **words, resume=True)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, queries, positives = world()
-    (tmp_path / "run.pt.tmp").mkdir()
     said: list[object] = []
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with softdb.open(tmp_path / "db", dim=D) as db:
         db.insert([f"r{i}" if i % 3 == 0 else i for i in range(N)], keys_of())
         for name, message in (("run.pt", "cannot be written"), ("db/run.pt", "is inside the database")):

@@ -299,7 +299,6 @@ def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tm
     path, pairs = stored
     array, file, out = tmp_path / "q.npy", tmp_path / "run.ckpt", tmp_path / "p.pt"
     np.save(array, np.ones((M, D), np.float32))
-    (tmp_path / "q.pt.tmp").mkdir()
     before = digests(tmp_path)
     catalogue = next(one for one in path.iterdir() if one.is_file())
     ours = "would overwrite a file of this training"
@@ -311,7 +310,6 @@ def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tm
         (("--out", catalogue), "is inside the database"),
         (("--out", out, "--checkpoint", path / "run.ckpt"), "--checkpoint"),
         (("--out", out, "--checkpoint", pairs, "--resume"), f"--checkpoint {pairs} {ours}"),
-        (("--out", tmp_path / "q.pt"), "q.pt cannot be written"),
     ):
         assert message in fails("train", path, pairs, "--epochs", 1, *words)
     assert digests(tmp_path) == before
