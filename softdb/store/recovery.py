@@ -12,12 +12,14 @@ from pathlib import Path
 
 import apsw
 
-from softdb.store import disk, files
+from softdb.errors import BadInput
+from softdb.store import files
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
+from softdb.store.ours import remove_database, require_ours
 from softdb.store.segments import ColumnFiles
 
-__all__ = ["bring_to_disk", "clean", "clean_folders", "discard"]
+__all__ = ["bring_to_disk", "clean", "clean_folders"]
 
 _GATHERED = re.compile(r"reembed-(\d{1,20})")
 
@@ -50,19 +52,12 @@ def clean(catalog: Catalog, columns: ColumnFiles) -> None:
 def clean_folders(path: Path, since: int) -> None:
     """Remove what runs of `reembed` have gathered before all keys were made anew, in the generation `since`.
 
-    A run that was cut short later goes on from its folder. What cannot be removed does no harm.
+    A run that was cut short later goes on from its folder. What cannot be removed does no harm, nor does what is there
+    that softdb does not make: it stays.
     """
     for folder in path.iterdir():
         match = _GATHERED.fullmatch(folder.name)
         if match and int(match[1]) != since:
-            with contextlib.suppress(OSError):
-                discard(folder)
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder with all that is in it, or whatever stands in its place."""
-    if folder.is_dir() and not folder.is_symlink():  # a link may lead anywhere
-        files.clear(folder)
-        disk.remove_directory(folder)
-    else:
-        files.remove(folder)
+            with contextlib.suppress(OSError, BadInput):
+                require_ours(folder)
+                remove_database(folder)

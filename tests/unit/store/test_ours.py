@@ -209,6 +209,15 @@ def test_reembed_refuses_a_folder_that_is_not_its_own(db: softdb.SoftDB, tmp_pat
 
 
 @PUTS
+def test_a_folder_of_reembed_that_is_another_s_outlasts_a_writer(db: softdb.SoftDB, tmp_path: Path, put: Put) -> None:
+    stranger = Stranger(tmp_path, put)
+    stranger.take(tmp_path / "db", "reembed-7")
+    with softdb.open(tmp_path / "db") as again:
+        again.insert(["c"], texts=["three"])
+    stranger.is_untouched()
+
+
+@PUTS
 @pytest.mark.parametrize("there", [True, False])
 def test_an_import_that_fails_leaves_what_came_meanwhile(tmp_path: Path, put: Put, there: bool) -> None:
     stranger, path = Stranger(tmp_path, put), tmp_path / "new"
