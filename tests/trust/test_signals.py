@@ -134,7 +134,7 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
     db.close()
     with softdb.open(path, verify=True) as again:
         assert batches.seen(again) == {0, 1, 2, 3, 4}
-    assert not [file for file in path.rglob("*") if file.name.endswith(".tmp")]
+    assert not [file for file in path.rglob("*") if file.name.startswith(".softdb-")]
 
 
 @pytest.mark.few(1)
