@@ -68,8 +68,12 @@ def import_(
     ],
     keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
     id_field: Annotated[str, Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
-    key_field: Annotated[str, Option("--key", metavar="FIELD", help="The field with the key: numbers.")] = "key",
-    text: Annotated[str | None, Option(metavar="FIELD", help="A field with a text, encoded as the key.")] = None,
+    key_field: Annotated[
+        str | None, Option("--key", metavar="FIELD", help="The field with the key, numbers; key without --text.")
+    ] = None,
+    text: Annotated[
+        str | None, Option(metavar="FIELD", help="The field with the text; embedded where no key is named.")
+    ] = None,
     value: Annotated[str | None, Option(metavar="FIELD", help="The field with the value: numbers or label.")] = None,
     num_classes: Annotated[int | None, Option(help="A new database's values are labels below this.")] = None,
     encoder: EncoderName = None,
@@ -91,16 +95,16 @@ def import_(
     if keys is not None and len(files) > 1:
         raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")
     fields = Fields(None if row_ids else id_field, key_field, text, value)
-    embeds, skipped = text is not None and keys is None, _Skipped()
+    skipped = _Skipped()
     told = skipped if on_error.value == "skip" else None
-    size = batch_size or (256 if embeds else 10_000)
+    size = batch_size or (256 if fields.key is None and keys is None else 10_000)
     files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
     options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": told}
     batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
     first = next(batches, None)  # a file that cannot be read makes no database
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.said}; nothing was imported")
-    known = _known(path)
+    known, embeds = _known(path), isinstance(first.keys[0], str)
     name = chosen(path, known.encoder, encoder, "ngrams" if known.new else None) if embeds else None
     given = named(dim=dim, metric=metric, dtype=dtype)
     shape = _shape_of(first, given, name is not None, num_classes) if known.new else given

@@ -35,7 +35,7 @@ def served(
             )
     columns = None if payload is None else _payload(url, names, fields, payload)
     _require_ids(url, dataset, str(fields.id))
-    dim, dtype = _vectors(url, dataset, fields.key)
+    dim, dtype = _vectors(url, dataset, str(fields.key))
     value_dim = None
     if fields.value is not None:
         pa = needed("pyarrow", "cluster", "a cluster")

@@ -19,7 +19,7 @@ import numpy as np
 from softdb.check import shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats.lines import Fields, Header
-from softdb.formats.rows import OnError, Rows, passed_over
+from softdb.formats.rows import OnError, Rows, passed_over, text_in
 from softdb.formats.tables import needed, read_table, table_in
 
 __all__ = ["COLLECTIONS", "MARKS", "read_collection"]
@@ -42,7 +42,7 @@ def read_collection(
             folder = path / f"{_chosen(path, name, tables)}.lance"
             return read_table(table_in(folder, ".lance", size), fields, size, on_error)
         metric, count, batches = COLLECTIONS[kind](path, name, size)
-        return _rows(path, metric, count, batches, on_error)
+        return _rows(path, metric, count, batches, fields.text, on_error)
     except (BadInput, MissingDependency):
         raise
     except Exception as error:  # other packages have errors of every kind
@@ -55,9 +55,9 @@ def _unreadable(path: Path, error: Exception) -> BadInput:
 
 
 def _rows(
-    path: Path, metric: str | None, count: int, batches: Iterator[_Found], on_error: OnError | None
+    path: Path, metric: str | None, count: int, batches: Iterator[_Found], text: str | None, on_error: OnError | None
 ) -> Iterator[Rows]:
-    """Batches as every format gives them."""
+    """Batches as every format gives them, their texts taken from a field of the payload where one is named."""
     at, width = 0, 0
     while True:
         try:
@@ -68,6 +68,8 @@ def _rows(
             return
         ids, keys, payloads, texts = found
         bad = {i: f"record {shown(ids[i])} has no vector" for i, key in enumerate(keys) if key is None}
+        if text is not None:
+            _take_texts(found, text, bad)
         width = width or next((len(key) for key in keys if key is not None), 0)
         header = Header(width, None, None, "float32", metric, ()) if metric is not None and width else None
         share, places = (at + len(ids)) / max(count, 1), range(at, at + len(ids))
@@ -75,6 +77,20 @@ def _rows(
             Rows(path, header, share, places, ids, keys, None, payloads, texts, what="row"), bad, on_error
         )
         at += len(ids)
+
+
+def _take_texts(found: _Found, name: str, bad: dict[int, str]) -> None:
+    """Move a field of the payloads to the texts."""
+    ids, _, payloads, texts = found
+    for i, payload in enumerate(payloads):
+        row = payload or {}
+        try:
+            if texts[i] is not None:
+                raise BadInput(f"its text is its document; leave out the text {name!r}")
+            texts[i] = text_in(row, name, needed=False)
+            payloads[i] = {field: one for field, one in row.items() if field != name} or None
+        except BadInput as error:
+            bad[i] = f"record {shown(ids[i])}: {error}"
 
 
 def _chosen(path: Path, name: str | None, names: list[str]) -> str:

@@ -113,7 +113,7 @@ def _differ(db: SoftDB, rows: Rows) -> list[bool]:
     differ |= keyed != found.keyed.numpy()
     both = np.flatnonzero(keyed & found.keyed.numpy())
     there = rows.some(both.tolist())
-    if len(both) and not isinstance(there.keys[0], str):  # else the text is in the payload
+    if len(both) and not isinstance(there.keys[0], str):  # else they are made of the texts
         keys = check.matrix(there.keys, "keys", schema.dim, schema.dtype)
         differ[both] |= (keys != found.keys.numpy()[both]).any(1)
     if len(both) and (values := check.values(there.values, schema, len(both))) is not None:
@@ -128,5 +128,5 @@ def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
     if None not in (made, mine) and made != mine and not isinstance(rows.keys[0], str):
         raise BadInput(
             f"{rows.path.name}: its keys were made by the encoder {made!r}, this one's by {mine!r}; import it into one "
-            "like it, or give the field of its texts"
+            "like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
         )

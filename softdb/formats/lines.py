@@ -35,9 +35,13 @@ class Fields:
     """Names of fields. The other fields are the payload; where `payload` is the only other one, its value is."""
 
     id: str | None = "id"  # None: records are numbered from 0
-    key: str = "key"  # a list of numbers
-    text: str | None = None  # a text to encode instead; it stays in the payload, so that hits can show it
+    key: str | None = None  # a list of numbers; None: "key", or with `text` what the encoder makes of that
+    text: str | None = None  # the record's text
     value: str | None = None  # a list of numbers, or an integer label
+
+    def __post_init__(self) -> None:
+        if self.key is None and self.text is None:
+            object.__setattr__(self, "key", "key")
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,10 @@ class Line(NamedTuple):
     empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
 
 
-def is_own(names: Collection[str]) -> bool:
-    """Whether columns are those of an export."""
-    return {"id", "key", "text", "payload"} <= set(names) <= OWN
+def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:
+    """Whether columns are those of an export, which the fields leave what they are."""
+    columns = header is not None or {"id", "key", "text", "payload"} <= set(names) <= OWN
+    return columns and fields.text in (None, "text")
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
@@ -185,7 +190,7 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str, bad: Callable[[BadInp
     try:
         lines = filter(None, reader)
         header = next(lines, [])
-        own = is_own(header) and fields.text is None
+        own = is_own(header, fields)
         for cells in lines:
             if len(cells) != len(header):
                 counts = f"{len(cells)} cells, {len(header)} in the header"

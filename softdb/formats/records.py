@@ -19,7 +19,7 @@ from softdb.errors import BadInput
 from softdb.formats.collections import COLLECTIONS, MARKS, read_collection
 from softdb.formats.columns import COLUMNS, KeyColumns, columns_in
 from softdb.formats.lines import Fields, Header, Row, csv_header, is_own, kind_of, read_header, read_rows, text_lines
-from softdb.formats.rows import OnError, Rows
+from softdb.formats.rows import OnError, Rows, text_in
 from softdb.formats.tables import FOLDERS, TABLES, framed, read_table, table_in
 
 __all__ = ["is_vector", "read_records"]
@@ -67,6 +67,8 @@ def read_records(
         raise BadInput(f"{path.name} is no database of collections; leave out collection {collection!r}")
     if kind in TABLES or kind in FOLDERS:
         return read_table(table_in(path, kind, size), fields, size, on_error)
+    if kind not in _LINES and fields.text is not None:
+        raise BadInput(f"{path.name} holds no texts; leave out the text {fields.text!r}")
     if kind not in _LINES:
         return _bare(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:
@@ -80,7 +82,7 @@ def _of_lines(
     is_csv = _kind(path) in (".csv", ".tsv")
     vectors, header = None if keys is None else _matched(Path(keys), path, is_csv), read_header(path)
     names = csv_header(path) if is_csv else []
-    exported = header is not None or (is_own(names) and fields.text is None)
+    exported = is_own(names, fields, header)
     if fields.value is None and exported and ("value" in names or _has_values(header)):
         fields = replace(fields, value="value")
     records = _records(path, fields, vectors, exported, on_error)
@@ -130,13 +132,18 @@ def _records(
     Raises BadInput naming the line.
     """
     last: Any = None
-    for i, (number, share, row, _) in enumerate(read_rows(path, fields, on_error)):
+    embeds = fields.key is None and vectors is None
+    for i, (number, share, row, empty) in enumerate(read_rows(path, fields, on_error)):
         try:
+            text = row.get("text") if exported else None
+            if fields.text is not None:
+                text = text_in(row, fields.text, embeds, empty)
             name = i if fields.id is None else check.identifiers([_taken(row, fields.id, "id")])[0]
-            text = row.pop("text", None) if exported and fields.text is None else None
-            keyless = exported and vectors is None and fields.text is None and fields.key not in row
-            key = None if keyless else _key(row, fields, last) if vectors is None else vectors[i]
+            keyless = exported and vectors is None and not embeds and fields.key not in row
+            key = None if keyless else text if embeds else _key(row, fields, last) if vectors is None else vectors[i]
             last = last if keyless else key
+            for field in row.keys() & ({"key", "text"} if exported else {fields.text}):
+                del row[field]
             value = None if fields.value is None or keyless else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None
             check.json_text(payload, "the payload")
@@ -150,14 +157,8 @@ def _records(
 
 
 def _key(row: Row, fields: Fields, before: Any) -> Any:
-    """A line's key: a text to encode, or a vector as wide as the one before it."""
-    if fields.text is not None:
-        text = row.get(fields.text)
-        if not isinstance(text, str):
-            named = f"field {fields.text!r} is {check.shown(text)}"
-            raise BadInput(f"{named}, not a text; its fields are {check.shown(list(row))}")
-        return text
-    vector = _taken(row, fields.key, "key")
+    """A line's key: a vector as wide as the one before it."""
+    vector = _taken(row, str(fields.key), "key")
     if not is_vector(vector):
         raise BadInput(f"field {fields.key!r} is {check.shown(vector)}; expected a list of numbers")
     if before is not None and len(vector) != len(before):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from softdb.check import Id
+from softdb.check import Id, shown
 from softdb.errors import BadInput
 from softdb.formats.lines import Header
 
-__all__ = ["OnError", "Rows", "passed_over"]
+__all__ = ["OnError", "Rows", "passed_over", "text_in"]
 
 OnError: TypeAlias = Callable[[BadInput], None]  # told of a bad row, which is then passed over
 
@@ -60,6 +60,14 @@ class Rows:
 
 def _some(column: Any, kept: list[int]) -> Any:
     return column[kept] if isinstance(column, np.ndarray) else column and [column[i] for i in kept]
+
+
+def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str] = ()) -> str | None:
+    """Return the text of a row; None where that is null, or its cell empty, unless a text is needed."""
+    text = row.get(name)
+    if isinstance(text, str) or (text is None and not needed and (name in row or name in empty)):
+        return text
+    raise BadInput(f"field {name!r} is {shown(text)}, not a text; its fields are {shown(list(row))}")
 
 
 def passed_over(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iterator[Rows]:

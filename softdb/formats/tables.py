@@ -128,10 +128,10 @@ def read_table(table: Table, fields: Fields, size: int, on_error: OnError | None
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise BadInput(f"{table.path.name} has several columns {twice!r}; rename them")
-    own = (header is not None or is_own(names)) and fields.text is None
+    own = is_own(names, fields, header)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
-    key = None if fields.text is not None or (own and fields.key not in names) else fields.key
+    key = None if own and fields.key not in names else fields.key
     for name, what in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
         if name is not None and name not in names:
             raise BadInput(
@@ -180,7 +180,7 @@ class _TableReader:
     def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
         self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
         self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim}
-        used = {fields.id, key, fields.value} | (OWN if own else set())
+        used = {fields.id, key, fields.text, fields.value} | (OWN if own else set())
         self.rest = [name for name in table.schema.names if name not in used]
 
     def rows(self, batch: Any, at: int) -> tuple[Rows, dict[int, str]]:
@@ -188,9 +188,9 @@ class _TableReader:
         n, bad, fields = len(batch), dict[int, str](), self.fields
         share = min(1.0, (at + n) / self.table.rows) if self.table.rows else 1.0
         ids = self._ids(batch, at, bad)
-        keys, keyed = self._keys(batch, bad)
+        texts = self._texts(batch, bad)
+        keys, keyed = (texts, np.ones(n, np.bool_)) if fields.key is None else self._keys(batch, bad)
         values = None if fields.value is None else self._values(batch, fields.value, keyed, bad)
-        texts = [None] * n if not self.own or "text" not in batch.schema.names else batch.column("text").to_pylist()
         payloads = self._own_payloads(batch, bad) if self.own else self._payloads(batch)
         rows = Rows(
             self.table.path, self.header, share, range(at, at + n), ids, keys, values, payloads, texts, what="row"
@@ -213,15 +213,19 @@ class _TableReader:
                 bad[i] = f"column {name!r} is {shown(one)}; an id is a str or an int"
         return ids
 
+    def _texts(self, batch: Any, bad: dict[int, str]) -> list[Any]:
+        name = self.fields.text or ("text" if self.own and "text" in batch.schema.names else None)
+        if name is None:
+            return [None] * len(batch)
+        texts: list[Any] = batch.column(name).to_pylist()
+        for i, text in enumerate(texts if self.fields.text else ()):
+            if type(text) is not str and (text is not None or self.fields.key is None):
+                bad[i] = f"column {name!r} is {shown(text)}, not a text"
+        return texts
+
     def _keys(self, batch: Any, bad: dict[int, str]) -> tuple[Any, NDArray[np.bool_]]:
-        n, name = len(batch), self.fields.text
-        if name is not None:
-            texts = batch.column(name).to_pylist()
-            wrong = ((i, one) for i, one in enumerate(texts) if type(one) is not str)
-            bad.update({i: f"column {name!r} is {shown(one)}, not a text" for i, one in wrong})
-            return texts, np.ones(n, np.bool_)
         if self.key is None:
-            return [None] * n, np.zeros(n, np.bool_)
+            return [None] * len(batch), np.zeros(len(batch), np.bool_)
         keys, keyed = self._vectors(batch.column(self.key), self.key, bad)
         missing = np.flatnonzero(~keyed)
         if not self.own:

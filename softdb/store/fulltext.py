@@ -91,7 +91,7 @@ class FullText:
         Cost: a microsecond a record of every word that was not asked for before; after a commit its rows alone.
         """
         if textindex.tokenizer(catalog.connection) is None:
-            raise BadInput("this database has no text index; the writer's db.index_text() makes one")
+            raise BadInput(textindex.NONE)
         if self._connection is not catalog.connection:  # after a fork it is another
             self._connection = catalog.connection
             self._connection.register_fts5_function("occurrences", _occurrences)

@@ -74,7 +74,7 @@ class Matches:
         node = parse(where)
         condition, bindings = statement(node)
         if textindex.MATCHING in condition and textindex.tokenizer(catalog.connection) is None:
-            raise BadFilter("where has $match, but there is no text index; the writer's db.index_text() makes one")
+            raise BadFilter(f"where has $match, but {textindex.NONE}")
         text = json_text([condition, bindings], "where")
         known = self._known.get(text)
         if known is None or known.generation != snapshot.generation:

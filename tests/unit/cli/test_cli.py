@@ -19,11 +19,11 @@ pytest_plugins = ["command_world"]
 def test_texts_are_imported_and_found(book: Path) -> None:
     (hits,) = answer("search", book, "Schulz", "-k", 2)
     assert [hit["id"] for hit in hits] == ["three", 1]
-    assert hits[0]["payload"] == {"name": "Schuler", "first": "Tim"}
+    assert (hits[0]["payload"], hits[0]["text"]) == ({"first": "Tim"}, "Schuler")
     assert hits[0]["score"] > hits[1]["score"] > 0
     shown = run("search", book, "Schulz").stdout.splitlines()
     assert shown[0].split() == ["score", "id", "payload"]
-    assert shown[1].split() == [f"{hits[0]['score']:.4f}", "three", "name:", "Schuler,", "first:", "Tim"]
+    assert shown[1].split() == [f"{hits[0]['score']:.4f}", "three", "first:", "Tim,", "Schuler"]
     assert len(shown) == 4
 
 

@@ -57,7 +57,7 @@ def test_every_command_prints_what_the_table_says(
         "search": (book, "Schulz"),
         "attend": (plane, "[1, 0]", "--where", '{"no": 1}'),
         "train": (plane, pairs, "--out", tmp_path / "p.pt", "--epochs", 1, "--holdout", 0.5, "--patience", 0),
-        "reembed": (other, "--encoder", "ngrams", "--field", "name"),
+        "reembed": (other, "--encoder", "ngrams"),
         "index": (plane,),
         "fields": (book, "--add", "year"),
         "info": (plane,),

@@ -49,10 +49,10 @@ def test_fields_can_have_other_names(tmp_path: Path) -> None:
     assert (found.ids, found.keys, found.values, found.payloads) == (["a"], [[1]], [3], [{"id": "kept"}])
 
 
-def test_a_text_is_the_key_and_stays_in_the_payload(tmp_path: Path) -> None:
+def test_a_text_is_the_key_and_the_text_of_the_record(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"id": 1, "name": "Schulz", "first": "Lisa"})
     found = one(path, fields=Fields(text="name"))
-    assert (found.keys, found.payloads) == (["Schulz"], [{"name": "Schulz", "first": "Lisa"}])
+    assert (found.keys, found.texts, found.payloads) == (["Schulz"], ["Schulz"], [{"first": "Lisa"}])
 
 
 def test_a_field_called_payload_alone_is_the_payload(tmp_path: Path) -> None:
@@ -184,7 +184,9 @@ def test_csv_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_a_text_field_must_hold_text(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"id": 1, "nam": "Schulz"})
-    with pytest.raises(softdb.BadInput, match=r"line 1: field 'name' is None, not a text; its fields are \['nam'\]"):
+    with pytest.raises(
+        softdb.BadInput, match=r"line 1: field 'name' is None, not a text; its fields are \['id', 'nam'\]"
+    ):
         list(read_records(path, fields=Fields(text="name")))
 
 

@@ -228,7 +228,7 @@ def test_a_search_that_cannot_be_is_refused_in_a_line(db: softdb.SoftDB, asked: 
 
 def test_without_an_index_the_way_to_one_is_told(db: softdb.SoftDB) -> None:
     db.drop_text_index()
-    with pytest.raises(BadInput, match=r"no text index; the writer's db.index_text\(\) makes one"):
+    with pytest.raises(BadInput, match=r"no text index; the writer's db.index_text\(\), or on a shell"):
         db.search("fox", mode="text")
     with pytest.raises(BadInput, match="choose one of 'words', 'trigram'"):
         db.index_text("porter")  # type: ignore[arg-type]
