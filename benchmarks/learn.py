@@ -32,6 +32,7 @@ from softdb.nn import EverySteps, View, retrieval_loss
 from softdb.train import ranking
 
 TEMPERATURE = 0.05
+COLOURS = {"torch": "tab:blue", "exact": "tab:orange", "drawn": "tab:green", "truncated": "tab:red"}
 Model = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, list[list[Any]]], Tensor]  # queries as the model made them, and their right ids
 
@@ -200,17 +201,19 @@ def further(world: World, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(splits: list[dict[str, Any]], path: Path) -> None:
-    """Recall against seconds, one line a way."""
-    from matplotlib.figure import Figure
+    """Recall against seconds, one line a way, each way in a colour of its own in every picture."""
+    from softdb.plots import figure, save
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    drawn, (axes,) = figure()
     for name, one in splits[0].items():
-        points = one["curve"]
-        axes.plot([max(p["seconds"], 0.1) for p in points], [p["recall_10"] for p in points], marker=".", label=name)
+        points = one["curve"][1:]  # a logarithmic axis has no place for the start, 0 s
+        seconds, recalls = [p["seconds"] for p in points], [p["recall_10"] for p in points]
+        axes.plot(seconds, recalls, marker=".", label=name, color=COLOURS[name])
+    start = next(iter(splits[0].values()))["before"]["recall_10"]
+    axes.axhline(start, color="0.5", linestyle=":", label="untrained")
     axes.set(xscale="log", xlabel="seconds of training", ylabel="recall@10 of held-out queries")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save(drawn, path)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ KITCHEN = {
     "green apple": (0.4, 0, 1, 1),
     "wooden stool": (0.25, 0, 0, 0),
 }
+COLOURS = ["crimson", "tomato", "darkred", "royalblue", "deepskyblue", "navy", "yellowgreen", "peru"]
 ANY = 100.0
 ASKED = {
     "what is red?": ((0.0, 0, 0, 0), (0.15, ANY, ANY, ANY)),
@@ -70,7 +71,7 @@ def main(picture: str | None) -> None:
     assert found[0] < 0.5 * min(found[1:])
     if picture:
         drawn, (ax,) = figure(1, 8, 4.5)
-        weight_bars(ax, torch.stack(shares), names, list(ASKED))
+        weight_bars(ax, torch.stack(shares), names, list(ASKED), COLOURS)
         ax.legend(ax.containers, names, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         save(drawn, picture)
 

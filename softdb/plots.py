@@ -109,13 +109,14 @@ def weight_bars(
     weights: Any,  # (t, n)
     labels: Sequence[str],  # n
     titles: Sequence[str],  # t
+    colors: Sequence[str | None] | None = None,  # n, as matplotlib names them
 ) -> Any:
     """The weights of some soft queries as stacked bars, one bar a query. Returns the axes."""
     shares, _ = _checked(weights, range(1, len(titles) + 1), labels)
     ax = figure()[1][0] if ax is None else ax
     below = np.zeros(len(titles))
-    for record, label in enumerate(labels):
-        ax.bar(titles, shares[:, record], bottom=below, label=label, width=0.6)
+    for record, (label, color) in enumerate(zip(labels, colors or [None] * len(labels), strict=True)):
+        ax.bar(titles, shares[:, record], bottom=below, label=label, width=0.6, color=color)
         below += shares[:, record]
     ax.set(ylabel="weight", ylim=(0, 1))
     return ax

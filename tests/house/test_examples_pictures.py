@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_examples import ELSEWHERE, EXAMPLES, ROOT, run
@@ -24,6 +26,25 @@ def test_it_shows_what_it_says(name: str, tmp_path: Path) -> None:
     assert "\n    assert " in example.read_text() or "\n        assert " in example.read_text()
     assert run(example, tmp_path, "mine.png")
     assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+
+
+CHANNELS = {"red": 0, "tomato": 0, "wooden": 0, "green": 1, "blue": 2, "water": 2}  # of a colour, the strongest
+
+
+def test_the_kitchen_is_drawn_in_the_colours_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    colors, plots = pytest.importorskip("matplotlib.colors"), pytest.importorskip("softdb.plots")
+    drawn = list[Any]()
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    runpy.run_path(str(ROOT / "examples" / "kitchen.py"))["main"]("kitchen.png")
+    (axes,) = drawn[0].axes
+    handles, labels = axes.get_legend().legend_handles, [text.get_text() for text in axes.get_legend().get_texts()]
+    shown = [(bars.get_label(), bar) for bars in axes.containers for bar in bars] + list(
+        zip(labels, handles, strict=True)
+    )
+    assert len({label for label, _ in shown}) == 8 == len({bar.get_facecolor() for _, bar in shown})
+    for label, bar in shown:
+        color = colors.to_rgb(bar.get_facecolor())
+        assert color.index(max(color)) == CHANNELS[label.split()[0]], label
 
 
 def test_each_is_short() -> None:
