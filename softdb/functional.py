@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softdb import check
 from softdb.attend import Columns, Request, nearest, stream
 from softdb.attend.blocks import scores_of
 from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.on_device import entries_on_device
 from softdb.attend.request import indifferent
-from softdb.check import attribute, flag, positive, shown
+from softdb.check import attribute, flag, shown
 from softdb.errors import BadInput
 from softdb.scores import ScaledDot, Score, ScoreFunction, query_width
 from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting
@@ -150,7 +151,7 @@ def attention(
     live = TakingPart.of(layout, mask, valid_len, is_causal, asked[0].device)
     queries, keys, values = layout.queries(asked[0]), layout.records(asked[1]), layout.records(asked[2])
     # it knows what a weighting makes of a score, whatever the shape of the queries
-    request = Request.of(queries, score, weights, positive(temperature, "temperature"))
+    request = Request.of(queries, score, weights, check.temperature(temperature))
     call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or full, live)
     streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
     if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:

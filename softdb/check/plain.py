@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attribute", "dense", "filled", "flag", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
+    "temperature",
 ]  # fmt: skip
 
 Batched = TypeVar("Batched", bound=Sized)
@@ -121,8 +122,13 @@ def number(
 
 def positive(value: object, name: str) -> float:
     """A finite number above zero."""
-    advice = f"{name} is a plain number; divide the queries by it"
-    return number(value, name, "a finite number above 0", lambda found: found > 0, advice)
+    return number(value, name, "a finite number above 0", lambda found: found > 0, "it is not trained; pass its item()")
+
+
+def temperature(value: object) -> float:
+    """The temperature of a soft query, a finite number above zero."""
+    advice = "it is a plain number; to train one give score=, an nn.Module that divides a score by its parameter"
+    return number(value, "temperature", "a finite number above 0", lambda found: found > 0, advice)
 
 
 def share(value: object, name: str) -> float:

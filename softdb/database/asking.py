@@ -182,7 +182,7 @@ class AskingVerbs(TextVerbs, SoftVerbs):
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         by = score_of(self._store.schema.metric) if score is None else score
-        temperature = check.positive(temperature, "temperature")
+        temperature = check.temperature(temperature)
 
         def asked() -> tuple[torch.Tensor, NDArray[np.bool_] | None, Stored]:
             tensor = self.as_queries(queries, query_width(by, self._store.schema.dim))

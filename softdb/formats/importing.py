@@ -54,7 +54,7 @@ def import_records(
             if rows.header is not None and rows.header.metric != db.metric:
                 raise BadInput(
                     f"{rows.place}: made for databases that compare by {rows.header.metric}, this one does by "
-                    f"{db.metric}; import it into one like it, or remove what the file says of its database"
+                    f"{db.metric}; import it into one that is opened with metric={rows.header.metric!r}"
                 )
             _require_same_encoder(db, rows)
             for count in _inserted(put, rows, on_error):

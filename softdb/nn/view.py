@@ -216,7 +216,7 @@ class View(Reindexed):
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
             asked = check.queries(queries, query_width(score, self.dim), None, taker)
-            request = Request.of(asked, score, None, check.positive(temperature, "temperature"), k=k)
+            request = Request.of(asked, score, None, check.temperature(temperature), k=k)
             folded = request.detached.folded
             served = k is not None and not exact and folded is not None and folded.metric is self.metric
             version = self._current(encoding) if served else None

@@ -75,9 +75,8 @@ def metric_of(score: Score | ScoreFunction) -> Metric:
     metric = attribute(score, "metric")
     if not isinstance(metric, Metric):
         raise BadInput(
-            f"the score {score!r} names no metric, so no index can find its nearest records; ask for the exact answer "
-            "over every record (leave out k), or give the score an attribute `metric`, a softdb.check.Metric that "
-            "ranks records as it does"
+            f"the score {score!r} names no metric, so no index can find its nearest records; give it an attribute "
+            "`metric`, a softdb.check.Metric that ranks records as it does"
         )
     return metric
 

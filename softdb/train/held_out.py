@@ -156,10 +156,12 @@ def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -
     enough = parts + 1
     if 0 < share < 1:
         enough = max(math.floor((parts - 0.5) / share) + 1, math.floor(0.5 / (1 - share)) + 1, enough)
+    ways = [f"give more pairs, such as {enough:,} that share none"]
+    ways += ["another holdout"] * (len(groups) > parts)
+    ways += ["patience None (--patience 0 on the command line)"] * (choose and len(groups) > 1)
     raise BadInput(
         f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {share:g} are "
-        f"held out: queries that share a positive stay together; give more pairs, such as {enough:,} that share "
-        "none, another holdout, or patience None (--patience 0 on the command line)"
+        f"held out: queries that share a positive stay together; {', or '.join(ways)}"
     )
 
 

@@ -128,7 +128,7 @@ READS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "temperature with gradient": (
         lambda db: db.attend(ONE, temperature=torch.ones((), requires_grad=True)),
         BadInput,
-        "divide the queries",
+        "to train one give score=",
     ),
     "mask shape": (
         lambda db: db.attend(ONE, mask=np.ones((1, 3), bool)),

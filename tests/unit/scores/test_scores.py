@@ -192,7 +192,7 @@ def test_metrics_and_scores_name_each_other() -> None:
 
 
 def test_no_index_finds_for_a_plain_callable() -> None:
-    with pytest.raises(BadInput, match=r"names no metric.*leave out k"):
+    with pytest.raises(BadInput, match=r"names no metric.*give it an attribute `metric`"):
         metric_of(lambda queries, keys: queries @ keys.mT)
 
 

@@ -1,0 +1,42 @@
+"""Every error that advises an argument, a call or a command has a test that does so, or a reason why none does."""
+
+from __future__ import annotations
+
+from advice import advising, followed
+
+ELSEWHERE = ("bench", "cluster", "explore", "gpu", "integrations", "mcp")  # advice that needs what is not there
+WITHOUT = {  # a part of the message: why no test of advice follows it
+    "a stored payload is not JSON": "a damaged catalogue; tests/trust follows verify()",
+    "which blocks that are encoded anew cannot add up": "no public call of a view takes other weights",
+    "the same command with --resume goes on from there": "tests/unit/cli/test_cli_import.py interrupts and goes on",
+    "is a cluster's table": "needs a cluster; tests/cluster makes the snapshot",
+    "is a Lance table, not one database's directory": "as before",
+    "this needs every record in one place": "as before",
+    "make the demo anew with": "needs a whole demo; tests/unit/cli/test_demo.py makes it anew",
+    "holds the demo database already": "as before",
+    "please report this with the output of softdb verify": "cannot be provoked",
+    "were deleted or replaced meanwhile; reload()": "a race with another writer; a memory's reload() is followed",
+    "result() was called by the build's own progress": "says why, and advises nothing",
+    "needs the GPU build of FAISS": "needs a device",
+    "its CUDA and the driver do not fit": "needs a device",
+    "state_dict() says of whose parameters these are": "says what was expected, and advises nothing",
+    "is not a checkpoint that softdb train wrote": "says what was expected",
+    "is not a projection that softdb train wrote": "says what was expected",
+}
+
+
+def test_the_advice_of_every_error_is_followed_by_a_test() -> None:
+    texts = followed()
+    lacking = {
+        place: message
+        for place, message in advising().items()
+        if place.split("/")[1] not in ELSEWHERE
+        and not any(text in message for text in texts)
+        and not any(part in message for part in WITHOUT)
+    }
+    assert not lacking
+
+
+def test_no_reason_outlives_its_message() -> None:
+    messages = list(advising().values())
+    assert [part for part in WITHOUT if not any(part in message for message in messages)] == []

@@ -1,0 +1,238 @@
+"""Who follows the advice of an error gets the answer: soft queries, temperatures, scores, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from advice import KEYS, QUERIES, VALUES, Steps, advice, filled
+from torch import Tensor, nn
+
+import softdb
+import softdb.train
+import softdb.weights
+from softdb import nn as soft
+from softdb import scores
+from softdb.check import Metric
+
+SCORES = {"dot": scores.Dot(), "cosine": scores.Cosine(), "l2": scores.NegativeL2()}
+
+
+# -- temperatures ------------------------------------------------------------------------------------------------------
+
+
+HEAT: Any = torch.tensor(0.5, requires_grad=True)
+
+
+class Tempered(nn.Module):
+    """A score divided by a temperature that is trained."""
+
+    def __init__(self, score: Any, temperature: float, metric: Metric | None = None) -> None:
+        super().__init__()
+        self.score, self.temperature, self.metric = score, nn.Parameter(torch.tensor(temperature)), metric
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        scored: Tensor = self.score(queries, keys) / self.temperature
+        return scored
+
+
+def expected(metric: str, temperature: Tensor) -> Tensor:
+    """The soft answers in float64."""
+    queries, keys = QUERIES.double(), torch.from_numpy(KEYS).double()
+    compared = {
+        "dot": queries @ keys.T,
+        "cosine": torch.nn.functional.normalize(queries) @ torch.nn.functional.normalize(keys).T,
+        "l2": -torch.cdist(queries, keys).square(),
+    }[metric]
+    return (compared / temperature).softmax(1) @ torch.from_numpy(VALUES).double()
+
+
+def require_gradient(metric: str, answer: Callable[[Tempered], Tensor]) -> None:
+    """A temperature of .7 in the score gives the value and the gradient of float64."""
+    score, reference = Tempered(SCORES[metric], 0.7, Metric(metric)), torch.tensor(0.7).double().requires_grad_()
+    found, right = answer(score), expected(metric, reference)
+    torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-5)
+    found.square().sum().backward()  # type: ignore[no-untyped-call]
+    right.square().sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(score.temperature.grad, reference.grad.float(), atol=1e-5, rtol=1e-4)  # type: ignore[union-attr]
+
+
+def attended(db: softdb.SoftDB, **words: Any) -> Callable[[Tempered], Tensor]:
+    return lambda score: db.attend(QUERIES, score=score, **words).output
+
+
+@advice("to train one give score=, an nn.Module that divides a score by its parameter")
+def test_a_temperature_is_trained_in_the_score(folder: Path) -> Steps:
+    with filled() as db:
+        yield lambda: db.attend(QUERIES, temperature=HEAT)
+    for metric in SCORES:
+        with filled(metric) as db:
+            require_gradient(metric, attended(db))
+            require_gradient(metric, attended(db, k=50))
+
+
+@advice("to train one give score=, an nn.Module that divides a score by its parameter")
+def test_a_temperature_over_tensors_is_trained_in_the_score(folder: Path) -> Steps:
+    keys, values = torch.from_numpy(KEYS), torch.from_numpy(VALUES)
+    yield lambda: softdb.attention(QUERIES, keys, values, temperature=HEAT)
+    for metric in SCORES:
+        require_gradient(metric, lambda score: softdb.attention(QUERIES, keys, values, score=score))
+
+
+@advice("to train one give score=, an nn.Module that divides a score by its parameter")
+def test_a_temperature_of_a_view_is_trained_in_the_score(folder: Path) -> Steps:
+    with filled("l2") as db:
+        view = soft.View(db, nn.Identity())
+        yield lambda: view.attend(QUERIES, temperature=HEAT)
+        require_gradient("l2", lambda score: view.attend(QUERIES, score=score).output)
+
+
+@advice("it is not trained; pass its item()")
+def test_a_temperature_of_a_memory_is_a_number(folder: Path) -> Steps:
+    with filled() as db:
+        yield lambda: soft.Memory(db, k=9, temperature=HEAT)
+        memory = soft.Memory(db, k=50, temperature=HEAT.item())
+        torch.testing.assert_close(
+            memory(QUERIES).output.double(), expected("dot", HEAT.double()), atol=1e-5, rtol=1e-5
+        )
+
+
+# -- soft queries ------------------------------------------------------------------------------------------------------
+
+
+@advice(
+    "ask a database for the k nearest (k=), which is made of plain torch operations, or leave out create_graph=True"
+)
+def test_second_derivatives_are_of_the_nearest(folder: Path) -> Steps:
+    def twice(**words: Any) -> Tensor:
+        queries = QUERIES.clone().requires_grad_()
+        output = db.attend(queries, **words).output.square().sum()
+        (first,) = torch.autograd.grad(output, queries, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), queries)
+        return second
+
+    with filled() as db:
+        yield lambda: twice()
+        queries = QUERIES.double().requires_grad_()
+        keys, values = torch.from_numpy(KEYS).double(), torch.from_numpy(VALUES).double()
+        output = ((queries @ keys.T).softmax(1) @ values).square().sum()
+        (first,) = torch.autograd.grad(output, queries, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), queries)
+        torch.testing.assert_close(twice(k=50).double(), second, atol=1e-3, rtol=1e-3)
+
+
+@advice("make the score an nn.Module, or detach them")
+def test_a_score_with_parameters_is_a_module(folder: Path) -> Steps:
+    weight = torch.eye(4, requires_grad=True)
+    with filled() as db:
+        yield lambda: db.attend(QUERIES, score=lambda queries, keys: queries @ weight @ keys.T)
+        module = scores.General(4, 4)
+        db.attend(QUERIES, score=module).output.sum().backward()  # type: ignore[no-untyped-call]
+        assert next(module.parameters()).grad is not None
+        detached = weight.detach()
+        answer = db.attend(QUERIES, score=lambda queries, keys: queries @ detached @ keys.T).output
+        torch.testing.assert_close(answer, db.attend(QUERIES).output)
+
+
+@advice("leave it at 1 and set the kernel's bandwidth, or use softmax")
+def test_normalised_weights_have_a_bandwidth(folder: Path) -> Steps:
+    with filled("l2") as db:
+        yield lambda: db.attend(QUERIES, score=scores.Gaussian(1.0), weights="normalised", temperature=2)
+        wide = db.attend(QUERIES, score=scores.Gaussian(2**0.5), weights="normalised").output
+        torch.testing.assert_close(wide, db.attend(QUERIES, temperature=4).output, atol=1e-5, rtol=1e-5)
+
+
+@advice("use softmax, or a score that is a kernel")
+def test_normalised_weights_are_of_kernels(folder: Path) -> Steps:
+    with filled() as db:
+        yield lambda: db.attend(QUERIES, score=lambda queries, keys: queries @ keys.T, weights="normalised")
+        assert (
+            db.attend(QUERIES, score=lambda queries, keys: queries @ keys.T, weights="softmax").output.isfinite().all()
+        )
+        assert db.attend(QUERIES, score=scores.Gaussian(1.0), weights="normalised").output.isfinite().all()
+
+
+@advice("leave it out for the exact answer, or give k")
+def test_no_estimate_of_sparse_weights(folder: Path) -> Steps:
+    with filled() as db:
+        yield lambda: db.attend(QUERIES, weights="sparsemax", rtol=0.1)
+        exact = db.attend(QUERIES, weights="sparsemax").output
+        torch.testing.assert_close(db.attend(QUERIES, weights="sparsemax", k=50).output, exact)
+
+
+@advice("give it an attribute `metric`, a softdb.check.Metric that ranks records as it does")
+def test_a_score_says_how_it_ranks(folder: Path) -> Steps:
+    yield lambda: scores.metric_of(Tempered(scores.Dot(), 1.0))
+    ranked = Tempered(scores.Dot(), 1.0, Metric.DOT)
+    assert scores.metric_of(ranked) is Metric.DOT
+    with filled() as db:
+        assert db.attend(QUERIES, score=ranked, k=5).hits.ids == db.search(QUERIES, 5).ids  # type: ignore[union-attr]
+
+
+@advice("ask with k=, or with need_weights=True")
+def test_a_heat_map_needs_weights(folder: Path) -> Steps:
+    plots = pytest.importorskip("softdb.plots")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    with filled() as db:
+        yield lambda: plots.attention_heatmap(None, db.attend(QUERIES))
+        for words in ({"k": 5}, {"need_weights": True}):
+            (image,) = plots.attention_heatmap(None, db.attend(QUERIES, **words)).get_images()
+            np.testing.assert_allclose(image.get_array().sum(1), 1, rtol=1e-5)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@advice("give learnable=True and train the score's log_bandwidth")
+def test_a_bandwidth_is_trained(folder: Path) -> Steps:
+    yield lambda: scores.Gaussian(torch.ones((), requires_grad=True))
+    with filled("l2") as db:
+        score = scores.Gaussian(1.0, learnable=True)
+        db.attend(QUERIES, score=score).output.sum().backward()  # type: ignore[no-untyped-call]
+        assert score.log_bandwidth is not None
+        assert score.log_bandwidth.grad is not None
+
+
+@advice("give query_dim=, key_dim= and hidden= for new ones, or")
+def test_an_additive_score_has_weights(folder: Path) -> Steps:
+    yield lambda: scores.Additive()
+    weights = torch.ones(8, 4), torch.ones(8, 4), torch.ones(8)
+    for score in (scores.Additive(query_dim=4, key_dim=4, hidden=8), scores.Additive(weights=weights)):
+        assert score(QUERIES, torch.from_numpy(KEYS)).shape == (3, 50)
+
+
+@advice("give query_dim= and key_dim= for new ones, or weights=(w_q (query_dim,), w_k (key_dim,))")
+def test_a_linear_additive_score_has_weights(folder: Path) -> Steps:
+    yield lambda: scores.LinearAdditive()
+    for score in (
+        scores.LinearAdditive(query_dim=4, key_dim=4),
+        scores.LinearAdditive(weights=torch.ones(2, 4).unbind()),
+    ):
+        assert score(QUERIES, torch.from_numpy(KEYS)).shape == (3, 50)
+
+
+@advice("got both widths and weights=; the weights have their widths, give one")
+def test_an_additive_score_takes_one_of_both(folder: Path) -> Steps:
+    yield lambda: scores.LinearAdditive(query_dim=4, key_dim=4, weights=torch.ones(2, 4).unbind())
+    assert scores.LinearAdditive(weights=torch.ones(2, 4).unbind())(QUERIES, torch.from_numpy(KEYS)).shape == (3, 50)
+
+
+class Halves:
+    """A weighting that is none of softdb's."""
+
+    name, sparse = "halves", False
+
+    def weigh(self, scored: Tensor, temperature: float, live: Tensor) -> Any:
+        return softdb.weights.Softmax().weigh(scored, temperature, live)
+
+
+@advice("needs all scores at once, which no exact query holds; pass k=, or use one of softdb.weights")
+def test_a_weighting_of_ones_own_weighs_the_nearest(folder: Path) -> Steps:
+    with filled() as db:
+        yield lambda: db.attend(QUERIES, weights=Halves())
+        exact = db.attend(QUERIES, weights=softdb.weights.Softmax()).output
+        torch.testing.assert_close(db.attend(QUERIES, weights=Halves(), k=50).output, exact)
