@@ -296,7 +296,7 @@ def test_zeros_of_either_sign_are_one_query() -> None:
 
 
 def test_too_few_pairs_are_told_how_many_would_do() -> None:
-    with pytest.raises(BadInput, match=r"such as 8 that share none, .* \(--patience 0 on the command line\)"):
+    with pytest.raises(BadInput, match=r"such as 8 that share none$"):
         split(torch.ones(1, 2), [["a"]], 0.2, True, 0)
     queries = torch.arange(8.0)[:, None]
     positives: list[list[Id]] = [[name] for name in "abcdefgh"]
