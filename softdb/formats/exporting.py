@@ -89,7 +89,7 @@ def export_records(
     try:
         _write(export, path, suffix)
     except OSError as error:
-        raise WriteFailed(f"{path} cannot be written ({error}), and nothing has changed; choose another place") from error
+        raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed, choose another place") from error
     return done
 
 

@@ -33,9 +33,9 @@ class Watched(Pages):
         self.__dict__["at"] = number
         return super()._open(number, data, table)
 
-    def _cell(self, data: bytes, at: Spot, table: bool) -> Cell:
+    def _cell(self, data: bytes, at: Spot, table: bool, most: int | None = None) -> Cell:
         self.__dict__["beyond"] = {self.__dict__["at"]}
-        return super()._cell(data, at, table)
+        return super()._cell(data, at, table, most)
 
 
 def pages_of(world: World) -> dict[Id, set[int]]:
