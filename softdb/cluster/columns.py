@@ -1,4 +1,4 @@
-"""Columns of a cluster's table: from numbers, and back within bounds; and the files that they are in."""
+"""Columns of a cluster's table: from numbers, and back within bounds; what has changed in them, and their files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softdb.check import Id
+from softdb.errors import BadInput
 from softdb.formats.tables import needed
 
-__all__ = ["LARGEST", "bounded", "column", "literal", "occupied", "written_since"]
+__all__ = ["LARGEST", "bounded", "column", "literal", "occupied", "require_columns", "tracked", "written_since"]
 
 LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
+_TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta follows
 
 
 def column(values: Any, kind: Any, there: Any = None) -> Any:
@@ -48,6 +50,45 @@ def written_since(dataset: Any, version: int, columns: list[str] | None) -> tupl
     conditions = f"{touched} AND NOT {new}", new
     updated, inserted = (dataset.scanner([*columns, "_rowid"], filter=one) for one in conditions)
     return updated.to_reader(), inserted.to_reader()
+
+
+def tracked(dataset: Any, version: int) -> bool:
+    """Whether Lance's delta tells all that the transaction of a version has changed.
+
+    It does not for restored versions, nor for columns that were rewritten, replaced, dropped or renamed. What only adds
+    files, as `softdb.cluster.appending` and added columns do, is a merge of fragments.
+    """
+    transaction = dataset.read_transaction(version)
+    operation: Any = None if transaction is None else transaction.operation
+    kind = type(operation).__name__
+    if kind in _TRACKED:
+        return True
+    before, after = (dataset.checkout_version(number) for number in (version - 1, version))
+    files = {part.fragment_id: part.metadata.files for part in after.get_fragments()}
+    if kind == "Update":
+        parts = {part.id for part in operation.updated_fragments}
+        same = (
+            files[part.fragment_id] == part.metadata.files
+            for part in before.get_fragments()
+            if part.fragment_id in parts
+        )
+        return not operation.fields_modified and all(same)
+    if kind not in ("Merge", "BaseOperation"):  # the latter reserves numbers of fragments
+        return False
+    fields = after.lance_schema.fields()
+    kept = (file in files.get(part.fragment_id, ()) for part in before.get_fragments() for file in part.metadata.files)
+    return all(field in fields for field in before.lance_schema.fields()) and all(kept)
+
+
+def require_columns(dataset: Any, names: list[str], widths: dict[str | None, int | None]) -> None:
+    """Raise BadInput naming the first column that records need and that is gone, or of another width."""
+    for name in names:
+        if name not in dataset.schema.names:
+            raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version that has it")
+        width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)
+        if width is not None and size not in (None, width):
+            wider = f"column {name!r} is {size} wide, but the records' are {width}"
+            raise BadInput(f"{dataset.uri}: {wider}; mend it, or restore() a version before")
 
 
 def literal(one: Id) -> str:

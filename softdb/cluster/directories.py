@@ -7,15 +7,17 @@ import json
 import logging
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from softdb import opening
+from softdb.check import Id
 from softdb.cluster.gate import Gate
+from softdb.cluster.own_rows import parts_of
 from softdb.cluster.placement import MOST, shard_of
 from softdb.cluster.shard import VERSION_BITS
 from softdb.cluster.truth import Truth
@@ -51,6 +53,7 @@ class TakenFrom:
     identity: str  # of that version
     making: int  # a number of its own: rows are numbered otherwise in another directory, even at the same version
     rows: int | None = None  # how many rows of the table it has seen; None: all
+    left_out: list[tuple[Id | None, str]] = field(default_factory=list)  # rows that are no records, and why
 
     @property
     def text(self) -> str:
@@ -74,7 +77,8 @@ class Directories:
         self.gates = {shard: Gate() for shard in self.mine}
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.mine, 0)
-        self._origins: dict[int, TakenFrom | None] = {}
+        self._origins: dict[int, tuple[SoftDB, int, TakenFrom | None]] = {}  # as of a generation
+        self._unfit: dict[int, Callable[[int], None]] = {}  # shards that a write has failed in, and what mends each
         try:
             files.make_directory(folder)
         except OSError as error:
@@ -86,14 +90,29 @@ class Directories:
             self.close()
             raise
 
+    def origin(self, shard: int) -> TakenFrom | None:
+        """What a shard's directory says that it holds; None where that is nothing of this table.
+
+        It is read again for every generation: a flush that fails takes records and version back together.
+        """
+        db, seen = self.databases[shard], self._origins.get(shard)
+        if seen is None or seen[0] is not db or seen[1] != db.generation:
+            generation, noted = db.generation, None
+            with contextlib.suppress(CorruptionError):
+                noted = TakenFrom.of(db.taken_from)
+            ours = noted is not None and self._ours(noted, shard, self.truth.shards)
+            seen = self._origins[shard] = db, generation, noted if ours else None
+        return seen[2]
+
     def version(self, shard: int) -> int:
-        """The version that a shard is at; -1 while it is being made."""
-        origin = self._origins.get(shard)
+        """The version that a shard is at; -1 while it is being made, or is to be mended."""
+        origin = None if shard in self._unfit else self.origin(shard)
         return -1 if origin is None or origin.rows is not None else origin.version
 
     def tagged(self, shard: int) -> int:
         """The version, with the directory's own number in the high bits: what rows of a shard are valid for."""
-        origin, version = self._origins.get(shard), self.version(shard)
+        version = self.version(shard)
+        origin = None if version < 0 else self.origin(shard)
         return -1 if origin is None or version < 0 else origin.making << VERSION_BITS | version
 
     def path(self, shard: int, shards: int | None = None) -> Path:
@@ -128,17 +147,21 @@ class Directories:
         if not self.path(shard).exists():
             self._split(shard)
         try:
-            db = self._opened(self.path(shard))
+            self.databases[shard] = self._opened(self.path(shard))
         except _UNUSABLE as error:
             _log.warning("shard %s is made anew: %s", shard, error)
             require_ours(self.path(shard))
             remove_database(self.path(shard))
-            db = self._opened(self.path(shard))
-        origin = TakenFrom.of(db.taken_from)
-        self.databases[shard], self._origins[shard] = db, origin
+            self.databases[shard] = self._opened(self.path(shard))
+        origin = self.origin(shard)
         self._making[shard] = secrets.randbits(20) if origin is None else origin.making
-        if origin is not None and not self._ours(origin, shard, self.truth.shards):
-            self._anew(shard)
+
+    def _reopen(self, shard: int) -> None:
+        """Open a directory again whose handle takes no more writes: it is at the version that came to disk last."""
+        with self.gates[shard].closed():
+            with contextlib.suppress(SoftDBError):
+                self.databases[shard].close()
+            self._open(shard)
 
     def _opened(self, path: Path) -> SoftDB:
         db = opening.open(path, durability="relaxed", **self.truth.described)
@@ -160,7 +183,7 @@ class Directories:
                 self.databases[shard].close()
             remove_database(self.path(shard))
             self.databases[shard] = self._opened(self.path(shard))
-            self._origins[shard], self._making[shard] = None, secrets.randbits(20)
+            self._making[shard] = secrets.randbits(20)
 
     def _tidy(self) -> None:
         """Remove directories of fewer shards than the table has by now, unless somebody has them open."""
@@ -216,7 +239,8 @@ class Directories:
                     db.delete(leaving)
             db.compact()
             place, making = [shard, 2 * half], secrets.randbits(20)
-            db.apply([], [], replace(origin, place=place, making=making).text)
+            left_out = [row for row in origin.left_out if parts_of([row[0]], 2 * half)[0] == shard]
+            db.apply([], [], replace(origin, place=place, making=making, left_out=left_out).text)
         return True
 
 

@@ -3,7 +3,8 @@
 Guarantee: the version that a directory is at is committed in the same transaction as its records, so a kill at any
 moment leaves it at one version or the other. One that is being made says how many rows of the table it has seen, and is
 made on from there. One that is lost, damaged, or of another table is made anew. What reads a shard never sees a version
-in part: bringing it on waits for the answers that are being worked out, and they for it.
+in part: bringing it on waits for the answers that are being worked out, and they for it. A row that cannot be stored is
+left out, and its id noted with the version.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from numpy.typing import NDArray
 
 from softdb.check import Id, shown
 from softdb.cluster.directories import Directories, TakenFrom
-from softdb.cluster.own_rows import windows
-from softdb.cluster.placement import shard_of
+from softdb.cluster.own_rows import is_id, parts_of, windows
+from softdb.cluster.shard import Holds, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
@@ -30,16 +31,41 @@ from softdb.formats.rows import Rows as Read
 from softdb.index.choose import Progress
 from softdb.store import Batch
 
-__all__ = ["Hydrated"]
+__all__ = ["Hydrated", "storable"]
 
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # of rows that are taken in at once
+MOST_LEFT_OUT = 1000  # rows of a shard that may be no records; more, and the column is at fault
 
 Rows = NDArray[np.int64]
 
 
 def _batch(db: SoftDB, found: Read) -> Batch:
     return db.batch(found.ids, found.keys, found.values, found.payloads, found.texts, lambda *_: None)
+
+
+def storable(db: SoftDB, records: Read, left_out: list[LeftOut]) -> list[Batch]:
+    """Records as a database stores them, in parts around those that it refuses, which join `left_out`."""
+    try:
+        return [_batch(db, records)]
+    except DuplicateId:
+        return storable(db, _once(db, records, set(records.ids), left_out), left_out)
+    except BadInput as error:
+        if len(records) < 2:
+            left_out += [LeftOut(id, str(error.args[0])) for id in records.ids]
+            return []
+        places, half = [*range(len(records))], len(records) // 2
+        parts = places[:half], places[half:]
+        return [batch for part in parts for batch in storable(db, records.some(part), left_out)]
+
+
+def _once(db: SoftDB, records: Read, removed: set[Id], left_out: list[LeftOut]) -> Read:
+    """The first of the rows of each id, and none of an id that is stored and not removed; the others are left out."""
+    stored, first = db.stored(records.ids), dict[Id, int]()
+    for i, id in enumerate(records.ids):
+        if (stored[i] and id not in removed) or first.setdefault(id, i) != i:
+            left_out.append(LeftOut(id, "the id comes twice; keep one of the rows"))
+    return records.some([*first.values()])
 
 
 class _RowsTold:
@@ -73,8 +99,8 @@ class Hydrated(Directories):
         `say` is told, while this lasts, how many rows of the table were passed over for shards that are made, and of
         how many.
 
-        Raises DatabaseLocked where another process has the folder; BadInput, naming the row, where the table holds what
-        is no record; StaleRead where the version was cleaned up.
+        Raises DatabaseLocked where another process has the folder; BadInput, naming the column, where the table holds
+        what are no records; StaleRead where the version was cleaned up.
         """
         super().__init__(truth, folder, mine)
         self._moving, self._say = threading.Lock(), say
@@ -95,32 +121,47 @@ class Hydrated(Directories):
     # -- following -------------------------------------------------------------------------------------------------
 
     def follow(self, version: int) -> None:
-        """Bring every shard to a version, in parallel; those that are beyond it stay. Raises StaleRead, BadInput."""
+        """Bring every shard to a version, in parallel; those that are beyond it stay.
+
+        A shard whose disk refused, or that is damaged, is mended and brought on once more.
+
+        Raises StaleRead, BadInput, WriteFailed, CorruptionError.
+        """
         with self._moving, ThreadPoolExecutor(max(1, len(self.mine))) as pool:
-            if all(self.version(shard) >= version for shard in self.mine):
-                return
-            dataset = self.truth.at(version)
-            self._go_on(pool)
-            for since in {self.version(shard) for shard in self.mine}:
-                shards = [shard for shard in self.mine if self.version(shard) == since]
-                if since < version:
-                    self._catch_up(pool, shards, since, dataset)
+            try:
+                self._follow(pool, version)
+            except (WriteFailed, CorruptionError) as error:
+                _log.warning("shards %s are mended: %s", [*self._unfit], error)
+                self._follow(pool, version)
+
+    def _follow(self, pool: ThreadPoolExecutor, version: int) -> None:
+        for shard, mend in list(self._unfit.items()):
+            mend(shard)
+            del self._unfit[shard]
+        if all(self.version(shard) >= version for shard in self.mine):
+            return
+        dataset = self.truth.at(version)
+        self._go_on(pool)
+        for since in {self.version(shard) for shard in self.mine}:
+            shards = [shard for shard in self.mine if self.version(shard) == since]
+            if since < version:
+                self._catch_up(pool, shards, since, dataset)
 
     def remake(self, shard: int) -> None:
-        """Make a damaged shard anew, at the version that it was at, or where that is gone, at the newest."""
+        """Make a shard anew, at the version that it was at, or where that is gone, at the newest."""
         with self._moving, ThreadPoolExecutor(1) as pool:
             was = self.version(shard)
             try:
                 dataset = self.truth.now() if was < 0 else self.truth.at(was)
             except StaleRead:
                 dataset = self.truth.now()
-            self._anew(shard)
-            self._fill(pool, [shard], dataset)
+            self._make(pool, [shard], dataset)
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
         """Finish what was being made, if its version is there."""
         begun: dict[int, list[int]] = {}
-        for shard, origin in self._origins.items():
+        for shard in self.mine:
+            origin = self.origin(shard)
             if origin is not None and origin.rows is not None:
                 begun.setdefault(origin.version, []).append(shard)
         for version, shards in begun.items():
@@ -129,7 +170,7 @@ class Hydrated(Directories):
                 if dataset is not None:
                     self._fill(pool, shards, dataset)
                     continue
-            except (BadInput, DuplicateId) as error:  # of a version that may be mended since
+            except BadInput as error:  # of a version that may be mended since
                 _log.warning("shards %s are made anew: %s", shards, error)
             for shard in shards:
                 self._anew(shard)
@@ -141,7 +182,7 @@ class Hydrated(Directories):
         except StaleRead:
             return None
         identity = self.truth.identity(dataset)
-        origins = [self._origins[shard] for shard in shards]
+        origins = [self.origin(shard) for shard in shards]
         return dataset if all(one is not None and one.identity == identity for one in origins) else None
 
     def _catch_up(self, pool: ThreadPoolExecutor, shards: list[int], since: int, dataset: Any) -> None:
@@ -149,19 +190,31 @@ class Hydrated(Directories):
         same = since >= 0 and self._same(shards, since) is not None
         changes = self.truth.changes(since, dataset) if same else None
         if changes is None:
-            for shard in shards:
-                self._anew(shard)
-            self._fill(pool, shards, dataset)
+            self._make(pool, shards, dataset)
             return
         origin, removed = self._origin(dataset), self._parts(changes.removed)
         added = self._parts(changes.added[self.truth.fields.id].to_pylist())
+        gone = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
+        unclear = [shard for shard in shards if self._unclear(shard, gone[shard])]
 
         def apply(shard: int) -> None:
-            gone = [changes.removed[i] for i in np.flatnonzero(removed == shard)]
-            rows = changes.added.take(np.flatnonzero(added == shard))
-            self._apply(shard, gone, rows, origin)
+            self._apply(shard, gone[shard], changes.added.take(np.flatnonzero(added == shard)), origin)
 
-        list(pool.map(apply, shards))
+        list(pool.map(apply, set(shards) - set(unclear)))
+        self._make(pool, unclear, dataset)
+
+    def _unclear(self, shard: int, removed: list[Id]) -> bool:
+        """Whether one of several rows of an id has gone: which of them was stored, the table says."""
+        origin = self.origin(shard)
+        ids = {id for id, _ in origin.left_out} & set(removed) if origin is not None and origin.left_out else set()
+        return not all(map(is_id, ids)) or bool(ids and self.databases[shard].stored([*filter(is_id, ids)]).any())
+
+    def _make(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
+        """Make shards anew."""
+        for shard in shards:
+            self._anew(shard)
+        if shards:
+            self._fill(pool, shards, dataset)
 
     def _fill(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
         """Take in the rows of these shards that are still missing."""
@@ -184,7 +237,7 @@ class Hydrated(Directories):
         for low in range(0, len(places), size):
             some = places[low : low + size]
             at = replace(origin, rows=int(some[-1]) + 1)
-            self._apply(shard, [], self.truth.taken(dataset, some), at, some)
+            self._apply(shard, [], self.truth.taken(dataset, some), at)
             self._rows.add(len(some))
 
     def _scan(
@@ -198,45 +251,55 @@ class Hydrated(Directories):
             def apply(shard: int) -> None:
                 some = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
                 if len(some):
-                    self._apply(shard, [], batch.take(some - low), replace(origin, rows=at), some)  # noqa: B023
+                    self._apply(shard, [], batch.take(some - low), replace(origin, rows=at))  # noqa: B023
                     self._rows.add(len(some))
 
             list(pool.map(apply, own))
 
-    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom, places: Rows | None = None) -> None:
-        """One transaction, in which the version moves on with the records; `places` (n,): of the rows in the table."""
-        db = self.databases[shard]
+    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom) -> None:
+        """One transaction, in which the version moves on with the records, and with the rows that are none."""
+        db, before, gone = self.databases[shard], self.origin(shard), set(removed)
+        left_out = [LeftOut(*row) for row in before.left_out if row[0] not in gone] if before is not None else []
+        known = len(left_out)
+        records = None if rows is None else self.truth.rows(rows, left_out)
+        read = len(left_out)
+        batches = [] if records is None else storable(db, records, left_out)
         origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
-        found = None if rows is None else self.truth.rows(rows, places)
-        batches = []
-        if found is not None:
-            batches = [self._checked(db, found, places)]
         with self.gates[shard].closed():
             try:
-                db.apply(removed, batches, origin.text)
-            except (WriteFailed, CorruptionError):
-                self._origins[shard] = None
-                raise
-            self._origins[shard] = origin
-
-    def _checked(self, db: SoftDB, found: Read, places: Rows | None) -> Batch:
-        """Rows as records. Raises BadInput naming the first that is none."""
-        try:
-            return _batch(db, found)
-        except BadInput:
-            for i, name in enumerate(found.ids):
                 try:
-                    _batch(db, found.some([i]))
-                except BadInput as error:
-                    where = f"id {shown(name)}" if places is None else f"row {places[i]}, id {shown(name)}"
-                    raise BadInput(f"{Path(self.truth.url).name} {where}: {error.args[0]}") from None
-            raise
+                    db.apply(removed, batches, self._noted(origin, left_out))
+                except DuplicateId:
+                    assert records is not None
+                    del left_out[read:]
+                    batches = storable(db, _once(db, records, gone, left_out), left_out)
+                    db.apply(removed, batches, self._noted(origin, left_out))
+            except (WriteFailed, CorruptionError) as error:
+                self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
+                raise
+        for id, reason in left_out[known:]:
+            _log.warning("%s: the row of id %s is left out: %s", self.truth.url, shown(id), reason)
+
+    def _noted(self, origin: TakenFrom, left_out: list[LeftOut]) -> str:
+        """What a directory notes. Raises BadInput where too many rows are no records."""
+        if len(left_out) > MOST_LEFT_OUT:
+            id, reason = left_out[-1]
+            several = f"more than {MOST_LEFT_OUT} rows of a shard are no records"
+            raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; mend or delete them")
+        return replace(origin, left_out=[(id, reason) for id, reason in left_out]).text
+
+    def holds(self, shard: int) -> Holds | None:
+        """The records of a shard that is at a version, and the rows that it leaves out."""
+        origin = None if self.version(shard) < 0 else self.origin(shard)
+        if origin is None:
+            return None
+        return Holds(len(self.databases[shard]), tuple(LeftOut(*row) for row in origin.left_out), origin.identity)
 
     def _parts(self, ids: list[Id]) -> Any:
-        return shard_of(ids, self.truth.shards)
+        return parts_of(ids, self.truth.shards)
 
     def _seen(self, shard: int) -> int:
-        origin = self._origins[shard]
+        origin = self.origin(shard)
         return 0 if origin is None or origin.rows is None else origin.rows
 
     def _batch_size(self) -> int:

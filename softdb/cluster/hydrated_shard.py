@@ -25,6 +25,8 @@ class HydratedShard:
         """As `Shard.answer`."""
         if isinstance(ask, Refresh):
             version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
+            if ask.anew:
+                self.hydrated.remake(self.shard)
             self.hydrated.follow(version)
             ask = Describe(NEWEST)
         elif not isinstance(ask, Describe) and 0 <= self.hydrated.version(self.shard) < of_records(ask.version):
@@ -32,6 +34,8 @@ class HydratedShard:
         return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
 
     def _answered(self, ask: Message) -> Any:
+        if self.hydrated.databases[self.shard].closed:
+            raise StaleRead(f"shard {self.shard} could not be opened again after a write had failed; refresh()")
         own = self.hydrated.tagged(self.shard)
         if not isinstance(ask, Describe) and not ask.fits(own):
             mine, asked = of_records(own), of_records(ask.version)
@@ -43,7 +47,8 @@ class HydratedShard:
         if self._asked is None or self._asked.db is not db:
             tagged, shards = self.hydrated.tagged, self.hydrated.truth.shards
             self._asked = DatabaseShard(db, self.shard, shards, lambda: tagged(self.shard))
-        return self._asked.answer(ask)
+        reply = self._asked.answer(ask)
+        return reply._replace(holds=self.hydrated.holds(self.shard)) if isinstance(ask, Describe) else reply
 
 
 class Here(Local):

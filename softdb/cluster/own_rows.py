@@ -9,17 +9,16 @@ side.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from softdb.check import Id
 from softdb.cluster.placement import shard_of
 from softdb.cluster.truth import Truth
-from softdb.errors import BadInput
-from softdb.formats.tables import needed
 
-__all__ = ["RowWindow", "windows"]
+__all__ = ["RowWindow", "is_id", "parts_of", "windows"]
 
 WINDOW = 1 << 20  # rows whose shards are held at once
 REQUEST = {True: 1 << 14, False: 1 << 20}  # bytes that could be read while a request is waited for; True: in a folder
@@ -51,17 +50,22 @@ class RowWindow(NamedTuple):
         return read < len(self.parts) * width / 2  # for what is read in passing needs no copying
 
 
+def parts_of(ids: list[Any], shards: int) -> Rows:
+    """The shard (n,) of each id; what is no id goes with the id 0, so that one shard reports it."""
+    return shard_of([one if is_id(one) else 0 for one in ids], shards)
+
+
+def is_id(one: Any) -> TypeGuard[Id]:
+    """Whether a record can have this id: a text, or a whole number of 64 bits."""
+    return isinstance(one, str) or (isinstance(one, int) and -(1 << 63) <= one < 1 << 63)
+
+
 def windows(truth: Truth, dataset: Any, after: int) -> Iterator[RowWindow]:
-    """All rows from a place on, window by window, by their ids alone. Raises BadInput naming a row without an id."""
+    """All rows from a place on, window by window, by their ids alone."""
     name, whole = str(truth.fields.id), dataset.count_rows()
-    pa = needed("pyarrow", "cluster", "a cluster")
     for low in range(after, whole, WINDOW):
         batches = dataset.scanner([name], offset=low or None, limit=WINDOW, batch_size=BATCH, scan_in_order=True)
         parts = list[Rows]()
         for batch in batches.to_batches():
-            ids = batch.column(0)
-            if ids.null_count:
-                row = low + sum(map(len, parts)) + pa.compute.index(ids.is_null(), True).as_py()
-                raise BadInput(f"{truth.url}: column {name!r} is null in row {row}")
-            parts.append(shard_of(ids.to_pylist(), truth.shards))
+            parts.append(parts_of(batch.column(0).to_pylist(), truth.shards))
         yield RowWindow(low, np.concatenate(parts))

@@ -39,6 +39,8 @@ __all__ = [
     "Gather",
     "GatheredRows",
     "Gradient",
+    "Holds",
+    "LeftOut",
     "Locate",
     "Message",
     "Nearest",
@@ -114,6 +116,8 @@ class Describe(Message):
 @dataclass(frozen=True)
 class Refresh(Message):
     """Go on to that version, or to NEWEST, as the truth has it -> `Description`."""
+
+    anew: bool = False  # make the shard from the truth again, whatever it holds
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,21 @@ class Explain(Message):
     k: int
 
 
+class LeftOut(NamedTuple):
+    """A row of the table that cannot be stored as a record."""
+
+    id: Id | None
+    reason: str
+
+
+class Holds(NamedTuple):
+    """Parts of a table in a shard."""
+
+    records: int
+    left_out: tuple[LeftOut, ...]
+    identity: str  # of the table's version
+
+
 class Description(NamedTuple):
     """What a shard is."""
 
@@ -264,6 +283,7 @@ class Description(NamedTuple):
     value_size: float  # root mean square of ‖v‖
     finder: str | None  # the kind of its index
     encoder: str | None  # the name of what made the keys
+    holds: Holds | None = None  # of a table; None: the shard is its own truth
 
 
 class Passed(NamedTuple):

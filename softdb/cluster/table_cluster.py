@@ -18,11 +18,12 @@ from softdb.cluster.caller import Caller
 from softdb.cluster.columns import occupied
 from softdb.cluster.copying import copied, of_table
 from softdb.cluster.handle import Cluster
+from softdb.cluster.invariant import is_kept, verified
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.database.embedding import telling
 from softdb.database.handle import verb
-from softdb.errors import BadInput, ReadOnly, SoftDBError, StaleRead
+from softdb.errors import BadInput, Closed, CorruptionError, ReadOnly, ShardUnavailable, SoftDBError, StaleRead
 from softdb.index.choose import Progress
 from softdb.reports import CompactReport, SnapshotReport, Stats
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
@@ -123,22 +124,52 @@ class TableCluster(Cluster):
             self._take(caller)
         return self.version
 
+    @property
+    def left_out(self) -> tuple[say.LeftOut, ...]:
+        """Rows of the table that no record can be made of, each by its id and the reason; other programs wrote them.
+
+        They take part in no answer. `upsert` or `delete` mends them; where an id comes twice, delete one of its rows.
+        """
+        return tuple(
+            row for _, shard in sorted(self.caller.known.items()) if shard.holds for row in shard.holds.left_out
+        )
+
+    @verb
+    def verify(self) -> int:
+        """Compare every record of every shard with the table, and return how many there are.
+
+        It is of the version that this handle sees. Cost: one pass over the table, and over the records.
+
+        Raises CorruptionError naming shard and id of what differs, is missing, or is left out; shards that differ are
+        made anew from the table.
+        """
+        with self._moving:
+            return verified(self, self.table, self.version, self.left_out)
+
     def _go_on(self, caller: Caller) -> None:
-        """Bring shards to the newest version."""
+        """Bring shards to the newest version, and make them anew where they break `softdb.cluster.invariant`."""
+        table, anew = self.table.with_shards(caller.shards), False
         for _ in range(_TRIES):
-            newest = self.table.newest()
+            newest = table.newest()
             if newest < self.version:
                 raise StaleRead(f"another table has taken the place of {self.url}; open it again")
-            caller.look(lambda _: say.Refresh(newest))  # noqa: B023
-            if len(set(map(_version, caller.known.values()))) == 1:  # else another handle refreshes, too
+            caller.look(lambda _: say.Refresh(newest, anew))  # noqa: B023
+            if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
+                continue
+            if is_kept(table, caller.known):
                 return
+            if anew:
+                raise CorruptionError(
+                    f"the shards hold other records than {self.url}, made anew, too; verify() names them"
+                )
+            anew = True
         raise StaleRead(f"the shards went on {_TRIES} times while they were looked at; refresh() again")
 
     def taken_over(self) -> bool:
         """Whether every shard is still at the version that this handle sees; then it asks those that are there now."""
         before = self.version
         found = self.caller.described(lambda _: say.Refresh(before))
-        if {_version(one) for one in found.values()} != {before}:
+        if {_version(one) for one in found.values()} != {before} or not is_kept(self.table, found):
             return False
         self.caller.known = self.caller.known | found
         return True
@@ -312,11 +343,12 @@ class TableCluster(Cluster):
         """Bring the shards on. What fails now has been written all the same, and the error says so."""
         try:
             self.refresh()
-        except BadInput:
-            raise
         except SoftDBError as error:
-            error.args = (f"it is written and safe, but not yet seen here: {error.args[0]}", *error.args[1:])
-            raise
+            message = f"it is written and safe, but not yet seen here: {error.args[0]}"
+            if isinstance(error, Closed | ShardUnavailable | StaleRead):
+                error.args = (message, *error.args[1:])
+                raise
+            raise StaleRead(message) from error  # of another type it would tell of a write that was refused
 
 
 def _version(one: say.Description) -> int:

@@ -22,7 +22,8 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
-from softdb.cluster.columns import bounded, column, literal, written_since
+from softdb.cluster.columns import bounded, column, literal, require_columns, tracked, written_since
+from softdb.cluster.shard import LeftOut
 from softdb.cluster.synced import Synced
 from softdb.errors import (
     BadInput,
@@ -99,10 +100,14 @@ class Truth:
     # -- versions --------------------------------------------------------------------------------------------------
 
     def now(self) -> Any:
-        """The dataset as of now. Raises NotADatabase."""
+        """The dataset as of now. Raises NotADatabase; BadInput naming a column that is gone or of another width."""
         if self._opened is None:
             self._opened = dataset_at(self.url, self.options)
-        return _as_asked(self.url, lambda: self._opened.checkout_version(self._opened.latest_version))
+        dataset = _as_asked(self.url, lambda: self._opened.checkout_version(self._opened.latest_version))
+        own = ("text", "payload") if self.own else self.payload or ()
+        names = [name for name in (self.fields.id, self.fields.key, self.fields.value, *own) if name is not None]
+        require_columns(dataset, names, {self.fields.key: self.schema.dim, self.fields.value: self.schema.value_dim})
+        return dataset
 
     def at(self, version: int) -> Any:
         """The dataset at a version. Raises StaleRead where it was cleaned up."""
@@ -126,10 +131,10 @@ class Truth:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def rows(self, batch: Any, places: Any = None) -> Rows | None:
+    def rows(self, batch: Any, left_out: list[LeftOut] | None = None) -> Rows | None:
         """Rows (a record batch or table) as records; None of none.
 
-        Raises BadInput naming the first that cannot be one, by its place in the table where `places` (n,) say it.
+        Those that cannot be records join `left_out`; without it, raises BadInput naming the first.
         """
         pa = _arrow()
         table = pa.table(batch) if isinstance(batch, pa.RecordBatch) else batch
@@ -139,9 +144,11 @@ class Truth:
         name, wrong = Path(self.url).name, list[str]()
         found = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches()))
         rows = next(read_table(found, self.fields, len(table), lambda error: wrong.append(error.args[0])), None)
-        if wrong:
-            row, told = re.fullmatch(rf"{re.escape(name)} row (\d+): (.*)", wrong[0], re.DOTALL).groups()  # type: ignore[union-attr]
-            raise BadInput(f"{name} row {row if places is None else places[int(row)]}: {told}")
+        if wrong and left_out is None:
+            raise BadInput(wrong[0])
+        for message in wrong:
+            row, reason = re.fullmatch(rf"{re.escape(name)} row (\d+): (.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+            left_out += [LeftOut(table[self.fields.id][int(row)].as_py(), reason)]  # type: ignore[operator]
         return rows
 
     @property
@@ -164,6 +171,8 @@ class Truth:
         if not dataset.has_stable_row_ids:
             return None
         try:
+            if not all(tracked(dataset, version) for version in range(since + 1, dataset.version + 1)):
+                return None
             delta = dataset.delta(compared_against=since)
             gone = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
             updated, inserted = map(bounded, written_since(dataset, since, self.columns(dataset)))
@@ -257,11 +266,15 @@ class Truth:
         columns = {
             "id": self._ids(batch.ids),
             "key": column(batch.keys, made.field("key").type, there),
-            "text": pa.array(batch.texts or [None] * n, pa.string()),
-            "payload": pa.array(batch.payloads, pa.string()),
+            "text": pa.array(batch.texts or [None] * n, made.field("text").type),
+            "payload": pa.array(batch.payloads, made.field("payload").type),
         }
         if batch.values is not None:
             columns["value"] = column(batch.values, made.field("value").type, there)
+        for other in (made.field(name) for name in made.names if name not in columns):  # of another program
+            if not other.nullable:
+                raise BadInput(f"column {other.name!r} of {self.url} must not be null, and softdb has none; drop it")
+            columns[other.name] = pa.nulls(n, other.type)
         return pa.table([columns[name] for name in made.names], schema=made)
 
     def _ids(self, ids: list[Id]) -> Any:

@@ -238,6 +238,7 @@ class Store(Session):
             stored = self.catalog.lookup(removed)
             if stored:
                 self._delete(np.fromiter((one.row for one in stored.values()), np.int64))
+            if stored or not batches:  # each `source` has a generation of its own
                 self.catalog.advance(0)
             appended = self.catalog.state(), self.reader.loader.entries(self.catalog)
             done = 0

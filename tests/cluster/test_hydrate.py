@@ -270,12 +270,12 @@ def test_two_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        (lambda ids: [*ids, ids[0]], "id 'a' comes twice"),
-        (lambda ids: [*ids, None], "column 'id' is null in row 2"),
+        (lambda ids: [*ids, ids[0]], ("a", "the id comes twice; keep one of the rows")),
+        (lambda ids: [*ids, None], (None, "column 'id' is None; an id is a str or an int")),
     ],
 )
-def test_ids_that_name_no_one_record_are_refused(
-    tmp_path: Path, wrong: Callable[[list[Any]], list[Any]], error: str
+def test_rows_whose_ids_name_no_one_record_are_left_out(
+    tmp_path: Path, wrong: Callable[[list[Any]], list[Any]], error: tuple[str | None, str]
 ) -> None:
     import lance
     import pyarrow as pa
@@ -288,8 +288,24 @@ def test_ids_that_name_no_one_record_are_refused(
     lance.write_dataset(pa.table({"id": ids, "v": keys}), tmp_path / "t.lance")
     made_of = schema(2, None, None, None, None, None)
     truth = Truth(str(tmp_path / "t.lance"), None, Fields(key="v"), False, made_of, 1, 1)
-    with pytest.raises(errors.BadInput, match=error):
-        hydrated(truth, tmp_path / "cache")
+    followed = hydrated(truth, tmp_path / "cache")
+    assert followed.holds(0) == (2, (error,), truth.identity(truth.now()))
+    followed.close()
+
+
+def test_more_rows_than_a_few_that_are_no_records_are_refused(
+    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hydrate, "MOST_LEFT_OUT", 2)
+    bad = truth.table(batch(truth, [f"bad {i}" for i in range(40)])).to_pylist()
+    table = truth.now().schema.empty_table().from_pylist([{**row, "payload": "{"} for row in bad], truth.now().schema)
+    followed = hydrated(truth, tmp_path / "cache")
+    version = truth.newest()
+    truth.now().insert(table)
+    with pytest.raises(errors.BadInput, match=r"more than 2 rows of a shard .*, such as id 'bad .*'payload'.*mend or"):
+        followed.follow(truth.newest())
+    assert {followed.version(shard) for shard in followed.mine} == {version}
+    followed.close()
 
 
 def test_an_answer_that_finds_damage_is_asked_again_of_a_shard_made_anew(truth: Truth, tmp_path: Path) -> None:

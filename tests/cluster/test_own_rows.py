@@ -15,12 +15,10 @@ import pyarrow as pa
 from lance_tables import batch, contents, made, told
 
 from softdb import cluster, errors
-from softdb.check import schema
 from softdb.cluster import own_rows
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.own_rows import RowWindow
 from softdb.cluster.placement import shard_of
-from softdb.cluster.truth import Truth
 from softdb.formats.lines import Fields
 
 
@@ -85,16 +83,11 @@ def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pyt
     assert found == [(30, 50), (80, 40)]
 
 
-@pytest.mark.parametrize("row", [3, 57, 119])
-def test_the_row_without_an_id_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int) -> None:
-    """In whichever window and batch it comes."""
-    url, ids = str(tmp_path / "t.lance"), [None if i == row else f"r{i}" for i in range(120)]
-    lance.write_dataset(pa.table({"id": ids}), url)
-    truth = Truth(url, None, Fields(key="v"), False, schema(2, None, None, None, None, None), 2, 1)
-    monkeypatch.setattr(own_rows, "WINDOW", 50)
-    monkeypatch.setattr(own_rows, "BATCH", 10)
-    with pytest.raises(errors.BadInput, match=f"column 'id' is null in row {row}$"):
-        list(own_rows.windows(truth, truth.now(), 0))
+def test_what_is_no_id_lies_in_one_shard_also_when_shards_double() -> None:
+    for shards in (2, 4, 8):
+        parts = own_rows.parts_of([None, "a", 2**63, None, -(2**63) - 1, 7], shards)
+        assert {*parts[[0, 2, 3, 4]]} == {*shard_of([0], shards)}
+        assert parts[[1, 5]].tolist() == shard_of(["a", 7], shards).tolist()
 
 
 def test_what_costs_less_is_done() -> None:
@@ -138,7 +131,6 @@ def test_rows_that_lie_together_are_read_alone(tmp_path: Path, monkeypatch: pyte
 def made_of(url: str, dim: int, shards: int) -> Any:
     """A table that softdb has not made."""
     from softdb.cluster.foreign import served
-    from softdb.formats.lines import Fields
 
     return served(url, None, Fields(key="vector"), "dot", None, shards, 1)
 
@@ -147,24 +139,27 @@ def made_of(url: str, dim: int, shards: int) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ([np.nan, 1.0], r"t\.lance row 57, id 'r57': keys hold NaN or infinity"),
-        ([None, 1.0], r"t\.lance row 57: column 'vector' holds null; expected numbers alone"),
-        ([1e300, 1.0], r"t\.lance row 57, id 'r57': keys, cast to float32, hold NaN or infinity"),
+        ([np.nan, 1.0], "keys hold NaN or infinity"),
+        ([None, 1.0], "column 'vector' holds null; expected numbers alone"),
+        ([1e300, 1.0], "keys, cast to float32, hold NaN or infinity"),
     ],
 )
-def test_a_row_that_is_no_record_is_named_by_its_place(
+def test_a_row_that_is_no_record_is_named_and_no_other_is_left_out(
     tmp_path: Path, shards: int, wrong: list[Any], match: str
 ) -> None:
-    """Neither it nor what comes after it is passed over."""
     vectors: list[Any] = [[float(i), 1.0] for i in range(100)]
     vectors[57] = wrong
     lance.write_dataset(pa.table({"id": [f"r{i}" for i in range(100)], "vector": vectors}), tmp_path / "t.lance")
-    with pytest.raises(errors.BadInput, match=match):
-        cluster.serve(tmp_path / "t.lance", shards=shards, cache=tmp_path / "cache")
+    for _ in range(2):  # made, and opened again
+        with cluster.serve(tmp_path / "t.lance", shards=shards, cache=tmp_path / "cache") as db:
+            ((name, reason),) = db.left_out
+            assert (name, reason[: len(match)], len(db), "r57" in db) == ("r57", match, 99, False)
 
 
 def test_numbers_beyond_64_bits_are_no_ids(tmp_path: Path) -> None:
     ids = pa.array([1, 2**63], pa.uint64())
     lance.write_dataset(pa.table({"id": ids, "vector": [[1.0], [2.0]]}), tmp_path / "t.lance")
-    with pytest.raises(errors.BadInput, match="id 9223372036854775808 is beyond 64 bits"):
-        cluster.serve(tmp_path / "t.lance", cache=tmp_path / "cache")
+    with cluster.serve(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
+        assert (len(db), [name for name, _ in db.left_out]) == (1, [2**63])
+        with pytest.raises(errors.CorruptionError, match=r"id 9223372036854775808: .*beyond 64 bits|64"):
+            db.verify()

@@ -1,0 +1,111 @@
+"""The invariant of a cluster: its shards hold the records of its table at one version, no more and no fewer.
+
+Checked after every follow, flush, restart and failure, as a handle sees the shards: each is at the version that its own
+directory notes in the transaction of its records, that version is of this table, and the records of all shards, with
+the rows that are left out because they are no records, are as many as the table's rows. Shards that break it are made
+anew from the table. `verified` compares the records themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb import opening
+from softdb.answers import Records
+from softdb.check import Id, shown
+from softdb.cluster.handle import Cluster
+from softdb.cluster.hydrate import storable
+from softdb.cluster.own_rows import is_id, parts_of
+from softdb.cluster.shard import Description, LeftOut, Refresh, of_records
+from softdb.cluster.truth import Truth
+from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
+from softdb.store import Batch
+
+__all__ = ["is_kept", "verified"]
+
+_AT_ONCE = 2000  # rows that are compared at once
+_NAMED = 10  # ids in an error
+
+
+def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
+    """Whether shards at one version keep the invariant, as far as they are all there to be counted."""
+    holds = [shard.holds for shard in known.values() if shard.holds is not None]
+    if len(known) < truth.shards:
+        return True
+    dataset = truth.at(of_records(known[0].version))
+    rows = sum(shard.records + len(shard.left_out) for shard in holds)
+    return {shard.identity for shard in holds} == {truth.identity(dataset)} and rows == dataset.count_rows()
+
+
+def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, ...]) -> int:
+    """Compare every record of the shards, which are at a version, with the table, and return how many there are.
+
+    Cost: one pass over the table, and over the records. Raises CorruptionError naming shards and ids; shards that hold
+    something else than the table are made anew then.
+    """
+    dataset, wrong, same, id_column = truth.at(version), dict[Id | None, str](left_out), 0, truth.fields.id
+    with opening.open(None, **truth.described) as door:
+        for rows in truth.batches(dataset, _AT_ONCE):
+            ids, refused = rows.column(rows.schema.names.index(id_column)).to_pylist(), list[LeftOut]()
+            records = truth.rows(rows.take(np.flatnonzero([id not in wrong for id in ids])), refused)
+            for batch in [] if records is None else storable(door, records, refused):
+                differing = _differing(db, batch)
+                same += len(batch.ids) - len(differing)
+                wrong |= differing
+            wrong |= dict(refused)
+    if len(db) > same + int(db.stored([*filter(is_id, wrong)]).sum()):
+        table = set(dataset.to_table(columns=[id_column])[id_column].to_pylist())
+        surplus = (id for records in db.scan(_AT_ONCE) for id in records.ids if id not in table)
+        wrong |= dict.fromkeys(surplus, "the table has no such row")
+    if wrong:
+        ill = set(parts_of([*(wrong.keys() - {id for id, _ in left_out})], truth.shards).tolist())
+        with contextlib.suppress(ShardUnavailable, StaleRead):
+            db.caller.look(lambda shard: Refresh(version, anew=shard in ill))
+        raise _named(truth, version, wrong, len(ill))
+    return same
+
+
+def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
+    """Ids of a batch that a cluster stores otherwise, and why."""
+    stored = db.stored(batch.ids)
+    places = np.flatnonzero(stored)
+    records = db.get([batch.ids[i] for i in places])
+    wrong: dict[Id | None, str] = {batch.ids[i]: "it is missing" for i in np.flatnonzero(~stored)}
+    for name, unequal in _columns(batch, places, records).items():
+        wrong |= {batch.ids[i]: f"its {name} differs" for i in places[unequal]}
+    return wrong
+
+
+def _columns(batch: Batch, places: NDArray[np.int64], records: Records) -> dict[str, NDArray[np.bool_]]:
+    """Where columns of a batch, at some places (m,), are not those of the records (m,)."""
+    keyed = np.ones(len(places), np.bool_) if batch.keyed is None else batch.keyed[places]
+    pairs: dict[str, Any] = {"key": (batch.keys, records.keys)}
+    if batch.values is not None and records.values is not None:
+        pairs["value"] = batch.values, records.values
+    found = {"key": keyed != records.keyed.numpy()}
+    for name, (rows, stored) in pairs.items():
+        unequal = rows[places].reshape(len(places), -1) != stored.numpy().reshape(len(places), -1)
+        found[name] = found.get(name, False) | (unequal.any(1) & keyed)
+    for name, texts, own in (
+        ("payload", batch.payloads, records.payload_texts),
+        ("text", batch.texts or [None] * len(batch.ids), records.texts),
+    ):
+        found[name] = np.array([texts[i] != text for i, text in zip(places, own, strict=True)], np.bool_)
+    return found
+
+
+def _named(truth: Truth, version: int, wrong: dict[Id | None, str], anew: int) -> CorruptionError:
+    """An error that names the first of the records that differ, shard by shard."""
+    parts = parts_of([*wrong], truth.shards).tolist()
+    first = sorted(zip(parts, wrong.items(), strict=True), key=lambda pair: pair[0])[:_NAMED]
+    names = "; ".join(f"shard {shard}, id {shown(id)}: {reason}" for shard, (id, reason) in first)
+    more = f"; and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
+    done = f"{anew} shards are made anew" if anew else "mend those rows by upsert, or delete them"
+    return CorruptionError(
+        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {done}"
+    )

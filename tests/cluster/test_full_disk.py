@@ -1,0 +1,100 @@
+"""A disk that fills after a write was acknowledged: shards never claim a version whose records they have lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+
+from lance_tables import DIM, told
+from test_other_writers import held
+
+from softdb import cluster, errors
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.table_cluster import TableCluster
+from softdb.store import disk
+
+N = 60
+KEYS = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[TableCluster]:
+    with cluster.create(tmp_path / "t.lance", dim=DIM, shards=2, cache=tmp_path / "cache") as made:
+        made.insert([f"r{i}" for i in range(N)], KEYS)
+        for shard in directories(made).databases.values():
+            shard.flush()
+        yield made
+
+
+def directories(db: TableCluster) -> Hydrated:
+    transport = db.caller.transport
+    found = getattr(transport, "hydrated", None)
+    assert isinstance(found, Hydrated)
+    return found
+
+
+def full(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let every sync and write below the cache fail; the table has a disk of its own."""
+    for name in ("sync", "write"):
+        real = getattr(disk, name)
+
+        def refused(descriptor: int, *words: object, real: object = real) -> object:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(cache)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, *words)  # type: ignore[operator]
+
+        patch.setattr(disk, name, refused)
+
+
+def flush_late(db: TableCluster) -> None:
+    """What the thread of each relaxed shard does a second after the first change."""
+    for shard in directories(db).databases.values():
+        shard._store.flush_late()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_late_flush_that_fails_takes_the_version_back_with_the_records(
+    db: TableCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    shards, before = directories(db), db.version
+    db.insert([f"new {i}" for i in range(N)], KEYS + 1)
+    with monkeypatch.context() as patch:
+        full(patch, tmp_path / "cache")
+        flush_late(db)
+        assert {shards.version(shard) for shard in shards.mine} == {before}
+        assert sum(map(len, shards.databases.values())) == N
+        if not room:
+            for read in (lambda: len(db), lambda: db.search(KEYS[:1], k=2), db.refresh):
+                with pytest.raises((errors.WriteFailed, errors.StaleRead), match=r"No space left|refresh\(\)"):
+                    read()
+            with pytest.raises(errors.StaleRead, match="it is written and safe, but not yet seen here"):
+                db.delete(["r0"])
+    if room:
+        assert len(db) == 2 * N, "a read brings shards on that are behind"
+    db.refresh()
+    assert held(db) == told(db.table)
+    assert db.verify() == (2 * N if room else 2 * N - 1)
+    np.testing.assert_allclose(db.attend(KEYS[:3]).output.shape, (3, DIM))
+
+
+def test_a_growth_that_fails_leaves_the_old_shards_at_what_they_hold(
+    db: TableCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.insert(["late"], KEYS[:1])
+    with monkeypatch.context() as patch:
+        full(patch, tmp_path / "cache")
+        with pytest.raises(errors.WriteFailed, match="grow: "):
+            db.grow()
+    assert db.shards == 2
+    db.refresh()
+    assert held(db) == told(db.table)
+    assert db.grow() == 4
+    assert db.verify() == len(db) == N + 1
+    assert held(db) == told(db.table)
