@@ -151,7 +151,8 @@ def serve(
     The others are those of `open` and `create`. `refresh()` takes in what has changed since: only that, where the table
     has stable row ids, else every row anew.
 
-    Raises BadInput, before anything is made: a column is missing, holds null, or vectors of several lengths.
+    Raises BadInput, before anything is made: a column is missing, holds null, or vectors of several lengths. Rows with
+    NaN, or an id that comes twice, and what comes later, are left out: see `TableCluster.left_out`.
     """
     fields = Fields(id=ids, key=keys, value=values)
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)

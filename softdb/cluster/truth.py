@@ -307,7 +307,7 @@ class Truth:
             raise ReadOnly(f"{self.url} was made by another program; write to it with that, then refresh()")
         try:
             work()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             said = str(error)
             twice = re.search(r"found matching row with key values: id = (.*?), /", said, re.DOTALL)
             if twice is not None:

@@ -1,4 +1,4 @@
-"""Any changes of a table by Lance's own API, between a cluster's own writes: every record is the table's all the while."""
+"""Any changes of a table by Lance's own API, between a cluster's own writes: every record is always the table's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def replace_column(db: TableCluster, random: Random) -> None:
     """A column goes, and another comes by its name."""
     table = lance.dataset(db.url)
     table.drop_columns(["text"])
-    table.add_columns({"text": f"CAST('anew {random.integers(100)}' AS STRING)"})
+    table.add_columns(pa.field("text", pa.string()))
+    lance.dataset(db.url).update({"text": f"'anew {random.integers(100)}'"}, where=condition(some(db, random)))
 
 
 def add_column(db: TableCluster, random: Random) -> None:

@@ -45,7 +45,9 @@ def rows(db: TableCluster, ids: list[Any], keys: list[Any], **columns: Any) -> p
     """Rows of the table's schema, as another program makes them."""
     schema = lance.dataset(db.url).schema
     given = {"id": ids, "key": keys, "text": [None] * len(ids), "payload": [None] * len(ids), **columns}
-    return pa.table([pa.array(given[name], schema.field(name).type) for name in schema.names], schema=schema)
+    return pa.table(
+        [pa.array(given.get(name, [None] * len(ids)), schema.field(name).type) for name in schema.names], schema=schema
+    )
 
 
 def rewrite(url: str, ids: list[str], column: str, values: list[Any]) -> None:
@@ -111,6 +113,12 @@ def test_columns_that_are_added_cast_or_renamed_and_named_again_do_no_harm(db: T
     lance.dataset(db.url).add_columns({"count": "1"})
     with pytest.raises(errors.BadInput, match=r"column 'count' of .* must not be null.*drop it"):
         db.upsert(["r1"], KEYS[:1])
+    lance.dataset(db.url).drop_columns(["count", "text"])
+    lance.dataset(db.url).add_columns({"text": "CAST('their own' AS STRING)"})
+    with pytest.raises(errors.WriteFailed, match=r"could not be written .*'text' is declared as non-nullable"):
+        db.upsert(["r1"], KEYS[:1])
+    db.refresh()
+    assert db["r1"].text == "their own"
 
 
 def test_a_table_that_was_written_over_is_followed(db: TableCluster) -> None:
