@@ -66,3 +66,40 @@ def told(truth: Truth) -> dict[int | str, tuple[list[float] | None, Any, Any, st
         row["id"]: (row["key"], row.get("value"), row["payload"] and json.loads(row["payload"]), row["text"])
         for row in rows
     }
+
+
+def held(db: Any) -> dict[Any, Any]:
+    """Every record of a cluster, as `told` reads the table."""
+    found: dict[Any, Any] = {}
+    for part in db.scan(1000):
+        for i, name in enumerate(part.ids):
+            assert name not in found, f"{name} comes twice"
+            key = part.keys[i].tolist() if part.keyed[i] else None
+            found[name] = (key, None, part.payloads[i], part.texts[i])
+    return found
+
+
+def rows(db: Any, ids: list[Any], keys: list[Any], **columns: Any) -> Any:
+    """Rows of the table's schema, as another program makes them."""
+    import lance
+    import pyarrow as pa
+
+    schema = lance.dataset(db.url).schema
+    given = {"id": ids, "key": keys, "text": [None] * len(ids), "payload": [None] * len(ids), **columns}
+    return pa.table(
+        [pa.array(given.get(name, [None] * len(ids)), schema.field(name).type) for name in schema.names], schema=schema
+    )
+
+
+def rewrite(url: str, ids: list[str], column: str, values: list[Any]) -> None:
+    """Write a column anew in the files where rows lie, as Lance's `update_columns` does it."""
+    import lance
+    import pyarrow as pa
+
+    dataset = lance.dataset(url)
+    kind = dataset.schema.field(column).type
+    changed = pa.table({"id": ids, column: pa.array(values, kind)})
+    for part in dataset.get_fragments():
+        made, fields = part.update_columns(changed, left_on="id", right_on="id")
+        operation = lance.LanceOperation.Update(updated_fragments=[made], fields_modified=fields)
+        dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from softdb.check import Id
+from softdb.check import Id, Schema
 from softdb.errors import BadInput
+from softdb.formats.lines import Fields
 from softdb.formats.tables import needed
 
 __all__ = ["LARGEST", "bounded", "column", "literal", "occupied", "require_columns", "tracked", "written_since"]
@@ -63,26 +65,25 @@ def tracked(dataset: Any, version: int) -> bool:
     kind = type(operation).__name__
     if kind in _TRACKED:
         return True
-    before, after = (dataset.checkout_version(number) for number in (version - 1, version))
-    files = {part.fragment_id: part.metadata.files for part in after.get_fragments()}
+    before = dataset.checkout_version(version - 1)
     if kind == "Update":
-        parts = {part.id for part in operation.updated_fragments}
-        same = (
-            files[part.fragment_id] == part.metadata.files
-            for part in before.get_fragments()
-            if part.fragment_id in parts
-        )
+        same = (before.get_fragment(part.id).metadata.files == part.files for part in operation.updated_fragments)
         return not operation.fields_modified and all(same)
     if kind not in ("Merge", "BaseOperation"):  # the latter reserves numbers of fragments
         return False
-    fields = after.lance_schema.fields()
+    after = dataset.checkout_version(version)
+    files, fields = (
+        {part.fragment_id: part.metadata.files for part in after.get_fragments()},
+        after.lance_schema.fields(),
+    )
     kept = (file in files.get(part.fragment_id, ()) for part in before.get_fragments() for file in part.metadata.files)
     return all(field in fields for field in before.lance_schema.fields()) and all(kept)
 
 
-def require_columns(dataset: Any, names: list[str], widths: dict[str | None, int | None]) -> None:
+def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema: Schema) -> None:
     """Raise BadInput naming the first column that records need and that is gone, or of another width."""
-    for name in names:
+    widths = {fields.key: schema.dim, fields.value: schema.value_dim}
+    for name in filter(None, (fields.id, fields.key, fields.value, *others)):
         if name not in dataset.schema.names:
             raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version that has it")
         width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)

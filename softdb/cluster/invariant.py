@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from softdb import opening
-from softdb.answers import Records
 from softdb.check import Id, shown
 from softdb.cluster.handle import Cluster
 from softdb.cluster.hydrate import storable
@@ -75,28 +72,19 @@ def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
     stored = db.stored(batch.ids)
     places = np.flatnonzero(stored)
     records = db.get([batch.ids[i] for i in places])
-    wrong: dict[Id | None, str] = {batch.ids[i]: "it is missing" for i in np.flatnonzero(~stored)}
-    for name, unequal in _columns(batch, places, records).items():
-        wrong |= {batch.ids[i]: f"its {name} differs" for i in places[unequal]}
-    return wrong
-
-
-def _columns(batch: Batch, places: NDArray[np.int64], records: Records) -> dict[str, NDArray[np.bool_]]:
-    """Where columns of a batch, at some places (m,), are not those of the records (m,)."""
-    keyed = np.ones(len(places), np.bool_) if batch.keyed is None else batch.keyed[places]
-    pairs: dict[str, Any] = {"key": (batch.keys, records.keys)}
-    if batch.values is not None and records.values is not None:
-        pairs["value"] = batch.values, records.values
-    found = {"key": keyed != records.keyed.numpy()}
-    for name, (rows, stored) in pairs.items():
-        unequal = rows[places].reshape(len(places), -1) != stored.numpy().reshape(len(places), -1)
-        found[name] = found.get(name, False) | (unequal.any(1) & keyed)
-    for name, texts, own in (
+    keyed = np.ones(len(stored), np.bool_) if batch.keyed is None else batch.keyed
+    unequal = {"key": keyed[places] != records.keyed.numpy()}
+    for name, column, own in (("key", batch.keys, records.keys), ("value", batch.values, records.values)):
+        if column is not None and own is not None:
+            apart = (column[places] != own.numpy()).reshape(len(places), -1).any(1) & keyed[places]
+            unequal[name] = unequal.get(name, False) | apart
+    for name, texts, others in (
         ("payload", batch.payloads, records.payload_texts),
-        ("text", batch.texts or [None] * len(batch.ids), records.texts),
+        ("text", batch.texts or [None] * len(stored), records.texts),
     ):
-        found[name] = np.array([texts[i] != text for i, text in zip(places, own, strict=True)], np.bool_)
-    return found
+        unequal[name] = np.array([texts[i] != text for i, text in zip(places, others, strict=True)], np.bool_)
+    wrong: dict[Id | None, str] = {batch.ids[i]: "it is missing" for i in np.flatnonzero(~stored)}
+    return wrong | {batch.ids[i]: f"its {name} differs" for name, rows in unequal.items() for i in places[rows]}
 
 
 def _named(truth: Truth, version: int, wrong: dict[Id | None, str], anew: int) -> CorruptionError:

@@ -104,9 +104,7 @@ class Truth:
         if self._opened is None:
             self._opened = dataset_at(self.url, self.options)
         dataset = _as_asked(self.url, lambda: self._opened.checkout_version(self._opened.latest_version))
-        own = ("text", "payload") if self.own else self.payload or ()
-        names = [name for name in (self.fields.id, self.fields.key, self.fields.value, *own) if name is not None]
-        require_columns(dataset, names, {self.fields.key: self.schema.dim, self.fields.value: self.schema.value_dim})
+        require_columns(dataset, self.fields, ("text", "payload") if self.own else self.payload or (), self.schema)
         return dataset
 
     def at(self, version: int) -> Any:
@@ -271,10 +269,7 @@ class Truth:
         }
         if batch.values is not None:
             columns["value"] = column(batch.values, made.field("value").type, there)
-        for other in (made.field(name) for name in made.names if name not in columns):  # of another program
-            if not other.nullable:
-                raise BadInput(f"column {other.name!r} of {self.url} must not be null, and softdb has none; drop it")
-            columns[other.name] = pa.nulls(n, other.type)
+        columns |= {name: pa.nulls(n, made.field(name).type) for name in made.names if name not in columns}
         return pa.table([columns[name] for name in made.names], schema=made)
 
     def _ids(self, ids: list[Id]) -> Any:

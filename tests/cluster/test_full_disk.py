@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
-from lance_tables import DIM, told
-from test_other_writers import held
+from lance_tables import DIM, held, told
 
 from softdb import cluster, errors
 from softdb.cluster.hydrate import Hydrated

@@ -13,8 +13,7 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
 import lance
 import pyarrow as pa
-from lance_tables import DIM
-from test_other_writers import held, rewrite, rows
+from lance_tables import DIM, held, rewrite, rows
 
 from softdb import cluster, errors
 from softdb.cluster.table_cluster import TableCluster
@@ -70,7 +69,11 @@ def merge(db: TableCluster, random: Random) -> None:
 
 def rewrite_column(db: TableCluster, random: Random) -> None:
     ids, column = some(db, random), ["payload", "key", "text"][random.integers(3)]
-    values = {"payload": ["[3]"] * len(ids), "text": ["new"] * len(ids), "key": keys(random, len(ids))}
+    values: dict[str, list[Any]] = {
+        "payload": ["[3]"] * len(ids),
+        "text": ["new"] * len(ids),
+        "key": keys(random, len(ids)),
+    }
     if ids:
         rewrite(db.url, ids, column, values[column])
 
