@@ -17,6 +17,7 @@ import pyarrow as pa
 from lance_tables import DIM, held, rewrite, rows, told
 
 from softdb import cluster, errors
+from softdb.cluster.placement import shard_of
 from softdb.cluster.table_cluster import TableCluster
 
 N = 40
@@ -129,4 +130,37 @@ def test_a_row_of_another_writer_that_is_no_record_is_left_out_by_name(
     db.refresh()
     assert db.left_out == ()
     assert db.verify() == len(db) == len(told(db.table))
+    assert held(db) == told(db.table)
+
+
+def shard_with(db: TableCluster, name: str) -> Any:
+    """The database of the shard that a record lies in."""
+    transport: Any = db.caller.transport
+    return next(one for one in transport.hydrated.databases.values() if name in one)
+
+
+def test_a_shard_that_holds_more_or_fewer_records_than_the_table_is_made_anew(db: TableCluster) -> None:
+    changes: list[Callable[[Any], Any]] = [
+        lambda shard: shard.delete(["r1"]),
+        lambda shard: shard.insert(["no"], KEYS[:1]),
+    ]
+    for change in changes:
+        change(shard_with(db, "r1"))
+        db.refresh()
+        assert held(db) == told(db.table)
+
+
+def test_a_shard_that_holds_other_records_than_the_table_is_named_and_made_anew(db: TableCluster) -> None:
+    shard = shard_with(db, "r1")
+    other = next(name for name in IDS[2:] if name in shard)
+    added = next(f"no row {i}" for i in range(99) if shard_of([f"no row {i}"], 2) == shard_of(["r1"], 2))
+    shard.delete(["r1"])
+    shard.insert([added], KEYS[:1])
+    shard.update([other], payloads=["changed"])
+    expected = rf"3 records are not as in .* shard \d, id .*'{other}': its payload differs.*1 shards are made anew"
+    with pytest.raises(errors.CorruptionError, match=expected) as error:
+        db.verify()
+    assert "id 'r1': it is missing" in str(error.value)
+    assert f"id '{added}': the table has no such row" in str(error.value)
+    assert db.verify() == N
     assert held(db) == told(db.table)
