@@ -173,6 +173,8 @@ class _FanOut:
                 hedged = True
                 for host in set(self.parts) - set(self.found):
                     self._send(host)
+        for ref in self.waiting:  # of actors that stand still or are slower: nobody reads these replies
+            ray.cancel(ref)
         return self._sorted()
 
     def _send(self, host: int) -> None:
@@ -188,7 +190,7 @@ class _FanOut:
                 self.waiting[method.remote(pickle.dumps(asks))] = host, replica
                 return
             except _ray().exceptions.RayError as error:
-                self.why[host] = _said(error)
+                self.why[host] = _cause(error)
 
     def _take(self, ref: Any) -> None:
         ray = _ray()
@@ -196,7 +198,7 @@ class _FanOut:
             self._note(ref, ray.get(ref))
         except ray.exceptions.RayError as error:
             host, _ = self.waiting.pop(ref)
-            self.why[host] = _said(error)
+            self.why[host] = _cause(error)
             self._send(host)
 
     def _note(self, ref: Any, reply: bytes) -> None:
@@ -280,7 +282,8 @@ def _group(truth: Truth, bundles: int, timeout: float) -> Any:
     there = _groups(ray, name)
     if there:
         return there[0]
-    group = ray.util.placement_group([{"CPU": 0.01}] * bundles, strategy="SPREAD", name=name, lifetime="detached")
+    # a byte of memory, which every node has: any part of a CPU would keep tasks of a whole one from that CPU
+    group = ray.util.placement_group([{"memory": 1}] * bundles, strategy="SPREAD", name=name, lifetime="detached")
     ready, _ = ray.wait([group.ready()], timeout=timeout)
     if not ready:
         ray.util.remove_placement_group(group)
@@ -321,8 +324,11 @@ def _key(url: str) -> str:
     return f"softdb-{blake2b(url.encode(), digest_size=8).hexdigest()}"
 
 
-def _said(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def _cause(error: Exception) -> str:
+    """The cause of a failed call in one line: the exception that the actor's own code raised, where there is one."""
+    cause = getattr(error, "cause", None)
+    text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
+    return " ".join(text.split())[:200] or type(error).__name__
 
 
 def _connected() -> Any:

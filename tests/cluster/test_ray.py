@@ -6,7 +6,9 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ray_kills import RayKills
 
 import softdb
 from softdb import cluster, errors
-from softdb.cluster.actors import PENDING, Actors, Host
+from softdb.cluster.actors import PENDING, THREADS, Actors, Host
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.placement import shard_of
 from softdb.cluster.shard import Transport
@@ -88,6 +90,13 @@ class TestActors(ClusterContract):
         yield Actors([[one] for one in hosts], shards)
 
 
+class Own:
+    """A score of a module that actors cannot import."""
+
+    def __call__(self, queries: Any, keys: Any) -> Any:
+        return queries @ keys.mT
+
+
 KEYS = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)
 
 
@@ -99,6 +108,44 @@ def pids(db: cluster.TableCluster) -> list[int]:
     """Of the actors of the first host, by replica."""
     transport: Any = db.caller.transport
     return [ray.get(one.pid.remote(), timeout=TIMEOUT) for one in transport.hosts[0]]
+
+
+def counts_held_up(host: Any) -> None:
+    """Let an actor's counts wait until `let_go`."""
+    from softdb.cluster import actors
+
+    gate, answered = threading.Event(), actors._answered
+    host.gate, host.counts = gate, 0
+
+    def late(shard: Any, ask: Any) -> Any:
+        if getattr(ask, "verb", "") == "count":
+            host.counts += 1
+            gate.wait(120)
+        return answered(shard, ask)
+
+    host.restored, actors._answered = answered, late
+
+
+def let_go(host: Any) -> None:
+    """End `counts_held_up`."""
+    host.gate.set()
+
+
+def counted(host: Any) -> int:
+    """How many counts an actor's shards have begun."""
+    from softdb.cluster import actors
+
+    actors._answered = host.restored
+    return int(host.counts)
+
+
+def called(db: cluster.TableCluster, function: Any) -> list[Any]:
+    """A function in every actor of the first host, which need not find the tests."""
+    transport: Any = db.caller.transport
+    names = {"threading": threading, "Any": Any}
+    whole: Any = types.FunctionType(function.__code__, names)
+    asked = [one.__ray_call__.remote(lambda host: whole(host)) for one in transport.hosts[0]]
+    return list(ray.get(asked, timeout=TIMEOUT))
 
 
 def all_at(db: cluster.TableCluster, version: int) -> None:
@@ -155,6 +202,32 @@ class TestTable:
             asked = [one.__ray_call__.remote(lambda _: os.environ["OMP_NUM_THREADS"]) for one in transport.hosts[0]]
             assert ray.get(asked, timeout=TIMEOUT) == ["2", "2"]  # of the four that it has
 
+    def test_a_task_that_needs_every_core_runs_beside_a_cluster(self, url: str) -> None:
+        with opened(url, mode="r"):
+            cores = int(ray.cluster_resources()["CPU"])
+            assert ray.get(ray.remote(num_cpus=cores)(lambda: True).remote(), timeout=TIMEOUT)
+
+    def test_a_score_that_actors_cannot_import_is_named_at_once(self, url: str) -> None:
+        """As one of a notebook: these tests are a module of the driver alone."""
+        match = "attend: a shard cannot load the score .*test_ray.*define it in a module that the shards can import"
+        with opened(url, mode="r") as db, pytest.raises(errors.BadInput, match=match):
+            db.attend(KEYS[:1], score=Own())
+
+    def test_calls_that_timed_out_are_cancelled(self, url: str) -> None:
+        """Those that wait in an actor's queue never run."""
+        with opened(url, mode="r") as db, opened(url, mode="r") as impatient:
+            as_one(db)
+            called(db, counts_held_up)
+            impatient.caller.timeout = 0.5
+            try:
+                for _ in range(2 * THREADS):
+                    with pytest.raises(errors.ShardUnavailable, match=r"2 of 2 shards did not answer \(waited"):
+                        impatient.count()
+            finally:
+                called(db, let_go)
+            as_one(db)
+            assert max(called(db, counted)) <= 2 * THREADS, "of two shards; the others nobody waits for"
+
     @pytest.mark.parametrize("which", ["first", "all"])
     def test_the_answer_is_right_after_a_kill(self, url: str, which: str) -> None:
         """By a replica, or by Ray's restart and retry of the call."""
@@ -194,14 +267,26 @@ class TestTable:
                 os.kill(stopped[0], signal.SIGSTOP)
                 as_one(impatient)  # by the replica
                 os.kill(stopped[1], signal.SIGSTOP)
-                with pytest.raises(errors.ShardUnavailable, match="2 of 2 shards did not answer in 12 s"):
+                with pytest.raises(
+                    errors.ShardUnavailable,
+                    match=r"2 of 2 shards did not answer \(waited 1\S* s of at most 12 s; .*give more time",
+                ):
                     impatient.count()  # they stand still until it has given up
                 transport: Any = impatient.caller.transport
                 with pytest.raises(ray.exceptions.PendingCallsLimitExceeded):  # no more than so many wait for an actor
                     _ = [transport.hosts[0][0].pid.remote() for _ in range(2 * PENDING)]
+                impatient.caller.timeout = 2.0
+                with pytest.raises(errors.ShardUnavailable, match="it is written and safe, but not yet seen here"):
+                    impatient.upsert(["late"], np.ones((1, DIM)))
             finally:
                 for pid in stopped:
                     os.kill(pid, signal.SIGCONT)
+            db.refresh()  # both go on, with what was written meanwhile
+            assert ("late" in db, len(db)) == (True, N + 1)
+            assert db.delete(["late"]) == 1
+            as_one(db)
+            assert pids(db) == stopped
+            impatient.close()
 
 
 class TestKills(RayKills):

@@ -97,7 +97,10 @@ class Ray:
     exceptions = SimpleNamespace(RayError=RayError)
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.cancelled = 0.0, list[Call]()
+
+    def cancel(self, call: Call) -> None:
+        self.cancelled.append(call)
 
     def get(self, calls: Any, timeout: float = NEVER) -> Any:
         every = calls if isinstance(calls, list) else [calls]
@@ -163,6 +166,30 @@ def test_a_slow_one_is_left_for_a_replica_after_a_third_of_the_timeout(ray: Ray)
     transport, (first, second) = one_host(ray, [Does(NEVER), Does()], [Does(1.0)])
     assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
     assert (first.asked, second.asked, ray.now) == ([(0.0, "answer")], [(10.0, "answer")], 11.0)
+
+
+def test_calls_that_nobody_waits_for_are_cancelled(ray: Ray) -> None:
+    """Of a slow actor whose replica has answered, and of all that time out; never one that was answered."""
+    transport, _ = one_host(ray, [Does(NEVER)], [Does(1.0)])
+    transport.ask(ASKS, TIMEOUT)
+    assert [call.at for call in ray.cancelled] == [NEVER]
+    ray.cancelled.clear()
+    alone, _ = one_host(ray, [Does(NEVER)], [Does(NEVER)])
+    assert alone.ask(ASKS, TIMEOUT).replies == {}
+    assert len(ray.cancelled) == 2
+    ray.cancelled.clear()
+    well, _ = one_host(ray, [Does(1.0)])
+    well.ask(ASKS, TIMEOUT)
+    assert ray.cancelled == []
+
+
+def test_the_cause_of_a_failed_call_is_named_first(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray tells a traceback, of which the exception is the last line."""
+    told = RayError("ray::Host.answer() (pid=1, ip=192.0.2.2)\n" + "  File host.py\n" * 50 + "OSError: no space left")
+    monkeypatch.setattr(told, "cause", OSError("no space left"), raising=False)
+    monkeypatch.setattr(Actor, "call", lambda *_: Call(0.0, told))
+    transport, _ = one_host(ray, [Does()])
+    assert transport.ask(ASKS, TIMEOUT).missing == dict.fromkeys(range(2), "OSError: no space left")
 
 
 def test_the_slow_one_is_waited_for_where_the_replica_dies(ray: Ray) -> None:
