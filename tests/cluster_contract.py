@@ -292,7 +292,7 @@ class ClusterContract(abc.ABC):
             lossy = Counted(inner)
             whole, partial = Cluster(lossy, timeout=5), Cluster(lossy, timeout=5, partial=True)
             lossy.lost = {1, 3}
-            with pytest.raises(ShardUnavailable, match=r"attend: 2 of 4 shards did not answer in 5 s .*shard 1: lost"):
+            with pytest.raises(ShardUnavailable, match=r"attend: 2 of 4 shards did not answer .*shard 1: lost"):
                 whole.attend(world.queries)
             pooled = partial.attend(world.queries)
             assert pooled.missing == (1, 3)

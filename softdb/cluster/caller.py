@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -87,17 +88,19 @@ class Caller:
         asked = range(self.shards) if which is None or self.transport.collective else list(which)
         partial = self.partial and not whole
         absent = {shard: "it did not answer when the cluster was opened" for shard in asked if shard not in known}
-        answers = self._asked({shard: make(shard, known[shard].version) for shard in asked if shard in known}, partial)
-        return self._judged(answers._replace(missing=absent | answers.missing), partial)
+        asks = {shard: make(shard, known[shard].version) for shard in asked if shard in known}
+        return self._asked(asks, partial, absent)
 
-    def _asked(self, asks: dict[int, Message], partial: bool) -> ShardReplies:
-        return self._judged(self.transport.ask(asks, self.timeout), partial) if asks else ShardReplies({}, {})
-
-    def _judged(self, answers: ShardReplies, partial: bool) -> ShardReplies:
-        if answers.missing and not (partial and answers.replies):
-            told = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(answers.missing.items()))
+    def _asked(self, asks: dict[int, Message], partial: bool, absent: Mapping[int, str] | None = None) -> ShardReplies:
+        """The replies; `absent` are shards that are not asked, and why. Raises ShardUnavailable."""
+        begun = time.monotonic()
+        answers = self.transport.ask(asks, self.timeout) if asks else ShardReplies({}, {})
+        missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - begun
+        if missing and not (partial and answers.replies):
+            causes = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(missing.items()))
+            more = "give more time (timeout=), " if waited >= self.timeout else ""
             raise ShardUnavailable(
-                f"{len(answers.missing)} of {self.shards} shards did not answer in {self.timeout:g} s ({told}); ask "
-                "again, give more time (timeout=), or open with partial=True for answers without them"
+                f"{len(missing)} of {self.shards} shards did not answer (waited {round(waited, 2):g} s of at most "
+                f"{self.timeout:g} s; {causes}); ask again, {more}or open with partial=True for answers without them"
             )
-        return answers
+        return answers._replace(missing=missing)

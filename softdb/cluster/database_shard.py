@@ -182,7 +182,13 @@ class DatabaseShard:
     def _score(ask: say.ShardQuery) -> tuple[Any, float]:
         if ask.metric is None:
             assert ask.score is not None
-            return pickle.loads(ask.score), ask.temperature
+            try:
+                return pickle.loads(ask.score), ask.temperature
+            except Exception as error:
+                raise BadInput(
+                    f"a shard cannot load the score ({type(error).__name__}: {error}); define it in a module that the "
+                    "shards can import, not in a notebook or a script, or use one of softdb.scores"
+                ) from error
         if ask.trains:
             return Scaled(ask.metric, 1 / ask.temperature), 1.0
         return score_of(ask.metric), ask.temperature
@@ -254,7 +260,7 @@ class DatabaseShard:
     def _candidates(self, ask: say.Nearest, k: int) -> say.ShardHits:
         """The k nearest, as the database finds them."""
         question, schema = ask.question, self.db.schema
-        if ask.least is not None or ask.excluded is not None:
+        if self.db.keyed and (ask.least is not None or ask.excluded is not None):  # else k is 0, which no search takes
             radius = None
             if ask.least is not None:
                 radius = float(np.sqrt(-ask.least)) if schema.metric is Metric.L2 else ask.least

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,10 @@ from softdb.cluster.shard import (
     Transport,
 )
 from softdb.errors import BadInput, Closed, ShardUnavailable, StaleRead
+
+
+class Absent:
+    """A score by its name alone."""
 
 
 class TestLocal(ClusterContract):
@@ -125,6 +132,66 @@ def test_a_slow_shard_and_one_that_breaks_are_missing_in_time(monkeypatch: pytes
     with pytest.raises(ShardUnavailable, match="shard 1: OSError: the disk is gone; shard 2: it is too slow"):
         Cluster(transport, timeout=60.0).attend(torch.ones(1, D))
     let_go.set()  # only now the slow one is done
+
+
+@pytest.mark.parametrize(("seconds", "advice"), [(0.02, "ask again, or"), (40.0, r"give more time \(timeout=\), or")])
+def test_an_error_states_the_time_that_passed(seconds: float, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(lossy := Counted(shards(filled(None, np.arange(40), "dot"))), timeout=40)
+    lossy.lost = {0}
+    clock = iter([1.0, 1.0 + seconds])
+    monkeypatch.setattr(sys.modules["softdb.cluster.caller"], "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    match = rf"1 of 1 shards did not answer \(waited {seconds:g} s of at most 40 s; shard 0: lost\); .*{advice} open"
+    with pytest.raises(ShardUnavailable, match=match):
+        cluster.attend(torch.ones(1, D))
+
+
+def test_a_score_that_a_shard_cannot_load_is_named() -> None:
+    """As one of a notebook, whose class the process of the shard lacks."""
+    shard = DatabaseShard(filled(None, np.arange(40), "dot"), 0, 1)
+    sent = pickle.dumps(Absent()).replace(b"Absent", b"Gone99")
+    question = ShardQuery(np.ones((1, D), np.float32), None, score=sent)
+    match = "cannot load the score .AttributeError: .*Gone99.*define it in a module that the shards can import"
+    with pytest.raises(BadInput, match=match):
+        shard.answer(PassOver(shard.version(), question))
+
+
+def all_alike(cluster: Cluster, one: softdb.SoftDB, queries: torch.Tensor) -> None:
+    """Assert that every question is answered as by one database."""
+    within: list[dict[str, Any]] = [{"k": 3}, {"k": 3, "offset": 1}, {"radius": 1.0}]
+    for words in within:
+        for others in ({}, {"where": {"third": 1}}, {"exact": True}):
+            for left_out in (None, [4], [[4], [7, 8]]):
+                found, true = (db.search(queries, **words, **others, exclude_ids=left_out) for db in (cluster, one))
+                assert found.ids == true.ids, (words, others, left_out)
+                assert found.payloads == true.payloads
+    for words in ({}, {"k": 4}, {"where": {"third": 1}}, {"weights": "sparsemax"}, {"rtol": 0.1}):
+        found, true = (db.attend(queries, **words) for db in (cluster, one))
+        torch.testing.assert_close(found.lse, true.lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.output, true.output, rtol=1e-5, atol=1e-5)
+    explained = zip(cluster.attend(queries).explain(3), one.attend(queries).explain(3), strict=True)
+    assert all(mine.ids == own.ids for mine, own in explained)
+    assert cluster.count_within(queries, 1.0).value.tolist() == one.count_within(queries, 1.0).value.tolist()
+    for db in (cluster, one):
+        assert {name for names in db.sample(queries, 2).hits.ids for name in names} <= set(range(24))
+    assert [len(cluster), cluster.count({"third": 1})] == [len(one), one.count({"third": 1})]
+    assert {name for part in cluster.scan() for name in part.ids} == {name for part in one.scan() for name in part.ids}
+
+
+@pytest.mark.parametrize("empty", ["new", "emptied", "without a key"])
+def test_a_shard_without_a_key_answers_as_any(empty: str) -> None:
+    """One that was never written to, one whose records were all deleted, and one whose records have no key yet."""
+    n = 24
+    kinds = {"new": np.arange(0), "emptied": np.arange(100, 110), "without a key": np.arange(0)}
+    parts, one = (
+        [filled(None, np.arange(0, n), "dot"), filled(None, kinds[empty], "dot", n=200)],
+        filled(None, np.arange(n), "dot"),
+    )
+    if empty == "emptied":
+        parts[1].delete(list(range(100, 110)))
+    if empty == "without a key":
+        for db in (parts[1], one):
+            db.insert(["bare"], payloads=[{"third": 1}])
+    all_alike(Cluster(shards(*parts)), one, torch.randn(2, D, generator=torch.Generator().manual_seed(1)))
 
 
 def test_a_shard_does_what_its_messages_say_and_no_more() -> None:
