@@ -19,6 +19,7 @@ __all__ = [
     "ShardUnavailable",
     "SoftDBError",
     "StaleRead",
+    "StorageUnavailable",
     "TrainingWarning",
     "UnknownField",
     "UnknownId",
@@ -88,6 +89,10 @@ class StaleRead(SoftDBError):
 
 class ShardUnavailable(SoftDBError):
     """Shards of a cluster did not answer in time; nothing was changed, ask again or take a partial answer."""
+
+
+class StorageUnavailable(SoftDBError):
+    """The storage of a table cannot be reached; what was acknowledged is kept, and a later call goes on."""
 
 
 class Cancelled(SoftDBError):

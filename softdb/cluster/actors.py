@@ -208,9 +208,6 @@ class _FanOut:
 
     def _sorted(self) -> ShardReplies:
         found = {mine: reply for parts in self.found.values() for mine, reply in parts.items()}
-        for reply in found.values():
-            if isinstance(reply, SoftDBError):
-                raise reply
         gone = [(host, shard) for host, asks in self.parts.items() if host not in self.found for shard in asks]
         missing = {shard: self.why.get(host, "no answer from its actor") for host, shard in gone}
         return of_owners(found, missing)

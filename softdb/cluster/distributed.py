@@ -77,13 +77,7 @@ class Ranks:
         replies = {rank: pickle.dumps(self._answered(pickle.loads(one))) for rank, one in arrived.items()}
         for one in self._exchanged(replies, f"reply to {kind}").values():
             found |= pickle.loads(one)
-        missing = dict[int, str]()
-        for mine, reply in sorted(found.items()):
-            if isinstance(reply, SoftDBError):
-                raise reply
-            if isinstance(reply, Exception):
-                missing[mine[0]] = f"{type(reply).__name__}: {reply}"
-        return of_owners({mine: reply for mine, reply in found.items() if mine[0] not in missing}, missing)
+        return of_owners(found, {})
 
     def _answered(self, asks: dict[int, Message]) -> dict[tuple[int, ...], Any]:
         """Replies of this rank's shards by whose they are (`together`), or why there are none."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from softdb import check
 from softdb.check import shown
-from softdb.cluster.truth import Truth, dataset_at
+from softdb.cluster.storage import dataset_at
+from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
 from softdb.formats.lines import Fields
 from softdb.formats.tables import needed

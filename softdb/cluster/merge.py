@@ -13,6 +13,7 @@ from softdb.answers import Records
 from softdb.check import Id
 from softdb.cluster import shard as say
 from softdb.cluster.shard import ShardHits
+from softdb.errors import SoftDBError
 
 __all__ = ["first", "id_order", "in_order", "joined_records", "of_owners", "passed_over", "ranked", "together"]
 
@@ -72,10 +73,14 @@ def together(asks: Mapping[int, say.Message], replies: Mapping[int, Any]) -> dic
     return found | {tuple(mine): _one(asks[mine[0]], [replies[shard] for shard in mine]) for mine in several}
 
 
-def of_owners(found: Mapping[tuple[int, ...], Any], missing: dict[int, str]) -> say.ShardReplies:
-    """What `together` made, as a transport gives it."""
-    merged = {mine[0]: mine for mine in found if len(mine) > 1}
-    return say.ShardReplies({mine[0]: reply for mine, reply in found.items()}, missing, merged)
+def of_owners(found: Mapping[tuple[int, ...], Any], missing: Mapping[int, str]) -> say.ShardReplies:
+    """Replies by `together`, as a transport returns them; raises the first that is an error of softdb."""
+    for mine in sorted(found):
+        if isinstance(found[mine], SoftDBError):
+            raise found[mine]
+    failed = {mine[0]: str(reply) for mine, reply in found.items() if isinstance(reply, Exception)}
+    replies = {mine[0]: reply for mine, reply in found.items() if mine[0] not in failed}
+    return say.ShardReplies(replies, {**missing, **failed}, {mine[0]: mine for mine in found if len(mine) > 1})
 
 
 def _merges(ask: say.Message) -> bool:

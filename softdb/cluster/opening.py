@@ -16,6 +16,7 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import Here
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
+from softdb.cluster.storage import reading
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
@@ -107,6 +108,8 @@ def open(
 
     Raises:
         NotADatabase: there is no table, or one that softdb has not made: `serve` it.
+        StorageUnavailable: the folder or object store cannot be reached.
+        CorruptionError: a file of the table is missing or damaged; the message names it.
         ShardUnavailable: an actor did not come up within the timeout.
     """
     check.one_of(mode, "mode", ("rw", "r"))
@@ -156,7 +159,8 @@ def serve(
     """
     fields = Fields(id=ids, key=keys, value=values)
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
-    truth = served(address(url), storage_options, fields, metric, num_classes, shards, replicas, payload)
+    with reading(place := address(url)):
+        truth = served(place, storage_options, fields, metric, num_classes, shards, replicas, payload)
     return _opened(truth, "r", timeout, partial, on, cache, encoder, progress)
 
 

@@ -64,8 +64,8 @@ def windows(truth: Truth, dataset: Any, after: int) -> Iterator[RowWindow]:
     """All rows from a place on, window by window, by their ids alone."""
     name, whole = str(truth.fields.id), dataset.count_rows()
     for low in range(after, whole, WINDOW):
-        batches = dataset.scanner([name], offset=low or None, limit=WINDOW, batch_size=BATCH, scan_in_order=True)
+        scanner = dataset.scanner([name], offset=low or None, limit=WINDOW, batch_size=BATCH, scan_in_order=True)
         parts = list[Rows]()
-        for batch in batches.to_batches():
+        for batch in truth.read(scanner):
             parts.append(parts_of(batch.column(0).to_pylist(), truth.shards))
         yield RowWindow(low, np.concatenate(parts))

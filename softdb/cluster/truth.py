@@ -24,6 +24,7 @@ from softdb import check
 from softdb.check import Id, Schema, shown
 from softdb.cluster.columns import bounded, column, literal, require_columns, tracked, written_since
 from softdb.cluster.shard import LeftOut
+from softdb.cluster.storage import LANCE, cause, dataset_at, failure, missing_file, reading, require_storage
 from softdb.cluster.synced import Synced
 from softdb.errors import (
     BadInput,
@@ -31,6 +32,7 @@ from softdb.errors import (
     DuplicateId,
     NotADatabase,
     ReadOnly,
+    SoftDBError,
     StaleRead,
     UnknownId,
     WriteFailed,
@@ -40,7 +42,7 @@ from softdb.formats.rows import Rows
 from softdb.formats.tables import Table, needed, read_table
 from softdb.store import Batch, files
 
-__all__ = ["Changes", "Truth", "create", "dataset_at", "stored"]
+__all__ = ["Changes", "Truth", "create", "stored"]
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
@@ -100,21 +102,23 @@ class Truth:
     # -- versions --------------------------------------------------------------------------------------------------
 
     def now(self) -> Any:
-        """The dataset as of now. Raises NotADatabase; BadInput naming a column that is gone or of another width."""
+        """The dataset as of now. Raises NotADatabase, StorageUnavailable; BadInput naming a column it lacks by now."""
         if self._opened is None:
             self._opened = dataset_at(self.url, self.options)
-        dataset = _as_asked(self.url, lambda: self._opened.checkout_version(self._opened.latest_version))
+        with reading(self.url):
+            dataset = self._opened.checkout_version(self._opened.latest_version)
         require_columns(dataset, self.fields, ("text", "payload") if self.own else self.payload or (), self.schema)
         return dataset
 
     def at(self, version: int) -> Any:
-        """The dataset at a version. Raises StaleRead where it was cleaned up."""
+        """The dataset at a version. Raises StaleRead where it was cleaned up, StorageUnavailable."""
         newest = self.now()
         try:
             return newest.checkout_version(version)
-        except (ValueError, OSError, RuntimeError) as error:
+        except LANCE as error:
+            require_storage(self.url, error)
             raise StaleRead(
-                f"version {version} of {self.url} is not there ({_said(error)}): it was cleaned up, or is yet to come; "
+                f"version {version} of {self.url} is not there ({cause(error)}): it was cleaned up, or is yet to come; "
                 f"refresh() shows version {newest.version}"
             ) from None
 
@@ -124,7 +128,8 @@ class Truth:
 
     def identity(self, dataset: Any) -> str:
         """What tells a version from that of another table at the same address."""
-        transaction = dataset.read_transaction(dataset.version)
+        with reading(self.url):
+            transaction = dataset.read_transaction(dataset.version)
         return str(getattr(transaction, "uuid", None) or dataset.versions()[-1]["timestamp"])
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -157,12 +162,19 @@ class Truth:
     def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
         """So many rows from place `after` on, in order, as record batches of at most `size` rows; None: all."""
         columns = self.columns(dataset)
-        scanner = dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
-        yield from scanner.to_batches()
+        yield from self.read(
+            dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
+        )
+
+    def read(self, scanner: Any) -> Iterator[Any]:
+        """Record batches of a scanner. Raises StorageUnavailable, and CorruptionError naming a file."""
+        with reading(self.url):
+            yield from scanner.to_batches()
 
     def taken(self, dataset: Any, places: Any) -> Any:
         """The rows at some places (n,), ascending, and no others, as a table."""
-        return dataset.take(_arrow().array(places), self.columns(dataset))
+        with reading(self.url):
+            return dataset.take(_arrow().array(places), self.columns(dataset))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
         """What has changed since a version; None where that cannot be told, or is too much to be held."""
@@ -180,7 +192,8 @@ class Truth:
             removed = self._named(dataset.checkout_version(since), gone)  # an update may change the id, too
             names = [one for one in dataset.schema.names if one in inserted.column_names]
             return Changes(removed, _arrow().concat_tables([inserted.select(names), updated.select(names)]))
-        except (RuntimeError, ValueError, OSError):  # the version was cleaned up
+        except LANCE as error:  # the version was cleaned up
+            require_storage(self.url, error)
             return None
 
     def _named(self, dataset: Any, rows: list[int]) -> list[Id]:
@@ -286,7 +299,8 @@ class Truth:
         """UnknownId for an id that is not there; BadInput for a key without its value, or the other way."""
         names, found = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
-        table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
+        with reading(self.url):
+            table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
         found.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
         unknown = next((one for one in ids if one not in found), None)
         if unknown is not None:
@@ -302,15 +316,19 @@ class Truth:
             raise ReadOnly(f"{self.url} was made by another program; write to it with that, then refresh()")
         try:
             work()
-        except (OSError, ValueError) as error:
+        except SoftDBError:
+            raise
+        except LANCE as error:
             said = str(error)
             twice = re.search(r"found matching row with key values: id = (.*?), /", said, re.DOTALL)
             if twice is not None:
                 raise DuplicateId(f"id {twice[1]} is stored already; upsert replaces") from None
             if "concurrent" in said:
                 raise _overtaken(self.url) from None
+            if missing_file(error) is not None:
+                raise failure(self.url, error) from error
             raise WriteFailed(
-                f"{self.url} could not be written ({_said(error)}); look at what is there, then retry"
+                f"{self.url} could not be written ({cause(error)}); look at what is there, then retry"
             ) from error
         if self.local:
             if self._synced is None:
@@ -329,7 +347,7 @@ def create(
     encoder: str | None,
 ) -> None:
     """Make an empty table. Raises BadInput where there is one already."""
-    pa, lance = _arrow(), _lance()
+    pa, lance = _arrow(), needed("lance", "cluster", "a cluster")
     number = pa.from_numpy_dtype(schema.dtype)
     value = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
     columns = [
@@ -347,10 +365,10 @@ def create(
         made = lance.write_dataset(
             layout.empty_table(), url, mode="create", storage_options=options, enable_stable_row_ids=True
         )
-    except OSError as error:
+    except LANCE as error:
         if "already exists" in str(error):
             raise BadInput(f"{url} holds a table already; open it, or choose another place") from None
-        raise WriteFailed(f"{url} cannot be made ({_said(error)}); choose another place, or mend the cause") from error
+        raise WriteFailed(f"{url} cannot be made ({cause(error)}); choose another place, or mend the cause") from error
     made.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
     if "://" not in url:
         Synced(Path(url)).sync()
@@ -370,31 +388,9 @@ def stored(url: str, options: dict[str, str] | None) -> Truth:
     return Truth(url, options, fields, True, schema, shards, replicas, header.encoder, dataset)
 
 
-def dataset_at(url: str, options: dict[str, str] | None) -> Any:
-    """The newest version of the table at an address. Raises NotADatabase."""
-    lance = _lance()
-    return _as_asked(url, lambda: lance.dataset(url, storage_options=options))
-
-
-def _as_asked(url: str, ask: Callable[[], Any]) -> Any:
-    try:
-        return ask()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise NotADatabase(f"{url} holds no table that can be read ({_said(error)}); create() makes one") from None
-
-
 def _overtaken(url: str) -> DatabaseLocked:
     return DatabaseLocked(f"too many write to {url} at once; nothing was written, try again")
 
 
-def _said(error: Exception) -> str:
-    """The first of what Lance says, without the places in its source."""
-    return shown(re.sub(r",? /\S+\.rs:\d+:\d+", "", str(error)).split("\n")[0])
-
-
 def _arrow() -> Any:
     return needed("pyarrow", "cluster", "a cluster")
-
-
-def _lance() -> Any:
-    return needed("lance", "cluster", "a cluster")
