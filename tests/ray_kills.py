@@ -233,6 +233,103 @@ def driven(url: str, address: str, step: str, tally: Counter[str]) -> None:
     tally["cluster: kills between commit and hydration"] += step in tuple(DRIVEN)[1:4]
 
 
+WRITER = """
+import sys, json
+sys.path[:0] = json.loads(sys.argv[3])
+import ray
+from ray_kills import Turns, opened
+ray.init(address=sys.argv[2], log_to_driver=False)
+with opened(sys.argv[1]) as db:
+    turns = Turns(db)
+    while True:
+        turns.write(db)
+        print(turns.count, flush=True)
+"""
+
+
+def writer_killed(url: str, address: str, seconds: float, tally: Counter[str]) -> None:
+    """A driver in a process of its own is killed so long after its first write; all that it acknowledged is there."""
+    paths = json.dumps([str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, url, address, paths],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    acknowledged = [int(process.stdout.readline())]
+    time.sleep(seconds)
+    process.kill()
+    acknowledged += [int(one) for one in process.stdout.read().split()]
+    assert process.wait(60) == -signal.SIGKILL
+    with opened(url) as db:
+        turns = Turns(db)
+        last = acknowledged[-1]
+        tally[LOST] += turns.count not in (last, last + 1)
+        assert turns.count in (last, last + 1)
+        assert list(turns.state.values()).count(turns.count) == 20  # whole
+        right(db, turns.state, tally)
+    tally["cluster: kills"] += 1
+    tally["cluster: kills: drivers"] += 1
+
+
+def actors_killed(url: str, count: int, seconds: float, tally: Counter[str]) -> None:
+    """So many replicas are killed so long after a write and the questions after it have begun."""
+    with opened(url) as db:
+        turns, gone = Turns(db), pids(db)[:count]
+        timer = threading.Timer(seconds, signalled, (gone, signal.SIGKILL))
+        timer.start()
+        try:
+            turns.write(db)
+            right(db, turns.state, tally)
+        finally:
+            timer.join()
+        right(db, turns.state, tally)
+    tally["cluster: kills"] += count
+    tally["cluster: kills: actors"] += count
+
+
+def worker_killed(url: str, folder: Path, seconds: float, tally: Counter[str]) -> None:
+    """A worker of an ingest is killed so long after it has its rows: the job is one commit, or none."""
+    names, flag = list(range(1000, 1040)), str(folder / "killed")
+
+    def dies_once(batch: Any) -> Any:
+        import contextlib
+        import os
+        import signal
+        import threading
+
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return batch
+
+    with opened(url) as db:
+        turns = Turns(db)
+        keys = keys_of(names, turns.count).tolist()
+        rows = [
+            {"id": name, "key": key, "text": "", "payload": str(turns.count)}
+            for name, key in zip(names, keys, strict=True)
+        ]
+        returned = False
+        try:
+            cluster.ingest(url, ray.data.from_items(rows, override_num_blocks=4).map_batches(dies_once))
+            returned = True
+        except (SoftDBError, ray.exceptions.RayError) as error:
+            tally[f"cluster: ingests refused: {type(error).__name__}"] += 1
+        db.refresh()
+        there = names[0] in db
+        tally[LOST] += returned and not there
+        assert there or not returned
+        state = turns.state | dict.fromkeys(names, turns.count) if there else turns.state
+        right(db, state, tally)
+        db.delete(names)
+        right(db, turns.state, tally)
+    assert Path(flag).exists()
+    tally["cluster: kills"] += 1
+    tally["cluster: kills: workers"] += 1
+
+
 class RayKills:
     """A table of two shards with two replicas each, on one host."""
 
@@ -281,6 +378,20 @@ class RayKills:
             assert torch.autograd.grad(cut.output.square().sum(), asked)[0].norm() > 0
             assert hits.payloads == [[turns.state[int(name)] for name in hits.ids[0]]]
             right(db, turns.state, tally)
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("seed", range(160))
+    def test_anyone_is_killed_at_any_moment(
+        self, url: str, connected: str, tmp_path: Path, seed: int, tally: Counter[str]
+    ) -> None:
+        """Replicas, drivers and workers, in turn: with the kills at named steps more than 200."""
+        seconds = random.Random(seed).random()
+        if seed % 4 == 0:
+            writer_killed(url, connected, 2 * seconds, tally)
+        elif seed % 4 == 1:
+            worker_killed(url, tmp_path, seconds / 4, tally)
+        else:
+            actors_killed(url, seed % 4 - 1, seconds / 2, tally)
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("seed", range(12))

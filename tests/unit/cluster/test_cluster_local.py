@@ -165,9 +165,9 @@ def all_alike(cluster: Cluster, one: softdb.SoftDB, queries: torch.Tensor) -> No
                 assert found.ids == true.ids, (words, others, left_out)
                 assert found.payloads == true.payloads
     for words in ({}, {"k": 4}, {"where": {"third": 1}}, {"weights": "sparsemax"}, {"rtol": 0.1}):
-        found, true = (db.attend(queries, **words) for db in (cluster, one))
-        torch.testing.assert_close(found.lse, true.lse, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.output, true.output, rtol=1e-5, atol=1e-5)
+        pooled, whole = (db.attend(queries, **words) for db in (cluster, one))
+        torch.testing.assert_close(pooled.lse, whole.lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(pooled.output, whole.output, rtol=1e-5, atol=1e-5)
     explained = zip(cluster.attend(queries).explain(3), one.attend(queries).explain(3), strict=True)
     assert all(mine.ids == own.ids for mine, own in explained)
     assert cluster.count_within(queries, 1.0).value.tolist() == one.count_within(queries, 1.0).value.tolist()
