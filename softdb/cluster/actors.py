@@ -96,7 +96,7 @@ class Actors:
 
     def __init__(self, hosts: Sequence[Sequence[Any]], shards: int) -> None:
         self.hosts, self.shards = [list(replicas) for replicas in hosts], shards
-        self._first = [0] * len(self.hosts)  # the replica that answered last
+        self.first = [0] * len(self.hosts)  # the replica that answered last
         self._following: dict[tuple[int, int], Any] = {}  # (host, replica) -> the last call that brings it on
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
@@ -133,12 +133,8 @@ class Actors:
 
     def order(self, host: int) -> list[int]:
         """The replicas of a host, the one that answered last first."""
-        first, count = self._first[host], len(self.hosts[host])
+        first, count = self.first[host], len(self.hosts[host])
         return [(first + i) % count for i in range(count)]
-
-    def answered(self, host: int, replica: int) -> None:
-        """Which replica is asked first from now on."""
-        self._first[host] = replica
 
 
 class _FanOut:
@@ -204,7 +200,7 @@ class _FanOut:
     def _note(self, ref: Any, reply: bytes) -> None:
         host, replica = self.waiting.pop(ref)
         self.found.setdefault(host, pickle.loads(reply))
-        self.actors.answered(host, replica)
+        self.actors.first[host] = replica
 
     def _sorted(self) -> ShardReplies:
         found = {mine: reply for parts in self.found.values() for mine, reply in parts.items()}

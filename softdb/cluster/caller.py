@@ -92,7 +92,6 @@ class Caller:
         return self._asked(asks, partial, absent)
 
     def _asked(self, asks: dict[int, Message], partial: bool, absent: Mapping[int, str] | None = None) -> ShardReplies:
-        """The replies; `absent` are shards that are not asked, and why. Raises ShardUnavailable."""
         begun = time.monotonic()
         answers = self.transport.ask(asks, self.timeout) if asks else ShardReplies({}, {})
         missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - begun

@@ -108,8 +108,7 @@ def open(
 
     Raises:
         NotADatabase: there is no table, or one that softdb has not made: `serve` it.
-        StorageUnavailable: the folder or object store cannot be reached.
-        CorruptionError: a file of the table is missing or damaged; the message names it.
+        StorageUnavailable, CorruptionError: the store cannot be reached; a file of the table is missing or damaged.
         ShardUnavailable: an actor did not come up within the timeout.
     """
     check.one_of(mode, "mode", ("rw", "r"))

@@ -37,10 +37,7 @@ def reading(url: str) -> Iterator[None]:
 
 
 def failure(url: str, error: Exception) -> SoftDBError:
-    """The error of softdb for one that Lance raised as it read a table.
-
-    StorageUnavailable, NotADatabase where no table is, CorruptionError naming a file, or BadInput for the address.
-    """
+    """The error of softdb for one that Lance raised as it read a table; NotADatabase where there is none."""
     text, missing = cause(error), missing_file(error)
     if "No object store provider" in text:
         return BadInput(f"url {url!r} is of no kind that Lance opens ({text}); give a folder, or s3://, gs:// or az://")

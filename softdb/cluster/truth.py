@@ -162,9 +162,8 @@ class Truth:
     def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
         """So many rows from place `after` on, in order, as record batches of at most `size` rows; None: all."""
         columns = self.columns(dataset)
-        yield from self.read(
-            dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
-        )
+        scanner = dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
+        yield from self.read(scanner)
 
     def read(self, scanner: Any) -> Iterator[Any]:
         """Record batches of a scanner. Raises StorageUnavailable, and CorruptionError naming a file."""
