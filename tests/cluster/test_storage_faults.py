@@ -7,6 +7,7 @@ whole or not at all, and the same handle goes on once the storage is back.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,9 +171,9 @@ def test_a_write_whose_request_fails(
     tally[f"cluster: storage faults: written, turn {turn}"] += 1
 
 
-def directories(db: cluster.TableCluster) -> set[int]:
-    """Their numbers: one that is made anew has another."""
-    rows: Any = db.located([f"r{i}" for i in range(N)])
+def directories(db: cluster.TableCluster, *ids: str) -> set[int]:
+    """The numbers of those that hold these records, or all: one that is made anew has another."""
+    rows: Any = db.located([*ids] or [f"r{i}" for i in range(N)])
     return set((rows >> ROW_BITS).tolist())
 
 
@@ -249,6 +250,40 @@ def test_a_file_of_a_table_that_is_gone_or_damaged_is_named(folder: Path, kind: 
     if how == "missing":
         with pytest.raises(CorruptionError, match=rf"serve: .*{match}"):
             cluster.serve(folder, keys="key")
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("Generic S3 error: Error performing GET http://h/b - HTTP error: error sending request", StorageUnavailable),
+        ("External error: Not found: t.lance/data/x.lance, /home/x.rs:1:2", CorruptionError),
+        ("Dataset at path t.lance/_versions/2.manifest was not found: Not found: t.lance/_versions/2.manifest", None),
+    ],
+    ids=["out of reach", "a file is missing", "the version was cleaned up"],
+)
+def test_shards_are_made_anew_where_a_version_is_gone_alone(
+    folder: Path, message: str, error: type[SoftDBError] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be the last copies of what the table lacks."""
+
+    def fails(*_: Any) -> Any:
+        raise OSError(message)
+
+    with cluster.open(folder, "r", cache=folder.parent / "reader") as reader:
+        before = directories(reader, "r2")
+        with cluster.open(folder, cache=folder.parent / "cache") as db:
+            db.upsert(["r2"], keys(1, 1), payloads=[1])
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["softdb.cluster.truth"], "written_since", fails)
+            if error is None:
+                reader.refresh()
+            else:
+                with pytest.raises(error, match="refresh: "):
+                    reader.refresh()
+                assert reader["r2"].payload == 0
+        reader.refresh()
+        assert reader["r2"].payload == 1
+        assert (directories(reader, "r2") == before) == (error is not None)
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file", "no versions"])
