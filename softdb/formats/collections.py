@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import shutil
-import sqlite3
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,10 @@ import numpy as np
 
 from softdb.check import shown
 from softdb.errors import BadInput, MissingDependency
+from softdb.formats.guarded import GuardedKeys, GuardedReader
 from softdb.formats.lines import Fields, Header
 from softdb.formats.rows import OnError, Rows, passed_over, text_in
-from softdb.formats.tables import needed, read_table, table_in
+from softdb.formats.tables import read_table, table_in
 
 __all__ = ["COLLECTIONS", "MARKS", "read_collection"]
 
@@ -62,6 +59,8 @@ def _rows(
     while True:
         try:
             found = next(batches, None)
+        except BadInput:
+            raise
         except Exception as error:  # as above
             raise _unreadable(path, error) from None
         if found is None:
@@ -103,27 +102,17 @@ def _chosen(path: Path, name: str | None, names: list[str]) -> str:
 
 def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
     """By the package, in a copy: opening a folder may change it."""
-    chroma = needed("chromadb", "chroma", path.name)
     copied = tempfile.mkdtemp()
     try:
-        shutil.copytree(path, Path(copied, "db"))
-        settings = chroma.config.Settings(anonymized_telemetry=False)
-        client = chroma.PersistentClient(str(Path(copied, "db")), settings=settings)
+        shutil.copytree(path, Path(copied, path.name))
+        source = GuardedReader(Path(copied, path.name), "chroma", ("chromadb", "chroma"), name)
     except BaseException:
         shutil.rmtree(copied)
         raise
-    weakref.finalize(client, shutil.rmtree, copied, ignore_errors=True)
-    found = client.get_collection(_chosen(path, name, [one.name for one in client.list_collections()]))
-    space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
-    count = found.count()
-
-    def batches(_owner: Any = client) -> Iterator[_Found]:  # the copy goes with it
-        for start in range(0, count, size):
-            part = found.get(limit=size, offset=start, include=["embeddings", "documents", "metadatas"])
-            payloads = [one and dict(sorted(one.items())) for one in part["metadatas"]]  # they come in any order
-            yield part["ids"], np.asarray(part["embeddings"]), payloads, list(part["documents"])
-
-    return _METRICS.get(str(space)), count, batches()
+    weakref.finalize(source, shutil.rmtree, copied, ignore_errors=True)
+    if "names" in source.head:
+        _chosen(path, name, source.head["names"])
+    return _METRICS.get(str(source.head["metric"])), source.rows, _records(source, size)
 
 
 def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
@@ -134,16 +123,10 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     named = None if "size" in vectors else _only(path, name, sorted(vectors))
     distance = (vectors if named is None else vectors[named])["distance"].lower()
     place = path / "collection" / name / "storage.sqlite"
-    connection = sqlite3.connect(f"{place.absolute().as_uri()}?mode=ro", uri=True)
-    (count,) = connection.execute("SELECT count(*) FROM points").fetchone()
-    points = (_Unpickled(io.BytesIO(one)).load() for (one,) in connection.execute("SELECT point FROM points"))
-
-    def batches() -> Iterator[_Found]:
-        while part := [one.__dict__ for one in islice(points, size)]:
-            keys = [one["vector"] if named is None else (one["vector"] or {}).get(named) for one in part]
-            yield [one["id"] for one in part], keys, [one["payload"] for one in part], [None] * len(part)
-
-    return _METRICS.get(distance), count, batches()
+    if Path(name).name != name:
+        raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not followed")
+    source = GuardedReader(place, "qdrant", None, named)
+    return _METRICS.get(distance), source.rows, _records(source, size)
 
 
 def _only(path: Path, name: str, names: list[str]) -> str:
@@ -152,69 +135,33 @@ def _only(path: Path, name: str, names: list[str]) -> str:
     return names[0]
 
 
-class _Point:
-    """A pickled model: its fields, and nothing of its class."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state["__dict__"])
-
-
-class _Unpickled(pickle.Unpickler):
-    """Unpickles points, and refuses whatever else a pickle may name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("qdrant_client.") and name == "PointStruct":
-            return _Point
-        raise pickle.UnpicklingError(f"a point names {module}.{name}, which is not run")
-
-
 def _faiss(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
     """Of indexes that keep whole vectors: flat, IVF flat and HNSW flat, also with ids of their own."""
-    faiss = needed("faiss", "cpu", path.name)
     if name is not None:
         raise BadInput(f"{path.name} holds one index; leave out the collection {name!r}")
-    owner = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
-    index = faiss.downcast_index(owner)
-    metric = {faiss.METRIC_INNER_PRODUCT: "dot", faiss.METRIC_L2: "l2"}.get(index.metric_type)
-    names = None
-    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
-        names, inner = faiss.vector_to_array(index.id_map), faiss.downcast_index(index.index)
-    else:
-        inner = index
-    if isinstance(inner, faiss.IndexHNSW):
-        inner = faiss.downcast_index(inner.storage)
-    if not isinstance(inner, faiss.IndexFlat | faiss.IndexIVFFlat) or type(inner).__name__.endswith("Panorama"):
-        raise BadInput(
-            f"{path.name} is an {type(inner).__name__}, of which no vectors can be read (flat, IVF flat and HNSW flat "
-            "keep them whole); import them from their source"
-        )
-    parts = _flat(inner, size) if isinstance(inner, faiss.IndexFlat) else _lists(faiss, inner, size)
+    keys = GuardedKeys(GuardedReader(path, "faiss", ("faiss", "cpu")))
 
-    def batches(_owner: Any = owner) -> Iterator[_Found]:  # what is within it is freed with it
-        for places, keys in parts:
-            ids = (places if names is None else names[places]).tolist()
-            yield ids, keys, [None] * len(ids), [None] * len(ids)
+    def batches() -> Iterator[_Found]:
+        for _, last, part in keys.parts(0, len(keys), 8, size):
+            count = part.size // (keys.row + 8)
+            ids = part[count * keys.row :].view(np.int64).tolist()
+            yield ids, keys.matrix(part[: count * keys.row]), [None] * len(ids), [None] * len(ids)
 
-    return metric, index.ntotal, batches()
+    return keys.metric, len(keys), batches()
 
 
-def _flat(index: Any, size: int) -> Iterator[tuple[Any, Any]]:
-    for start in range(0, index.ntotal, size):
-        count = min(size, index.ntotal - start)
-        yield np.arange(start, start + count), index.reconstruct_n(start, count)
-
-
-def _lists(faiss: Any, index: Any, size: int) -> Iterator[tuple[Any, Any]]:
-    """List after list: an index by lists knows no order of its vectors."""
-    lists = index.invlists
-    for number in range(index.nlist):
-        length = lists.list_size(number)
-        if length:
-            ids = faiss.rev_swig_ptr(lists.get_ids(number), length).copy()
-            codes = faiss.rev_swig_ptr(lists.get_codes(number), length * index.code_size)
-            keys = codes.view(np.float32).reshape(length, index.d)
-            for start in range(0, length, size):
-                yield ids[start : start + size], keys[start : start + size].copy()
+def _records(source: GuardedReader, size: int) -> Iterator[_Found]:
+    """Records of a process: JSON says how wide each key is, and their numbers follow."""
+    start = 0
+    while True:
+        told, numbers = source.read(start, start + size)
+        if not told["ids"]:
+            return
+        flat, widths = numbers.view(np.float64), told["widths"]
+        ends = np.cumsum([width or 0 for width in widths]).tolist()
+        keys = [None if width is None else flat[end - width : end] for end, width in zip(ends, widths, strict=True)]
+        yield told["ids"], keys, told["payloads"], told["texts"]
+        start += len(told["ids"])
 
 
 COLLECTIONS: dict[str, Callable[[Path, str | None, int], tuple[str | None, int, Iterator[_Found]]]] = {

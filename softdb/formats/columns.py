@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from softdb.check import Array, shown
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
 from softdb.formats.arrays import archived, matrix_in
+from softdb.formats.guarded import GuardedKeys, GuardedReader
 from softdb.formats.lines import Header
-from softdb.formats.tables import needed
-from softdb.formats.vectors import READERS, distance_of
+from softdb.formats.vectors import READERS, metric_of
 
 __all__ = ["COLUMNS", "KeyColumns", "columns_in"]
 
@@ -109,17 +109,7 @@ class _BFloat16:
 
 def _hdf5(path: Path) -> KeyColumns:
     """The array `train` of an ann-benchmarks file, or `keys`, or its only matrix; read slice by slice."""
-    try:
-        file = needed("h5py", "hdf5", path.name).File(path, "r")
-        matrices = [name for name, one in file.items() if getattr(one, "ndim", 0) == 2]
-        name = next((one for one in ("train", "keys") if one in matrices), matrices[0] if len(matrices) == 1 else None)
-        if name is None or file[name].dtype.kind not in "fiu":
-            raise BadInput(f"{path.name} holds {shown(list(file))}; expected an array train, (n, d) numbers")
-        keys = file[name]
-        metric = distance_of(file, path).value if "distance" in file.attrs else None
-        header = None if metric is None else Header(keys.shape[1], None, None, "float32", metric, ())
-        return KeyColumns(keys, header=header)
-    except (BadInput, MissingDependency):
-        raise
-    except (OSError, RuntimeError) as error:
-        raise BadInput(f"{path.name} cannot be read as HDF5 ({shown(str(error))}); download it anew") from None
+    keys = GuardedKeys(GuardedReader(path, "hdf5", ("h5py", "hdf5")))
+    metric = None if keys.metric is None else metric_of(keys.metric, path).value
+    header = None if metric is None else Header(keys.shape[1], None, None, "float32", metric, ())
+    return KeyColumns(keys, header=header)

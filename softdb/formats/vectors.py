@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from softdb.check import MAX_DIM, Metric, shown
 from softdb.errors import BadInput, MissingDependency
 
-__all__ = ["DISTANCES", "READERS", "KeyFile", "distance_of", "read_queries"]
+__all__ = ["DISTANCES", "READERS", "KeyFile", "metric_of", "read_queries"]
 
 Vectors = NDArray[Any]
 
@@ -57,7 +57,7 @@ def read_hdf5(path: Path) -> KeyFile:
             missing = [part for part in ("train", "test") if part not in file]
             if missing:
                 raise BadInput(f"{path} lacks {' and '.join(missing)}; expected train, test and neighbors")
-            metric = distance_of(file, path)
+            metric = _distance_of(file, path)
             near = file["neighbors"][:] if "neighbors" in file else None
             keys, queries = (_vectors(_mapped(file[part], path), f"{path}, {part}") for part in ("train", "test"))
             return KeyFile(keys, queries, metric, near)
@@ -65,10 +65,15 @@ def read_hdf5(path: Path) -> KeyFile:
         raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it anew") from None
 
 
-def distance_of(file: Any, path: Path) -> Metric:
+def _distance_of(file: Any, path: Path) -> Metric:
     """How an HDF5 file says that its vectors are compared."""
     distance = file.attrs.get("distance", "euclidean")
-    metric = DISTANCES.get(distance.decode() if isinstance(distance, bytes) else str(distance))
+    return metric_of(distance.decode() if isinstance(distance, bytes) else str(distance), path)
+
+
+def metric_of(distance: str, path: Path) -> Metric:
+    """The metric of a name of a distance. Raises BadInput."""
+    metric = DISTANCES.get(distance)
     if metric is None:
         raise BadInput(f"{path} has the distance {shown(distance)}; expected one of {', '.join(DISTANCES)}")
     return metric

@@ -1,0 +1,269 @@
+"""Reads a stranger's file in a process of its own: `softdb.formats.guarded` starts this file as a program.
+
+The process may take little memory and time, write nothing, open nothing more, and send nothing but numbers and JSON.
+It imports no torch, and of softdb only what needs none.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from softdb.check import shown
+from softdb.errors import BadInput
+
+__all__ = ["BATCH", "FLOOR", "REPLY", "REQUEST", "SECONDS", "Source", "mapped", "opened", "room"]
+
+FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; a file adds twice its size
+SECONDS = 60  # for a batch of at most BATCH bytes
+BATCH = 1 << 24
+DEFLATE = 1032  # times that a packed file may be larger, by zlib's own account
+REQUEST = struct.Struct("<qqq")  # first row, the row after the last, seconds
+REPLY = struct.Struct("<QQ")  # bytes of JSON and of numbers, which follow
+
+
+class Source(NamedTuple):
+    """An opened file."""
+
+    head: dict[str, Any]  # rows, metric; of bare vectors width, dtype, and whether there are ids
+    read: Callable[[int, int], tuple[Any, list[Any]]]  # the rows of a range: JSON and numbers
+
+
+_Vectors = tuple[int, Callable[[int, int], tuple[Any, Any]]]  # how many, and those of a range with their places
+
+
+def room(size: int) -> int:
+    """Bytes of memory that reading a file of some size may take."""
+    return FLOOR + 2 * size
+
+
+def _hdf5(path: Path, file: Any, name: str | None) -> Source:
+    """The array `train` of an ann-benchmarks file, or `keys`, or its only matrix."""
+    import h5py
+
+    opened = h5py.File(file, "r")
+    for link in opened:
+        if not isinstance(opened.get(link, getlink=True), h5py.HardLink):
+            raise BadInput(f"{path.name}: {shown(link)} is a link, which is not followed; copy the array into the file")
+    matrices = [name for name, array in opened.items() if getattr(array, "ndim", 0) == 2]
+    wanted = [name for name in ("train", "keys") if name in matrices] or matrices
+    if not wanted or (len(wanted) > 1 and wanted is matrices) or opened[wanted[0]].dtype.kind not in "fiu":
+        raise BadInput(f"{path.name} holds {shown(list(opened))}; expected an array train, (n, d) numbers")
+    keys = opened[wanted[0]]
+    if keys.is_virtual or keys.external:
+        raise BadInput(f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it into this one")
+    stored = min(keys.id.get_storage_size(), os.fstat(file.fileno()).st_size)
+    if keys.size * keys.dtype.itemsize > stored * DEFLATE:
+        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors, and holds {stored:,} bytes of them; write them all")
+    dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
+    metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
+    head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
+    return Source(head, lambda start, stop: (None, [np.ascontiguousarray(keys[start:stop], dtype)]))
+
+
+def _faiss(path: Path, file: Any, name: str | None) -> Source:
+    """An index that keeps whole vectors: flat, IVF flat or HNSW flat, also with ids of its own."""
+    import faiss
+
+    data = np.frombuffer(file, np.uint8)
+    faiss.set_deserialization_vector_byte_limit(data.size)
+    try:
+        owner = faiss.read_index(
+            faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
+        )
+    except RuntimeError as error:
+        if "OnDisk" not in str(error):
+            raise
+        raise BadInput(
+            f"{path.name} keeps its lists in another file, which is not read; import the indexes that it was merged from"
+        ) from None
+    index = inner = faiss.downcast_index(owner)
+    ids = None
+    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
+        ids, inner = faiss.vector_to_array(index.id_map), faiss.downcast_index(index.index)
+    if isinstance(inner, faiss.IndexHNSW):
+        inner = faiss.downcast_index(inner.storage)
+    if not isinstance(inner, faiss.IndexFlat | faiss.IndexIVFFlat) or type(inner).__name__.endswith("Panorama"):
+        raise BadInput(
+            f"{path.name} is an {type(inner).__name__}, of which no vectors can be read (flat, IVF flat and HNSW flat "
+            "keep them whole); import them from their source"
+        )
+    metric = {faiss.METRIC_INNER_PRODUCT: "dot", faiss.METRIC_L2: "l2"}.get(index.metric_type)
+    rows, vectors = _flat(faiss, inner) if isinstance(inner, faiss.IndexFlat) else _lists(faiss, inner)
+
+    def read(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, list[Any]]:
+        places, keys = vectors(start, stop)
+        return None, [np.ascontiguousarray(keys), places if ids is None else ids[places]]
+
+    return Source({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, read)
+
+
+def _flat(faiss: Any, index: Any) -> _Vectors:
+    if index.codes.size() < index.ntotal * index.d * 4:
+        raise ValueError(f"it says {index.ntotal} vectors and holds fewer")
+    return index.ntotal, lambda start, stop: (np.arange(start, stop), index.reconstruct_n(start, stop - start))
+
+
+def _lists(faiss: Any, index: Any) -> _Vectors:
+    """List after list: an index by lists knows no order of its vectors."""
+    lists = index.invlists
+    if index.code_size != index.d * 4:
+        raise ValueError(f"its codes have {index.code_size} bytes for {index.d} numbers")
+    ends = np.cumsum([lists.list_size(number) for number in range(index.nlist)] or [0])
+
+    def read(start: int, stop: int) -> tuple[Any, Any]:
+        places, keys = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
+        for number in range(*(np.searchsorted(ends, (start, stop - 1), "right") + (0, 1))):
+            length = lists.list_size(number)
+            if length:
+                first = int(ends[number]) - length
+                part = slice(max(start - first, 0), stop - first)
+                codes = faiss.rev_swig_ptr(lists.get_codes(number), length * index.code_size)
+                places.append(faiss.rev_swig_ptr(lists.get_ids(number), length)[part])
+                keys.append(codes.view(np.float32).reshape(length, index.d)[part])
+        return np.concatenate(places), np.concatenate(keys)
+
+    return int(ends[-1]), read
+
+
+def _qdrant(path: Path, file: Any, name: str | None) -> Source:
+    """Points in SQLite: each is a pickle, of which nothing is run. `path` is the database, `name` that of the vector."""
+    from softdb.store.connect import connect
+
+    connection = connect(path, False)
+    steps = iter(range(1 + path.stat().st_size // 1000))
+    connection.set_progress_handler(lambda: next(steps, None) is None, 10_000)
+    if [row[2] for row in connection.execute("PRAGMA main.table_list(points)")] != ["table"] or any(
+        row[6] for row in connection.execute("PRAGMA main.table_xinfo(points)")
+    ):
+        raise BadInput(f"{path.name}: points is no plain table; only a folder as Qdrant writes it is read")
+    ((rows,),) = connection.execute("SELECT coalesce(max(rowid), 0) FROM points")
+    points = (_Unpickled(io.BytesIO(row[0])).load() for row in connection.execute("SELECT point FROM points"))
+
+    def read(start: int, stop: int) -> tuple[Any, list[Any]]:
+        part = [point.__dict__ for point in islice(points, stop - start)]
+        keys = [point["vector"] if name is None else (point["vector"] or {}).get(name) for point in part]
+        return _recorded([point["id"] for point in part], keys, [point["payload"] for point in part], None)
+
+    return Source({"rows": rows}, read)
+
+
+def _recorded(ids: list[Any], keys: Any, payloads: list[Any], texts: Any) -> tuple[Any, list[Any]]:
+    """Records as they are sent: how wide each key is, then the numbers of all."""
+    widths = [None if key is None else len(key) for key in keys]
+    flat = [np.asarray(key, "<f8") for key in keys if key is not None]
+    return {"ids": ids, "widths": widths, "payloads": payloads, "texts": texts or [None] * len(ids)}, flat
+
+
+class _Point:
+    """A pickled model: its fields, and nothing of its class."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state["__dict__"])
+
+
+class _Unpickled(pickle.Unpickler):
+    """Unpickles points, and refuses whatever else a pickle may name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("qdrant_client.") and name == "PointStruct":
+            return _Point
+        raise pickle.UnpicklingError(f"a point names {module}.{name}, which is not run")
+
+
+def _chroma(path: Path, file: Any, name: str | None) -> Source:
+    """By the package, of a copy: opening a folder may change it."""
+    import chromadb
+
+    client = chromadb.PersistentClient(str(path), settings=chromadb.config.Settings(anonymized_telemetry=False))
+    names = [collection.name for collection in client.list_collections()]
+    if name is None and len(names) != 1 or name is not None and name not in names:
+        return Source({"names": names}, lambda start, stop: (None, []))
+    found = client.get_collection(names[0] if name is None else name)
+    space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
+
+    def read(start: int, stop: int) -> tuple[Any, list[Any]]:
+        part = found.get(limit=stop - start, offset=start, include=["embeddings", "documents", "metadatas"])
+        payloads = [cells and dict(sorted(cells.items())) for cells in part["metadatas"]]  # they come in any order
+        return _recorded(part["ids"], part["embeddings"], payloads, list(part["documents"]))
+
+    return Source({"rows": found.count(), "metric": space and str(space)}, read)
+
+
+_KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
+
+
+def opened(kind: str, path: Path, file: Any, name: str | None) -> Source:
+    """A file of some kind; `file` is what lies at `path`, where that is one file. Errors are of every kind."""
+    return _KINDS[kind](path, file, name)
+
+
+def mapped(fd: int) -> Any:
+    """The bytes of a file."""
+    return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+
+
+def _confine(kind: str, size: int) -> None:
+    """Give up what reading needs not; libraries have been imported by then."""
+    __import__({"hdf5": "h5py", "qdrant": "softdb.store.connect", "chroma": "chromadb"}.get(kind, kind))
+    limits = {"CORE": 0, "DATA": room(size)}
+    if kind != "chroma":  # of which a copy is opened, by a package with threads and files
+        limits |= {"FSIZE": 0, "NOFILE": 3 if kind != "qdrant" else 8}
+    for what, limit in limits.items():
+        number = getattr(resource, f"RLIMIT_{what}")
+        hard = resource.getrlimit(number)[1]
+        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(number, (least, least))
+
+
+def _answer(ask: Callable[[], tuple[Any, list[Any]]], seconds: int) -> None:
+    """Send what a call gives, or its error."""
+    signal.alarm(seconds)  # ends the process also within a library, and where nobody waits for it any more
+    try:
+        told, numbers = ask()
+        text = json.dumps(told).encode()
+    except Exception as error:  # libraries have errors of every kind
+        own, numbers = isinstance(error, BadInput), list[Any]()
+        memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+        reason = "more memory than its size justifies" if memory else " ".join(str(error).split())
+        text = json.dumps({"error": (reason or type(error).__name__)[:1000], "own": own}).encode()
+    for part in (REPLY.pack(len(text), sum(array.nbytes for array in numbers)), text, *numbers):
+        left = memoryview(part).cast("B")
+        while left:
+            left = left[os.write(1, left) :]
+    signal.alarm(0)
+
+
+def main(kind: str, path: str, size: int, seconds: int, fd: int | None, name: str | None) -> None:
+    """Open a file and answer requests for its rows until the parent closes standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    sources = []
+
+    def head() -> tuple[Any, list[Any]]:
+        file = None if fd is None else mapped(fd) if kind == "faiss" else open(fd, "rb")
+        _confine(kind, size)
+        sources.append(opened(kind, Path(path), file, name))
+        return sources[0].head, []
+
+    _answer(head, seconds)
+    while sources and len(request := os.read(0, REQUEST.size)) == REQUEST.size:
+        start, stop, seconds = REQUEST.unpack(request)
+        _answer(lambda: sources[0].read(start, stop), seconds)  # noqa: B023 - called at once
+    os._exit(0)  # libraries need not take down what they hold
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))
