@@ -19,6 +19,7 @@ from softdb.errors import BadInput
 __all__ = ["archived", "matrix_in", "numbers_in"]
 
 _HEADER = 1 << 14  # bytes of a .npy file's header; NumPy reads no longer one than 10,000
+_UNPACKED = 1 << 28  # bytes that an array may unpack to, or 16 times the size of the file
 
 
 def numbers_in(path: Path) -> Array:
@@ -66,6 +67,8 @@ def _member(path: Path, member: zipfile.ZipInfo) -> Array:
                 raise ValueError(
                     f"{member.filename.removesuffix('.npy')} has {member.file_size} bytes, {expected} expected"
                 )
+            if expected > max(_UNPACKED, 16 * path.stat().st_size):
+                raise ValueError(f"it would unpack to {expected:,} bytes; save it as .npy, which is mapped")
             file.seek(0)
             return np.asarray(format.read_array(file, allow_pickle=False))
 

@@ -15,7 +15,7 @@ import numpy as np
 from softdb.check import shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats.guarded import GuardedKeys, GuardedReader
-from softdb.formats.lines import Fields, Header
+from softdb.formats.lines import Fields, Header, require_plain
 from softdb.formats.rows import OnError, Rows, passed_over, text_in
 from softdb.formats.tables import read_table, table_in
 
@@ -34,6 +34,8 @@ def read_collection(
 ) -> Iterator[Rows]:
     """The records of a collection. Raises BadInput where it is none that can be read."""
     try:
+        if path.is_dir():
+            require_plain(path)
         if kind == "lancedb":
             tables = sorted(one.stem for one in path.glob("*.lance"))
             folder = path / f"{_chosen(path, name, tables)}.lance"

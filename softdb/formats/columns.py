@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from softdb.check import Array, shown
+from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput
 from softdb.formats.arrays import archived, matrix_in
 from softdb.formats.guarded import GuardedKeys, GuardedReader
@@ -36,6 +36,14 @@ class KeyColumns:
 
 def columns_in(path: Path, kind: str) -> KeyColumns:
     """The arrays in a file. Raises BadInput naming it."""
+    columns = _columns(path, kind)
+    widths = [column.shape[1] for column in (columns.keys, columns.values) if column is not None and column.ndim == 2]
+    if not all(0 < width <= MAX_DIM for width in widths):
+        raise BadInput(f"{path.name} holds vectors of {shown(widths)} numbers; expected 1 to {MAX_DIM:,}")
+    return columns
+
+
+def _columns(path: Path, kind: str) -> KeyColumns:
     if kind == ".npy":
         return KeyColumns(matrix_in(path))
     if kind in (".hdf5", ".h5"):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from softdb.errors import BadInput
 
 __all__ = [
     "OWN", "Fields", "Header", "Line", "Row", "csv_header", "is_own", "kind_of", "read_header", "read_rows",
-    "text_lines",
+    "require_plain", "text_lines",
 ]  # fmt: skip
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
@@ -125,6 +126,14 @@ def kind_of(path: Path, expected: str, *kinds: str) -> str:
     if kind not in kinds:
         raise BadInput(f"{path.name} has a name of no known kind; expected {expected}")
     return kind
+
+
+def require_plain(folder: Path) -> None:
+    """BadInput where a folder holds a link, a pipe or a device, which may lead anywhere or never end."""
+    for place, folders, files in os.walk(folder):
+        for part in (Path(place, name) for name in (*folders, *files)):
+            if not stat.S_ISREG(mode := part.lstat().st_mode) and not stat.S_ISDIR(mode):
+                raise BadInput(f"{folder.name} holds {check.shown(part.name)}, a link or no file; copy what it leads to")
 
 
 def text_lines(path: Path, bad: Callable[[BadInput], None] = _raised) -> Iterator[tuple[int, float, str]]:

@@ -26,6 +26,7 @@ __all__ = ["is_vector", "read_records"]
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in COLLECTIONS if kind[0] == ".")))
+_BATCH = 1 << 28  # bytes of bare vectors in a batch, which a packed file may claim by a few bytes
 Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file, line, id, key, value, payload, text
 
 
@@ -186,6 +187,7 @@ def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
 def _bare(path: Path, columns: KeyColumns, size: int) -> Iterator[Rows]:
     """Vectors, whose ids are row numbers unless the file has some."""
     count = len(columns.keys)
+    size = min(size, max(1, _BATCH // (columns.keys.shape[1] * columns.keys.dtype.itemsize)))
     for start in range(0, count, size):
         places = range(start, min(start + size, count))
         ids = list(places) if columns.ids is None else columns.ids[start : start + size].tolist()

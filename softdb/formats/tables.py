@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.lines import OWN, Fields, Header, is_own
+from softdb.formats.lines import OWN, Fields, Header, is_own, require_plain
 from softdb.formats.rows import OnError, Rows, passed_over
 
 __all__ = ["FOLDERS", "TABLES", "Table", "framed", "needed", "read_table", "table_in"]
@@ -72,13 +72,21 @@ def _arrow(path: Path, size: int) -> Table:
 
 def _lance(path: Path, size: int) -> Table:
     found = needed("lance", "lance", path.name).dataset(str(path))
+    if bases := getattr(found, "base_paths", dict)():
+        raise BadInput(f"{path.name} keeps files in {shown(list(bases))}, outside of the folder; import a deep copy of it")
     return Table(path, found.schema, iter(found.to_batches(batch_size=size, scan_in_order=True)), found.count_rows())
 
 
 def _hugging_face(path: Path, size: int) -> Table:
-    found = needed("datasets", "datasets", path.name).load_from_disk(str(path))
-    if not hasattr(found, "num_rows") or isinstance(found.num_rows, dict):
-        raise BadInput(f"{path.name} holds the splits {shown(list(found))}; give the folder of one of them")
+    datasets = needed("datasets", "datasets", path.name)
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+        raise BadInput(f"{path.name} holds the splits {shown(splits)}; give the folder of one of them")
+    state = json.loads((path / "state.json").read_bytes())
+    for file in (*state["_data_files"], *(state.get("_indices_data_files") or ())):
+        if Path(file["filename"]).name != file["filename"]:
+            raise BadInput(f"{path.name} names {shown(file['filename'])}, outside of the folder, which is not read")
+    found = datasets.load_from_disk(str(path))
     return replace(framed(found, size), path=path)
 
 
@@ -91,6 +99,8 @@ FOLDERS: dict[str, Callable[[Path, int], Table]] = {".lance": _lance, "datasets"
 def table_in(path: Path, kind: str, size: int) -> Table:
     """The table in a file or folder. Raises BadInput where it is none."""
     try:
+        if path.is_dir():
+            require_plain(path)
         return (TABLES | FOLDERS)[kind](path, size)
     except (BadInput, MissingDependency):
         raise
@@ -152,6 +162,8 @@ def _whole(table: Table, size: int) -> Iterator[Any]:
     while True:
         try:
             batch = next(table.batches, None)
+            if batch is not None:
+                batch.validate(full=True)  # a file may say that texts and lists lie outside of it
         except Exception as error:  # as of `table_in`
             if kept:
                 yield pa.concat_batches(kept)
