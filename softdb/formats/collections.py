@@ -114,7 +114,7 @@ def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     weakref.finalize(source, shutil.rmtree, copied, ignore_errors=True)
     if "names" in source.head:
         _chosen(path, name, source.head["names"])
-    return _METRICS.get(str(source.head["metric"])), source.rows, _records(source, size)
+    return _METRICS.get(str(source.metric)), source.rows, _records(source, size)
 
 
 def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:

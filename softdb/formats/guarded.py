@@ -35,7 +35,7 @@ SLOWEST = 10_000_000  # bytes a second that a disk gives, at least
 
 
 class GuardedReader:
-    """A process that reads a file. `head` is what it says of it: how many rows, the metric, the form of the vectors."""
+    """A process that reads a file, and what that says of it: how many rows, the metric, the form of the vectors."""
 
     def __init__(self, path: Path, kind: str, needs: tuple[str, str] | None, name: str | None = None) -> None:
         """Open the file or folder; `needs` is a module and its extra."""
@@ -61,7 +61,11 @@ class GuardedReader:
                 os.close(fd)
         weakref.finalize(self, _end, self._process)
         self.head, _ = self._reply(seconds)
-        self.rows = int(self.head.get("rows", 0))
+        try:
+            self.rows, self.width = int(self.head["rows"]), int(self.head["width"])
+            self.metric, self.dtype = self.head["metric"], np.dtype(str(self.head["dtype"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.unreadable(f"its reader answered otherwise: {error}") from None
 
     def read(self, start: int, stop: int, exact: int | None = None) -> tuple[Any, Array]:
         """JSON and bytes of the rows of a range; `exact`: how many bytes there must be."""
@@ -72,12 +76,17 @@ class GuardedReader:
     def _reply(self, seconds: int, exact: int | None = 0) -> tuple[Any, Array]:
         limit = time.monotonic() + seconds + 5  # the process ends itself after `seconds`, unless it was taken over
         lengths = reader.REPLY.unpack(self._bytes(reader.REPLY.size, limit).tobytes())
-        if max(lengths) > (most := reader.room(self._size)):
+        if max(lengths) > (most := reader.BATCH * 4 + self._size * 4):
             raise self.unreadable(f"a batch of more than {most:,} bytes")
-        told, numbers = json.loads(self._bytes(lengths[0], limit).tobytes()), self._bytes(lengths[1], limit)
+        text, numbers = self._bytes(lengths[0], limit), self._bytes(lengths[1], limit)
+        try:
+            told = json.loads(text.tobytes())
+        except (ValueError, RecursionError) as error:
+            raise self.unreadable(f"its reader answered otherwise: {error}") from None
         if isinstance(told, dict) and "error" in told:
-            reason = visible(str(told["error"]))
-            raise BadInput(reason) if told["own"] else self.unreadable(reason[:300])
+            raise self.unreadable(visible(str(told["error"])))
+        if isinstance(told, dict) and "refused" in told:
+            raise BadInput(visible(str(told["refused"])))
         if exact is not None and numbers.size != exact:
             raise self.unreadable(f"{numbers.size:,} bytes of vectors where {exact:,} were expected")
         return told, numbers
@@ -115,12 +124,11 @@ class GuardedKeys:
 
     ndim = 2
 
-    def __init__(self, reader: GuardedReader) -> None:
-        head = reader.head
-        self.shape, self.dtype, self._reader = (reader.rows, int(head["width"])), np.dtype(str(head["dtype"])), reader
-        self.metric, self.row = head["metric"], self.shape[1] * self.dtype.itemsize
-        if not 0 < self.shape[1] <= MAX_DIM or self.dtype.kind not in "fiu":
-            raise reader.unreadable(f"its vectors have {self.shape[1]:,} numbers of {self.dtype}")
+    def __init__(self, source: GuardedReader) -> None:
+        self._source, self.shape, self.dtype = source, (source.rows, source.width), source.dtype
+        self.metric, self.row = source.metric, source.width * source.dtype.itemsize
+        if not 0 < source.width <= MAX_DIM or source.dtype.kind not in "fiu" or source.rows < 0:
+            raise source.unreadable(f"it holds vectors of {source.width:,} numbers of {source.dtype}")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -144,4 +152,4 @@ class GuardedKeys:
         step = max(1, min(size, reader.BATCH // row))
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            yield first, last, self._reader.read(first, last, (last - first) * row)[1]
+            yield first, last, self._source.read(first, last, (last - first) * row)[1]

@@ -158,7 +158,10 @@ def _qdrant(path: Path, file: Any, name: str | None) -> Source:
         keys = [point["vector"] if name is None else (point["vector"] or {}).get(name) for point in part]
         return _recorded([point["id"] for point in part], keys, [point["payload"] for point in part], None)
 
-    return Source({"rows": rows}, read)
+    return Source({"rows": rows, "metric": None, **_RECORDS}, read)
+
+
+_RECORDS = {"width": 0, "dtype": "<f8"}  # each record says how wide its key is
 
 
 def _recorded(ids: list[Any], keys: Any, payloads: list[Any], texts: Any) -> tuple[Any, list[Any]]:
@@ -188,10 +191,16 @@ def _chroma(path: Path, file: Any, name: str | None) -> Source:
     """By the package, of a copy: opening a folder may change it."""
     import chromadb
 
+    from softdb.store.connect import connect
+
+    with connect(path / "chroma.sqlite3", False) as database:
+        for kind, what in database.execute("SELECT type, name FROM sqlite_schema WHERE type IN ('view', 'trigger')"):
+            raise BadInput(f"chroma.sqlite3 holds the {kind} {shown(what)}, which Chroma does not write; remove it")
+    database.close()
     client = chromadb.PersistentClient(str(path), settings=chromadb.config.Settings(anonymized_telemetry=False))
     names = [collection.name for collection in client.list_collections()]
     if name is None and len(names) != 1 or name is not None and name not in names:
-        return Source({"names": names}, lambda start, stop: (None, []))
+        return Source({"names": names, "rows": 0, "metric": None, **_RECORDS}, lambda start, stop: (None, []))
     found = client.get_collection(names[0] if name is None else name)
     space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
 
@@ -200,7 +209,7 @@ def _chroma(path: Path, file: Any, name: str | None) -> Source:
         payloads = [cells and dict(sorted(cells.items())) for cells in part["metadatas"]]  # they come in any order
         return _recorded(part["ids"], part["embeddings"], payloads, list(part["documents"]))
 
-    return Source({"rows": found.count(), "metric": space and str(space)}, read)
+    return Source({"rows": found.count(), "metric": space and str(space), **_RECORDS}, read)
 
 
 _KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
@@ -236,10 +245,10 @@ def _answer(ask: Callable[[], tuple[Any, list[Any]]], seconds: int) -> None:
         told, numbers = ask()
         text = json.dumps(told).encode()
     except Exception as error:  # libraries have errors of every kind
-        own, numbers = isinstance(error, BadInput), list[Any]()
         memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
-        reason = "more memory than its size justifies" if memory else " ".join(str(error).split())
-        text = json.dumps({"error": (reason or type(error).__name__)[:1000], "own": own}).encode()
+        reason = "it would take more memory than its size justifies" if memory else " ".join(str(error).split())
+        kind, numbers = "refused" if isinstance(error, BadInput) else "error", list[Any]()
+        text = json.dumps({kind: (reason or type(error).__name__)[:300]}).encode()
     for part in (REPLY.pack(len(text), sum(array.nbytes for array in numbers)), text, *numbers):
         left = memoryview(part).cast("B")
         while left:
