@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile_catalog
+import hostile_formats
 import pytest
 from hostile_child import Nursery
 from hostile_fuzz import spoilt
@@ -66,3 +67,25 @@ def test_whatever_comes_in_is_taken_or_refused_by_name(
     tally["fuzz: crashes"] += not ended.decent or len(ended.told)
     assert ended.how == "fine", ended
     assert ended.told == [], "\n".join(ended.told[:10])
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 500), *(pytest.param(seed, 500, marks=pytest.mark.exhaustive) for seed in range(1, 41))]
+)
+def test_a_changed_file_is_imported_or_refused(
+    asked: Nursery, tmp_path: Path, seed: int, count: int, tally: Counter[str]
+) -> None:
+    """Those kinds may crash whose own process ends with them; all others may not."""
+    good, first, crashes = hostile_formats.made(tmp_path / "good"), 0, []
+    while first < count:
+        ended = asked.run("hostile_formats:sample", seed, first, count, tmp_path, seconds=600)
+        if ended.how == "fine":
+            assert ended.told == [], "\n".join(ended.told[:10])
+            break
+        at = int((tmp_path / "at").read_text())
+        crashes.append(f"seed {seed}, input {at}, {good[at % len(good)].name}: {ended}")
+        assert good[at % len(good)].suffix[1:] in hostile_formats.GUARDED, crashes[-1]
+        assert ended.how.startswith(("signal", "hang")), crashes[-1]
+        first = at + 1
+    tally["fuzz: changed files of imports"] += count
+    tally["fuzz: ends of a process of a reader"] += len(crashes)
