@@ -144,7 +144,7 @@ def _faiss(path: Path, name: str | None, size: int) -> tuple[str | None, int, It
     keys = GuardedKeys(GuardedReader(path, "faiss", ("faiss", "cpu")))
 
     def batches() -> Iterator[_Found]:
-        for _, last, part in keys.parts(0, len(keys), 8, size):
+        for _, _, part in keys.parts(0, len(keys), 8, size):
             count = part.size // (keys.row + 8)
             ids = part[count * keys.row :].view(np.int64).tolist()
             yield ids, keys.matrix(part[: count * keys.row]), [None] * len(ids), [None] * len(ids)

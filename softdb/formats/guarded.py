@@ -28,7 +28,9 @@ from softdb.visible import visible
 
 __all__ = ["GuardedKeys", "GuardedReader"]
 
-_PROGRAM = "import sys; sys.path[:] = eval(sys.argv.pop()); import runpy; runpy.run_path(sys.argv.pop(), None, '__main__')"
+_PROGRAM = (
+    "import sys; sys.path[:] = eval(sys.argv.pop()); import runpy; runpy.run_path(sys.argv.pop(), None, '__main__')"
+)
 _ROOT = str(Path(reader.__file__).parents[2])  # where softdb lies, however it is installed
 _SLOW = "its reader did not answer in time"
 SLOWEST = 10_000_000  # bytes a second that a disk gives, at least
@@ -98,7 +100,7 @@ class GuardedReader:
         while done < count:
             if not waiting.poll(max(0.0, limit - time.monotonic()) * 1000):
                 raise self.unreadable(_SLOW)
-            part = os.readv(pipe, [memoryview(buffer)[done:]])
+            part = os.readv(pipe, [buffer[done:].data])
             if not part:
                 code = self._process.wait()
                 how = f"its reader ended by {signal.Signals(-code).name}" if code < 0 else f"its reader ended: {code}"
@@ -144,7 +146,8 @@ class GuardedKeys:
 
     def matrix(self, part: Array) -> Array:
         """Bytes of vectors as these."""
-        return part.view(self.dtype).reshape(-1, self.shape[1])
+        vectors: Array = part.view(self.dtype).reshape(-1, self.shape[1])
+        return vectors
 
     def parts(self, start: int, stop: int, more: int = 0, size: int = MAX_DIM) -> Iterator[tuple[int, int, Array]]:
         """Ranges of at most `size` rows and not many bytes, and their bytes; after the vectors `more` bytes a row."""

@@ -133,7 +133,7 @@ def require_plain(folder: Path) -> None:
     for place, folders, files in os.walk(folder):
         for part in (Path(place, name) for name in (*folders, *files)):
             if not stat.S_ISREG(mode := part.lstat().st_mode) and not stat.S_ISDIR(mode):
-                raise BadInput(f"{folder.name} holds {check.shown(part.name)}, a link or no file; copy what it leads to")
+                raise BadInput(f"{folder.name} holds {check.shown(part.name)}, a link or no file; put a copy there")
 
 
 def text_lines(path: Path, bad: Callable[[BadInput], None] = _raised) -> Iterator[tuple[int, float, str]]:

@@ -64,10 +64,14 @@ def _hdf5(path: Path, file: Any, name: str | None) -> Source:
         raise BadInput(f"{path.name} holds {shown(list(opened))}; expected an array train, (n, d) numbers")
     keys = opened[wanted[0]]
     if keys.is_virtual or keys.external:
-        raise BadInput(f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it into this one")
+        raise BadInput(
+            f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it into this one"
+        )
     stored = min(keys.id.get_storage_size(), os.fstat(file.fileno()).st_size)
     if keys.size * keys.dtype.itemsize > stored * DEFLATE:
-        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors, and holds {stored:,} bytes of them; write them all")
+        raise BadInput(
+            f"{path.name} says {shown(keys.shape)} vectors and holds {stored:,} bytes of them; write them all"
+        )
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
@@ -76,20 +80,17 @@ def _hdf5(path: Path, file: Any, name: str | None) -> Source:
 
 def _faiss(path: Path, file: Any, name: str | None) -> Source:
     """An index that keeps whole vectors: flat, IVF flat or HNSW flat, also with ids of its own."""
-    import faiss
-
+    faiss: Any = __import__("faiss")
+    flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
     data = np.frombuffer(file, np.uint8)
     faiss.set_deserialization_vector_byte_limit(data.size)
     try:
-        owner = faiss.read_index(
-            faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
-        )
+        owner = faiss.read_index(faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size), flags)
     except RuntimeError as error:
         if "OnDisk" not in str(error):
             raise
-        raise BadInput(
-            f"{path.name} keeps its lists in another file, which is not read; import the indexes that it was merged from"
-        ) from None
+        advice = "import the indexes that it was merged from"
+        raise BadInput(f"{path.name} keeps its lists in another file, which is not read; {advice}") from None
     index = inner = faiss.downcast_index(owner)
     ids = None
     if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
@@ -126,11 +127,12 @@ def _lists(faiss: Any, index: Any) -> _Vectors:
 
     def read(start: int, stop: int) -> tuple[Any, Any]:
         places, keys = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
-        for number in range(*(np.searchsorted(ends, (start, stop - 1), "right") + (0, 1))):
+        first, last = np.searchsorted(ends, (start, stop - 1), "right")
+        for number in range(first, last + 1):
             length = lists.list_size(number)
             if length:
-                first = int(ends[number]) - length
-                part = slice(max(start - first, 0), stop - first)
+                before = int(ends[number]) - length
+                part = slice(max(start - before, 0), stop - before)
                 codes = faiss.rev_swig_ptr(lists.get_codes(number), length * index.code_size)
                 places.append(faiss.rev_swig_ptr(lists.get_ids(number), length)[part])
                 keys.append(codes.view(np.float32).reshape(length, index.d)[part])
@@ -140,7 +142,7 @@ def _lists(faiss: Any, index: Any) -> _Vectors:
 
 
 def _qdrant(path: Path, file: Any, name: str | None) -> Source:
-    """Points in SQLite: each is a pickle, of which nothing is run. `path` is the database, `name` that of the vector."""
+    """Points in SQLite: each is a pickle, of which nothing is run. `name` is that of the vector, where it has one."""
     from softdb.store.connect import connect
 
     connection = connect(path, False)
@@ -199,7 +201,7 @@ def _chroma(path: Path, file: Any, name: str | None) -> Source:
     database.close()
     client = chromadb.PersistentClient(str(path), settings=chromadb.config.Settings(anonymized_telemetry=False))
     names = [collection.name for collection in client.list_collections()]
-    if name is None and len(names) != 1 or name is not None and name not in names:
+    if (name is None and len(names) != 1) or (name is not None and name not in names):
         return Source({"names": names, "rows": 0, "metric": None, **_RECORDS}, lambda start, stop: (None, []))
     found = client.get_collection(names[0] if name is None else name)
     space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
@@ -262,7 +264,7 @@ def main(kind: str, path: str, size: int, seconds: int, fd: int | None, name: st
     sources = []
 
     def head() -> tuple[Any, list[Any]]:
-        file = None if fd is None else mapped(fd) if kind == "faiss" else open(fd, "rb")
+        file = None if fd is None else mapped(fd) if kind == "faiss" else os.fdopen(fd, "rb")
         _confine(kind, size)
         sources.append(opened(kind, Path(path), file, name))
         return sources[0].head, []

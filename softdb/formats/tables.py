@@ -72,8 +72,8 @@ def _arrow(path: Path, size: int) -> Table:
 
 def _lance(path: Path, size: int) -> Table:
     found = needed("lance", "lance", path.name).dataset(str(path))
-    if bases := getattr(found, "base_paths", dict)():
-        raise BadInput(f"{path.name} keeps files in {shown(list(bases))}, outside of the folder; import a deep copy of it")
+    if hasattr(found, "base_paths") and found.base_paths():
+        raise BadInput(f"{path.name} keeps files outside of its folder, which are not read; import a deep copy of it")
     return Table(path, found.schema, iter(found.to_batches(batch_size=size, scan_in_order=True)), found.count_rows())
 
 

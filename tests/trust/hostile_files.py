@@ -14,6 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from softdb import BadInput
+from softdb.formats import read_records
+
 Put = Callable[[Path, Path], None]  # what is put in the place of a file; the folder outside that it may lead to
 
 
@@ -154,6 +159,12 @@ def arrays(mark: Path) -> dict[str, bytes]:
         "nothing": b"",
         "a magic alone": b"\x93NUMPY",
     }
+
+
+def refused(path: Path, match: str) -> None:
+    """BadInput, and no record before it."""
+    with pytest.raises(BadInput, match=match):
+        assert not list(read_records(path))
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -1,0 +1,123 @@
+"""Files of HDF5 that lead elsewhere, and the process that reads them: whatever it does, the caller lives."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_files import refused
+
+from softdb.formats import read_records, reader
+from softdb.formats.guarded import GuardedReader
+
+h5py = pytest.importorskip("h5py", reason="to write hostile files")
+KEYS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+SECRET = np.full((40, 4), 7, np.float32)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def external_storage(file: Any, outside: Path) -> None:
+    (outside / "secret.raw").write_bytes(SECRET.tobytes())
+    file.create_dataset("train", (40, 4), "f4", external=[(str(outside / "secret.raw"), 0, 640)])
+
+
+def external_link(file: Any, outside: Path) -> None:
+    file["train"] = h5py.ExternalLink(str(outside / "secret.h5"), "/train")
+
+
+def soft_link(file: Any, outside: Path) -> None:
+    file.create_group("g")["x"] = h5py.ExternalLink(str(outside / "secret.h5"), "/train")
+    file["train"] = h5py.SoftLink("/g/x")
+
+
+def virtual(file: Any, outside: Path) -> None:
+    layout = h5py.VirtualLayout((40, 4), "f4")
+    layout[:] = h5py.VirtualSource(str(outside / "secret.h5"), "train", (40, 4))
+    file.create_virtual_dataset("train", layout)
+
+
+def endless(file: Any, outside: Path) -> None:
+    file.create_dataset("train", (1 << 50, 4), "f4", chunks=(1 << 10, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (external_storage, r"x\.h5: 'train' lies in other files, which are not read"),
+        (external_link, r"x\.h5: 'train' is a link, which is not followed; copy the array into the file"),
+        (soft_link, r"x\.h5: 'train' is a link, which is not followed"),
+        (virtual, r"x\.h5: 'train' lies in other files, which are not read"),
+        (endless, r"x\.h5 says .* vectors and holds 0 bytes of them"),
+    ],
+)
+def test_arrays_of_hdf5_in_other_files(tmp_path: Path, make: Callable[[Any, Path], None], match: str) -> None:
+    with h5py.File(tmp_path / "secret.h5", "w") as file:
+        file["train"] = SECRET
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        make(file, tmp_path)
+    refused(tmp_path / "x.h5", match)
+
+
+def test_packed_arrays_of_hdf5_are_read(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("train", data=np.zeros((100_000, 4), ">f8"), compression="gzip", chunks=(10_000, 4))
+    assert sum(len(rows) for rows in read_records(tmp_path / "x.h5")) == 100_000
+    assert (tmp_path / "x.h5").stat().st_size < 40_000
+
+
+def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        made = file.create_dataset("train", (300_000, 1024), "f4", chunks=(300_000, 1024), compression="gzip")
+        made.id.write_direct_chunk((0, 0), b"x\x9c" + bytes(2 << 20))
+    refused(tmp_path / "x.h5", r"x\.h5 cannot be read \(")
+
+
+# -- the process that reads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("does", "match"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "its reader ended by SIGSEGV"),
+        ("os._exit(3)", "its reader ended: 3"),
+        ("while True: pass", "its reader did not answer in time"),
+        ("bytearray(1 << 34)", "it would take more memory than its size justifies"),
+        ("open('/etc/passwd')", "Too many open files"),
+        ("open(path.with_name('new'), 'w')", "Too many open files"),
+        ("__import__('socket').socket()", "Too many open files"),
+        ("os.write(1, bytes(100))", "bytes of vectors|its reader answered otherwise"),
+        ("os.write(1, b'\\xff' * 16)", "a batch of more than"),
+        ("os.write(1, REPLY.pack(2, 0) + b'{}')", "its reader answered otherwise: 'rows'"),
+        ("return Source({'rows': 9, 'width': 1 << 40, 'dtype': '<f4', 'metric': None}, print)", "it holds vectors of"),
+        ("return Source({'rows': 9, 'width': 4, 'dtype': 'O', 'metric': None}, print)", "numbers of object"),
+        ("return Source(dict(rows=9, width=4, dtype='f', metric=None), lambda *_: (0, []))", "0 bytes of vectors"),
+    ],
+)
+def test_a_reader_that_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, match: str) -> None:
+    """Whatever it does, the caller lives and gets an error that names the file."""
+    text = Path(reader.__file__).read_text()
+    start = text.index("    import h5py\n")
+    changed = f"{text[:start]}    {does}\n{text[start:]}".replace("import json", "import json, socket")
+    (tmp_path / "reader.py").write_text(changed)
+    (tmp_path / "x.h5").write_bytes(b"anything")
+    monkeypatch.setattr(reader, "__file__", str(tmp_path / "reader.py"))
+    monkeypatch.setattr(reader, "SECONDS", 1)
+    refused(tmp_path / "x.h5", rf"x\.h5 cannot be read \(.*({match})")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reader_ends_with_those_who_ask(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["train"] = KEYS
+    source = GuardedReader(tmp_path / "x.h5", "hdf5", None)
+    process = source._process
+    assert process.poll() is None
+    assert b"".join(source.read(3, 5)[1]) == KEYS[3:5].tobytes()
+    del source
+    assert process.poll() == -signal.SIGKILL
