@@ -137,7 +137,8 @@ class GuardedKeys:
 
     def __getitem__(self, places: slice | int) -> Array:
         if not isinstance(places, slice):
-            return self[places : places + 1][0]
+            vector: Array = self[places : places + 1][0]
+            return vector
         start, stop, _ = places.indices(len(self))
         vectors = np.empty((max(0, stop - start), self.shape[1]), self.dtype)
         for first, last, part in self.parts(start, stop):

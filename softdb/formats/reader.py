@@ -64,14 +64,10 @@ def _hdf5(path: Path, file: Any, name: str | None) -> Source:
         raise BadInput(f"{path.name} holds {shown(list(opened))}; expected an array train, (n, d) numbers")
     keys = opened[wanted[0]]
     if keys.is_virtual or keys.external:
-        raise BadInput(
-            f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it into this one"
-        )
+        raise BadInput(f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it here")
     stored = min(keys.id.get_storage_size(), os.fstat(file.fileno()).st_size)
     if keys.size * keys.dtype.itemsize > stored * DEFLATE:
-        raise BadInput(
-            f"{path.name} says {shown(keys.shape)} vectors and holds {stored:,} bytes of them; write them all"
-        )
+        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors and holds {stored:,} bytes of them; write all")
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
@@ -273,7 +269,6 @@ def main(kind: str, path: str, size: int, seconds: int, fd: int | None, name: st
     while sources and len(request := os.read(0, REQUEST.size)) == REQUEST.size:
         start, stop, seconds = REQUEST.unpack(request)
         _answer(lambda: sources[0].read(start, stop), seconds)  # noqa: B023 - called at once
-    os._exit(0)  # libraries need not take down what they hold
 
 
 if __name__ == "__main__":

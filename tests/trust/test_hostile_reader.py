@@ -81,6 +81,7 @@ def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path
 # -- the process that reads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("does", "match"),
     [
