@@ -45,9 +45,10 @@ class GuardedReader:
             raise MissingDependency(f"{path.name} needs {needs[0]}; pip install 'softdb[{needs[1]}]'")
         self.path, self._size = path, sum(part.stat().st_size for part in (path, *path.rglob("*")))
         seconds = reader.SECONDS + self._size // SLOWEST
-        fd = None if path.is_dir() else os.open(path, os.O_RDONLY)
-        order = json.dumps([kind, str(path.absolute()), self._size, seconds, fd, name])
+        fd = None
         try:
+            fd = None if path.is_dir() else os.open(path, os.O_RDONLY)
+            order = json.dumps([kind, str(path.absolute()), self._size, seconds, fd, name])
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", "-c", _PROGRAM, order, reader.__file__, repr([*sys.path, _ROOT])],
                 stdin=subprocess.PIPE,
@@ -58,6 +59,8 @@ class GuardedReader:
                 pass_fds=() if fd is None else (fd,),
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
+        except OSError as error:
+            raise BadInput(f"{path.name} cannot be read by a process of its own ({error})") from None
         finally:
             if fd is not None:
                 os.close(fd)
