@@ -25,7 +25,7 @@ import numpy as np
 from softdb.check import shown
 from softdb.errors import BadInput
 
-__all__ = ["BATCH", "FLOOR", "REPLY", "REQUEST", "SECONDS", "Source", "mapped", "opened", "room"]
+__all__ = ["BATCH", "FLOOR", "REPLY", "REQUEST", "SECONDS", "OpenedFile", "mapped", "opened", "room"]
 
 FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; a file adds twice its size
 SECONDS = 60  # for a batch of at most BATCH bytes
@@ -35,7 +35,7 @@ REQUEST = struct.Struct("<qqq")  # first row, the row after the last, seconds
 REPLY = struct.Struct("<QQ")  # bytes of JSON and of numbers, which follow
 
 
-class Source(NamedTuple):
+class OpenedFile(NamedTuple):
     """An opened file."""
 
     head: dict[str, Any]  # rows, metric; of bare vectors width, dtype, and whether there are ids
@@ -50,7 +50,7 @@ def room(size: int) -> int:
     return FLOOR + 2 * size
 
 
-def _hdf5(path: Path, file: Any, name: str | None) -> Source:
+def _hdf5(path: Path, file: Any, name: str | None) -> OpenedFile:
     """The array `train` of an ann-benchmarks file, or `keys`, or its only matrix."""
     import h5py
 
@@ -71,10 +71,10 @@ def _hdf5(path: Path, file: Any, name: str | None) -> Source:
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
-    return Source(head, lambda start, stop: (None, [np.ascontiguousarray(keys[start:stop], dtype)]))
+    return OpenedFile(head, lambda start, stop: (None, [np.ascontiguousarray(keys[start:stop], dtype)]))
 
 
-def _faiss(path: Path, file: Any, name: str | None) -> Source:
+def _faiss(path: Path, file: Any, name: str | None) -> OpenedFile:
     """An index that keeps whole vectors: flat, IVF flat or HNSW flat, also with ids of its own."""
     faiss: Any = __import__("faiss")
     flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
@@ -105,7 +105,7 @@ def _faiss(path: Path, file: Any, name: str | None) -> Source:
         places, keys = vectors(start, stop)
         return None, [np.ascontiguousarray(keys), places if ids is None else ids[places]]
 
-    return Source({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, read)
+    return OpenedFile({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, read)
 
 
 def _flat(faiss: Any, index: Any) -> _Vectors:
@@ -137,7 +137,7 @@ def _lists(faiss: Any, index: Any) -> _Vectors:
     return int(ends[-1]), read
 
 
-def _qdrant(path: Path, file: Any, name: str | None) -> Source:
+def _qdrant(path: Path, file: Any, name: str | None) -> OpenedFile:
     """Points in SQLite: each is a pickle, of which nothing is run. `name` is that of the vector, where it has one."""
     from softdb.store.connect import connect
 
@@ -156,7 +156,7 @@ def _qdrant(path: Path, file: Any, name: str | None) -> Source:
         keys = [point["vector"] if name is None else (point["vector"] or {}).get(name) for point in part]
         return _recorded([point["id"] for point in part], keys, [point["payload"] for point in part], None)
 
-    return Source({"rows": rows, "metric": None, **_RECORDS}, read)
+    return OpenedFile({"rows": rows, "metric": None, **_RECORDS}, read)
 
 
 _RECORDS = {"width": 0, "dtype": "<f8"}  # each record says how wide its key is
@@ -185,7 +185,7 @@ class _Unpickled(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a point names {module}.{name}, which is not run")
 
 
-def _chroma(path: Path, file: Any, name: str | None) -> Source:
+def _chroma(path: Path, file: Any, name: str | None) -> OpenedFile:
     """By the package, of a copy: opening a folder may change it."""
     import chromadb
 
@@ -198,7 +198,7 @@ def _chroma(path: Path, file: Any, name: str | None) -> Source:
     client = chromadb.PersistentClient(str(path), settings=chromadb.config.Settings(anonymized_telemetry=False))
     names = [collection.name for collection in client.list_collections()]
     if (name is None and len(names) != 1) or (name is not None and name not in names):
-        return Source({"names": names, "rows": 0, "metric": None, **_RECORDS}, lambda start, stop: (None, []))
+        return OpenedFile({"names": names, "rows": 0, "metric": None, **_RECORDS}, lambda start, stop: (None, []))
     found = client.get_collection(names[0] if name is None else name)
     space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
 
@@ -207,13 +207,13 @@ def _chroma(path: Path, file: Any, name: str | None) -> Source:
         payloads = [cells and dict(sorted(cells.items())) for cells in part["metadatas"]]  # they come in any order
         return _recorded(part["ids"], part["embeddings"], payloads, list(part["documents"]))
 
-    return Source({"rows": found.count(), "metric": space and str(space), **_RECORDS}, read)
+    return OpenedFile({"rows": found.count(), "metric": space and str(space), **_RECORDS}, read)
 
 
 _KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
 
 
-def opened(kind: str, path: Path, file: Any, name: str | None) -> Source:
+def opened(kind: str, path: Path, file: Any, name: str | None) -> OpenedFile:
     """A file of some kind; `file` is what lies at `path`, where that is one file. Errors are of every kind."""
     return _KINDS[kind](path, file, name)
 

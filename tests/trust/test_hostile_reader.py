@@ -95,9 +95,12 @@ def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path
         ("os.write(1, bytes(100))", "bytes of vectors|its reader answered otherwise"),
         ("os.write(1, b'\\xff' * 16)", "a batch of more than"),
         ("os.write(1, REPLY.pack(2, 0) + b'{}')", "its reader answered otherwise: 'rows'"),
-        ("return Source({'rows': 9, 'width': 1 << 40, 'dtype': '<f4', 'metric': None}, print)", "it holds vectors of"),
-        ("return Source({'rows': 9, 'width': 4, 'dtype': 'O', 'metric': None}, print)", "numbers of object"),
-        ("return Source(dict(rows=9, width=4, dtype='f', metric=None), lambda *_: (0, []))", "0 bytes of vectors"),
+        (
+            "return OpenedFile({'rows': 9, 'width': 1 << 40, 'dtype': '<f4', 'metric': None}, print)",
+            "it holds vectors of",
+        ),
+        ("return OpenedFile({'rows': 9, 'width': 4, 'dtype': 'O', 'metric': None}, print)", "numbers of object"),
+        ("return OpenedFile(dict(rows=9, width=4, dtype='f', metric=None), lambda *_: (0, []))", "0 bytes of vectors"),
     ],
 )
 def test_a_reader_that_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, match: str) -> None:
