@@ -32,7 +32,7 @@ CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
 
 _SHARED = "catalog.sqlite-shm"  # the log's index
 _CATALOG_FILES = (CATALOG, LOG, _SHARED)
-_SETTLED = 2 * 10**9  # nanoseconds: two changes so far apart have different times on every file system
+_CLOCK_STEP = 2 * 10**9  # nanoseconds: two changes so far apart have different times on every file system
 
 _OURS = {  # what a creation that was cut short may have left: after a power cut any of them without the others
     "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
@@ -89,21 +89,21 @@ class Directory:
         self._opened = {name: found for name, found in marks.items() if found is not None}
         self._compared = 0
 
-    def settle(self) -> None:
+    def note_state(self) -> None:
         """Note the state in which this writer leaves the catalogue and its log."""
         self._left = {name: mark(name, self.descriptor) for name in (CATALOG, LOG)}
 
     # -- comparing -------------------------------------------------------------------------------------------------
 
-    def require_ours(self, columns: Mapping[str, Mark] | None = None, settled: tuple[str, ...] = ()) -> None:
+    def require_ours(self, columns: Mapping[str, Mark] | None = None, unchanged: tuple[str, ...] = ()) -> None:
         """Raise Displaced unless `require_in_place` holds, the lock is ours, and no other program has written.
 
-        `settled`: files that must be as `settle` noted them. Cost: a stat each, and one for the lock.
+        `unchanged`: files that must be as `note_state` noted them. Cost: a stat each, and one for the lock.
         """
         self.require_in_place(columns)
         if self.lock is not None and not _same(mark("lock", self.descriptor), self._lock):
             raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
-        for name in settled:
+        for name in unchanged:
             if mark(name, self.descriptor) != self._left.get(name):
                 raise Displaced(f"{self.path}/{name} was overwritten by another program", name)
 
@@ -120,7 +120,7 @@ class Directory:
             for name, opened in {**self._opened, **(columns or {})}.items():
                 if not opened.is_of(mark(name, self.descriptor)):
                     raise Displaced(f"{self.path}/{name} was removed or replaced since it was opened")
-            self._compared = changed if time.time_ns() - changed > _SETTLED else 0
+            self._compared = changed if time.time_ns() - changed > _CLOCK_STEP else 0
 
     def require_opened(self) -> None:
         """Raise NotADatabase where the directory or a file was replaced after it was opened."""

@@ -104,7 +104,7 @@ class Session:
             later = self._worker.ring if self._relaxed else None
             self._writer = Writer(self._reader, self.columns, self._directory, later, checkpointed)
             recovery.clean(catalog, self.columns)
-            self._writer.settle()
+            self._writer.note_state()
             if self.path is not None:
                 recovery.clean_folders(self.path, self.keyed.since)
 

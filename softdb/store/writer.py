@@ -141,7 +141,7 @@ class Writer:
             self._require_ours(CATALOG, LOG)
             if not self._checkpointed:
                 catalog.checkpoint()
-                self.settle()
+                self.note_state()
                 self._checkpointed = True
             catalog.begin(write=True)
             self._spills = self._spilled()
@@ -177,7 +177,7 @@ class Writer:
                 raise self._displaced
             if self._directory is not None:
                 self._directory.require_in_place(self._columns.marks)
-            self.settle()
+            self.note_state()
         self._reader.in_operation, self.waiting = False, 0
         self._acknowledge(generation)
 
@@ -203,15 +203,15 @@ class Writer:
         if self._failure is None and not loaded:
             self._reader.refresh()
 
-    def _require_ours(self, *settled: str) -> None:
-        """Raise Displaced where a file is not this writer's any more, or one of `settled` is not as it was left."""
+    def _require_ours(self, *unchanged: str) -> None:
+        """Raise Displaced where a file is not this writer's any more, or one of `unchanged` is not as it was left."""
         if self._directory is not None:
-            self._directory.require_ours(self._columns.marks, settled)
+            self._directory.require_ours(self._columns.marks, unchanged)
 
-    def settle(self) -> None:
+    def note_state(self) -> None:
         """Note that the catalogue and its log are as this writer, or recovery, left them."""
         if self._directory is not None:
-            self._directory.settle()
+            self._directory.note_state()
 
     def _spilled(self) -> int:
         """Return how many pages SQLite has written to the log before a commit, for want of memory."""
@@ -223,7 +223,7 @@ class Writer:
         try:
             self._require_ours(CATALOG, LOG)
             yield
-            self.settle()
+            self.note_state()
         except _FAILURES as error:
             raise self.failed(error) from error
 
