@@ -91,7 +91,7 @@ def _texts(catalog: Catalog) -> list[str]:
                 json.loads(json_text)
         except (ValueError, RecursionError):
             bad.append(str(row))
-    rows = ", ".join(bad[:9])
+    rows = ", ".join([*dict.fromkeys(bad)][:9])
     return [f"catalog.sqlite: ids, payloads or texts that are not text or JSON, rows {rows}"] if bad else []
 
 
