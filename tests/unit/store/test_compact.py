@@ -18,6 +18,7 @@ import softdb
 from softdb.store import compact as compaction
 from softdb.store import disk, segments
 from softdb.store.segments import ColumnFiles
+from softdb.store.snapshot import Segment, Snapshot
 
 
 class Model:
@@ -369,7 +370,8 @@ def test_changes_while_it_copies_are_not_lost(path: Path, monkeypatch: pytest.Mo
             return written
 
         monkeypatch.setattr(compaction, "_write", slow)
-        db.compact()
+        dead, removed = db.stats().dead, db.compact().removed
+        assert removed == (0 if change == "compact" else dead)  # the other compaction has removed them
         same(db, model.records)
         assert (db.stats().dead > 0) == (change == "delete")
         known = {s.number for s in db._store.snapshot.segments}
@@ -516,7 +518,8 @@ def test_damage_is_not_copied_under_a_new_checksum(path: Path) -> None:
         db.insert(["more"], np.ones((1, 4)))
 
 
-def test_a_full_disk_leaves_the_handle_writing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_full_disk_leaves_the_handle_writing(path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         model.insert(300)
@@ -528,9 +531,11 @@ def test_a_full_disk_leaves_the_handle_writing(path: Path, monkeypatch: pytest.M
                 raise OSError(28, "No space left on device")
 
             patch.setattr(os, "pwrite", full)
+            if stuck:  # what is half written cannot be removed, either
+                patch.setattr(ColumnFiles, "remove", full)
             with pytest.raises(softdb.WriteFailed, match=r"compact: .*No space left.*as before"):
                 db.compact()
-        assert columns_of(path) == before
+        assert (columns_of(path) == before) is not stuck
         model.insert(10)
         same(db, model.records)
         db.compact()
@@ -716,3 +721,43 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "full") == ["notes.txt"]
     with pytest.raises(softdb.Closed, match="snapshot: this handle is closed"):
         db.snapshot(tmp_path / "copy")
+
+
+# -- which segments, and their parts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("segments", "groups"),  # each segment's slots and live rows; at most 128 rows a segment
+    [
+        ("50/50 60/59", [{0, 1}]),  # 50 is neither half of 128 nor as large as what follows
+        ("50/50 100/90", [{1}]),  # 50 may not join, and gains nothing alone
+        ("64/64 30/29 50/50", [{1}]),  # half of the largest
+        ("20/20 10/9 11/11", [{1}]),  # as large as all that follow
+        ("100/98 30/30 60/60", [{0, 1}]),  # 128 rows in all
+        ("100/99 30/30 60/60", [{0}]),  # 129
+        ("40/0", [{0}]),
+        ("40/40", []),
+        ("", []),
+    ],
+)
+def test_which_segments_become_one(monkeypatch: pytest.MonkeyPatch, segments: str, groups: list[set[int]]) -> None:
+    monkeypatch.setattr(compaction, "MAX_ROWS", 128)
+    sizes = [tuple(map(int, part.split("/"))) for part in segments.split()]
+    columns = tuple(Segment(i, 1000 * i, None, np.zeros((size, 1)), None) for i, (size, _) in enumerate(sizes))
+    live = np.concatenate([np.zeros(0, np.bool_), *(np.arange(size) < count for size, count in sizes)])
+    assert compaction._groups(Snapshot.of(1, columns, live)) == groups
+
+
+def test_a_segment_is_copied_part_by_part(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "AT_ONCE", 16)
+    keys = np.arange(400.0).reshape(100, 4)
+    with softdb.open(place, dim=4, value_dim=2) as db:
+        db.insert(list(range(100)), keys, keys[:, :2])
+        db.delete(list(range(0, 100, 3)))
+        db.compact()
+        rest = [i for i in range(100) if i % 3]
+        found = db.get(rest)
+        np.testing.assert_array_equal(found.keys.numpy(), keys[rest])
+        assert found.values is not None
+        np.testing.assert_array_equal(found.values.numpy(), keys[rest, :2])
+        assert db.verify() == len(rest)
