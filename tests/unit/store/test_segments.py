@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -106,8 +107,13 @@ def test_relaxed_columns_and_their_names_come_to_disk_once_at_sync(path: Path, f
 
 
 def test_a_map_is_made_once_and_dropped_with_its_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, real = list[str](), files.open_regular
-    monkeypatch.setattr(files, "open_regular", lambda path, folder: opened.append(path.name) or real(path, folder))
+    opened, real = list[Path](), files.open_regular
+
+    def counted(path: Path, folder: int | None) -> BinaryIO:
+        opened.append(path)
+        return real(path, folder)
+
+    monkeypatch.setattr(files, "open_regular", counted)
     columns = ColumnFiles(tmp_path, SCHEMA)
     columns.create(0, 64)
     for keep, maps in (({0}, 2), ({0}, 2), (set[int](), 2), ({0}, 4)):
