@@ -300,8 +300,9 @@ def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_fo
     assert log in synced
 
 
+@pytest.mark.parametrize("error", [apsw.FullError, apsw.IOError])
 def test_a_log_that_could_not_be_checkpointed_at_opening_is_before_the_first_write(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[apsw.Error]
 ) -> None:
     """On a full disk: what a sync has failed on may only look as if on disk, and nothing may come after it."""
     make(path)
@@ -312,7 +313,7 @@ def test_a_log_that_could_not_be_checkpointed_at_opening_is_before_the_first_wri
 
     def checkpoint(catalog: Catalog) -> None:
         if full and full.pop():
-            raise apsw.FullError("database or disk is full")
+            raise error("database or disk is full")
         real(catalog)
         assert not log.stat().st_size
         full.append(False)
