@@ -325,6 +325,34 @@ def test_a_log_that_could_not_be_checkpointed_at_opening_is_before_the_first_wri
         assert full == [False], "the first write has not tried again"
 
 
+def test_a_log_that_is_checkpointed_at_opening_is_not_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(path)
+    calls, real = list[Catalog](), Catalog.checkpoint
+
+    def checkpoint(catalog: Catalog) -> None:
+        calls.append(catalog)
+        real(catalog)
+
+    monkeypatch.setattr(Catalog, "checkpoint", checkpoint)
+    with softdb.open(path) as db:
+        db.insert(["next"], np.ones((1, 4)))
+        assert calls == [db._store.catalog]
+
+
+def test_a_catalogue_that_is_locked_while_it_is_opened_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(path)
+    real = Catalog.begin
+
+    def begin(catalog: Catalog, write: bool) -> None:
+        if write:  # to clean up
+            raise apsw.BusyError("database is locked")
+        real(catalog, write)
+
+    monkeypatch.setattr(Catalog, "begin", begin)
+    with pytest.raises(softdb.DatabaseLocked, match=r"keeps catalog\.sqlite locked"):
+        softdb.open(path)
+
+
 def test_too_many_open_files_are_no_corruption(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crowded(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
