@@ -276,9 +276,9 @@ class ColumnFiles:
         return _file(self.directory, column, number)
 
 
-def checksum(data: Array, before: int = 0) -> int:
-    """CRC-32 of the bytes, continuing an earlier one."""
-    return zlib.crc32(_raw(data), before)
+def checksum(data: Array) -> int:
+    """CRC-32 of the bytes."""
+    return zlib.crc32(_raw(data))
 
 
 @lru_cache(64)

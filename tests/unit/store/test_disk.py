@@ -18,6 +18,7 @@ import pytest
 import softdb
 from softdb.store import disk, files
 from softdb.store.catalog import Catalog
+from softdb.store.committed import Committed
 from softdb.store.format import FORMAT
 
 
@@ -351,6 +352,26 @@ def test_a_catalogue_that_is_locked_while_it_is_opened_is_told(path: Path, monke
     monkeypatch.setattr(Catalog, "begin", begin)
     with pytest.raises(softdb.DatabaseLocked, match=r"keeps catalog\.sqlite locked"):
         softdb.open(path)
+
+
+def test_a_mark_that_cannot_be_written_fails_no_insert(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make(path)
+    with softdb.open(path) as db:
+        monkeypatch.setattr(Committed, "put", full)
+        db.insert(["next"], np.ones((1, 4)))
+    with softdb.open(path, mode="r") as db:
+        assert "next" in db
+
+
+def test_a_transaction_larger_than_sqlite_s_cache_is_committed(path: Path) -> None:
+    """SQLite writes pages of it to the log before the commit."""
+    with softdb.open(path, dim=4) as db:
+        db.insert(list(range(60)), np.ones((60, 4)), payloads=["x" * 200_000] * 60)
+        db.insert(["next"], np.ones((1, 4)))
+        assert len(db) == 61
 
 
 def test_too_many_open_files_are_no_corruption(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
