@@ -12,6 +12,7 @@ import pytest
 
 from softdb.check import schema
 from softdb.store import disk, files
+from softdb.store.directory import Displaced
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, SegmentPart, capacity_for
 
 SCHEMA = schema(3, 2, None, "float32", "cosine", None)
@@ -70,7 +71,7 @@ def test_a_directory_that_was_renamed_is_the_one_that_is_meant(path: Path, folde
     columns.remove([3])
     columns.create(4, 4)
     columns.sync()
-    columns.clean({0, 1, 2})
+    columns.clean({0, 1, 2, 3})
     np.testing.assert_array_equal(columns.open(0, 64)[0][:4], KEYS)
     np.testing.assert_array_equal(columns.open(1, 4)[1], VALUES)
     np.testing.assert_array_equal(columns.rows(1, 4), np.arange(4))
@@ -104,6 +105,27 @@ def test_relaxed_columns_and_their_names_come_to_disk_once_at_sync(path: Path, f
     assert synced[2:] == ["keys-00000000.npy", "values-00000000.npy", path.name]
     columns.sync()
     assert len(synced) == 5
+
+
+def test_a_column_that_another_program_overwrote_is_told(path: Path, folder: int) -> None:
+    columns = ColumnFiles(path, SCHEMA, folder=folder)
+    columns.create(0, 64)
+    with columns.appending([Piece(SegmentEntry(0, 0, 64, 0), KEYS, VALUES)]):
+        pass
+    columns.require_unchanged()
+    file = path / "values-00000000.npy"
+    os.utime(file, ns=(0, 0))
+    columns.require_unchanged()  # nothing was written since
+    with (
+        pytest.raises(Displaced, match=f"{file.name} was overwritten by another program"),
+        columns.appending([Piece(SegmentEntry(0, 0, 64, 4), KEYS, VALUES)]),
+    ):
+        pass
+    columns.marks.clear()
+    with columns.appending([Piece(SegmentEntry(0, 0, 64, 4), KEYS, VALUES)]):
+        os.utime(path / "keys-00000000.npy", ns=(0, 0))
+    with pytest.raises(Displaced, match="keys-00000000"):
+        columns.require_unchanged()
 
 
 def test_a_map_is_made_once_and_dropped_with_its_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
