@@ -119,10 +119,14 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
     if encoder is None:
         raise BadInput(f"{name} are text but this database was opened without an encoder; pass encoder= to softdb.open")
     vectors = encoder(list(texts))
-    if not np.ndim(vectors):
-        raise BadInput(f"the encoder gave {shown(vectors)} for {len(texts)} texts; it must give one vector for each")
-    if len(vectors) != len(texts):
-        raise BadInput(f"the encoder gave {len(vectors)} vectors for {len(texts)} texts; it must give one for each")
+    try:
+        count = len(vectors)
+    except TypeError:
+        raise BadInput(
+            f"the encoder gave {shown(vectors)} for {len(texts)} texts; it must give one vector for each"
+        ) from None
+    if count != len(texts):
+        raise BadInput(f"the encoder gave {count} vectors for {len(texts)} texts; it must give one for each")
     return vectors
 
 
