@@ -7,6 +7,8 @@ away moved back. Where the change itself has destroyed records, opening says so 
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -125,7 +127,7 @@ CASES = [
     for case in itertools.product(FILES, HANDS, WHEN)
     # a file overwritten in place in the moment of a commit looks as if this writer had written it (docs/limits.md)
     if case[1] != "copy over" or case[2] in ("idle", "within the operation") or case[0] in ("lock", "index")
-]
+] + [("catalogue", "copy over", "before a checkpoint")]
 
 
 @pytest.mark.few(30)
@@ -193,3 +195,30 @@ def _checkpoint_after(db: softdb.SoftDB, change: Callable[[], None]) -> None:
         return checkpoint(connection, name, writing.PAGES)
 
     store.run(connection.set_wal_hook, hook)
+
+
+def test_the_log_of_a_catalogue_that_looks_overwritten_is_put_aside_and_serves_again_by_its_name(world: World) -> None:
+    catalogue = world.path / "catalog.sqlite"
+    os.utime(catalogue, (0, 0))
+    with pytest.raises(softdb.WriteFailed, match="overwritten by another program") as refused:
+        put(world.db, 16)
+    aside = re.search(r"its log is (\S+) now", str(refused.value))
+    with pytest.raises(softdb.CorruptionError, match="overwritten"):
+        world.db.get([0])
+    world.db.close()
+    with pytest.raises(softdb.CorruptionError, match="is empty, the files beside it are not"):  # all was in the log
+        softdb.open(world.path)
+    assert aside is not None
+    (world.path / aside[1]).rename(world.path / "catalog.sqlite-wal")
+    assert kept(world.path) == world.acknowledged
+
+
+def test_a_long_log_is_checkpointed_by_the_commit_that_makes_it_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (world.path / "catalog.sqlite").read_bytes()
+    world.write(16)
+    assert (world.path / "catalog.sqlite").read_bytes() == before
+    monkeypatch.setattr(writing, "PAGES", 1)
+    world.write(24)
+    assert (world.path / "catalog.sqlite").read_bytes() != before
