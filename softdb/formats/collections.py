@@ -1,4 +1,4 @@
-"""Collections of other vector databases, as those write them: Chroma, Qdrant's local mode, LanceDB, FAISS."""
+"""Collections of other vector databases, as those write them: Chroma, Qdrant's local mode, LanceDB, FAISS; HDF5."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from softdb.check import shown
+from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.guarded import GuardedKeys, GuardedReader
+from softdb.formats.guarded import parts
 from softdb.formats.lines import Fields, Header, require_plain
 from softdb.formats.rows import OnError, Rows, passed_over, text_in
 from softdb.formats.tables import read_table, table_in
+from softdb.formats.vectors import metric_of
 
-__all__ = ["COLLECTIONS", "MARKS", "read_collection"]
+__all__ = ["COLLECTIONS", "MARKS", "VECTORS", "read_collection"]
 
 MARKS = {  # what lies in the folder of a kind
     "state.json": "datasets", "dataset_dict.json": "datasets", "chroma.sqlite3": "chroma", "meta.json": "qdrant",
     "*.lance": "lancedb",
 }  # fmt: skip
 _METRICS = {"cosine": "cosine", "l2": "l2", "euclid": "l2", "ip": "dot", "dot": "dot"}
+VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files of one matrix
+_NEEDS = {"faiss": ("faiss", "cpu"), "hdf5": ("h5py", "hdf5"), "chroma": ("chromadb", "chroma")}  # module, extra
 _Found = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads, texts of some records
 
 
@@ -40,7 +44,7 @@ def read_collection(
             tables = sorted(one.stem for one in path.glob("*.lance"))
             folder = path / f"{_chosen(path, name, tables)}.lance"
             return read_table(table_in(folder, ".lance", size), fields, size, on_error)
-        metric, count, batches = COLLECTIONS[kind](path, name, size)
+        metric, count, batches = _vectors(path, kind, size) if kind in VECTORS else COLLECTIONS[kind](path, name, size)
         return _rows(path, metric, count, batches, fields.text, on_error)
     except (BadInput, MissingDependency):
         raise
@@ -102,19 +106,28 @@ def _chosen(path: Path, name: str | None, names: list[str]) -> str:
     raise BadInput(f"{path.name} holds {asked}; name one of {shown(names)} (--collection)")
 
 
+def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[dict[str, Any], Iterator[Array]]:
+    """Return the head of a file or folder that a process of its own reads, and its further parts."""
+    module, extra = _NEEDS.get(kind, ("softdb", ""))
+    if find_spec(module) is None:
+        raise MissingDependency(f"{path.name} needs {module}; pip install 'softdb[{extra}]'")
+    received = parts(path, kind, size, name)
+    return json.loads(next(received).tobytes()), received
+
+
 def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
     """By the package, in a copy: opening a folder may change it."""
     copied = tempfile.mkdtemp()
     try:
-        shutil.copytree(path, Path(copied, path.name))
-        source = GuardedReader(Path(copied, path.name), "chroma", ("chromadb", "chroma"), name)
+        folder = Path(shutil.copytree(path, Path(copied, path.name)))
+        head, received = _opened(folder, "chroma", size, name)
     except BaseException:
         shutil.rmtree(copied)
         raise
-    weakref.finalize(source, shutil.rmtree, copied, ignore_errors=True)
-    if "names" in source.head:
-        _chosen(path, name, source.head["names"])
-    return _METRICS.get(str(source.metric)), source.rows, _records(source, size)
+    weakref.finalize(received, shutil.rmtree, copied, ignore_errors=True)
+    if "names" in head:
+        _chosen(path, name, head["names"])
+    return _METRICS.get(head["metric"]), head["rows"], _records(received)
 
 
 def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
@@ -127,8 +140,8 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     place = path / "collection" / name / "storage.sqlite"
     if Path(name).name != name:
         raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not followed")
-    source = GuardedReader(place, "qdrant", None, named)
-    return _METRICS.get(distance), source.rows, _records(source, size)
+    head, received = _opened(place, "qdrant", size, named)
+    return _METRICS.get(distance), head["rows"], _records(received)
 
 
 def _only(path: Path, name: str, names: list[str]) -> str:
@@ -137,35 +150,32 @@ def _only(path: Path, name: str, names: list[str]) -> str:
     return names[0]
 
 
-def _faiss(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
-    """Of indexes that keep whole vectors: flat, IVF flat and HNSW flat, also with ids of their own."""
-    if name is not None:
-        raise BadInput(f"{path.name} holds one index; leave out the collection {name!r}")
-    keys = GuardedKeys(GuardedReader(path, "faiss", ("faiss", "cpu")))
+def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterator[_Found]]:
+    """Ids and vectors of an index of FAISS, or of an array in HDF5."""
+    head, received = _opened(path, VECTORS[kind], size)
+    width, dtype, metric = head["width"], np.dtype(head["dtype"]), head["metric"]
+    if not 0 < width <= MAX_DIM or dtype.kind not in "fiu":
+        raise ValueError(f"it holds vectors of {width:,} numbers of {dtype}")
 
     def batches() -> Iterator[_Found]:
-        for _, _, part in keys.parts(0, len(keys), 8, size):
-            count = part.size // (keys.row + 8)
-            ids = part[count * keys.row :].view(np.int64).tolist()
-            yield ids, keys.matrix(part[: count * keys.row]), [None] * len(ids), [None] * len(ids)
+        for part in received:
+            ids, keys = part.view(np.int64).tolist(), next(received).view(dtype).reshape(-1, width)
+            if len(ids) != len(keys):
+                raise ValueError(f"it holds {len(ids)} ids for {len(keys)} vectors")
+            yield ids, keys, [None] * len(ids), [None] * len(ids)
 
-    return keys.metric, len(keys), batches()
+    return metric and metric_of(metric, path).value, head["rows"], batches()
 
 
-def _records(source: GuardedReader, size: int) -> Iterator[_Found]:
-    """Records of a process: JSON says how wide each key is, and their numbers follow."""
-    start = 0
-    while True:
-        told, numbers = source.read(start, start + size)
-        if not told["ids"]:
-            return
-        flat, widths = numbers.view(np.float64), told["widths"]
-        ends = np.cumsum([width or 0 for width in widths]).tolist()
-        keys = [None if width is None else flat[end - width : end] for end, width in zip(ends, widths, strict=True)]
-        yield told["ids"], keys, told["payloads"], told["texts"]
-        start += len(told["ids"])
+def _records(received: Iterator[Array]) -> Iterator[_Found]:
+    for part in received:
+        ids, vectors, payloads, texts = map(list, zip(*json.loads(part.tobytes()), strict=True))
+        keys = [None if vector is None else np.array(vector, np.float64) for vector in vectors]
+        if any(key is not None and key.ndim != 1 for key in keys):
+            raise ValueError("a record has several vectors")
+        yield ids, keys, payloads, texts
 
 
 COLLECTIONS: dict[str, Callable[[Path, str | None, int], tuple[str | None, int, Iterator[_Found]]]] = {
-    "chroma": _chroma, "qdrant": _qdrant, ".faiss": _faiss, ".index": _faiss,
+    "chroma": _chroma, "qdrant": _qdrant,
 }  # fmt: skip

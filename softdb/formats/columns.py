@@ -13,9 +13,8 @@ import numpy as np
 from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput
 from softdb.formats.arrays import archived, matrix_in
-from softdb.formats.guarded import GuardedKeys, GuardedReader
 from softdb.formats.lines import Header
-from softdb.formats.vectors import READERS, metric_of
+from softdb.formats.vectors import READERS
 
 __all__ = ["COLUMNS", "KeyColumns", "columns_in"]
 
@@ -46,8 +45,6 @@ def columns_in(path: Path, kind: str) -> KeyColumns:
 def _columns(path: Path, kind: str) -> KeyColumns:
     if kind == ".npy":
         return KeyColumns(matrix_in(path))
-    if kind in (".hdf5", ".h5"):
-        return _hdf5(path)
     if kind in READERS:
         return KeyColumns(READERS[kind](path).keys)
     found, header = _npz(path) if kind == ".npz" else _safetensors(path)
@@ -113,11 +110,3 @@ class _BFloat16:
 
     def __getitem__(self, places: slice) -> Array:
         return (self._halves[places].astype(np.uint32) << 16).view(np.float32)
-
-
-def _hdf5(path: Path) -> KeyColumns:
-    """The array `train` of an ann-benchmarks file, or `keys`, or its only matrix; read slice by slice."""
-    keys = GuardedKeys(GuardedReader(path, "hdf5", ("h5py", "hdf5")))
-    metric = None if keys.metric is None else metric_of(keys.metric, path).value
-    header = None if metric is None else Header(keys.shape[1], None, None, "float32", metric, ())
-    return KeyColumns(keys, header=header)

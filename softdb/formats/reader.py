@@ -1,6 +1,6 @@
 """Reads a stranger's file in a process of its own: `softdb.formats.guarded` starts this file as a program.
 
-The process may take little memory and time, write nothing, open nothing more, and send nothing but numbers and JSON.
+The process may take little memory and time, write nothing, open nothing more, and send nothing but arrays and JSON.
 It imports no torch, and of softdb only what needs none.
 """
 
@@ -15,34 +15,26 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from softdb.check import shown
 from softdb.errors import BadInput
 
-__all__ = ["BATCH", "FLOOR", "REPLY", "REQUEST", "SECONDS", "OpenedFile", "mapped", "opened", "room"]
+__all__ = ["BATCH", "DATA", "END", "FLOOR", "PART", "REFUSAL", "SECONDS", "content", "opened", "room"]
 
 FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; a file adds twice its size
-SECONDS = 60  # for a batch of at most BATCH bytes
-BATCH = 1 << 24
+SECONDS = 60  # of CPU for a file, which adds a second for each megabyte
+BATCH = 1 << 24  # bytes of vectors
 DEFLATE = 1032  # times that a packed file may be larger, by zlib's own account
-REQUEST = struct.Struct("<qqq")  # first row, the row after the last, seconds
-REPLY = struct.Struct("<QQ")  # bytes of JSON and of numbers, which follow
+PART = struct.Struct("<cQ")  # a mark, and the number of bytes that follow
+DATA, END, REFUSAL, ERROR = b"d", b"z", b"r", b"e"
 
-
-class OpenedFile(NamedTuple):
-    """An opened file."""
-
-    head: dict[str, Any]  # rows, metric; of bare vectors width, dtype, and whether there are ids
-    read: Callable[[int, int], tuple[Any, list[Any]]]  # the rows of a range: JSON and numbers
-
-
-_Vectors = tuple[int, Callable[[int, int], tuple[Any, Any]]]  # how many, and those of a range with their places
+_Range = Callable[[int, int], tuple[Any, Any]]  # ids and vectors of some rows
 
 
 def room(size: int) -> int:
@@ -50,7 +42,7 @@ def room(size: int) -> int:
     return FLOOR + 2 * size
 
 
-def _hdf5(path: Path, file: Any, name: str | None) -> OpenedFile:
+def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
     """The array `train` of an ann-benchmarks file, or `keys`, or its only matrix."""
     import h5py
 
@@ -71,10 +63,22 @@ def _hdf5(path: Path, file: Any, name: str | None) -> OpenedFile:
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
-    return OpenedFile(head, lambda start, stop: (None, [np.ascontiguousarray(keys[start:stop], dtype)]))
+
+    def part(start: int, stop: int) -> tuple[Any, Any]:
+        return np.arange(start, stop), keys[start:stop].astype(dtype)
+
+    yield from _sliced(head, size, part)
 
 
-def _faiss(path: Path, file: Any, name: str | None) -> OpenedFile:
+def _sliced(head: dict[str, Any], size: int, part: _Range) -> Iterator[Any]:
+    """The head of a file of vectors, then of each batch its ids and its vectors."""
+    yield head
+    rows, step = head["rows"], max(1, min(size, BATCH // max(1, head["width"] * np.dtype(head["dtype"]).itemsize)))
+    for start in range(0, rows, step):
+        yield from part(start, min(start + step, rows))
+
+
+def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
     """An index that keeps whole vectors: flat, IVF flat or HNSW flat, also with ids of its own."""
     faiss: Any = __import__("faiss")
     flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
@@ -101,43 +105,43 @@ def _faiss(path: Path, file: Any, name: str | None) -> OpenedFile:
     metric = {faiss.METRIC_INNER_PRODUCT: "dot", faiss.METRIC_L2: "l2"}.get(index.metric_type)
     rows, vectors = _flat(faiss, inner) if isinstance(inner, faiss.IndexFlat) else _lists(faiss, inner)
 
-    def read(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, list[Any]]:
+    def part(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, Any]:
         places, keys = vectors(start, stop)
-        return None, [np.ascontiguousarray(keys), places if ids is None else ids[places]]
+        return places if ids is None else ids[places], keys
 
-    return OpenedFile({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, read)
+    yield from _sliced({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, size, part)
 
 
-def _flat(faiss: Any, index: Any) -> _Vectors:
+def _flat(faiss: Any, index: Any) -> tuple[int, _Range]:
     if index.codes.size() < index.ntotal * index.d * 4:
         raise ValueError(f"it says {index.ntotal} vectors and holds fewer")
     return index.ntotal, lambda start, stop: (np.arange(start, stop), index.reconstruct_n(start, stop - start))
 
 
-def _lists(faiss: Any, index: Any) -> _Vectors:
+def _lists(faiss: Any, index: Any) -> tuple[int, _Range]:
     """List after list: an index by lists knows no order of its vectors."""
     lists = index.invlists
     if index.code_size != index.d * 4:
         raise ValueError(f"its codes have {index.code_size} bytes for {index.d} numbers")
     ends = np.cumsum([lists.list_size(number) for number in range(index.nlist)] or [0])
 
-    def read(start: int, stop: int) -> tuple[Any, Any]:
+    def part(start: int, stop: int) -> tuple[Any, Any]:
         places, keys = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
         first, last = np.searchsorted(ends, (start, stop - 1), "right")
         for number in range(first, last + 1):
             length = lists.list_size(number)
             if length:
                 before = int(ends[number]) - length
-                part = slice(max(start - before, 0), stop - before)
+                within = slice(max(start - before, 0), stop - before)
                 codes = faiss.rev_swig_ptr(lists.get_codes(number), length * index.code_size)
-                places.append(faiss.rev_swig_ptr(lists.get_ids(number), length)[part])
-                keys.append(codes.view(np.float32).reshape(length, index.d)[part])
+                places.append(faiss.rev_swig_ptr(lists.get_ids(number), length)[within])
+                keys.append(codes.view(np.float32).reshape(length, index.d)[within])
         return np.concatenate(places), np.concatenate(keys)
 
-    return int(ends[-1]), read
+    return int(ends[-1]), part
 
 
-def _qdrant(path: Path, file: Any, name: str | None) -> OpenedFile:
+def _qdrant(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
     """Points in SQLite: each is a pickle, of which nothing is run. `name` is that of the vector, where it has one."""
     from softdb.store.connect import connect
 
@@ -149,24 +153,11 @@ def _qdrant(path: Path, file: Any, name: str | None) -> OpenedFile:
     ):
         raise BadInput(f"{path.name}: points is no plain table; only a folder as Qdrant writes it is read")
     ((rows,),) = connection.execute("SELECT coalesce(max(rowid), 0) FROM points")
-    points = (_Unpickled(io.BytesIO(row[0])).load() for row in connection.execute("SELECT point FROM points"))
-
-    def read(start: int, stop: int) -> tuple[Any, list[Any]]:
-        part = [point.__dict__ for point in islice(points, stop - start)]
+    yield {"rows": rows}
+    blobs = connection.execute("SELECT point FROM points")
+    while part := [_Unpickled(io.BytesIO(blob)).load().__dict__ for (blob,) in islice(blobs, size)]:
         keys = [point["vector"] if name is None else (point["vector"] or {}).get(name) for point in part]
-        return _recorded([point["id"] for point in part], keys, [point["payload"] for point in part], None)
-
-    return OpenedFile({"rows": rows, "metric": None, **_RECORDS}, read)
-
-
-_RECORDS = {"width": 0, "dtype": "<f8"}  # each record says how wide its key is
-
-
-def _recorded(ids: list[Any], keys: Any, payloads: list[Any], texts: Any) -> tuple[Any, list[Any]]:
-    """Records as they are sent: how wide each key is, then the numbers of all."""
-    widths = [None if key is None else len(key) for key in keys]
-    flat = [np.asarray(key, "<f8") for key in keys if key is not None]
-    return {"ids": ids, "widths": widths, "payloads": payloads, "texts": texts or [None] * len(ids)}, flat
+        yield [(point["id"], key, point["payload"], None) for point, key in zip(part, keys, strict=True)]
 
 
 class _Point:
@@ -185,7 +176,7 @@ class _Unpickled(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a point names {module}.{name}, which is not run")
 
 
-def _chroma(path: Path, file: Any, name: str | None) -> OpenedFile:
+def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
     """By the package, of a copy: opening a folder may change it."""
     import chromadb
 
@@ -198,35 +189,37 @@ def _chroma(path: Path, file: Any, name: str | None) -> OpenedFile:
     client = chromadb.PersistentClient(str(path), settings=chromadb.config.Settings(anonymized_telemetry=False))
     names = [collection.name for collection in client.list_collections()]
     if (name is None and len(names) != 1) or (name is not None and name not in names):
-        return OpenedFile({"names": names, "rows": 0, "metric": None, **_RECORDS}, lambda start, stop: (None, []))
+        yield {"names": names}
+        return
     found = client.get_collection(names[0] if name is None else name)
     space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
-
-    def read(start: int, stop: int) -> tuple[Any, list[Any]]:
-        part = found.get(limit=stop - start, offset=start, include=["embeddings", "documents", "metadatas"])
+    yield {"rows": found.count(), "metric": str(space)}
+    for start in range(0, found.count(), size):
+        part = found.get(limit=size, offset=start, include=["embeddings", "documents", "metadatas"])
         payloads = [cells and dict(sorted(cells.items())) for cells in part["metadatas"]]  # they come in any order
-        return _recorded(part["ids"], part["embeddings"], payloads, list(part["documents"]))
-
-    return OpenedFile({"rows": found.count(), "metric": space and str(space), **_RECORDS}, read)
+        yield list(zip(part["ids"], part["embeddings"].tolist(), payloads, part["documents"], strict=True))
 
 
 _KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
 
 
-def opened(kind: str, path: Path, file: Any, name: str | None) -> OpenedFile:
-    """A file of some kind; `file` is what lies at `path`, where that is one file. Errors are of every kind."""
-    return _KINDS[kind](path, file, name)
+def content(kind: str, path: Path) -> Any:
+    """Open a file for a library that needs no path."""
+    if kind != "faiss":
+        return path.open("rb") if kind == "hdf5" else None
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def mapped(fd: int) -> Any:
-    """The bytes of a file."""
-    return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+def opened(kind: str, path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
+    """Parts of a file of some kind: a head, then arrays, or lists of records. Errors are of every kind."""
+    return _KINDS[kind](path, file, size, name)
 
 
-def _confine(kind: str, size: int) -> None:
+def _confine(kind: str, room: int) -> None:
     """Give up what reading needs not; libraries have been imported by then."""
     __import__({"hdf5": "h5py", "qdrant": "softdb.store.connect", "chroma": "chromadb"}.get(kind, kind))
-    limits = {"CORE": 0, "DATA": room(size)}
+    limits = {"CORE": 0, "DATA": room}
     if kind != "chroma":  # of which a copy is opened, by a package with threads and files
         limits |= {"FSIZE": 0, "NOFILE": 3 if kind != "qdrant" else 8}
     for what, limit in limits.items():
@@ -236,39 +229,25 @@ def _confine(kind: str, size: int) -> None:
         resource.setrlimit(number, (least, least))
 
 
-def _answer(ask: Callable[[], tuple[Any, list[Any]]], seconds: int) -> None:
-    """Send what a call gives, or its error."""
-    signal.alarm(seconds)  # ends the process also within a library, and where nobody waits for it any more
+def _send(mark: bytes, data: Any) -> None:
+    sys.stdout.buffer.write(PART.pack(mark, len(data)))
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | None) -> None:
+    """Send the parts of a file, or the error that they end in."""
     try:
-        told, numbers = ask()
-        text = json.dumps(told).encode()
+        file = content(kind, Path(path))
+        _confine(kind, room)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU; ends the process also within a library
+        for part in opened(kind, Path(path), file, size, name):
+            _send(DATA, part.tobytes() if isinstance(part, np.ndarray) else json.dumps(part).encode())
+        _send(END, b"")
     except Exception as error:  # libraries have errors of every kind
         memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
         reason = "it would take more memory than its size justifies" if memory else " ".join(str(error).split())
-        kind, numbers = "refused" if isinstance(error, BadInput) else "error", list[Any]()
-        text = json.dumps({kind: (reason or type(error).__name__)[:300]}).encode()
-    for part in (REPLY.pack(len(text), sum(array.nbytes for array in numbers)), text, *numbers):
-        left = memoryview(part).cast("B")
-        while left:
-            left = left[os.write(1, left) :]
-    signal.alarm(0)
-
-
-def main(kind: str, path: str, size: int, seconds: int, fd: int | None, name: str | None) -> None:
-    """Open a file and answer requests for its rows until the parent closes standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
-    sources = []
-
-    def head() -> tuple[Any, list[Any]]:
-        file = None if fd is None else mapped(fd) if kind == "faiss" else os.fdopen(fd, "rb")
-        _confine(kind, size)
-        sources.append(opened(kind, Path(path), file, name))
-        return sources[0].head, []
-
-    _answer(head, seconds)
-    while sources and len(request := os.read(0, REQUEST.size)) == REQUEST.size:
-        start, stop, seconds = REQUEST.unpack(request)
-        _answer(lambda: sources[0].read(start, stop), seconds)  # noqa: B023 - called at once
+        _send(REFUSAL if isinstance(error, BadInput) else ERROR, (reason or type(error).__name__)[:300].encode())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from softdb import check
 from softdb.check import Array, Id
 from softdb.errors import BadInput
-from softdb.formats.collections import COLLECTIONS, MARKS, read_collection
+from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.columns import COLUMNS, KeyColumns, columns_in
 from softdb.formats.lines import Fields, Header, Row, csv_header, is_own, kind_of, read_header, read_rows, text_lines
 from softdb.formats.rows import OnError, Rows, text_in
@@ -25,7 +25,7 @@ from softdb.formats.tables import FOLDERS, TABLES, framed, read_table, table_in
 __all__ = ["is_vector", "read_records"]
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
-_KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in COLLECTIONS if kind[0] == ".")))
+_KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
 _BATCH = 1 << 28  # bytes of bare vectors in a batch, which a packed file may claim by a few bytes
 Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file, line, id, key, value, payload, text
 
@@ -62,14 +62,15 @@ def read_records(
     kind = _kind(path)
     if kind not in _LINES and keys is not None:
         raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
-    if kind in COLLECTIONS or kind == "lancedb":
-        return read_collection(path, kind, collection, fields, size, on_error)
-    if collection is not None:
+    if fields.text is not None and (kind in COLUMNS or kind in VECTORS):
+        raise BadInput(f"{path.name} holds no texts; leave out the text {fields.text!r}")
+    collects = kind in COLLECTIONS or kind == "lancedb"
+    if collection is not None and not collects:
         raise BadInput(f"{path.name} is no database of collections; leave out collection {collection!r}")
+    if collects or kind in VECTORS:
+        return read_collection(path, kind, collection, fields, size, on_error)
     if kind in TABLES or kind in FOLDERS:
         return read_table(table_in(path, kind, size), fields, size, on_error)
-    if kind not in _LINES and fields.text is not None:
-        raise BadInput(f"{path.name} holds no texts; leave out the text {fields.text!r}")
     if kind not in _LINES:
         return _bare(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:
@@ -175,7 +176,13 @@ def _taken(row: Row, name: str, what: str) -> Any:
 
 def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
     """Keys that have a row for each line of a file."""
-    vectors: Array = columns_in(keys, _kind(keys)).keys
+    kind = _kind(keys)
+    if kind in (".hdf5", ".h5"):
+        vectors: Array = np.concatenate(
+            [rows.keys for rows in read_collection(keys, kind, None, Fields(), _BATCH, None)]
+        )
+    else:
+        vectors = columns_in(keys, kind).keys
     texts = (text for _, _, text in text_lines(path))
     count = sum(map(bool, csv.reader(texts))) if is_csv else sum(bool(text.strip()) for text in texts)
     count -= is_csv or read_header(path) is not None
@@ -207,7 +214,7 @@ def _kind(path: Path) -> str:
         return found
     if path.suffix in (".npy", ".npz"):  # says itself what is wrong
         return path.suffix
-    kind = kind_of(path, _KINDS, *_LINES, *TABLES, *COLUMNS, *COLLECTIONS)
+    kind = kind_of(path, _KINDS, *_LINES, *TABLES, *COLUMNS, *VECTORS)
     if path.suffix == ".gz" and kind not in _LINES:
         raise BadInput(f"{path.name} is a packed {kind} file; unpack it first")
     return kind

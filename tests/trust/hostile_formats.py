@@ -129,13 +129,8 @@ def _read(path: Path) -> None:
         for rows in read_records(path, batch_size=16):
             assert len(rows) <= 16
         return
-    with path.open("rb") as file:
-        source = reader.opened(kind, path, reader.mapped(file.fileno()) if kind == "faiss" else file, None)
-        step = max(1, reader.BATCH // max(1, source.head["width"] * 8))
-        for start in range(0, min(source.head["rows"], 64 * step), step):
-            told, numbers = source.read(start, min(start + step, source.head["rows"]))
-            json.dumps(told)
-            assert sum(array.nbytes for array in numbers) <= 1 << 26
+    for part in reader.opened(kind, path, reader.content(kind, path), 64, None):
+        assert (part.nbytes if isinstance(part, np.ndarray) else len(json.dumps(part))) <= 1 << 26
 
 
 def sample(seed: int, first: int, count: int, folder: str) -> list[str]:
