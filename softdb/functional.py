@@ -17,7 +17,7 @@ from softdb.attend.blocks import scores_of
 from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.on_device import entries_on_device
 from softdb.attend.request import indifferent
-from softdb.check import attribute, flag, shown
+from softdb.check import attribute, shown
 from softdb.errors import BadInput
 from softdb.scores import ScaledDot, Score, ScoreFunction, query_width
 from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting
@@ -139,7 +139,6 @@ def attention(
         raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
     score = ScaledDot() if score is None else score
     asked, narrow = _checked(query, key, value)
-    details = flag(details, "details")
     full = callable(attribute(score, "fold"))  # a whole softdb score; what other callables compare only they know
     if full and asked[0].shape[-1] != query_width(score, asked[1].shape[-1]):
         raise BadInput(

@@ -71,7 +71,6 @@ def open(
     try:
         check.one_of(mode, "mode", ("rw", "r"))
         check.one_of(durability, "durability", ("full", "relaxed"))
-        verify = check.flag(verify, "verify")
         place = None if path is None else check.folder(path, "path", "a directory's path, or None for memory")
         if place is not None and (table := table_at(place)) is not None:
             raise NotADatabase(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.check import dense, flag, shown
+from softdb.check import dense, shown
 from softdb.errors import BadInput
 from softdb.weights import valid_mask
 
@@ -98,7 +98,6 @@ class TakingPart:
         cls, layout: Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
     ) -> TakingPart | None:  # None: all
         """Checked."""
-        causal = flag(causal, "is_causal")
         if mask is None and valid_len is None and not causal:
             return None
         return cls(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "attribute", "dense", "filled", "flag", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
+    "attribute", "dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
     "temperature",
 ]  # fmt: skip
 
@@ -61,14 +61,6 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
     if isinstance(value, bool) or number < low or (high is not None and number > high):
         raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}")
     return number
-
-
-def flag(value: object, name: str) -> bool:
-    """Whether something counts as true; BadInput where Python cannot tell, as of an array of several."""
-    try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise BadInput(f"{name} is {shown(value)}; expected True or False") from None
 
 
 def one_of(value: object, name: str, choices: Iterable[str]) -> str:

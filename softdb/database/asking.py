@@ -98,10 +98,10 @@ class AskingVerbs(TextVerbs, SoftVerbs):
         if (where is None and radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
             group_by is None and group_size is None and type(offset) is int and offset == 0
         ):
-            plain = None if check.flag(exact, "exact") else self._found_plainly(queries, k)
+            plain = None if exact else self._found_plainly(queries, k)
             if plain is not None:
                 return plain
-        exact, loader = check.flag(exact, "exact"), self._store.loader
+        loader = self._store.loader
         metric = loader.loaded.keyed.schema.metric
         ask = check.asked(k, radius, diversity, fetch_k, metric, offset, group_by, group_size)
         made = None
@@ -194,8 +194,9 @@ class AskingVerbs(TextVerbs, SoftVerbs):
             mask = check.mask(mask, (len(tensor), source.snapshot.count)).to(tensor.device)
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
-        whole = check.flag(need_weights, "need_weights")
-        request = Request.of(tensor, by, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=whole)
+        request = Request.of(
+            tensor, by, weights, temperature, allowed, mask, k, tolerance, seed, need_weights=need_weights
+        )
         return request, source
 
     def _view_of(

@@ -15,7 +15,6 @@ from softdb.attend import all_scores, sampled
 from softdb.attend.leading import as_tensor
 from softdb.check import shown
 from softdb.database import SoftDB
-from softdb.database.soft import MOST_SAMPLED
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.targets import database, live
@@ -72,7 +71,7 @@ def hard_attention(
     >>> bool(query.grad[0, 0] < 0)  # a step down the gradient goes right
     True
     """
-    count = check.integer(n, "n", 1, MOST_SAMPLED)
+    count = check.integer(n, "n")
     request, source = database(db).request(queries, temperature, score, where=where)
     samples = sampled(request, source, count, check.generator(generator) or torch.default_generator)
     snapshot = source.columns

@@ -173,7 +173,6 @@ def info_nce(
     """
     reduce = _reduce(reduction)
     count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
-    in_batch = check.flag(in_batch, "in_batch")
     if not count and not in_batch:
         raise BadInput("negatives is 0 and in_batch False: nothing is left to tell the positives from; ask for some")
     pool = count if among is None else check.integer(among, "among")

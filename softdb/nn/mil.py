@@ -40,10 +40,10 @@ class MILPooling(torch.nn.Module):
 
     def __init__(self, dim: int, hidden: int = 128, gated: bool = False) -> None:
         super().__init__()
-        self.dim = check.integer(dim, "dim", 1, check.MAX_DIM)
-        units = check.integer(hidden, "hidden", 1, check.MAX_DIM)
+        self.dim = check.integer(dim, "dim")
+        units = check.integer(hidden, "hidden")
         self.content = torch.nn.Linear(self.dim, units, bias=False)  # V
-        self.gate = torch.nn.Linear(self.dim, units, bias=False) if check.flag(gated, "gated") else None  # U
+        self.gate = torch.nn.Linear(self.dim, units, bias=False) if gated else None  # U
         self.score = torch.nn.Linear(units, 1, bias=False)  # w
 
     __call__: Callable[..., tuple[Tensor, Tensor]]

@@ -42,9 +42,8 @@ class RecurrentAttention(torch.nn.Module):
 
     def __init__(self, query_dim: int, state_dim: int, score: str = "additive", hidden: int | None = None) -> None:
         super().__init__()
-        self.query_dim = check.integer(query_dim, "query_dim", 1, check.MAX_DIM)
-        self.state_dim = check.integer(state_dim, "state_dim", 1, check.MAX_DIM)
-        check.one_of(score, "score", ("dot", "general", "additive"))
+        self.query_dim = check.integer(query_dim, "query_dim")
+        self.state_dim = check.integer(state_dim, "state_dim")
         if hidden is not None and score != "additive":
             raise BadInput(f"hidden is {shown(hidden)} but the score {shown(score)} has no hidden layer; omit it")
         self.score: Dot | General | Additive
@@ -57,9 +56,10 @@ class RecurrentAttention(torch.nn.Module):
             self.score = Dot()
         elif score == "general":
             self.score = General(self.query_dim, self.state_dim)
+        elif score == "additive":
+            self.score = Additive(self.query_dim, self.state_dim, self.query_dim if hidden is None else hidden)
         else:
-            units = self.query_dim if hidden is None else check.integer(hidden, "hidden", 1, check.MAX_DIM)
-            self.score = Additive(self.query_dim, self.state_dim, units)
+            raise BadInput(f"score is {shown(score)}; expected 'dot', 'general' or 'additive'")
 
     __call__: Callable[..., tuple[Tensor, Tensor]]
 

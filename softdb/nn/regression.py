@@ -53,7 +53,6 @@ class _NadarayaWatson(torch.nn.Module):
                 else "the database has no vectors as values; open one with value_dim=, or use KernelClassifier for "
                 "labels"
             )
-        learnable, per_coordinate = check.flag(learnable, "learnable"), check.flag(per_coordinate, "per_coordinate")
         made = _kernel(kernel)
         if learnable and made is Boxcar:
             raise BadInput(

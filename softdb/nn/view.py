@@ -112,7 +112,7 @@ class View(Reindexed):
         self.metric = Metric.parse(db.metric if metric is None else metric)
         self._begin(reindex, StaleIndex(self.metric, recall, index))
         db.require_field(field)
-        self._texts, self._field = (texts := check.flag(texts, "texts")), field
+        self._texts, self._field = texts, field
         self.dim = probed(encoder, None if texts else db.dim)
         if isinstance(self.policy, InBackground):
             _copyable(encoder)
