@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ _ROOT = str(Path(reader.__file__).parents[2])  # where softdb lies, however it i
 _SLOW = "its reader did not answer in time"
 
 
-def parts(path: Path, kind: str, size: int, name: str | None = None) -> Iterator[Array]:
+def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generator[Array, None, None]:
     """Yield the bytes of each part of a file or folder, as `softdb.formats.reader` sends them. Raises BadInput."""
     length = sum(part.stat().st_size for part in (path, *path.rglob("*")))
     seconds = reader.SECONDS + length // 1_000_000
