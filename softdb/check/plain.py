@@ -56,7 +56,7 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
     bounds = f"at least {low}" if high is None else f"from {low} to {high}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):  # the second of a tensor on the device 'meta'
         raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}") from None
     if isinstance(value, bool) or number < low or (high is not None and number > high):
         raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}")

@@ -86,6 +86,7 @@ def _copied_catalog(
     """Copy the catalogue; the generation that it is of, its segments, and its index files, open."""
     if store.waiting:  # SQLite copies no catalogue within a transaction that writes
         store.flush()
+    store.require_unchanged()
     with store.read_transaction() as snapshot:
         _copy_catalog(store.catalog, path)
         return snapshot, store.catalog.segments(), gaps.read(store.catalog), _open_indexes(store, opened)

@@ -64,11 +64,18 @@ def last(directory: Path) -> int:
     return int(digits)
 
 
-def require(generation: int, acknowledged: int) -> None:
+def require(generation: int, acknowledged: int, directory: Path | None) -> None:
     """Raise CorruptionError where a catalogue has fallen behind what was acknowledged."""
-    if generation < acknowledged:
+    if generation >= acknowledged:
+        return
+    behind = f"catalog.sqlite is at generation {generation}, but {acknowledged} was acknowledged: its last commits are"
+    aside = [] if directory is None else sorted(directory.glob("catalog.sqlite-wal-*"))
+    if aside:
         raise CorruptionError(
-            f"catalog.sqlite is at generation {generation}, but {acknowledged} was acknowledged: its last commits are "
-            f"gone with catalog.sqlite-wal, which was removed or damaged; put that file back, or remove the file "
-            f"{NAME!r} to go on without them"
+            f"{behind} in {aside[-1].name}, which was put aside when another program wrote to catalog.sqlite; give it "
+            "the name catalog.sqlite-wal if catalog.sqlite is as it was then, else restore the directory from a copy"
         )
+    raise CorruptionError(
+        f"{behind} gone with catalog.sqlite-wal, which was removed or damaged; put that file back, or remove the file "
+        f"{NAME!r} to go on without them"
+    )

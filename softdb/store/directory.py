@@ -104,7 +104,7 @@ class Directory:
         if self.lock is not None and not _same(mark("lock", self.descriptor), self._lock):
             raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
         for name in unchanged:
-            if mark(name, self.descriptor) != self._left.get(name):
+            if name in self._left and mark(name, self.descriptor) != self._left[name]:
                 raise Displaced(f"{self.path}/{name} was overwritten by another program", name)
 
     def require_in_place(self, columns: Mapping[str, Mark] | None = None) -> None:

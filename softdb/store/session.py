@@ -90,7 +90,7 @@ class Session:
                     self._directory.watch_catalog(self._directory.catalog_mark(), False)  # now there is a log
             with typed_errors():
                 made = keyed.read(catalog)
-                committed.require(catalog.state().generation, acknowledged)
+                committed.require(catalog.state().generation, acknowledged, self.path)
             folder = None if self._directory is None else self._directory.descriptor
             self.columns = ColumnFiles(self.path, made.schema, self._relaxed, folder)
             self._reader = Reader(catalog, self.columns, made, None if writing else self._directory, self._connect)
@@ -146,6 +146,7 @@ class Session:
         try:
             if self.waiting:
                 self._flush()
+            self.require_unchanged()  # SQLite writes to the catalogue when it closes
         finally:
             self._release()
         if last is not None:
@@ -255,6 +256,11 @@ class Session:
     def require_writable(self) -> None:
         """Raises as `writer`."""
         _ = self.writer
+
+    def require_unchanged(self) -> None:
+        """See `Writer.require_unchanged`; a handle that only reads is of no writer."""
+        if self._writer is not None:
+            self._writer.require_unchanged()
 
     def write_transaction(self, durable: bool = False) -> contextlib.AbstractContextManager[Change]:
         """See `Writer.transaction`. On the store's thread."""

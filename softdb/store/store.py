@@ -103,7 +103,11 @@ class Store(Session):
         with typed_errors():
             newest = self.catalog.state().generation
         mine = self.snapshot.generation
-        return "" if newest == mine else f" as of generation {mine} (the newest is {newest}: refresh() shows it)"
+        return (
+            ""
+            if newest == mine
+            else f", or was replaced since generation {mine} ({newest} is the newest: refresh() shows it)"
+        )
 
     @lookup
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:

@@ -217,6 +217,14 @@ class Writer:
         """Return how many pages SQLite has written to the log before a commit, for want of memory."""
         return self._reader.catalog.connection.status(apsw.SQLITE_DBSTATUS_CACHE_SPILL)[0]
 
+    def require_unchanged(self) -> None:
+        """Raise WriteFailed where another program has written to the catalogue or its log."""
+        try:
+            self._require_ours(CATALOG, LOG)
+        except Displaced as error:
+            if error.overwritten and self._failure is None and not self._reader.catalog.connection.in_transaction:
+                raise self.failed(error) from error
+
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
         """A checkpoint, or whatever else writes to the catalogue's files outside an operation. Raises WriteFailed."""
@@ -290,7 +298,7 @@ class Writer:
         name: without it, opening tells that commits are gone, and `committed` which.
         """
         self._reader.catalog.connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
-        self._reader.unreadable = CorruptionError(f"{error}; close this handle, and restore the directory from a copy")
+        self._reader.unreadable = CorruptionError(f"{error}; close this handle, and open the database again")
         if self._directory is not None and error.overwritten == CATALOG:
             aside = f"{LOG}-{os.urandom(4).hex()}"
             with contextlib.suppress(OSError, Displaced):

@@ -125,7 +125,7 @@ def _missing(remains: Remains, path: Path) -> list[str]:
     if state is not None and state.generation < acknowledged:
         return [
             f"{acknowledged - state.generation} generations are missing, the last of {acknowledged}: they were in "
-            "catalog.sqlite-wal, which is damaged or gone; what they deleted or replaced is back"
+            "catalog.sqlite-wal, which is damaged, gone or put aside under another name; what they deleted is back"
         ]
     if remains.log_cut and not (remains.checkpointed and state is not None and state.generation == acknowledged):
         return ["catalog.sqlite-wal does not end in a commit; what came after is lost, what that deleted is back"]

@@ -199,7 +199,8 @@ def test_verify_names_the_rows_of_a_flipped_bit(path: Path) -> None:
 def test_verify_finds_a_catalogue_at_odds_with_itself(path: Path, statement: str) -> None:
     make(path)
     with softdb.open(path) as db:
-        db._store.catalog.connection.execute(statement)
+        with db._store.writer.rewriting():
+            db._store.catalog.connection.execute(statement)
         with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite|keys-"):
             db.verify()
 
