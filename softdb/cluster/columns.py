@@ -16,6 +16,7 @@ __all__ = ["LARGEST", "bounded", "column", "literal", "occupied", "require_colum
 
 LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta follows
+_COMPARED = {"Update", "Merge", "BaseOperation"}  # those that it may follow; the last reserves numbers of fragments
 
 
 def column(values: Any, kind: Any, there: Any = None) -> Any:
@@ -55,29 +56,22 @@ def written_since(dataset: Any, version: int, columns: list[str] | None) -> tupl
 
 
 def tracked(dataset: Any, version: int) -> bool:
-    """Whether Lance's delta tells all that the transaction of a version has changed.
+    """Return True where Lance's delta tells all that the transaction of a version has changed.
 
     It does not for restored versions, nor for columns that were rewritten, replaced, dropped or renamed. What only adds
     files, as `softdb.cluster.appending` and added columns do, is a merge of fragments.
     """
-    transaction = dataset.read_transaction(version)
-    operation: Any = None if transaction is None else transaction.operation
+    operation: Any = getattr(dataset.read_transaction(version), "operation", None)
     kind = type(operation).__name__
-    if kind in _TRACKED:
-        return True
-    before = dataset.checkout_version(version - 1)
-    if kind == "Update":
-        same = (before.get_fragment(part.id).metadata.files == part.files for part in operation.updated_fragments)
-        return not operation.fields_modified and all(same)
-    if kind not in ("Merge", "BaseOperation"):  # the latter reserves numbers of fragments
-        return False
-    after = dataset.checkout_version(version)
-    files, fields = (
-        {part.fragment_id: part.metadata.files for part in after.get_fragments()},
-        after.lance_schema.fields(),
-    )
-    kept = (file in files.get(part.fragment_id, ()) for part in before.get_fragments() for file in part.metadata.files)
-    return all(field in fields for field in before.lance_schema.fields()) and all(kept)
+    if kind not in _COMPARED:
+        return kind in _TRACKED
+    before, after = (dataset.checkout_version(at) for at in (version - 1, version))
+    files = {part.fragment_id: part.metadata.files for part in after.get_fragments()}
+    for part in before.get_fragments():
+        gone = part.metadata.files if kind == "Update" else []  # an update drops a fragment of which no row stays
+        if any(file not in files.get(part.fragment_id, gone) for file in part.metadata.files):
+            return False
+    return all(field in after.lance_schema.fields() for field in before.lance_schema.fields())
 
 
 def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema: Schema) -> None:
