@@ -113,7 +113,9 @@ class DatabaseShard:
         snapshot, index = db.view()[0], db.finder.index
         size = snapshot.value_size if snapshot.size and db.num_classes is None else 1.0
         kind = None if index is None else index.kind
-        return say.Description(self.shard, self.shards, version, db.schema, snapshot.count, size, kind, db.encoder_name)
+        return say.Description(
+            self.shard, self.shards, version, db.schema, snapshot.count, size, kind, db.encoder_name, len(db)
+        )
 
     # -- records ---------------------------------------------------------------------------------------------------
 

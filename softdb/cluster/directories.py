@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from softdb import opening
-from softdb.check import Id
 from softdb.cluster.gate import Gate
 from softdb.cluster.own_rows import parts_of
 from softdb.cluster.placement import MOST, shard_of
-from softdb.cluster.shard import VERSION_BITS
+from softdb.cluster.shard import VERSION_BITS, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import (
@@ -53,7 +52,7 @@ class TakenFrom:
     identity: str  # of that version
     making: int  # a number of its own: rows are numbered otherwise in another directory, even at the same version
     rows: int | None = None  # how many rows of the table it has seen; None: all
-    left_out: list[tuple[Id | None, str]] = field(default_factory=list)  # rows that are no records, and why
+    left_out: list[LeftOut] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -64,7 +63,8 @@ class TakenFrom:
     def of(cls, text: str | None) -> TakenFrom | None:
         """What was kept, if it can be read."""
         with contextlib.suppress(TypeError, ValueError):
-            return None if text is None else cls(**json.loads(text))
+            noted = None if text is None else cls(**json.loads(text))
+            return noted and replace(noted, left_out=[LeftOut(*row) for row in noted.left_out])
         return None
 
 
@@ -77,7 +77,7 @@ class Directories:
         self.gates = {shard: Gate() for shard in self.mine}
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.mine, 0)
-        self._origins: dict[int, tuple[SoftDB, int, TakenFrom | None]] = {}  # as of a generation
+        self._origins: dict[int, tuple[tuple[SoftDB, int], TakenFrom | None]] = {}  # as of a generation
         self._unfit: dict[int, Callable[[int], None]] = {}  # shards that a write has failed in, and what mends each
         try:
             files.make_directory(folder)
@@ -95,14 +95,14 @@ class Directories:
 
         It is read again for every generation: a flush that fails takes records and version back together.
         """
-        db, seen = self.databases[shard], self._origins.get(shard)
-        if seen is None or seen[0] is not db or seen[1] != db.generation:
-            generation, noted = db.generation, None
+        db, noted = self.databases[shard], None
+        state = db, db.generation
+        if shard not in self._origins or self._origins[shard][0] != state:
             with contextlib.suppress(CorruptionError):
                 noted = TakenFrom.of(db.taken_from)
             ours = noted is not None and self._ours(noted, shard, self.truth.shards)
-            seen = self._origins[shard] = db, generation, noted if ours else None
-        return seen[2]
+            self._origins[shard] = state, noted if ours else None
+        return self._origins[shard][1]
 
     def version(self, shard: int) -> int:
         """The version that a shard is at; -1 while it is being made, or is to be mended."""
@@ -112,8 +112,7 @@ class Directories:
     def tagged(self, shard: int) -> int:
         """The version, with the directory's own number in the high bits: what rows of a shard are valid for."""
         version = self.version(shard)
-        origin = None if version < 0 else self.origin(shard)
-        return -1 if origin is None or version < 0 else origin.making << VERSION_BITS | version
+        return -1 if version < 0 else self._making[shard] << VERSION_BITS | version
 
     def path(self, shard: int, shards: int | None = None) -> Path:
         """A shard's directory."""
@@ -239,7 +238,7 @@ class Directories:
                     db.delete(leaving)
             db.compact()
             place, making = [shard, 2 * half], secrets.randbits(20)
-            left_out = [row for row in origin.left_out if parts_of([row[0]], 2 * half)[0] == shard]
+            left_out = [row for row in origin.left_out if parts_of([row.id], 2 * half)[0] == shard]
             db.apply([], [], replace(origin, place=place, making=making, left_out=left_out).text)
         return True
 

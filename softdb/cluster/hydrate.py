@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from softdb.check import Id, shown
 from softdb.cluster.directories import Directories, TakenFrom
 from softdb.cluster.own_rows import is_id, parts_of, windows
-from softdb.cluster.shard import Holds, LeftOut
+from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
@@ -259,7 +259,7 @@ class Hydrated(Directories):
     def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom) -> None:
         """One transaction, in which the version moves on with the records, and with the rows that are none."""
         db, before, gone = self.databases[shard], self.origin(shard), set(removed)
-        left_out = [LeftOut(*row) for row in before.left_out if row[0] not in gone] if before is not None else []
+        left_out = [] if before is None else [row for row in before.left_out if row.id not in gone]
         known = len(left_out)
         records = None if rows is None else self.truth.rows(rows, left_out)
         read = len(left_out)
@@ -286,14 +286,7 @@ class Hydrated(Directories):
             id, reason = left_out[-1]
             several = f"more than {MOST_LEFT_OUT} rows of a shard are no records"
             raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; mend or delete them")
-        return replace(origin, left_out=[(id, reason) for id, reason in left_out]).text
-
-    def holds(self, shard: int) -> Holds | None:
-        """The records of a shard that is at a version, and the rows that it leaves out."""
-        origin = None if self.version(shard) < 0 else self.origin(shard)
-        if origin is None:
-            return None
-        return Holds(len(self.databases[shard]), tuple(LeftOut(*row) for row in origin.left_out), origin.identity)
+        return replace(origin, left_out=left_out).text
 
     def _parts(self, ids: list[Id]) -> Any:
         return parts_of(ids, self.truth.shards)

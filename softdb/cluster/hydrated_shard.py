@@ -47,8 +47,10 @@ class HydratedShard:
         if self._asked is None or self._asked.db is not db:
             tagged, shards = self.hydrated.tagged, self.hydrated.truth.shards
             self._asked = DatabaseShard(db, self.shard, shards, lambda: tagged(self.shard))
-        reply = self._asked.answer(ask)
-        return reply._replace(holds=self.hydrated.holds(self.shard)) if isinstance(ask, Describe) else reply
+        reply, origin = self._asked.answer(ask), self.hydrated.origin(self.shard)
+        if isinstance(ask, Describe) and own >= 0 and origin is not None:
+            return reply._replace(identity=origin.identity, left_out=tuple(origin.left_out))
+        return reply
 
 
 class Here(Local):

@@ -30,13 +30,12 @@ _NAMED = 10  # ids in an error
 
 
 def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
-    """Whether shards at one version keep the invariant, as far as they are all there to be counted."""
-    holds = [shard.holds for shard in known.values() if shard.holds is not None]
+    """Return True where shards at one version keep the invariant, or some are not there to be counted."""
     if len(known) < truth.shards:
         return True
     dataset = truth.at(of_records(known[0].version))
-    rows = sum(shard.records + len(shard.left_out) for shard in holds)
-    return {shard.identity for shard in holds} == {truth.identity(dataset)} and rows == dataset.count_rows()
+    rows = sum(shard.records + len(shard.left_out) for shard in known.values())
+    return {shard.identity for shard in known.values()} == {truth.identity(dataset)} and rows == dataset.count_rows()
 
 
 def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, ...]) -> int:

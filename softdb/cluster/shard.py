@@ -39,7 +39,6 @@ __all__ = [
     "Gather",
     "GatheredRows",
     "Gradient",
-    "Holds",
     "LeftOut",
     "Locate",
     "Message",
@@ -264,14 +263,6 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-class Holds(NamedTuple):
-    """Parts of a table in a shard."""
-
-    records: int
-    left_out: tuple[LeftOut, ...]
-    identity: str  # of the table's version
-
-
 class Description(NamedTuple):
     """What a shard is."""
 
@@ -283,7 +274,9 @@ class Description(NamedTuple):
     value_size: float  # root mean square of ‖v‖
     finder: str | None  # the kind of its index
     encoder: str | None  # the name of what made the keys
-    holds: Holds | None = None  # of a table; None: the shard is its own truth
+    records: int
+    identity: str | None = None  # of a table's version; None: the shard is its own truth
+    left_out: tuple[LeftOut, ...] = ()  # rows of the table
 
 
 class Passed(NamedTuple):

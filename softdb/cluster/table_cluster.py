@@ -130,9 +130,7 @@ class TableCluster(Cluster):
 
         They take part in no answer. `upsert` or `delete` mends them; where an id comes twice, delete one of its rows.
         """
-        return tuple(
-            row for _, shard in sorted(self.caller.known.items()) if shard.holds for row in shard.holds.left_out
-        )
+        return tuple(row for _, shard in sorted(self.caller.known.items()) for row in shard.left_out)
 
     @verb
     def verify(self) -> int:

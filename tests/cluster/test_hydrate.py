@@ -289,7 +289,9 @@ def test_rows_whose_ids_name_no_one_record_are_left_out(
     made_of = schema(2, None, None, None, None, None)
     truth = Truth(str(tmp_path / "t.lance"), None, Fields(key="v"), False, made_of, 1, 1)
     followed = hydrated(truth, tmp_path / "cache")
-    assert followed.holds(0) == (2, (error,), truth.identity(truth.now()))
+    origin = followed.origin(0)
+    assert origin is not None
+    assert (len(followed.databases[0]), origin.left_out, origin.identity) == (2, [error], truth.identity(truth.now()))
     followed.close()
 
 

@@ -88,7 +88,7 @@ class Actor:
         if not isinstance(ask, Refresh):
             return self.name
         version = AT if ask.version == NEWEST else ask.version
-        return Description(shard, 2, (shard << VERSION_BITS) + version, SCHEMA, 0, 0.0, None, None)
+        return Description(shard, 2, (shard << VERSION_BITS) + version, SCHEMA, 0, 0.0, None, None, 0)
 
 
 class Ray:
