@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,7 @@ def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
     if path.exists() and not path.is_dir():
         raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
     try:
-        files.make_directory(path.absolute().parent)
-        with files.aside(path.absolute().parent) as folder:
+        with _aside(path) as folder:
             db = make(folder)
             try:
                 records, generation, place = len(db), db.generation, db.path
@@ -72,3 +74,14 @@ def _columns(batch: Records) -> tuple[Any, Any]:
         return [one if own else None for one, own in zip(column.numpy(), there, strict=True)]
 
     return some(batch.keys), None if batch.values is None else some(batch.values)
+
+
+@contextlib.contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A folder beside a path, removed at the end."""
+    files.make_directory(path.absolute().parent)
+    folder = Path(tempfile.mkdtemp(prefix=".softdb-", dir=path.absolute().parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

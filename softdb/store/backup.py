@@ -143,7 +143,6 @@ def _copy_indexes(indexes: dict[str, tuple[str, BinaryIO] | None], folder: Path)
         disk.make(folder)
         for file, source in filter(None, indexes.values()):
             files.copy(source, folder / file)
-        files.sync_directory(folder)
     return [name for name, known in indexes.items() if known is None]
 
 

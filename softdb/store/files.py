@@ -7,6 +7,7 @@ directory was renamed and another has taken its path.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -44,6 +45,7 @@ __all__ = [
 
 _COPIED = 1 << 20  # bytes at once
 _PROCESS = re.compile(rb"\d{0,20}\n?")  # what a lock's file holds
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)  # of a file system without hard links
 
 
 class Mark(NamedTuple):
@@ -161,7 +163,7 @@ def aside(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def building(directory: Path, last: str) -> Iterator[Path]:
-    """A folder aside whose entries, synced, get their names in a directory at the end, `last` after all others.
+    """A folder aside whose files, synced, get their names in a directory at the end, `last` after all others.
 
     The directory is made where it is missing. Whatever fails, nothing of it is left, and nothing else has changed;
     FileExistsError where something has come to have one of the names.
@@ -180,22 +182,32 @@ def building(directory: Path, last: str) -> Iterator[Path]:
 
 
 def _place(folder: Path, directory: Path, last: str) -> None:
-    """Move the entries of a folder to a directory, where nothing may have their names; back where one cannot be."""
-    placed = list[str]()
+    """Give the files of a folder the same names in a directory, where nothing may have them."""
+    placed = list[Path]()
     try:
-        for name in sorted((entry.name for entry in folder.iterdir()), key=lambda name: (name == last, name)):
-            if os.path.lexists(directory / name):
-                raise FileExistsError(f"{directory / name} is there")
-            if name == last:
-                sync_directory(directory)
-            disk.rename(folder / name, directory / name)
-            placed.append(name)
-        sync_directory(directory)
+        for fresh in sorted(folder.rglob("*"), key=lambda file: (file.name == last, file)):
+            if fresh.name == last:
+                for holding in [directory, *filter(Path.is_dir, placed)]:
+                    sync_directory(holding)
+            path = directory / fresh.relative_to(folder)
+            disk.make(path) if fresh.is_dir() else _name(fresh, path)
+            placed.append(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            for name in placed:
-                disk.rename(directory / name, folder / name)
+            for path in reversed(placed):
+                disk.remove_directory(path) if path.is_dir() else remove(path)
         raise
+    sync_directory(directory)
+
+
+def _name(fresh: Path, path: Path) -> None:
+    """Give a file another name, which nothing may have: unlike a renaming, a link replaces nothing."""
+    try:
+        disk.link(fresh, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS or os.path.lexists(path):
+            raise
+        disk.rename(fresh, path)
 
 
 def make_once(path: Path, data: bytes) -> None:
