@@ -16,7 +16,7 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.hydrated_shard import Here
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
-from softdb.cluster.storage import reading
+from softdb.cluster.storage import lance_errors
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
@@ -158,7 +158,7 @@ def serve(
     """
     fields = Fields(id=ids, key=keys, value=values)
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
-    with reading(place := address(url)):
+    with lance_errors(place := address(url)):
         truth = served(place, storage_options, fields, metric, num_classes, shards, replicas, payload)
     return _opened(truth, "r", timeout, partial, on, cache, encoder, progress)
 

@@ -11,7 +11,7 @@ from typing import Any
 from softdb.errors import BadInput, CorruptionError, NotADatabase, SoftDBError, StorageUnavailable
 from softdb.formats.tables import needed
 
-__all__ = ["LANCE", "cause", "dataset_at", "failure", "missing_file", "reading", "require_storage"]
+__all__ = ["LANCE", "cause", "dataset_at", "failure", "lance_errors", "missing_file", "require_storage"]
 
 LANCE = (OSError, ValueError, RuntimeError)  # types of what Lance raises
 _NOISE = r",? /\S+\.rs:\d+:\d+|External error: |LanceError\(\w+\): |Generic \S+ error: "
@@ -21,12 +21,12 @@ _UNREACHABLE = r"Error performing|error sending request|Failed to resolve|[Tt]im
 def dataset_at(url: str, options: dict[str, str] | None) -> Any:
     """The newest version of the table at an address. Raises as `failure` says."""
     lance = needed("lance", "cluster", "a cluster")
-    with reading(url):
+    with lance_errors(url):
         return lance.dataset(url, storage_options=options)
 
 
 @contextlib.contextmanager
-def reading(url: str) -> Iterator[None]:
+def lance_errors(url: str) -> Iterator[None]:
     """What Lance raises meanwhile becomes an error of softdb: see `failure`."""
     try:
         yield

@@ -24,7 +24,7 @@ from softdb import check
 from softdb.check import Id, Schema, shown
 from softdb.cluster.columns import bounded, column, literal, require_columns, tracked, written_since
 from softdb.cluster.shard import LeftOut
-from softdb.cluster.storage import LANCE, cause, dataset_at, failure, missing_file, reading, require_storage
+from softdb.cluster.storage import LANCE, cause, dataset_at, failure, lance_errors, missing_file, require_storage
 from softdb.cluster.synced import Synced
 from softdb.errors import (
     BadInput,
@@ -105,7 +105,7 @@ class Truth:
         """The dataset as of now. Raises NotADatabase, StorageUnavailable; BadInput naming a column it lacks by now."""
         if self._opened is None:
             self._opened = dataset_at(self.url, self.options)
-        with reading(self.url):
+        with lance_errors(self.url):
             dataset = self._opened.checkout_version(self._opened.latest_version)
         require_columns(dataset, self.fields, ("text", "payload") if self.own else self.payload or (), self.schema)
         return dataset
@@ -128,7 +128,7 @@ class Truth:
 
     def identity(self, dataset: Any) -> str:
         """What tells a version from that of another table at the same address."""
-        with reading(self.url):
+        with lance_errors(self.url):
             transaction = dataset.read_transaction(dataset.version)
         return str(getattr(transaction, "uuid", None) or dataset.versions()[-1]["timestamp"])
 
@@ -167,12 +167,12 @@ class Truth:
 
     def read(self, scanner: Any) -> Iterator[Any]:
         """Record batches of a scanner. Raises StorageUnavailable, and CorruptionError naming a file."""
-        with reading(self.url):
+        with lance_errors(self.url):
             yield from scanner.to_batches()
 
     def taken(self, dataset: Any, places: Any) -> Any:
         """The rows at some places (n,), ascending, and no others, as a table."""
-        with reading(self.url):
+        with lance_errors(self.url):
             return dataset.take(_arrow().array(places), self.columns(dataset))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
@@ -298,7 +298,7 @@ class Truth:
         """UnknownId for an id that is not there; BadInput for a key without its value, or the other way."""
         names, found = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
-        with reading(self.url):
+        with lance_errors(self.url):
             table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
         found.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
         unknown = next((one for one in ids if one not in found), None)

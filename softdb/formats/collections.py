@@ -88,7 +88,7 @@ def _take_texts(found: _Found, name: str, bad: dict[int, str]) -> None:
     """Move a field of the payloads to the texts."""
     ids, _, payloads, texts = found
     for i, payload in enumerate(payloads):
-        row = payload or {}
+        row = payload if isinstance(payload, dict) else {}
         try:
             if texts[i] is not None:
                 raise BadInput(f"its text is its document; leave out the text {name!r}")
@@ -140,8 +140,12 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     place = path / "collection" / name / "storage.sqlite"
     if Path(name).name != name:
         raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not followed")
+    if distance not in _METRICS:
+        raise BadInput(
+            f"{path.name}: collection {name!r} compares by {shown(distance)}; expected cosine, dot or euclid"
+        )
     head, received = _opened(place, "qdrant", size, named)
-    return _METRICS.get(distance), head["rows"], _records(received)
+    return _METRICS[distance], head["rows"], _records(received)
 
 
 def _only(path: Path, name: str, names: list[str]) -> str:

@@ -56,8 +56,8 @@ def _columns(path: Path, kind: str) -> KeyColumns:
         )
     keys, values, ids = found[name], found.get("values"), found.get("ids")
     for what, column in (("values", values), ("ids", ids)):
-        if column is not None and len(column) != len(keys):
-            raise BadInput(f"{path.name} holds {len(keys)} keys and {len(column)} {what}; they go row by row")
+        if column is not None and column.shape[:1] != (len(keys),):
+            raise BadInput(f"{path.name} holds {len(keys)} keys and {what} {shown(column.shape)}; they go row by row")
     if ids is not None and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
         raise BadInput(f"{path.name} holds ids of shape {ids.shape} and type {ids.dtype}; expected (n,) integers")
     return KeyColumns(keys, values, ids, header)

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -110,7 +110,7 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
     bad = on_error or _raised
     kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
     if kind in (".csv", ".tsv"):
-        return _csv_lines(path, fields, "," if kind == ".csv" else "\t", bad)
+        return _csv_lines(path, fields, bad)
     return _json_lines(path, bad)
 
 
@@ -181,12 +181,21 @@ def _no_constant(name: str) -> None:
 
 def csv_header(path: Path) -> list[str]:
     """The names of the columns of a `.csv` or `.tsv` file."""
-    suffix = Path(path.name.removesuffix(".gz")).suffix
-    texts = (text for _, _, text in text_lines(path))
-    return next(filter(None, csv.reader(texts, delimiter="," if suffix == ".csv" else "\t")), [])
+    return next(csv_rows(path, (text for _, _, text in text_lines(path))), (0, []))[1]
 
 
-def _csv_lines(path: Path, fields: Fields, delimiter: str, bad: Callable[[BadInput], None]) -> Iterator[Line]:
+def csv_rows(path: Path, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Number and cells of each line of a `.csv` or `.tsv` file that is not blank. Raises BadInput naming the line."""
+    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
+    delimiter = "," if Path(path.name.removesuffix(".gz")).suffix == ".csv" else "\t"
+    reader = csv.reader(texts, strict=True, delimiter=delimiter)
+    try:
+        yield from ((reader.line_num, cells) for cells in reader if cells)
+    except csv.Error as error:
+        raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None
+
+
+def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> Iterator[Line]:
     share = 0.0
 
     def texts() -> Iterator[str]:
@@ -194,32 +203,29 @@ def _csv_lines(path: Path, fields: Fields, delimiter: str, bad: Callable[[BadInp
         for _, share, line in text_lines(path, bad):  # noqa: B007 - the share is read outside
             yield line
 
-    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
-    reader = csv.reader(texts(), strict=True, delimiter=delimiter)
-    try:
-        lines = filter(None, reader)
-        header = next(lines, [])
-        own = is_own(header, fields)
-        for cells in lines:
-            if len(cells) != len(header):
-                counts = f"{len(cells)} cells, {len(header)} in the header"
-                bad(BadInput(f"{path.name} line {reader.line_num}: {counts}; mend it"))
+    lines = csv_rows(path, texts())
+    header = next(lines, (0, []))[1]
+    twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
+    if twice is not None:
+        raise BadInput(f"{path.name} has several columns {twice!r}; rename them")
+    own = is_own(header, fields)
+    for number, cells in lines:
+        if len(cells) != len(header):
+            counts = f"{len(cells)} cells, {len(header)} in the header"
+            bad(BadInput(f"{path.name} line {number}: {counts}; mend it"))
+            continue
+        row = {
+            name: cell if own and name in ("text", "payload") else _cell(cell, name, fields)
+            for name, cell in zip(header, cells, strict=True)
+            if cell
+        }
+        if own and "payload" in row:
+            try:
+                row["payload"] = json.loads(row["payload"], parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
+                bad(BadInput(f"{path.name} line {number}: payload is not JSON ({error}); mend it"))
                 continue
-            named = zip(header, cells, strict=True)
-            row = {
-                name: cell if own and name in ("text", "payload") else _cell(cell, name, fields)
-                for name, cell in named
-                if cell
-            }
-            if own and "payload" in row:
-                try:
-                    row["payload"] = json.loads(row["payload"], parse_constant=_no_constant)
-                except (ValueError, RecursionError) as error:
-                    bad(BadInput(f"{path.name} line {reader.line_num}: payload is not JSON ({error}); mend it"))
-                    continue
-            yield Line(reader.line_num, share, row, tuple(name for name in header if name not in row))
-    except csv.Error as error:
-        raise BadInput(f"{path.name} line {reader.line_num}: not CSV ({error}); mend that line") from None
+        yield Line(number, share, row, tuple(name for name in header if name not in row))
 
 
 def _cell(cell: str, name: str, fields: Fields) -> Any:

@@ -6,6 +6,7 @@ It imports no torch, and of softdb only what needs none.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import mmap
@@ -97,12 +98,14 @@ def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
         ids, inner = faiss.vector_to_array(index.id_map), faiss.downcast_index(index.index)
     if isinstance(inner, faiss.IndexHNSW):
         inner = faiss.downcast_index(inner.storage)
-    if not isinstance(inner, faiss.IndexFlat | faiss.IndexIVFFlat) or type(inner).__name__.endswith("Panorama"):
+    if not isinstance(inner, faiss.IndexFlat | faiss.IndexIVFFlat) or type(inner).__name__.endswith(_OTHERS):
         raise BadInput(
             f"{path.name} is an {type(inner).__name__}, of which no vectors can be read (flat, IVF flat and HNSW flat "
             "keep them whole); import them from their source"
         )
     metric = {faiss.METRIC_INNER_PRODUCT: "dot", faiss.METRIC_L2: "l2"}.get(index.metric_type)
+    if metric is None:
+        raise BadInput(f"{path.name} compares by a metric that softdb has not; expected inner products or L2")
     rows, vectors = _flat(faiss, inner) if isinstance(inner, faiss.IndexFlat) else _lists(faiss, inner)
 
     def part(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, Any]:
@@ -200,6 +203,7 @@ def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
         yield list(zip(part["ids"], part["embeddings"].tolist(), payloads, part["documents"], strict=True))
 
 
+_OTHERS = ("Panorama", "Dedup")  # ends of the names of FAISS' classes that keep vectors, or ids, in another way
 _KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
 
 
@@ -217,7 +221,9 @@ def opened(kind: str, path: Path, file: Any, size: int, name: str | None) -> Ite
 
 
 def _confine(kind: str, room: int) -> None:
-    """Give up what reading needs not; libraries have been imported by then."""
+    """Give up what reading needs not; libraries, and codecs of texts, have been imported by then."""
+    for codec in ("ascii", "latin-1", "utf-8"):
+        codecs.lookup(codec)
     __import__({"hdf5": "h5py", "qdrant": "softdb.store.connect", "chroma": "chromadb"}.get(kind, kind))
     limits = {"CORE": 0, "DATA": room}
     if kind != "chroma":  # of which a copy is opened, by a package with threads and files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Iterator
@@ -18,7 +17,18 @@ from softdb.check import Array, Id
 from softdb.errors import BadInput
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.columns import COLUMNS, KeyColumns, columns_in
-from softdb.formats.lines import Fields, Header, Row, csv_header, is_own, kind_of, read_header, read_rows, text_lines
+from softdb.formats.lines import (
+    Fields,
+    Header,
+    Row,
+    csv_header,
+    csv_rows,
+    is_own,
+    kind_of,
+    read_header,
+    read_rows,
+    text_lines,
+)
 from softdb.formats.rows import OnError, Rows, text_in
 from softdb.formats.tables import FOLDERS, TABLES, framed, read_table, table_in
 
@@ -184,7 +194,7 @@ def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
     else:
         vectors = columns_in(keys, kind).keys
     texts = (text for _, _, text in text_lines(path))
-    count = sum(map(bool, csv.reader(texts))) if is_csv else sum(bool(text.strip()) for text in texts)
+    count = sum(1 for _ in csv_rows(path, texts)) if is_csv else sum(bool(text.strip()) for text in texts)
     count -= is_csv or read_header(path) is not None
     if len(vectors) != count:
         raise BadInput(f"{keys.name} has {len(vectors)} keys but {path.name} has {count} records; they go row by row")

@@ -150,7 +150,13 @@ def read_table(table: Table, fields: Fields, size: int, on_error: OnError | None
             )
     reading, at = _TableReader(table, fields, key, own, header), 0
     for batch in _whole(table, size):
-        rows, bad = reading.rows(batch, at)
+        try:
+            rows, bad = reading.rows(batch, at)
+        except (BadInput, MissingDependency):
+            raise
+        except Exception as error:  # of cells that Python has no values for, such as dates after the year 9999
+            where = f"{table.path.name}, rows {at} to {at + len(batch) - 1}"
+            raise BadInput(f"{where}: cannot be read ({_said(error)}); cast the column, or leave it out") from None
         yield from passed_over(rows, bad, on_error)
         at += len(batch)
 
