@@ -68,13 +68,13 @@ def test_it_is_used_as_a_database(url: str, shards: int) -> None:
             assert each.delete(where={"n": {"$lt": 6}}) == 3
         assert len(db) == len(one) == N - 3
         assert (db["r1"].payload, db["r1"].text, "r2" in db, "r4" in db) == ("changed", "a text", False, False)
-        queries = torch.tensor(records()["keys"][:5], requires_grad=True)
+        queries = torch.tensor(records()["keys"][:5], dtype=torch.float64, requires_grad=True)  # sums in any order
         assert db.search(queries, k=4).ids == one.search(queries, k=4).ids
         grads = []
         for each in (one, db):
             (grad,) = torch.autograd.grad(each.attend(queries, temperature=0.5).output.square().sum(), queries)
             grads.append(grad)
-        assert (grads[1] - grads[0]).norm() <= 5e-6 * grads[0].norm()
+        assert (grads[1] - grads[0]).norm() <= 1e-10 * grads[0].norm()
     with pytest.raises(errors.Closed):
         db.count()
 
