@@ -189,6 +189,8 @@ class Writer:
         catalog = self._reader.catalog
         if catalog.connection.in_transaction:
             catalog.rollback("operation" if self.waiting else None)
+            if not self.waiting and self._spilled() != self._spills:
+                self.note_state()  # pages that SQLite has brought to the log, and taken back
         elif self.waiting:
             raise apsw.AbortError("SQLite rolled back what was to be flushed")
 

@@ -240,3 +240,15 @@ def test_what_writes_nothing_sees_an_overwritten_catalogue_too(world: World, ver
     world.db.close()
     assert (world.path / "catalog.sqlite").read_bytes() == (world.older / "catalog.sqlite").read_bytes()
     assert not (tmp_path / "copy").exists()
+
+
+def test_pages_of_a_large_operation_that_was_refused_are_no_other_program_s(world: World) -> None:
+    """SQLite brings some to the log before the operation fails, and takes them back."""
+    log, before = world.path / "catalog.sqlite-wal", (world.path / "catalog.sqlite-wal").stat().st_size
+    ids = [*range(10_000, 12_000), 0]
+    with pytest.raises(softdb.DuplicateId, match="0 is stored already"):
+        world.db.insert(ids, np.ones((len(ids), DIM)), payloads=[{"text": "x" * 5000}] * len(ids))
+    assert log.stat().st_size > before + 1_000_000
+    assert world.write(16)
+    world.db.close()
+    assert kept(world.path) == world.acknowledged
