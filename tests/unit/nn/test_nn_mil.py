@@ -109,7 +109,7 @@ def test_empty_bags_and_no_bags_are_zeros_and_nothing() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"hidden is 0; expected a whole number from 1 to"):
+    with pytest.raises(BadInput, match=r"hidden is 0; expected a whole number at least 1"):
         MILPooling(DIM, hidden=0)
     module = MILPooling(DIM)
     with pytest.raises(BadInput, match=r"bags have shape \(5, 4\); expected \(b, n, 4\): pad short bags"):

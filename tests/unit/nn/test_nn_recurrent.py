@@ -121,13 +121,13 @@ def test_the_hidden_layer_is_as_wide_as_asked_for() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"score is 'cosine'; choose one of 'dot', 'general', 'additive'"):
+    with pytest.raises(BadInput, match=r"score is 'cosine'; expected 'dot', 'general' or 'additive'"):
         RecurrentAttention(3, E, "cosine")
     with pytest.raises(BadInput, match=r"query_dim is 3 and state_dim 4, but the dot product compares equal widths"):
         RecurrentAttention(3, E, "dot")
     with pytest.raises(BadInput, match=r"hidden is 8 but the score 'general' has no hidden layer; omit it"):
         RecurrentAttention(3, E, "general", hidden=8)
-    with pytest.raises(BadInput, match=r"query_dim is 0; expected a whole number from 1 to"):
+    with pytest.raises(BadInput, match=r"query_dim is 0; expected a whole number at least 1"):
         RecurrentAttention(0, E)
     made = RecurrentAttention(3, E)
     with pytest.raises(BadInput, match=r"query has shape \(2, 5\); expected \(b, 3\) or \(b, q, 3\)"):
