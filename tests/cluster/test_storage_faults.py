@@ -256,7 +256,7 @@ def test_a_file_of_a_table_that_is_gone_or_damaged_is_named(folder: Path, kind: 
     ("message", "error"),
     [
         ("Generic S3 error: Error performing GET http://h/b - HTTP error: error sending request", StorageUnavailable),
-        ("External error: Not found: t.lance/data/x.lance, /home/x.rs:1:2", CorruptionError),
+        ("External error: Not found: t.lance/data/x.lance, /build/x.rs:1:2", CorruptionError),
         ("Dataset at path t.lance/_versions/2.manifest was not found: Not found: t.lance/_versions/2.manifest", None),
     ],
     ids=["out of reach", "a file is missing", "the version was cleaned up"],
@@ -322,7 +322,7 @@ def test_a_place_without_a_table_says_how_to_make_one(folder: Path, what: str) -
 def test_what_lance_says_becomes_an_error_of_the_family(
     url: str, message: str, error: type[SoftDBError], match: str
 ) -> None:
-    found = failure(url, OSError(f"{message}, /home/x.rs:1:2"))
+    found = failure(url, OSError(f"{message}, /build/x.rs:1:2"))
     assert type(found) is error
     assert match in str(found)
     assert ".rs:" not in str(found)
