@@ -250,12 +250,16 @@ def test_a_terminal_is_told_how_the_shards_are_made(
         assert "shards" not in told(str(folder), *words), "every one is there"
 
 
-@pytest.mark.parametrize("words", [("tune",), ("fields",), ("verify",), ("reembed", "--encoder", "ngrams")], ids=str)
+@pytest.mark.parametrize("words", [("tune",), ("fields",), ("reembed", "--encoder", "ngrams")], ids=str)
 def test_what_needs_one_database_says_so(places: tuple[Path, Path], words: tuple[str, ...]) -> None:
     command, *others = words
     refused = error(command, places[1], *others)
     assert refused["type"] == "NotADatabase"
     assert f"'softdb snapshot {places[1]} DIRECTORY'" in refused["message"]
+
+
+def test_verify_compares_the_shards_with_the_table(places: tuple[Path, Path]) -> None:
+    assert answer("verify", places[1]) == {"records": N}
 
 
 def test_what_a_cluster_does_not_answer_is_an_error(places: tuple[Path, Path]) -> None:
