@@ -271,7 +271,7 @@ def test_a_database_of_softdb_s_is_read_as_documents(path: Path) -> None:
     assert made.filter_documents()[1] == Document("b", meta={"payload": "word"}, embedding=[0.0, 1.0])
     assert made.write_documents([Document("7", "new", embedding=[1.0, 0.0])], OVERWRITE) == 1
     assert made.db[7].text == "new"
-    with pytest.raises(softdb.BadInput, match=r"index_text\(\) makes one"):
+    with pytest.raises(softdb.BadInput, match=r"index_text\(\).* makes one"):
         made.bm25_retrieval("new")
     made.delete_documents(["7", "none"])
     assert ids(made.filter_documents()) == ["b"]
