@@ -169,8 +169,8 @@ def building(directory: Path, last: str) -> Iterator[Path]:
     FileExistsError where something has come to have one of the names.
     """
     there = directory.is_dir()
-    make_directory(directory)
     try:
+        make_directory(directory)
         with aside(directory) as folder:
             yield folder
             _place(folder, directory, last)
