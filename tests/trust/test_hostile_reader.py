@@ -102,7 +102,7 @@ def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path
         ("yield from (dict(rows=9, width=4, dtype='f', metric=None), b'', b'')", "not JSON serializable"),
         ("yield dict(rows=9, width=4, dtype='f', metric=None); yield np.arange(9); yield np.ones(8)", "9 ids for 4"),
         ("yield dict(rows=9, width=4, dtype='f', metric=None); yield np.arange(9); yield np.ones(3)", "reshape"),
-        ("yield dict(rows=9, width=4, dtype='f', metric=None); yield np.arange(9)", "StopIteration|no vectors"),
+        ("yield dict(rows=9, width=4, dtype='f', metric=None); yield np.arange(9); return", "StopIteration|no vectors"),
     ],
 )
 def test_a_reader_that_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, match: str) -> None:
