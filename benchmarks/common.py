@@ -17,11 +17,11 @@ import torch
 
 import softdb
 
-if find_spec("softdb.bench") is None:  # filters.py measures an older softdb, too, that has none: this one's serves
+if find_spec("softdb.tools.bench") is None:  # of an older softdb: this one's serves
     softdb.__path__.append(str(Path(__file__).resolve().parent.parent / "softdb"))
 
-from softdb.bench import report
-from softdb.bench.report import MIB, command, commit, spread, versions, write_json
+from softdb.tools.bench import report
+from softdb.tools.bench.report import MIB, command, commit, spread, versions, write_json
 
 __all__ = [
     "IN_MEMORY",

@@ -24,7 +24,7 @@ from common import MIB, command, commit, machine, versions, write_json
 from numpy.typing import NDArray
 
 import softdb
-from softdb.bench.datasets import load
+from softdb.tools.bench.datasets import load
 
 Array = NDArray[Any]
 CANDIDATES = 400

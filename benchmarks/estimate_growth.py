@@ -19,7 +19,7 @@ import torch
 from common import MIB, command, commit, machine, versions, write_json
 
 import softdb
-from softdb.bench.datasets import load
+from softdb.tools.bench.datasets import load
 
 TEMPERATURE, RTOL, DIM = 0.05, 0.05, 128
 

@@ -27,8 +27,8 @@ from common import command, commit, machine, versions, write_json
 from torch import Tensor
 
 import softdb
-from softdb.bench.datasets import load
 from softdb.nn import EverySteps, View, retrieval_loss
+from softdb.tools.bench.datasets import load
 from softdb.train import ranking
 
 TEMPERATURE = 0.05

@@ -195,7 +195,7 @@ def main() -> None:
             print(f"{number}: {entry['killed_by'] or 'SURVIVED'}: {change}", flush=True)
     from common import command, commit, versions, write_json  # these import softdb, which no fork may have
 
-    from softdb.bench import report
+    from softdb.tools.bench import report
 
     survived = sum(not entry["killed_by"] for entry in entries)
     taken = {"seed": options.seed, "of": len(every), "survived": survived, "command": command(), "commit": commit()}

@@ -22,7 +22,7 @@ import numpy as np
 from common import MIB, Peak, command, commit, machine, spread, versions, write_json
 from numpy.typing import NDArray
 
-from softdb.bench.datasets import queries_near, world
+from softdb.tools.bench.datasets import queries_near, world
 
 __all__ = ["queries_near", "world"]  # the other benchmarks' world, too
 

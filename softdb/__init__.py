@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from softdb.functional import attention
     from softdb.index import Build
     from softdb.opening import open
-    from softdb.store.salvage import salvage
+    from softdb.salvaging import salvage
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _LAZY = {  # where a name lies that is imported when it is first used
     "functional": ("attention",),
     "index": ("Build",),
     "opening": ("open",),
-    "store.salvage": ("salvage",),
+    "salvaging": ("salvage",),
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m softdb` is the command `softdb`."""
 
-from softdb.cli import main
+from softdb.tools.cli import main
 
 main()

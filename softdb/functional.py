@@ -19,8 +19,7 @@ from softdb.attend.on_device import entries_on_device
 from softdb.attend.request import indifferent
 from softdb.check import attribute, shown
 from softdb.errors import BadInput
-from softdb.scores import ScaledDot, Score, ScoreFunction, query_width
-from softdb.weights import Argmax, Softmax, Sparse, Uniform, Weighting
+from softdb.scoring import Argmax, ScaledDot, Score, ScoreFunction, Softmax, Sparse, Uniform, Weighting, query_width
 
 __all__ = ["Attended", "attention"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softdb.errors import BadInput
-from softdb.weights import softmax
+from softdb.scoring import softmax
 
 __all__ = ["State", "merge", "missed_mass", "pool", "tail_lse"]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from softdb import check
 from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
-from softdb.scores import unit
+from softdb.scoring import unit
 
 __all__ = ["HashedNGrams", "SentenceEncoder", "Vectors"]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import softdb
 from softdb.check import Id
-from softdb.cli.commands import app
+from softdb.tools.cli.commands import app
 from softdb.train import Fitted
 
 N, D, M = 120, 8, 240

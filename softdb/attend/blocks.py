@@ -17,10 +17,9 @@ from torch import Tensor
 
 from softdb.attend.request import Live, Request, Source
 from softdb.errors import BadInput
-from softdb.once import Once
-from softdb.scores import Score, ScoreFunction, fold
-from softdb.scores.contract import alike
-from softdb.weights import Sparse
+from softdb.scoring import Score, ScoreFunction, Sparse, fold
+from softdb.scoring.once import Once
+from softdb.scoring.score import alike
 
 __all__ = ["Blocks", "pool_into", "scored_tiles", "scores_of", "softmax_over", "sparse_over"]
 

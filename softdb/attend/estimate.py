@@ -17,7 +17,7 @@ from softdb.attend.rounds import FIRST, Estimator, Round
 from softdb.attend.source import Stored
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.weights import Softmax
+from softdb.scoring import Softmax
 
 __all__ = ["estimated", "log_partition"]
 

@@ -17,8 +17,8 @@ from softdb.attend.request import Candidates, Positions, Request, Scored, Source
 from softdb.attend.result import answered
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.scores.contract import alike
-from softdb.weights import Argmax, Softmax, Sparse, Uniform
+from softdb.scoring import Argmax, Softmax, Sparse, Uniform
+from softdb.scoring.score import alike
 
 __all__ = ["AllScores", "all_scores", "exact", "log_normaliser", "shared_scores"]
 

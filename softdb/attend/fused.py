@@ -23,8 +23,8 @@ from softdb.attend.request import Request, Source
 from softdb.check import Metric, attribute
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
-from softdb.once import Once
-from softdb.scores.products import length
+from softdb.scoring.once import Once
+from softdb.scoring.products import length
 from softdb.store import Snapshot
 
 __all__ = ["Fused", "Pass", "backward", "forward", "pass_of"]

@@ -11,7 +11,7 @@ from softdb.attend.hits import GATHERED, Find, chunks, joined, scored, without
 from softdb.attend.request import Live, Positions
 from softdb.attend.scoring import score_rows
 from softdb.check import Asked, Metric
-from softdb.scores import score_of
+from softdb.scoring import score_of
 from softdb.store import Snapshot
 from softdb.store.groups import Grouping
 

@@ -16,7 +16,7 @@ from softdb.index.contract import Floats, Found
 from softdb.index.device import radius_search
 from softdb.index.diverse import diverse
 from softdb.index.rerank import ordered
-from softdb.scores import score_of
+from softdb.scoring import score_of
 from softdb.store import Snapshot
 
 __all__ = ["GATHERED", "Find", "chunks", "hits", "joined", "scored", "without"]

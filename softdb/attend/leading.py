@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softdb.check import dense, shown
 from softdb.errors import BadInput
-from softdb.weights import valid_mask
+from softdb.scoring import valid_mask
 
 __all__ = ["Layout", "TakingPart", "as_tensor"]
 

@@ -10,8 +10,8 @@ from softdb.answers import Pooled
 from softdb.attend.request import Candidates, Live, Positions, Request, Source
 from softdb.attend.result import answered
 from softdb.pool import missed_mass
+from softdb.scoring import Softmax, Uniform
 from softdb.store import Snapshot
-from softdb.weights import Softmax, Uniform
 
 __all__ = ["nearest"]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from softdb.attend.request import Positions, Request, Source
 from softdb.gpu import nearest, pooled, usable
 from softdb.pool import State, merge
-from softdb.scores import Fold
-from softdb.weights import Sparse
+from softdb.scoring import Fold, Sparse
 
 __all__ = ["entries_on_device", "find_on_device", "kernel_form", "served", "stream_on_device"]
 

@@ -15,10 +15,21 @@ from softdb.answers import Resolve
 from softdb.check import Tolerance, shown
 from softdb.errors import BadInput
 from softdb.lazy import cached_property
-from softdb.scores import Fold, Gaussian, Kernel, Score, ScoreFunction, fold
+from softdb.scoring import (
+    Fold,
+    Gaussian,
+    Kernel,
+    Normalised,
+    Score,
+    ScoreFunction,
+    Softmax,
+    Uniform,
+    Weighting,
+    fold,
+    weighting,
+)
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
-from softdb.weights import Normalised, Softmax, Uniform, Weighting, weighting
 
 __all__ = [
     "AsStored",

@@ -14,7 +14,7 @@ from softdb.attend.blocks import scored_tiles
 from softdb.attend.remote import Remote
 from softdb.attend.request import Request, Scored, Source
 from softdb.index.on_device import OnDevice
-from softdb.weights import Uniform
+from softdb.scoring import Uniform
 
 __all__ = ["Estimated", "answered", "explained", "hits_of"]
 

@@ -24,7 +24,7 @@ from softdb.index.contract import Floats, prepared
 from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
 from softdb.kernels import available, native
 from softdb.pool import State, merge
-from softdb.weights import Softmax, divisor, softmax
+from softdb.scoring import Softmax, divisor, softmax
 
 __all__ = ["BLIND", "BLINDER", "FIRST", "GROWTH", "LEAST", "LOOKS", "MARGIN", "Estimator", "Round", "error_of"]
 

@@ -13,7 +13,7 @@ from softdb.attend.request import Request, Source
 from softdb.attend.result import hits_of
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.weights import Softmax
+from softdb.scoring import Softmax
 
 __all__ = ["sampled"]
 

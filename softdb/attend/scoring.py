@@ -22,7 +22,7 @@ from softdb.index.rerank import CODES, scores_at
 from softdb.kernels import native
 from softdb.kernels.threads import available, by_lines
 from softdb.pool import pool
-from softdb.scores import Dot, Score, ScoreFunction, score_of
+from softdb.scoring import Dot, Score, ScoreFunction, score_of
 from softdb.store import Snapshot
 
 __all__ = ["Rowwise", "dots", "metric_in_place", "pool_rows", "scan", "score_rows", "sums"]

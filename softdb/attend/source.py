@@ -21,11 +21,10 @@ from softdb.index.on_device import OnDevice, part_of
 from softdb.index.tail import Tail
 from softdb.lazy import cached_property
 from softdb.pool import pool
-from softdb.scores import Constant, Kernel
+from softdb.scoring import Argmax, Constant, Kernel
 from softdb.store import Snapshot
 from softdb.store.entry import RecordEntry
 from softdb.store.snapshot import Block, Segment
-from softdb.weights import Argmax
 
 __all__ = ["Columns", "OfGeneration", "Stored", "plateaus"]
 

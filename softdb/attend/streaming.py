@@ -20,9 +20,9 @@ from softdb.attend.on_device import stream_on_device
 from softdb.attend.request import Request, Source
 from softdb.errors import BadInput
 from softdb.pool import State, merge
-from softdb.scores.contract import alike
+from softdb.scoring import Softmax, Sparse, Uniform, divisor
+from softdb.scoring.score import alike
 from softdb.store.snapshot import Block
-from softdb.weights import Softmax, Sparse, Uniform, divisor
 
 __all__ = ["stream"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from softdb.attend.request import Live, Positions
 from softdb.attend.scoring import score_rows
 from softdb.check import Fusion, Metric
-from softdb.scores import score_of
+from softdb.scoring import score_of
 from softdb.store import Snapshot, TextScores
 
 __all__ = ["fused_hits", "text_hits"]

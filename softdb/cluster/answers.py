@@ -25,8 +25,8 @@ from softdb.cluster.estimates import estimated
 from softdb.cluster.merge import passed_over, ranked
 from softdb.errors import BadInput
 from softdb.pool import State, merge, pool
+from softdb.scoring import Argmax, Softmax, Uniform
 from softdb.store.entry import RecordEntry
-from softdb.weights import Argmax, Softmax, Uniform
 
 __all__ = ["Sharded"]
 

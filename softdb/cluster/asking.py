@@ -16,10 +16,9 @@ from softdb.check import Metric, shown
 from softdb.cluster import shard as say
 from softdb.cluster.caller import Caller
 from softdb.errors import BadInput
-from softdb.once import Once
 from softdb.pool import State
-from softdb.scores import Score, ScoreFunction
-from softdb.weights import Uniform, divisor
+from softdb.scoring import Score, ScoreFunction, Uniform, divisor
+from softdb.scoring.once import Once
 
 __all__ = ["Parts", "Posed", "array", "pickled", "posed"]
 

@@ -24,10 +24,9 @@ from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.pool import State
-from softdb.scores import Fold, score_of
+from softdb.scoring import Fold, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 from softdb.store.matches import ALL_HERE
-from softdb.weights import Softmax, Uniform
 
 __all__ = ["DatabaseShard", "salted"]
 

@@ -28,9 +28,8 @@ from softdb.database.handle import verb
 from softdb.encoders import of_name
 from softdb.errors import BadInput, Closed, UnknownId
 from softdb.reports import IndexReport, SnapshotReport, Stats
-from softdb.scores import Score, ScoreFunction, query_width, score_of
+from softdb.scoring import Score, ScoreFunction, Weighting, query_width, score_of
 from softdb.typing import Ids, IdsPerQuery, Vectors
-from softdb.weights import Weighting
 
 __all__ = ["Cluster", "Versioned"]
 

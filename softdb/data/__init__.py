@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.scores import unit
+from softdb.scoring import unit
 
 Floats = NDArray[np.float32]
 

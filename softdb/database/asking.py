@@ -18,11 +18,10 @@ from softdb.database.handle import verb
 from softdb.database.soft import SoftVerbs
 from softdb.database.texts import Fuse, SearchMode, TextVerbs
 from softdb.errors import BadInput, StaleRead
-from softdb.scores import Score, ScoreFunction, query_width, score_of
+from softdb.scoring import Score, ScoreFunction, Weighting, query_width, score_of
 from softdb.store import Snapshot
 from softdb.store.groups import Grouping
 from softdb.typing import IdsPerQuery, Vectors
-from softdb.weights import Weighting
 
 __all__ = ["AskingVerbs"]
 

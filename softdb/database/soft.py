@@ -19,9 +19,8 @@ from softdb.check import Id, Schema
 from softdb.database.handle import Face, verb
 from softdb.errors import BadInput
 from softdb.reports import Stats
-from softdb.scores import Kernel, Score, ScoreFunction
+from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
 from softdb.typing import Ids, Vectors
-from softdb.weights import Weighting
 
 __all__ = ["SoftVerbs"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from softdb.check import Metric
 from softdb.gpu import launch, twin
 from softdb.gpu.asked import folded
-from softdb.scores.products import length
+from softdb.scoring.products import length
 
 __all__ = ["nearest"]
 

@@ -11,8 +11,8 @@ from softdb.check import Metric
 from softdb.gpu import launch, twin
 from softdb.gpu.asked import DevicePass, folded
 from softdb.gpu.twin import PassedSums
-from softdb.once import Once
-from softdb.scores.products import length
+from softdb.scoring.once import Once
+from softdb.scoring.products import length
 
 __all__ = ["pooled"]
 

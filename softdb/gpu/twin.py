@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softdb.gpu.asked import DevicePass
-from softdb.scores import score_of
+from softdb.scoring import score_of
 
 __all__ = ["PassedSums", "backward", "forward", "nearest"]
 

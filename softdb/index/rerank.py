@@ -14,7 +14,7 @@ from softdb.index.contract import Floats, Rows, prepared
 from softdb.index.products import pair_scores
 from softdb.kernels import native
 from softdb.kernels.threads import available, by_lines, workers
-from softdb.scores import score_of
+from softdb.scoring import score_of
 from softdb.store import Snapshot
 
 __all__ = ["CODES", "best_of", "ordered", "scores_at"]

@@ -18,8 +18,7 @@ from softdb.functional import attention
 from softdb.nn.handle import SharedHandle
 from softdb.nn.inputs import Masks, batch_of, masks_of, records_blocked, widths_of
 from softdb.pool import State, merge, pool
-from softdb.scores import Dot, Fold
-from softdb.weights import softmax
+from softdb.scoring import Dot, Fold, softmax
 
 __all__ = ["Attention"]
 

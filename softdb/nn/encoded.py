@@ -24,7 +24,7 @@ from softdb.errors import BadInput, StaleRead
 from softdb.lazy import cached_property
 from softdb.nn.stale_index import Version
 from softdb.pool import pool
-from softdb.scores.contract import alike
+from softdb.scoring.score import alike
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 

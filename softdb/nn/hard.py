@@ -19,9 +19,8 @@ from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.targets import database, live
 from softdb.pool import pool
-from softdb.scores import Score, ScoreFunction
+from softdb.scoring import Score, ScoreFunction, softmax
 from softdb.typing import Vectors
-from softdb.weights import softmax
 
 __all__ = ["HardSamples", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
 

@@ -31,9 +31,8 @@ from softdb.nn.targets import (
     without,
 )
 from softdb.nn.view import View
-from softdb.scores import Kernel, Score, ScoreFunction
+from softdb.scoring import Kernel, Score, ScoreFunction, Weighting, softmax
 from softdb.typing import Vectors
-from softdb.weights import Weighting, softmax
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -26,7 +26,7 @@ from softdb.nn.parameters import Parameters, chosen, on
 from softdb.nn.reindexed import Policy, Reindexed, Work
 from softdb.nn.stale_index import FEWEST, StaleIndex
 from softdb.reports import MemoryReport, ReindexReport
-from softdb.scores import score_of
+from softdb.scoring import score_of
 from softdb.typing import Numbers, Vectors
 
 __all__ = ["Memory"]

@@ -11,7 +11,7 @@ from softdb import check
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.functional import attention
-from softdb.scores import Dot
+from softdb.scoring import Dot
 
 __all__ = ["MILPooling"]
 

@@ -11,7 +11,7 @@ from softdb import check
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.functional import attention
-from softdb.scores import Additive, Dot, General
+from softdb.scoring import Additive, Dot, General
 
 __all__ = ["RecurrentAttention"]
 

@@ -16,8 +16,8 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.handle import SharedHandle
 from softdb.nn.targets import database
-from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
-from softdb.scores.distance import Bandwidth
+from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, silverman
+from softdb.scoring.distance import Bandwidth
 from softdb.typing import Vectors
 
 __all__ = ["KernelClassifier", "KernelRegressor"]

@@ -20,7 +20,7 @@ from softdb.nn.encoded import Encoded
 from softdb.nn.memory import Memory
 from softdb.nn.parameters import Parameters
 from softdb.nn.view import View
-from softdb.scores import Score, ScoreFunction
+from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
 __all__ = [

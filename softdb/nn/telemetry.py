@@ -15,7 +15,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.targets import database, require_shape
-from softdb.scores import Score, ScoreFunction
+from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
 __all__ = ["GradientReport", "Telemetry", "gradient_report"]

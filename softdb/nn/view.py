@@ -27,7 +27,7 @@ from softdb.nn.handle import SharedHandle
 from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
 from softdb.reports import ReindexReport, ViewReport
-from softdb.scores import Score, ScoreFunction, query_width, score_of
+from softdb.scoring import Score, ScoreFunction, query_width, score_of
 from softdb.typing import Numbers, Vectors
 
 __all__ = ["View"]

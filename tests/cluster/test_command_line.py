@@ -21,9 +21,9 @@ from typer.testing import CliRunner, Result
 
 import softdb
 from softdb import cluster
-from softdb.cli.commands import app
 from softdb.formats import Rows, read_records
 from softdb.opening import table_at
+from softdb.tools.cli.commands import app
 
 N, DIM = 200, 6
 KEYS = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)

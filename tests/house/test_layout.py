@@ -190,8 +190,8 @@ def test_the_files_of_a_database_are_changed_in_one_thin_layer_alone() -> None:
 
 def test_the_walk_sees_imports(tmp_path: Path) -> None:
     sample = tmp_path / "sample.py"
-    sample.write_text("from softdb import check\nfrom softdb.store.files import remove\nimport softdb.cli\n")
-    assert imported(sample) == {"check", "store", "cli"}
+    sample.write_text("from softdb import check\nfrom softdb.store.files import remove\nimport softdb.tools.cli\n")
+    assert imported(sample) == {"check", "store", "tools"}
 
 
 def test_importing_softdb_leaves_faiss_and_the_command_line_alone() -> None:

@@ -189,7 +189,7 @@ _WHERES = [
 def wheres(seed: int, count: int, folder: str) -> list[str]:
     """Filters as JSON, of the grammar and nearly so."""
     import softdb
-    from softdb.cli.arguments import filter_of
+    from softdb.tools.cli.arguments import filter_of
 
     db = softdb.open(None, dim=1, fields=["y"])
     db.insert([1, 2, 3], [[1]] * 3, payloads=[{"x": 1, "y": "b"}, {"x": ["a"]}, None])
@@ -207,7 +207,7 @@ def commands(seed: int, count: int, folder: str) -> list[str]:
     from typer.testing import CliRunner
 
     import softdb
-    from softdb.cli.commands import app
+    from softdb.tools.cli.commands import app
 
     path = Path(folder) / "db"
     if not path.exists():

@@ -13,9 +13,9 @@ from oracle import Id, State, differences, held
 from rot_worlds import World
 
 import softdb
-from softdb.store.salvage.cells import Spot
-from softdb.store.salvage.pages import Cell, Pages
-from softdb.store.salvage.remains import Remains
+from softdb.salvaging.cells import Spot
+from softdb.salvaging.pages import Cell, Pages
+from softdb.salvaging.remains import Remains
 
 HEAD = 128  # bytes before the first slot of a column file
 

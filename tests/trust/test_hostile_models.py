@@ -62,7 +62,7 @@ NOTES = ("./model", "model", "db/model", "../db/model", "{db}/model", "{db}", "u
 def test_a_note_in_the_directory_loads_no_model(
     goods: dict[str, Path], tmp_path: Path, note: str, here: str, no_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from softdb.cli.places import opened
+    from softdb.tools.cli.places import opened
 
     db = tmp_path / "db"
     shutil.copytree(goods["good"], db)
@@ -79,7 +79,7 @@ def test_a_note_in_the_directory_loads_no_model(
 def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
     goods: dict[str, Path], tmp_path: Path, no_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from softdb.cli.places import opened
+    from softdb.tools.cli.places import opened
 
     db = tmp_path / "db"
     shutil.copytree(goods["good"], db)
@@ -103,7 +103,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
     import importlib.util
 
-    from softdb.cli.encoders import named_encoder
+    from softdb.tools.cli.encoders import named_encoder
 
     model_folder(tmp_path / folder, tmp_path / "mark")
     monkeypatch.chdir(tmp_path)
@@ -160,7 +160,7 @@ def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nurser
 def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from softdb.cli.commands import app
+    from softdb.tools.cli.commands import app
 
     evil = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m\x85\u202egnp.exe\u2066\x7f\x00\r\n[red]b[/]"
     path, out = tmp_path / "db", tmp_path / "x.jsonl"

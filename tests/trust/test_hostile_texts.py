@@ -84,7 +84,7 @@ def test_an_export_and_its_import_are_exact(tmp_path: Path, name: str) -> None:
 def test_the_command_line_shows_them_exactly_as_json(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from softdb.cli.commands import app
+    from softdb.tools.cli.commands import app
 
     truth = expected()
     filled(tmp_path / "db").close()

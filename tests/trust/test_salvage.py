@@ -20,7 +20,7 @@ from rot_worlds import Damage, World, coarse, copied, files_of, flips, make
 from typer.testing import CliRunner
 
 import softdb
-from softdb.cli.commands import app
+from softdb.tools.cli.commands import app
 
 SEED = 11
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -17,10 +17,10 @@ from hostile_catalog import sql
 
 import softdb
 from softdb.formats import numbers_in
+from softdb.salvaging.log import Log
+from softdb.salvaging.pages import Pages
+from softdb.salvaging.remains import Remains
 from softdb.store import files
-from softdb.store.salvage.log import Log
-from softdb.store.salvage.pages import Pages
-from softdb.store.salvage.remains import Remains
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DIM, PAGE = 4, 4096

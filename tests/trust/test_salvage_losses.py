@@ -23,7 +23,7 @@ from rot_worlds import Damage, World, files_of, make
 from tap import Failing, tapped
 
 import softdb
-from softdb.store.salvage import placing, run, sifting
+from softdb.salvaging import placing, run, sifting
 
 # SQLite says twice what failed: as an exception, and where a file's method cannot raise, as one that was ignored
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from softdb.salvaging.cells import Damaged, record
+from softdb.salvaging.log import Log
+from softdb.salvaging.pages import Cell, Pages
 from softdb.store import files
-from softdb.store.salvage.cells import Damaged, record
-from softdb.store.salvage.log import Log
-from softdb.store.salvage.pages import Cell, Pages
 
 
 def made(path: Path, seed: int, size: int, folded: bool) -> tuple[list[Any], list[Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import softdb
-from softdb.store.salvage import pages
+from softdb.salvaging import pages
 
 SPARSE = 64 << 30
 

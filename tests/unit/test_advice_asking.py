@@ -43,7 +43,7 @@ def test_hybrid_needs_vectors(folder: Path) -> Steps:
 def test_words_need_an_index(folder: Path) -> Steps:
     from typer.testing import CliRunner
 
-    from softdb.cli.commands import app
+    from softdb.tools.cli.commands import app
 
     with three(folder / "db") as db:
         db.update(["a"], texts=["a fox"])

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.cli.encoders import chosen, named_encoder
 from softdb.encoders import name_of, ngrams
 from softdb.formats import export_records, import_records, read_header, read_records
 from softdb.store.format import setting_crc
 from softdb.text import HashedNGrams, SentenceEncoder
+from softdb.tools.cli.encoders import chosen, named_encoder
 
 BOOK = ["Schumacher", "Schneider", "Fischer", "Weber", "Schuler"]
 

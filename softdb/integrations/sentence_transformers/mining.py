@@ -18,7 +18,7 @@ from softdb.database import SoftDB
 from softdb.database.reembedding import TextOf
 from softdb.errors import BadInput, StaleRead
 from softdb.integrations.sentence_transformers.loss import require_model
-from softdb.scores import unit
+from softdb.scoring import unit
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -17,8 +17,8 @@ from softdb.check import integer, number, one_of, positive, shown
 from softdb.errors import BadInput
 from softdb.integrations.sklearn.samples import SampleEstimator, halves, rounded, whole
 from softdb.nn import KernelRegressor
-from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
-from softdb.scores.distance import Bandwidth
+from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
+from softdb.scoring.distance import Bandwidth
 
 __all__ = ["KernelDensity", "NadarayaWatsonRegressor"]
 

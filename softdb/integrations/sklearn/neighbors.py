@@ -21,7 +21,7 @@ from softdb.check import integer, one_of, positive
 from softdb.errors import BadInput
 from softdb.integrations.sklearn.graph import NeighborEstimator, metric_of
 from softdb.integrations.sklearn.samples import halves, rounded, whole
-from softdb.weights import weighting
+from softdb.scoring import weighting
 
 __all__ = ["SoftKNeighborsClassifier", "SoftKNeighborsRegressor"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from softdb.scores import NegativeL2
+from softdb.scoring import NegativeL2
 
 __all__ = ["Mixture"]
 

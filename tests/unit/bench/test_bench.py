@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 import softdb
-from softdb.bench import report
-from softdb.bench.command import in_words
-from softdb.bench.datasets import Dataset, load
-from softdb.bench.draw import draw, frontier
-from softdb.bench.engines import Engine, FaissHNSW, Say, SoftDBIVF
-from softdb.bench.grid import Ask, run
-from softdb.bench.peers import ENGINES, Hnswlib
-from softdb.bench.truth import WrongAnswer, nearest
 from softdb.check import Metric
-from softdb.cli.commands import app
 from softdb.index.tune import least_effort
+from softdb.tools.bench import report
+from softdb.tools.bench.command import in_words
+from softdb.tools.bench.datasets import Dataset, load
+from softdb.tools.bench.draw import draw, frontier
+from softdb.tools.bench.engines import Engine, FaissHNSW, Say, SoftDBIVF
+from softdb.tools.bench.grid import Ask, run
+from softdb.tools.bench.peers import ENGINES, Hnswlib
+from softdb.tools.bench.truth import WrongAnswer, nearest
+from softdb.tools.cli.commands import app
 
 Array = NDArray[Any]
 pytest.importorskip("faiss", reason="the index engines need FAISS")
@@ -159,7 +159,7 @@ class Crammer(Exact):
 
 
 def test_recall_is_of_other_queries_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.bench.grid.time", Crammer.clock.module)
+    monkeypatch.setattr("softdb.tools.bench.grid.time", Crammer.clock.module)
     data = load("uniform", n=500, dim=6, most=20)
     (one,) = run(data, Ask(("crammer",), (0.9,), rounds=1, threads=(1,), known={"crammer": Crammer}))["rows"]
     assert (one["recall_tuned_on"], one["recall"], one["met"]) == (1, 0, False)
@@ -338,7 +338,7 @@ def test_wrong_words_end_in_one_line(words: list[str], message: str) -> None:
 
 
 def test_engines_without_their_package_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.bench.engines.find_spec", lambda name: None)
+    monkeypatch.setattr("softdb.tools.bench.engines.find_spec", lambda name: None)
     assert SoftDBIVF.missing() == ["faiss"]
     notes: list[str] = []
     result = run(load("uniform", n=100, dim=4, most=10), Ask(("softdb-ivf", "faiss-refine"), (0.9,)), notes.append)

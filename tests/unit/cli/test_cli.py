@@ -11,7 +11,7 @@ import pytest
 from typed import BOOK, answer, fails, lines, run
 
 import softdb
-from softdb.cli.commands import COMMANDS
+from softdb.tools.cli.commands import COMMANDS
 
 pytest_plugins = ["command_world"]
 

@@ -35,7 +35,7 @@ def held(self, *args, **words):
         threading.Event().wait()
 RecordVerbs.insert = held
 sys.argv[0] = "softdb"
-from softdb.cli import main
+from softdb.tools.cli import main
 main()
 """
 

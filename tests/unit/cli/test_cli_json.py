@@ -12,10 +12,10 @@ from shapes import mismatch, shapes
 from typed import answer, fails, lines, run
 
 import softdb
-import softdb.demo
-from softdb.cli.commands import COMMANDS
-from softdb.cli.endings import EXIT_CODES
-from softdb.demo import DemoReport
+import softdb.tools.demo
+from softdb.tools.cli.commands import COMMANDS
+from softdb.tools.cli.endings import EXIT_CODES
+from softdb.tools.demo import DemoReport
 
 pytest_plugins = ["command_world"]
 TABLE = shapes()
@@ -72,7 +72,7 @@ def test_every_command_prints_what_the_table_says(
         fits(command, answer(command.split()[0], *words))
     fits("insert", answer("insert", book, stdin='{"id": 8, "text": "Fischer"}\n'))
     with monkeypatch.context() as patched:
-        patched.setattr(softdb.demo, "run_demo", lambda *_, **__: DemoReport(1, (0.0, 1.0), (0.0, 1.0), 2.5))
+        patched.setattr(softdb.tools.demo, "run_demo", lambda *_, **__: DemoReport(1, (0.0, 1.0), (0.0, 1.0), 2.5))
         fits("demo", answer("demo", tmp_path / "demo"))
     for words in (("get", plane, "nobody"), ("count", tmp_path / "none"), ("count",), ("nonsense",)):
         result = run(*words, "--json", code=3 if "nobody" in words else 1 if len(words) == 2 else 2)

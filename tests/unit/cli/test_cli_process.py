@@ -20,7 +20,7 @@ pytest_plugins = ["command_world"]
 
 def without_torch(*words: object) -> object:
     """The JSON of a command that ends well, in a process that has not imported torch."""
-    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program = "import sys; from softdb.tools.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
     program += "sys.exit(9 if 'torch' in sys.modules else 0)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-c", program, *map(str, words), "--json"]
@@ -65,7 +65,7 @@ def test_info_tells_of_the_index_what_stats_tells(vectors: Path) -> None:
 
 def test_names_are_completed() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "_SOFTDB_COMPLETE": "complete_bash"}
-    program = "import sys; sys.argv = ['softdb']; from softdb.cli import main; main()"
+    program = "import sys; sys.argv = ['softdb']; from softdb.tools.cli import main; main()"
     for words, expected in (("softdb sn", ["snapshot"]), ("softdb index --kin", ["--kind"])):
         environment |= {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
@@ -81,7 +81,7 @@ def test_names_are_completed() -> None:
 def test_without_typer_one_line_says_which_extra_is_missing() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for missing in ("typer", "rich"):
-        program = f"import sys; sys.modules[{missing!r}] = None; from softdb.cli import main; main()"
+        program = f"import sys; sys.modules[{missing!r}] = None; from softdb.tools.cli import main; main()"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
@@ -89,8 +89,8 @@ def test_without_typer_one_line_says_which_extra_is_missing() -> None:
 
 
 def test_a_command_is_imported_when_it_is_called(book: Path) -> None:
-    program = "import sys; from softdb.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
-    program += "print([name for name in sys.modules if name.startswith('softdb.bench')])"
+    program = "import sys; from softdb.tools.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
+    program += "print([name for name in sys.modules if name.startswith('softdb.tools.bench')])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", program, "verify", str(book)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
@@ -101,7 +101,7 @@ def test_help_does_not_wait_for_torch() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "softdb", "--help"]
     imported = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
-    assert "softdb.cli.commands" in modules
+    assert "softdb.tools.cli.commands" in modules
     assert not {"torch", "numpy"} & modules
 
 
@@ -140,7 +140,7 @@ def test_a_closed_pipe_is_quiet_and_a_full_disk_is_one_line(book: Path) -> None:
 
 WAITS = """
 import sys
-from softdb.cli import by_id
+from softdb.tools.cli import by_id
 lines = by_id.input_lines
 def telling(file):
     for line in lines(file):
@@ -148,7 +148,7 @@ def telling(file):
         print("waits", flush=True)  # for another line
 by_id.input_lines = telling
 sys.argv[0] = "softdb"
-from softdb.cli import main
+from softdb.tools.cli import main
 main()
 """
 

@@ -58,7 +58,7 @@ def held(self, texts):
     return plain(self, texts)
 HashedNGrams.__call__ = held
 sys.argv[0] = "softdb"
-from softdb.cli import main
+from softdb.tools.cli import main
 main()
 """
 

@@ -19,10 +19,10 @@ from clock import Clock
 from rich.console import Console
 
 import softdb
-from softdb.cli.encoders import named_encoder
 from softdb.data import DemoData, load_wordnet
-from softdb.demo import DemoReport, run_demo
 from softdb.text import HashedNGrams
+from softdb.tools.cli.encoders import named_encoder
+from softdb.tools.demo import DemoReport, run_demo
 from softdb.train import QueryProjection, load, save
 
 
@@ -113,7 +113,7 @@ def test_the_first_search_is_not_the_one_that_is_timed(
         return search(self, *args, **words)
 
     monkeypatch.setattr(softdb.SoftDB, "search", compiling)
-    monkeypatch.setattr("softdb.demo.time", clock.module)
+    monkeypatch.setattr("softdb.tools.demo.time", clock.module)
     shown = run(tmp_path / "demo", small, epochs=1)[1]
     found = re.search(r"the nearest in ([\d.]+) ms.*\n +\(after a first search to warm up, ([\d.]+) ms\)", shown)
     assert found is not None

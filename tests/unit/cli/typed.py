@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from softdb.cli.commands import app
+from softdb.tools.cli.commands import app
 
 ROOT = Path(__file__).parents[3]
 BOOK: list[dict[str, Any]] = [

@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 
 import uvicorn
 
-from softdb.cli.served import Served
-from softdb.explore.answers import Answers
-from softdb.explore.command import _listening, configured
-from softdb.explore.server import Desk, application
+from softdb.tools.cli.served import Served
+from softdb.tools.explore.answers import Answers
+from softdb.tools.explore.command import _listening, configured
+from softdb.tools.explore.server import Desk, application
 
 
 class Site:

@@ -14,13 +14,13 @@ from worlds import awkward
 
 import softdb
 from softdb.attend import Stored
-from softdb.cli.served import Served
-from softdb.explore.answers import Answers
-from softdb.explore.asked import Question, Weighing
-from softdb.explore.command import _listening
-from softdb.explore.compared import Compared
-from softdb.explore.told import named_id
 from softdb.kernels import available
+from softdb.tools.cli.served import Served
+from softdb.tools.explore.answers import Answers
+from softdb.tools.explore.asked import Question, Weighing
+from softdb.tools.explore.command import _listening
+from softdb.tools.explore.compared import Compared
+from softdb.tools.explore.told import named_id
 
 pytestmark = pytest.mark.skipif(not available(), reason="without kernels records are compared by search itself")
 

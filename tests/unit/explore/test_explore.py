@@ -23,15 +23,15 @@ import torch
 from explore_site import Site, served
 
 import softdb
-from softdb.cli.served import Served
-from softdb.explore.answers import Answers
-from softdb.explore.asked import Question, Weighing
-from softdb.explore.command import _listening
-from softdb.explore.connection import WAITING
-from softdb.explore.guard import LONGEST
-from softdb.explore.plane import Plane
-from softdb.explore.told import fields_of, named_id, title
 from softdb.text import HashedNGrams
+from softdb.tools.cli.served import Served
+from softdb.tools.explore.answers import Answers
+from softdb.tools.explore.asked import Question, Weighing
+from softdb.tools.explore.command import _listening
+from softdb.tools.explore.connection import WAITING
+from softdb.tools.explore.guard import LONGEST
+from softdb.tools.explore.plane import Plane
+from softdb.tools.explore.told import fields_of, named_id, title
 
 ROOT = Path(softdb.__file__).parents[1]
 HOSTILE = '<img src=x onerror="alert(1)"></script>\x1b[2J\u202e{{1}}'
@@ -276,7 +276,7 @@ def test_a_header_that_decides_comes_once(site: Site, name: str, second: str) ->
 
 
 def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.explore.connection.SECONDS", 600.0)
+    monkeypatch.setattr("softdb.tools.explore.connection.SECONDS", 600.0)
     half = b"GET /api/about HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nX: " % site.port
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(600)]
@@ -287,7 +287,7 @@ def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monke
         ended = [one for one in strangers if hung_up(one, 0)]
         assert len(strangers) - len(ended) <= WAITING
         assert not hung_up(strangers[-1], 0)  # the oldest go first
-    monkeypatch.setattr("softdb.explore.connection.SECONDS", 0.2)
+    monkeypatch.setattr("softdb.tools.explore.connection.SECONDS", 0.2)
     with contextlib.ExitStack() as stack:
         late = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(3)]
         late[1].sendall(half)
@@ -432,7 +432,9 @@ def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
         answers = Answers(database)
         for _ in range(2):  # a handle warns once, the page tells each time
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("softdb.explore.answers.noted", iter([["no record has the field 'yeer'"], []]).__next__)
+                patch.setattr(
+                    "softdb.tools.explore.answers.noted", iter([["no record has the field 'yeer'"], []]).__next__
+                )
                 told = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
             assert told["notes"] == ["no record has the field 'yeer'"]
             answers._kept.clear()
@@ -537,7 +539,7 @@ def test_the_command_says_where_and_ends_at_ctrl_c(place: Path) -> None:
 def test_the_command_refuses_what_it_cannot_show(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from softdb.cli.commands import app
+    from softdb.tools.cli.commands import app
 
     for words, message in (([], "or --demo"), (["db", "--demo"], "or --demo"), ([str(tmp_path)], "holds no")):
         result = CliRunner().invoke(app, ["explore", *words])

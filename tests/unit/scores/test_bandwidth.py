@@ -21,11 +21,11 @@ from softdb.scores import (
     Laplacian,
     NegativeL2,
     Triangular,
-    bandwidth,
     leave_one_out,
     scott,
     silverman,
 )
+from softdb.scoring import bandwidth
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 DIABETES: Floats = load_diabetes().data

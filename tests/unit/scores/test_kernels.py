@@ -23,10 +23,10 @@ from softdb.scores import (
     Kernel,
     Laplacian,
     Triangular,
-    distance,
     fold,
     metric_of,
 )
+from softdb.scoring import distance
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -30,12 +30,11 @@ from softdb.scores import (
     NegativeL2,
     ScaledDot,
     Score,
-    additive,
-    distance,
     fold,
     metric_of,
     score_of,
 )
+from softdb.scoring import additive, distance
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -569,9 +568,9 @@ def test_standard_scores_are_made_once() -> None:
     assert metric_of(Gaussian()) is Metric.L2
 
 
-@pytest.mark.parametrize("name", ["additive", "bandwidth", "contract", "distance", "kernels", "products"])
+@pytest.mark.parametrize("name", ["additive", "bandwidth", "score", "distance", "kernels", "products"])
 def test_examples_run(name: str) -> None:
-    module = importlib.import_module(f"softdb.scores.{name}")
+    module = importlib.import_module(f"softdb.scoring.{name}")
     finished = doctest.testmod(module, extraglobs={"torch": torch})
     assert finished.failed == 0
-    assert finished.attempted >= (name != "contract")
+    assert finished.attempted >= (name != "score")

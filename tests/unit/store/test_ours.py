@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.cli import records
 from softdb.formats import export_records
+from softdb.salvaging import run as salvaging
 from softdb.store import backup, disk, files
 from softdb.store.ours import entries, remove_database, require_ours
-from softdb.store.salvage import run as salvaging
 from softdb.text import HashedNGrams
+from softdb.tools.cli import records
 from softdb.train import QueryProjection, checkpoint, save
 
 Put = Callable[[Path, Path], None]

@@ -1,0 +1,58 @@
+"""Scores of keys, weights of scores: larger is closer; weights are nonnegative and sum to 1.
+
+Touches tensors alone. Begin with `score.py` and `weighting.py`, the two contracts.
+"""
+
+from softdb.scoring.additive import Additive, LinearAdditive
+from softdb.scoring.bandwidth import leave_one_out, scott, silverman
+from softdb.scoring.dense import Normalised, Softmax, Uniform, normalised_log, softmax
+from softdb.scoring.distance import DistanceScore, NegativeL2, score_of
+from softdb.scoring.kernels import Boxcar, Constant, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular
+from softdb.scoring.named import valid_mask, weighting
+from softdb.scoring.products import Cosine, Dot, General, ScaledDot, unit
+from softdb.scoring.score import Fold, Score, ScoreFunction, fold, metric_of, query_width
+from softdb.scoring.sparse import Argmax, Entmax15, Sparse, Sparsemax
+from softdb.scoring.weighting import Weighed, Weighting, divisor
+
+__all__ = [
+    "Additive",
+    "Argmax",
+    "Boxcar",
+    "Constant",
+    "Cosine",
+    "DistanceScore",
+    "Dot",
+    "Entmax15",
+    "Epanechnikov",
+    "Fold",
+    "Gaussian",
+    "General",
+    "Kernel",
+    "Laplacian",
+    "LinearAdditive",
+    "NegativeL2",
+    "Normalised",
+    "ScaledDot",
+    "Score",
+    "ScoreFunction",
+    "Softmax",
+    "Sparse",
+    "Sparsemax",
+    "Triangular",
+    "Uniform",
+    "Weighed",
+    "Weighting",
+    "divisor",
+    "fold",
+    "leave_one_out",
+    "metric_of",
+    "normalised_log",
+    "query_width",
+    "score_of",
+    "scott",
+    "silverman",
+    "softmax",
+    "unit",
+    "valid_mask",
+    "weighting",
+]

@@ -1,0 +1,185 @@
+"""Additive scores: a small network of query and key, and its linear form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from softdb.check import Metric, integer
+from softdb.errors import BadInput
+from softdb.scoring.score import Fold, alike, meet, wide
+
+__all__ = ["Additive", "LinearAdditive"]
+
+BLOCK = 1 << 22  # numbers of the hidden layer held at once: 16 MB in float32
+
+
+class Additive(torch.nn.Module):
+    """The additive score s = wᵀ tanh(W_q q + W_k k) (Bahdanau et al. 2015, appendix A.1.2). Cost q n hidden.
+
+    Queries and keys may differ in width. The hidden layer is made a block of keys at a time, again in backward
+    (Chen et al. 2016), so memory beyond the answer does not grow with n. No index can find for it: the nearest records
+    are found by asking every one.
+
+    `weights` are W_q (hidden, query_dim), W_k (hidden, key_dim) and w (hidden,) to start from, in place of the widths;
+    they are copied. Raises BadInput where neither is given or the shapes do not fit.
+
+    >>> score = Additive(query_dim=2, key_dim=3, hidden=8)
+    >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
+    torch.Size([4, 5])
+    """
+
+    def __init__(
+        self,
+        query_dim: int | None = None,
+        key_dim: int | None = None,
+        hidden: int | None = None,
+        *,
+        weights: Sequence[Tensor] | None = None,  # (hidden, query_dim), (hidden, key_dim), (hidden,)
+    ) -> None:
+        super().__init__()
+        if weights is None:
+            if query_dim is None or key_dim is None or hidden is None:
+                raise BadInput(
+                    "the additive score has no weights; give query_dim=, key_dim= and hidden= for new ones, or "
+                    "weights=(W_q (hidden, query_dim), W_k (hidden, key_dim), w (hidden,))"
+                )
+            units, q, k = integer(hidden, "hidden"), integer(query_dim, "query_dim"), integer(key_dim, "key_dim")
+            weights = torch.empty(units, q), torch.empty(units, k), torch.empty(units)
+            for matrix in weights[:2]:
+                torch.nn.init.xavier_uniform_(matrix, gain=5 / 3)  # the gain of tanh
+            torch.nn.init.uniform_(weights[2], -(units**-0.5), units**-0.5)
+        else:
+            _refuse_widths(query_dim, key_dim, hidden)
+        query_weight, key_weight, weight = _copies(weights, (2, 2, 1), "W_q (hidden, query_dim), W_k (hidden, key_dim)")
+        if not len(query_weight) == len(key_weight) == len(weight):
+            raise BadInput(
+                f"the additive score's weights have shapes {tuple(query_weight.shape)}, {tuple(key_weight.shape)} and "
+                f"{tuple(weight.shape)}; expected (hidden, query_dim), (hidden, key_dim) and (hidden,)"
+            )
+        self.query_weight, self.key_weight, self.weight = query_weight, key_weight, weight
+
+    @property
+    def query_dim(self) -> int:
+        """How wide queries are."""
+        return self.query_weight.shape[1]
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
+        """s = wᵀ tanh(W_q q + W_k k)."""
+        meet(queries, keys)
+        wide(queries, self.query_weight.shape[1], "queries")
+        wide(keys, self.key_weight.shape[1], "keys")
+        own = keys.ndim > queries.ndim
+        moved = (queries @ self.query_weight.to(queries).mT).unsqueeze(-2)  # (…, q, 1, hidden)
+        inner, outer = self.key_weight.to(queries), self.weight.to(queries)
+        batch = max(queries.shape[:-2].numel(), keys.shape[: -3 if own else -2].numel())
+        rows = max(1, BLOCK // max(1, batch * queries.shape[-2] * len(outer)))
+        parts = torch.split(keys, rows, dim=-2)
+        if len(parts) > 1 and torch.is_grad_enabled():
+            # the hidden layer of every block would wait for backward
+            found = [
+                checkpoint(_compared, moved, part, inner, outer, own, use_reentrant=False, preserve_rng_state=False)
+                for part in parts
+            ]
+        else:
+            found = [_compared(moved, part, inner, outer, own) for part in parts]
+        return torch.cat(found, dim=-1)
+
+    def fold(self, queries: Tensor) -> None:
+        """None: it ranks as no metric does."""
+        return None
+
+    def extra_repr(self) -> str:
+        """The widths."""
+        (hidden, query_dim), key_dim = self.query_weight.shape, self.key_weight.shape[1]
+        return f"{query_dim}, {key_dim}, hidden={hidden}"
+
+
+class LinearAdditive(torch.nn.Module):
+    """The linear additive score s = w_q·q + w_k·k. Cost (q + n) d, and q n to write it out.
+
+    The term of the query is one number for all records, so it cancels in the softmax: the weights do not depend on the
+    query, which only shifts the log-normaliser. Kernel-style normalisation (Σ s = 1) does depend on it.
+
+    An index finds for it: s is the dot product of w_k and k, and w_q·q. `weights` are w_q (query_dim,) and
+    w_k (key_dim,) to start from, in place of the widths; they are copied. Raises BadInput where neither is given.
+
+    >>> score = LinearAdditive(query_dim=2, key_dim=3)
+    >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
+    torch.Size([4, 5])
+    """
+
+    def __init__(
+        self,
+        query_dim: int | None = None,
+        key_dim: int | None = None,
+        *,
+        weights: Sequence[Tensor] | None = None,  # (query_dim,), (key_dim,)
+    ) -> None:
+        super().__init__()
+        if weights is None:
+            if query_dim is None or key_dim is None:
+                raise BadInput(
+                    "the linear additive score has no weights; give query_dim= and key_dim= for new ones, or "
+                    "weights=(w_q (query_dim,), w_k (key_dim,))"
+                )
+            weights = [torch.empty(integer(query_dim, "query_dim")), torch.empty(integer(key_dim, "key_dim"))]
+            for vector in weights:
+                torch.nn.init.uniform_(vector, -(len(vector) ** -0.5), len(vector) ** -0.5)
+        else:
+            _refuse_widths(query_dim, key_dim)
+        self.query_weight, self.key_weight = _copies(weights, (1, 1), "w_q (query_dim,), w_k (key_dim,)")
+
+    @property
+    def query_dim(self) -> int:
+        """How wide queries are."""
+        return len(self.query_weight)
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
+        """s = w_q·q + w_k·k."""
+        meet(queries, keys)
+        wide(keys, len(self.key_weight), "keys")
+        theirs = alike(keys, queries) @ self.key_weight.to(queries)  # (…, n) or (…, q, k)
+        if keys.ndim == queries.ndim:
+            theirs = theirs.unsqueeze(-2)
+        return self._own(queries).unsqueeze(-1) + theirs
+
+    def fold(self, queries: Tensor) -> Fold:
+        """The dot product with w_k, the same for every query, and w_q·q."""
+        moved = self.key_weight.to(queries).expand(*queries.shape[:-1], len(self.key_weight))
+        return Fold(Metric.DOT, moved, 1.0, self._own(queries))
+
+    def extra_repr(self) -> str:
+        """The widths."""
+        return f"{len(self.query_weight)}, {len(self.key_weight)}"
+
+    def _own(self, queries: Tensor) -> Tensor:
+        wide(queries, len(self.query_weight), "queries")
+        return queries @ self.query_weight.to(queries)
+
+
+def _compared(
+    moved: Tensor,  # (…, q, 1, hidden)
+    keys: Tensor,  # (…, m, key_dim) or (…, q, m, key_dim)
+    inner: Tensor,  # (hidden, key_dim)
+    outer: Tensor,  # (hidden,)
+    own: bool,
+) -> Tensor:  # (…, q, m)
+    theirs = alike(keys, moved) @ inner.mT  # (…, m, hidden) or (…, q, m, hidden)
+    return (moved + (theirs if own else theirs.unsqueeze(-3))).tanh() @ outer
+
+
+def _refuse_widths(*widths: int | None) -> None:
+    if any(width is not None for width in widths):
+        raise BadInput("an additive score got both widths and weights=; the weights have their widths, give one")
+
+
+def _copies(weights: Sequence[Tensor], ndims: Sequence[int], names: str) -> list[torch.nn.Parameter]:
+    """The weights as parameters. Raises BadInput where their number or dimensions are wrong."""
+    shapes = [tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__ for weight in weights]
+    if [len(shape) if isinstance(shape, tuple) else -1 for shape in shapes] != list(ndims):
+        raise BadInput(f"the additive score's weights are {shapes}; expected {len(ndims)} tensors: {names}")
+    return [torch.nn.Parameter(weight.detach().clone()) for weight in weights]

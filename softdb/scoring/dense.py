@@ -1,0 +1,120 @@
+"""Softmax, normalised kernel values and the plain mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from softdb.check import shown
+from softdb.errors import BadInput
+from softdb.scoring.weighting import Weighed, divisor, largest, masked
+
+__all__ = ["Normalised", "Softmax", "Uniform", "normalised_log", "softmax"]
+
+
+def softmax(
+    scores: Tensor,  # (…, k); what stands at dead entries is ignored
+    temperature: float,  # above 0
+    live: Tensor,  # (…, k) bool
+) -> tuple[Tensor, Tensor]:  # (…, k), (…)
+    """Softmax over the live entries, and its log-normaliser.
+
+    With s the scores and T the temperature, over live entries: lse = log Σ exp(s / T) and w = exp(s / T - lse).
+    A dead entry weighs exactly 0. Without a live entry above -inf the weights are zeros and lse is -inf, and all
+    gradients are zeros. Scores of any size neither overflow nor lose digits: they are compared before they are
+    divided. Cost q k.
+    """
+    temperature = divisor(temperature, scores.dtype)
+    scores, top = masked(scores, live)
+    empty = top == -torch.inf  # (…)
+    top = top.masked_fill(empty, 0)  # -inf minus it is still -inf, not NaN
+    parts = ((scores - top.unsqueeze(-1)) / temperature).exp()
+    total = parts.sum(dim=-1).masked_fill(empty, 1)
+    lse = (total.log() + top / temperature).masked_fill(empty, -torch.inf)
+    return parts / total.unsqueeze(-1), lse
+
+
+def normalised_log(
+    log_scores: Tensor,  # (…, k): log K, -inf outside the kernel's support
+    live: Tensor,  # (…, k) bool
+) -> tuple[Tensor, Tensor]:  # (…, k), (…)
+    """The weights and lse of `Normalised`, from the logs of the kernel values: w = K / Σ K, lse = log Σ K.
+
+    Right where every K underflows, far from all records. No record in the support: zeros, -inf and zero gradients.
+    Cost q k. Source: Nadaraya 1964, Watson 1964.
+    """
+    return softmax(log_scores, 1.0, live)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """w = exp(z) / Σ exp(z), H(p) = -Σ p log p, lse = log Σ exp(z).
+
+    T → 0: the nearest, ties shared; T → ∞: all live alike. No score proves that a record weighs nothing, so the
+    threshold is -inf. Cost q k.
+    """
+
+    name: ClassVar[str] = "softmax"
+    sparse: ClassVar[bool] = False
+
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
+        """As `softmax`."""
+        weights, lse = softmax(scores, temperature, live)
+        return Weighed(weights, lse, torch.full_like(lse, -torch.inf))
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """w = s / Σ s, lse = log Σ s, for scores that are kernel values (Nadaraya 1964, Watson 1964).
+
+    There is no temperature: a kernel's bandwidth does its work, and any but 1 raises BadInput. The gradient of lse in
+    log s is the weights. All live scores zero (no record in the kernel's support): weights 0, lse -inf, gradients 0;
+    far from all records use `normalised_log`. Threshold 0. Cost q k.
+    Raises BadInput for a live score that is negative, NaN or infinite.
+    """
+
+    name: ClassVar[str] = "normalised"
+    sparse: ClassVar[bool] = True
+
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
+        """w = s / Σ s."""
+        if temperature != 1:
+            raise BadInput(
+                f"temperature is {shown(temperature)} but normalised weights have none; leave it at 1 and set the "
+                "kernel's bandwidth, or use softmax"
+            )
+        scores = scores.masked_fill(~live, 0)
+        bad = ~((scores >= 0) & (scores < torch.inf))
+        if bool(bad.any()):
+            raise BadInput(
+                f"a live score is {scores[bad][0].item()}; normalised weights need kernel values, finite and at least "
+                "0: use softmax, or a score that is a kernel"
+            )
+        top = largest(scores, 0)
+        empty = top == 0
+        parts = scores.masked_fill(empty.unsqueeze(-1), 0) / top.masked_fill(empty, 1).unsqueeze(-1)
+        total = parts.sum(dim=-1).masked_fill(empty, 1)
+        lse = (total.log() + top.log()).masked_fill(empty, -torch.inf)
+        return Weighed(parts / total.unsqueeze(-1), lse, torch.zeros_like(top))
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """w = 1 / m for m live entries, average pooling; lse = log m. At every temperature.
+
+    Reads no scores: the gradients of the weights and of lse are zeros. Threshold -inf. Cost q k.
+    """
+
+    name: ClassVar[str] = "uniform"
+    sparse: ClassVar[bool] = False
+
+    def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
+        """w = 1 / m."""
+        zeros = scores.masked_fill(torch.ones_like(live), 0)  # with a graph, so that a caller's backward finds zeros
+        count = live.sum(dim=-1).to(scores.dtype)
+        lse = zeros.sum(dim=-1) + count.log()
+        weights = zeros + live / count.clamp(min=1).unsqueeze(-1)
+        return Weighed(weights, lse, torch.full_like(lse, -torch.inf))

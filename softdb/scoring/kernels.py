@@ -1,0 +1,207 @@
+"""Kernels: scores that are nonnegative and fall with the distance, for Nadaraya–Watson means and densities.
+
+With u = ‖(q - k) / h‖ and h the bandwidth, one number or one for each coordinate. Normalised over the records they are
+the weights of the Nadaraya–Watson mean (Nadaraya 1964, Watson 1964); their mean over the records, over their volume, is
+the kernel density (Silverman 1986, section 4.2.1).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from softdb.check import Metric, integer
+from softdb.errors import BadInput
+from softdb.scoring.distance import Bandwidth, DistanceScore
+from softdb.scoring.score import Fold, comparable
+
+__all__ = ["Boxcar", "Constant", "Epanechnikov", "Gaussian", "Kernel", "Laplacian", "Triangular"]
+
+ROUNDING = 16  # a record at distance h counts as inside though its distance was rounded so many times up
+
+
+class Kernel(DistanceScore, ABC):
+    """A kernel K(u) ≥ 0 of the distance u = ‖(q - k) / h‖. Cost q n d.
+
+    Call it for K; `log` gives log K, which does not vanish far out. The bandwidth is as `DistanceScore` says.
+    """
+
+    compact: ClassVar[bool]
+    """Whether K is exactly 0 beyond u = 1."""
+
+    rooted: ClassVar[bool]
+    """Whether K is made of u (`distances`), else of -u² (`negative_squares`), which costs less."""
+
+    def __init__(self, bandwidth: Bandwidth = 1.0, learnable: bool = False) -> None:  # h, or (d,)
+        super().__init__(bandwidth, learnable)
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
+        """K(u)."""
+        return self.value(self._measured(queries, keys))
+
+    def log(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
+        """log K(u): -inf outside a compact kernel, with a gradient of 0 there."""
+        return self.log_value(self._measured(queries, keys))
+
+    def log_volume(self, d: int) -> Tensor:  # ()
+        """log ∫ K(‖x / h‖) dx over d coordinates, in float64, with gradient to a trained bandwidth.
+
+        The density at q is the mean of K over the records, over this volume.
+        """
+        d = integer(d, "d")
+        h = torch.zeros(1) if self.log_bandwidth is None else self.log_bandwidth.reshape(-1)
+        if len(h) not in (1, d):
+            raise BadInput(f"log_volume: d is {d} but this kernel has {len(h)} bandwidths, one for each coordinate")
+        return h.double().expand(d).sum() + self._log_unit_volume(d)
+
+    def value(self, measured: Tensor) -> Tensor:  # (…)
+        """K of a distance: of u where rooted, else of -u²."""
+        return self.log_value(measured).exp()
+
+    @abstractmethod
+    def log_value(self, measured: Tensor) -> Tensor:  # (…)
+        """log K, likewise."""
+
+    @staticmethod
+    @abstractmethod
+    def _log_unit_volume(d: int) -> float:
+        """log ∫ K(‖x‖) dx over d coordinates."""
+
+    def _measured(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return self.distances(queries, keys) if self.rooted else self.negative_squares(queries, keys)
+
+
+class Gaussian(Kernel):
+    """K = exp(-u² / 2). scikit-learn's "gaussian".
+
+    >>> Gaussian()(torch.zeros(1, 2), torch.zeros(1, 2))
+    tensor([[1.]])
+    """
+
+    compact, rooted = False, False
+
+    def log_value(self, measured: Tensor) -> Tensor:
+        """-u² / 2."""
+        return measured / 2
+
+    @staticmethod
+    def _log_unit_volume(d: int) -> float:
+        return d / 2 * math.log(2 * math.pi)
+
+
+class Laplacian(Kernel):
+    """K = exp(-u), with a gradient of 0 at u = 0, where it has a corner. scikit-learn's "exponential"."""
+
+    compact, rooted = False, True
+
+    def log_value(self, measured: Tensor) -> Tensor:
+        """-u."""
+        return -measured
+
+    @staticmethod
+    def _log_unit_volume(d: int) -> float:
+        return _log_ball(d) + math.lgamma(d + 1)
+
+
+class Boxcar(Kernel):
+    """K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
+
+    A record at distance h counts as inside, whatever way its distance was rounded. The gradient is 0 wherever there is
+    one, so it trains neither queries nor bandwidth: use Epanechnikov for that.
+    """
+
+    compact, rooted = True, False
+
+    def log_value(self, measured: Tensor) -> Tensor:
+        """0 where u ≤ 1, else -inf."""
+        inside = measured >= -1 - ROUNDING * torch.finfo(measured.dtype).eps
+        return measured.masked_fill(inside, 0).masked_fill(~inside, -torch.inf)
+
+    @staticmethod
+    def _log_unit_volume(d: int) -> float:
+        return _log_ball(d)
+
+
+class Epanechnikov(Kernel):
+    """K = max(0, 1 - u²) (Epanechnikov 1969). scikit-learn's "epanechnikov"."""
+
+    compact, rooted = True, False
+
+    def value(self, measured: Tensor) -> Tensor:
+        """max(0, 1 - u²)."""
+        return (1 + measured).clamp(min=0)
+
+    def log_value(self, measured: Tensor) -> Tensor:
+        """log(1 - u²), -inf from u = 1 on."""
+        return _log_one_plus(measured)
+
+    @staticmethod
+    def _log_unit_volume(d: int) -> float:
+        return _log_ball(d) + math.log(2 / (d + 2))
+
+
+class Triangular(Kernel):
+    """K = max(0, 1 - u), with a gradient of 0 at u = 0, where it has a corner. scikit-learn's "linear"."""
+
+    compact, rooted = True, True
+
+    def value(self, measured: Tensor) -> Tensor:
+        """max(0, 1 - u)."""
+        return (1 - measured).clamp(min=0)
+
+    def log_value(self, measured: Tensor) -> Tensor:
+        """log(1 - u), -inf from u = 1 on."""
+        return _log_one_plus(-measured)
+
+    @staticmethod
+    def _log_unit_volume(d: int) -> float:
+        return _log_ball(d) - math.log(d + 1)
+
+
+class Constant(Kernel):
+    """K = 1 for every record: the mean of all, whatever the query. It has no bandwidth. Cost q n.
+
+    All gradients are 0. Any k records are its nearest; as elsewhere, ties go to the lower rows.
+    """
+
+    compact, rooted = False, False
+    metric = Metric.DOT  # any order is right
+
+    def __init__(self) -> None:
+        DistanceScore.__init__(self)
+
+    def log_value(self, measured: Tensor) -> Tensor:
+        """0."""
+        return _erased(measured)
+
+    def fold(self, queries: Tensor) -> Fold:
+        """1 and the dot product with 0: all records tie."""
+        return Fold(Metric.DOT, _erased(queries), 1.0, 1.0)
+
+    @staticmethod
+    def _log_unit_volume(d: int) -> float:
+        raise BadInput("the constant kernel has no density: its integral is infinite; use another kernel")
+
+    def _measured(self, queries: Tensor, keys: Tensor) -> Tensor:
+        keys = comparable(queries, keys)[..., 0]  # (…, n) or (…, q, k); which numbers stand there does not matter
+        return queries[..., :1] + (keys if keys.ndim == queries.ndim else keys.unsqueeze(-2))
+
+
+def _erased(tensor: Tensor) -> Tensor:
+    """Zeros with a gradient of 0."""
+    return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)
+
+
+def _log_one_plus(minus: Tensor) -> Tensor:  # (…)
+    """log(1 + x) of x at most 0; -inf with a gradient of 0 where 1 + x is not above 0."""
+    outside = 1 + minus <= 0
+    return minus.masked_fill(outside, 0).log1p().masked_fill(outside, -torch.inf)
+
+
+def _log_ball(d: int) -> float:
+    """The log volume of the unit ball in d coordinates, π^(d/2) / Γ(d/2 + 1)."""
+    return d / 2 * math.log(math.pi) - math.lgamma(d / 2 + 1)

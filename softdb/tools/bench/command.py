@@ -1,0 +1,153 @@
+"""`softdb bench`: engines over a dataset, measured on this machine."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from softdb.errors import BadInput
+from softdb.terminal import counted, print_json, print_table, progress, terminal
+from softdb.tools.cli.arguments import AsJson, MetricName
+
+__all__ = ["bench"]
+
+ALL = "all"
+
+
+def bench(
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DATASET]",
+            help="clustered, uniform, a folder with keys.npy and queries.npy (wordnet:DIR), or a .hdf5, .fvecs, "
+            ".bvecs, .fbin or .u8bin file.",
+        ),
+    ] = "clustered",
+    engines: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Which; all for every one that is installed.")
+    ] = None,
+    recalls: Annotated[str, typer.Option(metavar="SHARE,…", help="The recalls to reach.")] = "0.95,0.98",
+    curve: Annotated[bool, typer.Option("--curve", help="Recalls from 0.8 to 0.995, for a curve.")] = False,
+    efforts: Annotated[
+        str | None, typer.Option(metavar="NUMBER,…", help="In place of recalls: efforts (ef, nprobe …).")
+    ] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="How many keys.")] = None,
+    dim: Annotated[int | None, typer.Option(min=2, help="The width of clustered or uniform keys.")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many neighbours.")] = 10,
+    metric: Annotated[
+        MetricName | None, typer.Option(help="How keys are compared, where the file does not say.")
+    ] = None,
+    queries: Annotated[Path | None, typer.Option(metavar="FILE", help="The file with the queries.")] = None,
+    threads: Annotated[str, typer.Option(metavar="NUMBER,…", help="Threads; the most of them build.")] = "2",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over all engines.")] = 5,
+    construction: Annotated[int, typer.Option(min=1, help="Effort with which graphs are built.")] = 100,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the whole report.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it (or .svg, .pdf).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure recall, speed, build time and memory of softdb and others on the same queries."""
+    from softdb.tools.bench.datasets import load
+    from softdb.tools.bench.draw import can_draw, draw
+    from softdb.tools.bench.grid import CURVE, DEFAULT, Ask, run
+    from softdb.tools.bench.peers import ENGINES
+    from softdb.tools.bench.report import write_json
+
+    for file in (out, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"there is no folder {file.parent} to write {file.name} into; make it first")
+    if plot is not None:
+        can_draw(plot)
+    named = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
+    if efforts is not None:
+        named = tuple(name for name in named if engines not in (None, ALL) or name != "faiss-refine")
+    ask = Ask(
+        engines=tuple(dict.fromkeys(named)),
+        recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
+        efforts=() if efforts is None else tuple(_numbers(efforts, int, "--efforts")),
+        k=k,
+        threads=tuple(_numbers(threads, int, "--threads")),
+        rounds=rounds,
+        construction=construction,
+    )
+    ask.checked()
+    console = Console(file=StringIO()) if as_json else terminal()
+    data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
+    console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
+    with progress("bench", console) as say:
+        result = run(data, ask, lambda line: console.print(escape(line)), say)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    if out is not None:
+        write_json(out, result)
+    if plot is not None:
+        draw(result, plot)
+
+
+def _numbers(text: str, kind: type[float] | type[int], name: str) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(f"{name} is {text!r}; expected numbers with commas between them, such as 1,2") from None
+
+
+def _show(result: dict[str, Any]) -> None:
+    """A table for each goal, the best variants of each engine, and softdb beside the best peers."""
+    from softdb.tools.bench.report import MIB, goals, leading
+
+    rows = leading(result["rows"])
+    columns = "recall", "queries/s", "one query", "build", "with tuning", "index"
+    for goal, threads in goals(rows):
+        shown = [
+            (
+                row["label"],
+                f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
+                f"{row['batch_queries_s']['median']:,.0f}",
+                f"{row['single_ms']['median']:.3f} ms",
+                f"{row['build_s']['without_tuning']:.1f} s",
+                f"{row['build_s']['with_tuning']:.1f} s",
+                f"{row['index_bytes'] / MIB:,.1f} MiB",
+            )
+            for row in rows
+            if (row["goal"], row["threads"]) == (goal, threads)
+        ]
+        title = f"{goal}, {counted(threads, 'thread')}"
+        print_table(("engine", *columns), shown, numbers=columns, title=title)
+    for facts in result["compared"]:
+        for line in in_words(facts):
+            terminal().print(escape(f"{facts['goal']}, {counted(facts['threads'], 'thread')}: {line}"))
+
+
+def in_words(facts: dict[str, Any]) -> list[str]:
+    """A comparison of `softdb.tools.bench.report.compared` in words, losses as losses."""
+    lines = []
+    if "batch" in facts:
+        batch, single = facts["batch"], facts["single"]
+        lines.append(f"{batch['softdb']} has {batch['ratio']} times the queries/s of {batch['peer']}, the fastest peer")
+        lines.append(
+            f"{single['softdb']} takes {single['ratio']} times as long for one query as {single['peer']}, the fastest "
+            "peer in that"
+        )
+    if "hnswlib" in facts:
+        graph = facts["hnswlib"]
+        lines.append(
+            f"{facts['softdb']} has {graph['index_bytes_ratio']} times the index of {graph['peer']}, "
+            f"{graph['build_ratio']} times its build time, {graph['build_with_tuning_ratio']} times with tuning"
+        )
+    if "over_faiss" in facts:
+        over = facts["over_faiss"]
+        lines.append(
+            f"{over['softdb']} takes {_more(over['batch_cost'], '.1%')} time in batches and "
+            f"{_more(over['single_cost_ms'], '.3f', ' ms')} for one query than FAISS with the same index"
+        )
+    return lines
+
+
+def _more(amount: float, form: str, unit: str = "") -> str:
+    return f"{abs(amount):{form}}{unit} {'more' if amount >= 0 else 'less'}"

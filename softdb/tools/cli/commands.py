@@ -1,0 +1,155 @@
+"""The commands by name. Each is imported when it is called: `softdb --help` must not wait for torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from io import TextIOWrapper
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from softdb.errors import SoftDBError
+from softdb.tools.cli.endings import exit_code, warn_in_one_line
+
+__all__ = ["app", "run"]
+
+COMMANDS = {
+    "demo": "softdb.tools.cli.records:demo",
+    "import": "softdb.tools.cli.records:import_",
+    "export": "softdb.tools.cli.records:export",
+    "insert": "softdb.tools.cli.by_id:insert",
+    "delete": "softdb.tools.cli.by_id:delete",
+    "get": "softdb.tools.cli.by_id:get",
+    "count": "softdb.tools.cli.by_id:count",
+    "search": "softdb.tools.cli.ask:search",
+    "attend": "softdb.tools.cli.ask:attend",
+    "train": "softdb.tools.cli.train:train",
+    "reembed": "softdb.tools.cli.reembed:reembed",
+    "index": "softdb.tools.cli.keep:index",
+    "tune": "softdb.tools.cli.keep:tune",
+    "fields": "softdb.tools.cli.keep:fields",
+    "info": "softdb.tools.cli.keep:info",
+    "verify": "softdb.tools.cli.keep:verify",
+    "compact": "softdb.tools.cli.keep:compact",
+    "snapshot": "softdb.tools.cli.keep:snapshot",
+    "explore": "softdb.tools.explore.command:explore",
+    "mcp": "softdb.tools.mcp.command:mcp",
+    "bench": "softdb.tools.bench.command:bench",
+}
+HELP = """\
+Usage: softdb COMMAND DATABASE …        softdb COMMAND --help tells its options
+A vector database you can backpropagate through: a directory, no server.
+
+  demo               try it: the whole job on 20,000 definitions, in a minute
+  import, export     records from and to files; import makes the database
+  insert, delete     records from a pipe, as JSON lines; by id or by filter
+  get, count         records by their ids; how many there are, or match
+  search             the nearest records, of a text or a vector
+  attend             soft query: the mean of all, weighted by softmax(score / T)
+  train              learn a projection of the queries from pairs
+  reembed            make every key anew by another encoder
+  index, tune        make searches fast; measure their recall anew
+  fields             index fields of the payload: filters on them are fast
+  info, verify       what is there; every byte against its checksum
+  compact, snapshot  give back room; copy, while others write
+  explore            look at it in a browser: search, soft queries, a map
+  mcp                serve a database to a language model, read-only
+  bench              recall, speed and memory, beside other engines
+
+With --json a command prints one line of JSON. - is standard input or output.
+Exit codes: 0 done, 1 error, 2 usage, 3 no such id, 4 locked by another writer.
+Options: --version, --show-completion SHELL, --install-completion, --help.
+"""
+
+
+class _Commands(TyperGroup):
+    """Imports a command when it is asked for; an error of softdb or of the system is one line and an exit code."""
+
+    as_json = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name].partition(":")
+        single = typer.Typer(add_completion=False)
+        single.command(cmd_name)(getattr(import_module(module), function))
+        return typer.main.get_command(single)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(HELP)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run what was typed; a word that the parser refuses is one line, too."""
+        words = list(sys.argv[1:] if args is None else args)
+        self.as_json = "--json" in words[: words.index("--") if "--" in words else None]
+        if words[:1] == ["--show-completion"] and len(words) == 2:  # of a shell that need not be the one in use
+            os.environ["_SOFTDB_COMPLETE"] = f"source_{words[1]}"
+            words = []
+        extra |= {"complete_var": complete_var, "windows_expand_args": windows_expand_args}
+        try:
+            code = super().main(words or ["--help"], prog_name, standalone_mode=False, **extra)
+        except Exception as error:
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise
+            code = exit_code(error, self.as_json)
+        if not standalone_mode:
+            return code
+        sys.exit(code or (not words and 2) or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            super().invoke(ctx)
+            sys.stdout.flush()  # where the reader has closed the pipe it is told here
+        except (SoftDBError, OSError, KeyboardInterrupt) as error:
+            sys.exit(exit_code(error, self.as_json))
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="softdb",
+    help="A durable vector database you can backpropagate through.",
+    pretty_exceptions_enable=False,
+)
+
+
+def run() -> None:
+    """Run the command line."""
+    # read by torch when it is loaded: on a busy machine, threads that sleep while they wait are ten times faster
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warn_in_one_line("--json" in sys.argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a letter that a terminal has not is no error
+    app(prog_name="softdb")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import softdb
+
+        typer.echo(f"softdb {softdb.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass

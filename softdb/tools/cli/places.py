@@ -1,0 +1,133 @@
+"""What a command's PATH names, opened: a database's directory or, of the commands that take one, a cluster's table."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+from softdb.errors import SoftDBError
+from softdb.terminal import progress
+
+if TYPE_CHECKING:
+    from softdb.check import Encoder
+    from softdb.cluster import TableCluster
+    from softdb.database import SoftDB
+    from softdb.index.choose import Progress
+    from softdb.store import Store
+
+    Place: TypeAlias = SoftDB | TableCluster
+
+T = TypeVar("T")
+
+__all__ = ["answering", "described", "opened", "place", "read", "writing"]
+
+PATIENCE = 600.0  # seconds for a cluster's shards; a person can end it before
+
+
+def opened(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> SoftDB:
+    """The database for reading, with the encoder that a text query needs, of trained keys that of the projection."""
+    import softdb
+
+    return softdb.open(path, mode="r", encoder=_asking(path, encoder, projection) if has_text else None)
+
+
+def answering(
+    path: Path,
+    has_text: bool = False,
+    encoder: str | None = None,
+    projection: Path | None = None,
+    *,
+    quiet: bool = False,
+) -> Place:
+    """As `opened`, of a cluster's table, too; a terminal is told how its shards are made, unless `quiet`."""
+    from softdb.opening import table_at
+
+    table = table_at(path)
+    if table is None:
+        return opened(path, has_text, encoder, projection)
+    return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None, quiet)
+
+
+def read(path: Path, verb: str, of_store: Callable[[Store], T], of_handle: Callable[[Place], T], quiet: bool) -> T:
+    """Ask a database's store, which imports no torch; where there is none, or it refuses to open, ask the handle."""
+    import apsw
+
+    from softdb.store import Store
+
+    try:
+        store = Store(path, "r", None)
+    except (SoftDBError, OSError, apsw.Error):  # a table of a cluster; or an error that the handle names
+        with answering(path, quiet=quiet) as db:
+            return of_handle(db)
+    with contextlib.closing(store):
+        try:
+            return of_store(store)
+        except SoftDBError as error:
+            error.args = (f"{verb}: {error.args[0]}", *error.args[1:])
+            raise
+
+
+def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) -> Place:
+    """The database, or the cluster's table, for writing; as `answering`."""
+    import softdb
+    from softdb.opening import table_at
+
+    table = table_at(path)
+    return softdb.open(path, encoder=encoder) if table is None else _cluster(table, "rw", encoder, quiet)
+
+
+def described(path: Path) -> tuple[int, str | None]:
+    """The width of the keys, and the name of the encoder that made them."""
+    import softdb
+    from softdb.opening import table_at
+
+    table = table_at(path)
+    if table is not None:
+        from softdb.cluster.truth import stored
+
+        truth = stored(table, None)
+        return truth.schema.dim, truth.encoder
+    with softdb.open(path, mode="r") as db:
+        return db.dim, db.encoder_name
+
+
+def place(path: Path) -> str:
+    """A path as it was typed."""
+    from softdb.opening import table_at
+
+    return table_at(path) or str(path)
+
+
+def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None, quiet: bool) -> TableCluster:
+    """Its shards in this process; where RAY_ADDRESS says that there is one, on that cluster of Ray."""
+    from softdb import cluster
+
+    on: Literal["ray", "here"] = "ray" if os.environ.get("RAY_ADDRESS") else "here"
+    with contextlib.ExitStack() as until_open:
+        bar: Progress | None = None
+
+        def say(what: str, done: int, whole: int) -> None:
+            nonlocal bar
+            bar = bar or until_open.enter_context(progress(what, rate=True))  # none where every shard is there
+            bar(what, done, whole)
+
+        told = None if quiet else say
+        return cluster.open(table, mode, on=on, timeout=PATIENCE, encoder=encoder, progress=told)
+
+
+def _asking(path: Path, encoder: str | None, projection: Path | None) -> Encoder:
+    """What makes queries of texts."""
+    from softdb.tools.cli.encoders import chosen, named_encoder
+
+    dim, noted = described(path)
+    if projection is not None:
+        from softdb.train import TextTowers, load
+
+        trained = load(projection)
+        if trained.keys is not None and noted == trained.name:
+            base = chosen(path, trained.metadata.get("encoder"), encoder)
+            return TextTowers(trained, named_encoder(base, dim, path))
+    return named_encoder(chosen(path, noted, encoder), dim, path)

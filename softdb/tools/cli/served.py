@@ -1,0 +1,62 @@
+"""A database that is read on behalf of others for as long as they ask: by language models, by a page."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from softdb.database import SoftDB
+from softdb.errors import BadInput, MissingDependency
+from softdb.tools.cli.places import opened
+
+__all__ = ["Served"]
+
+
+class Served:
+    """A path's database as it is now, read-only; or, of no path, one that is open already."""
+
+    def __init__(self, path: Path | None, encoder: str | None = None, db: SoftDB | None = None) -> None:
+        self._path, self._encoder, self._lock = path, encoder, threading.Lock()
+        if path is not None:
+            self._open(path)
+        elif db is not None:
+            self._db, self.takes_text = db, True
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._db, self.takes_text = opened(path, True, self._encoder), True
+        except (BadInput, MissingDependency):  # its encoder is unknown, or would have to be named
+            if self._encoder is not None:
+                raise
+            self._db, self.takes_text = opened(path), False
+        self._file = self._identity(path)
+
+    @staticmethod
+    def _identity(path: Path) -> tuple[int, int]:
+        facts = (path / "catalog.sqlite").stat()
+        return facts.st_dev, facts.st_ino
+
+    def newest(self) -> SoftDB:
+        """The database with all that was committed before; another may lie there meanwhile, or none.
+
+        Raises what `softdb.open` does.
+        """
+        if self._path is None:
+            return self._db
+        with self._lock:
+            try:
+                same = self._identity(self._path) == self._file
+            except OSError:
+                same = False
+            if same and not self._db.closed:
+                self._db.refresh()
+            else:
+                self._db.close()
+                self._open(self._path)
+            return self._db
