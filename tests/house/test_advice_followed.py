@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from advice import advising, followed
 
-ELSEWHERE = ("bench", "cluster", "device", "explore", "gpu", "integrations", "mcp")  # advice that needs what is not there
+# rooms whose advice needs a library or a device
+ELSEWHERE = ("bench", "cluster", "device", "explore", "gpu", "integrations", "mcp")
 WITHOUT = {  # a part of the message: why no test of advice follows it
     "a stored payload is not JSON": "a damaged catalogue; tests/trust follows verify()",
     "which blocks that are encoded anew cannot add up": "no public call of a view takes other weights",
