@@ -139,7 +139,7 @@ def shard_with(db: TableCluster, name: str) -> Any:
     return next(one for one in transport.hydrated.databases.values() if name in one)
 
 
-def test_a_shard_that_holds_more_or_fewer_records_than_the_table_is_made_anew(db: TableCluster) -> None:
+def test_a_shard_with_more_or_fewer_records_than_the_table_is_rebuilt(db: TableCluster) -> None:
     changes: list[Callable[[Any], Any]] = [
         lambda shard: shard.delete(["r1"]),
         lambda shard: shard.insert(["no"], KEYS[:1]),
@@ -150,7 +150,7 @@ def test_a_shard_that_holds_more_or_fewer_records_than_the_table_is_made_anew(db
         assert held(db) == told(db.table)
 
 
-def test_a_shard_that_holds_other_records_than_the_table_is_named_and_made_anew(db: TableCluster) -> None:
+def test_a_shard_with_other_records_than_the_table_is_named_and_rebuilt(db: TableCluster) -> None:
     shard = shard_with(db, "r1")
     other = next(name for name in IDS[2:] if name in shard)
     added = next(f"no row {i}" for i in range(99) if shard_of([f"no row {i}"], 2) == shard_of(["r1"], 2))

@@ -263,9 +263,7 @@ def test_an_interrupted_caller_waits_while_its_arrays_are_read(
         assert db.verify() == 2
 
 
-def test_a_write_that_has_not_begun_when_its_caller_is_interrupted_never_does(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_caller_s_waiting_write_never_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     within, go = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -293,9 +291,7 @@ def test_a_write_that_has_not_begun_when_its_caller_is_interrupted_never_does(
     assert there(path) == {"a", "b"}
 
 
-def test_a_build_in_the_callers_thread_does_not_ask_whether_the_program_goes_on(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_in_the_callers_thread_ignores_the_program_s_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPython takes the main thread for dead once a Ctrl-C has come into that question."""
     with made(path, "full") as db:
         db.insert(range(1200), np.random.default_rng(0).standard_normal((1200, DIM)))

@@ -48,9 +48,7 @@ WRITES: dict[str, Callable[[softdb.SoftDB], Any]] = {
 
 @pytest.mark.parametrize("verb", WRITES)
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
-def test_a_renamed_directory_is_not_written_to_and_neither_is_what_took_its_path(
-    path: Path, verb: str, durability: str
-) -> None:
+def test_neither_a_renamed_directory_nor_its_successor_is_written_to(path: Path, verb: str, durability: str) -> None:
     old = made(path, durability)
     old.delete([7])
     old.flush()
@@ -67,7 +65,7 @@ def test_a_renamed_directory_is_not_written_to_and_neither_is_what_took_its_path
     assert sound(moved) == list(range(7))
 
 
-def test_a_directory_renamed_between_two_relaxed_writes_keeps_what_was_flushed(path: Path) -> None:
+def test_a_rename_between_two_relaxed_writes_keeps_flushed_records(path: Path) -> None:
     old = made(path, "relaxed")
     put(old, 10)
     moved = path.rename(path.with_name("moved"))
@@ -79,7 +77,7 @@ def test_a_directory_renamed_between_two_relaxed_writes_keeps_what_was_flushed(p
     assert sound(path) == sound(moved) == list(range(8))
 
 
-def test_a_rename_between_the_transaction_s_begin_and_the_write_reaches_the_directory_that_was_opened(
+def test_a_rename_within_a_transaction_writes_to_the_opened_directory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Column files are opened by the directory's descriptor: no moment is left in which a path could lead elsewhere."""

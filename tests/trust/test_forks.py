@@ -319,7 +319,7 @@ def test_a_child_does_not_wait_for_a_watch_that_a_thread_of_its_parent_held(path
 
 
 @pytest.mark.slow
-def test_a_child_after_threads_of_faiss_and_torch_searches_attends_and_learns(path: Path) -> None:
+def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -> None:
     with clustered(path) as db:
         queries = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
         torch.randn(900, 900) @ torch.randn(900, 900)

@@ -197,7 +197,7 @@ def _checkpoint_after(db: softdb.SoftDB, change: Callable[[], None]) -> None:
     store.run(connection.set_wal_hook, hook)
 
 
-def test_the_log_of_a_catalogue_that_looks_overwritten_is_put_aside_and_serves_again_by_its_name(world: World) -> None:
+def test_the_log_of_an_overwritten_catalogue_is_put_aside_and_serves_again(world: World) -> None:
     catalogue = world.path / "catalog.sqlite"
     os.utime(catalogue, (0, 0))
     with pytest.raises(softdb.WriteFailed, match="overwritten by another program") as refused:

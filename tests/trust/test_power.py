@@ -179,7 +179,7 @@ def test_no_cut_within_the_recovery_from_a_cut_loses_anything(
         )
 
 
-def test_a_reader_of_a_creation_that_was_cut_is_told_that_there_is_no_database(
+def test_a_reader_of_an_unfinished_creation_finds_no_database(
     root: Path, recorded: Callable[[Workload], History]
 ) -> None:
     history = recorded(a_life)
@@ -334,7 +334,7 @@ def test_a_file_may_be_without_its_name_and_a_name_without_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("kind", TEARS)
-def test_a_torn_write_leaves_old_bytes_new_ones_zeros_or_noise_and_nothing_outside(kind: str) -> None:
+def test_a_torn_write_changes_nothing_outside_its_range(kind: str) -> None:
     seen = set()
     for seed in range(20):
         torn = model(WRITE).after(lambda _, seed=seed: Fate(kind, seed))[0]["old"]  # type: ignore[misc]

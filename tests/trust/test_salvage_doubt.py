@@ -68,7 +68,7 @@ def killed(path: Path, count: int = 20, folded: bool = False) -> Path:
 # -- what contradicts --------------------------------------------------------------------------------------------------
 
 
-def test_a_record_in_table_and_index_that_has_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Path) -> None:
+def test_a_record_with_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Path) -> None:
     with made(path) as db:
         db.delete(["r3"])
     bits = np.zeros(8192, np.bool_)

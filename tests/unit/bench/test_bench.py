@@ -253,7 +253,7 @@ def test_softdb_is_compared_with_the_best_that_reached_the_recall() -> None:
     assert report.best(short) == short[1:]  # what misses the recall is no better for being fast
 
 
-def test_the_fastest_of_softdb_are_compared_and_the_table_shows_whoever_is_named() -> None:
+def test_the_fastest_of_softdb_are_compared_and_shown() -> None:
     rows = [*ROWS, row("softdb-ivf", 0.93, 600, 0.25), row("softdb-hnsw", 0.93, 50, 0.1)]
     (one,) = report.compared(rows)
     assert one["softdb"] == "softdb-ivf"

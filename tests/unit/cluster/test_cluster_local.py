@@ -340,7 +340,7 @@ def test_a_loss_wants_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.attend(torch.ones(2, D)).missing == (1,)
 
 
-def test_a_shard_that_was_not_there_at_first_is_missing_until_it_is_looked_for() -> None:
+def test_an_absent_shard_is_missing_until_it_is_looked_for() -> None:
     transport, cluster = lossy(lost={1})
     transport.lost = set()
     assert cluster.attend(torch.ones(1, D)).missing == (1,)

@@ -350,7 +350,7 @@ def test_deleted_ones_never_come_back_and_others_follow() -> None:
     assert index.longest[:10].tolist() == order[200:210].tolist()
 
 
-def test_the_others_are_found_as_surely_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_holds_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The effort is tuned on what the index has to find by itself."""
     monkeypatch.setattr(build, "affordable", lambda here, longest, *_: longest)
     keys, queries = items()

@@ -122,7 +122,7 @@ def test_learnt_bandwidths_and_densities_estimated_to_a_tolerance() -> None:
         assert (np.abs(np.expm1(apart)) <= 0.1).mean() > 0.9
 
 
-def test_the_temperature_is_the_one_of_the_least_loss_and_distributions_are_calibrated() -> None:
+def test_the_temperature_has_the_least_loss_and_calibrates() -> None:
     digits, labels = load_digits(return_X_y=True)
     train, test, told, true = train_test_split(digits, labels, test_size=0.5, random_state=0)
     for k in (None, 20):

@@ -223,7 +223,7 @@ def test_a_commit_takes_true_and_false() -> None:
             memory.commit(**words)
 
 
-def test_the_age_after_a_commit_without_an_index_is_that_of_the_keys_committed() -> None:
+def test_age_without_an_index_is_that_of_the_committed_keys() -> None:
     db = large(10_500)
     memory = Memory(db, k=2)
     memory.step()

@@ -186,7 +186,7 @@ def test_a_killed_training_loses_at_most_what_was_not_committed(tmp_path: Path) 
 # -- what others do ----------------------------------------------------------------------------------------------------
 
 
-def test_deleted_and_replaced_records_are_not_found_and_inserted_ones_not_yet() -> None:
+def test_search_leaves_out_deleted_replaced_and_uncommitted_records() -> None:
     db = filled()
     memory = Memory(db, k=N)
     db.delete([4])
@@ -225,7 +225,7 @@ def test_a_trained_record_that_is_gone_stops_a_commit_until_a_reload() -> None:
     assert memory.commit() > 0
 
 
-def test_what_another_thread_writes_is_not_lost_between_the_two_halves_of_a_commit() -> None:
+def test_a_write_between_the_two_halves_of_a_commit_survives() -> None:
     db = filled()
     memory = Memory(db, k=4)
     moved(memory, torch.tensor([4]), torch.ones(1, D))

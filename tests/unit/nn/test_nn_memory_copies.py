@@ -86,7 +86,7 @@ def test_a_state_of_other_records_is_refused_before_anything_changes() -> None:
     assert memory.report().uncommitted == 0
 
 
-def test_a_state_of_before_or_after_a_deletion_is_loaded_without_what_is_gone() -> None:
+def test_loading_a_state_drops_deleted_records() -> None:
     db = filled()
     memory = Memory(db, k=4)
     trained(memory, torch.randn(3, D))

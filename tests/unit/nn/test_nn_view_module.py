@@ -34,7 +34,7 @@ def _seeded() -> None:
 # -- the module --------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_encoder_is_in_the_state_dict_and_loading_makes_the_index_anew() -> None:
+def test_the_state_dict_holds_the_encoder_and_loading_rebuilds_the_index() -> None:
     view = View(filled(200), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(5, WIDE, dtype=torch.float64)
     assert list(view.state_dict()) == [f"encoder.{name}" for name in view.encoder.state_dict()]
@@ -231,7 +231,7 @@ def test_a_plain_callable_score_meets_keys_in_the_queries_dtype(k: int | None) -
         assert mine.weights == pytest.approx(other.weights, abs=1e-5)
 
 
-def test_explaining_after_a_step_is_refused_where_weights_would_be_of_another_encoder() -> None:
+def test_explaining_after_a_step_is_refused() -> None:
     encoder = mlp()
     view = View(filled(value_dim=V), encoder, metric="l2")
     queries = torch.randn(2, WIDE, dtype=torch.float64)

@@ -56,7 +56,7 @@ def test_a_stale_index_costs_recall_but_scores_are_right() -> None:
     assert view.search(queries, 5).ids == true_ids(view, queries, 5)
 
 
-def test_records_inserted_later_are_candidates_and_deleted_ones_never_come_back() -> None:
+def test_inserted_records_become_candidates_and_deleted_ones_stay_away() -> None:
     view = View(filled(300, value_dim=V), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(6, WIDE, dtype=torch.float64) * 0.3
     assert view.search(queries, 6).ids == true_ids(view, queries, 6)
@@ -164,7 +164,7 @@ def test_in_the_background_training_goes_on() -> None:
     assert view._stale.now.find(queries, 3).tolist() == true_ids(view, queries, 3)
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next_step_and_the_old_one_serves_on() -> None:
+def test_a_background_failure_is_raised_by_the_next_step() -> None:
     gate = threading.Event()
     view = View(filled(), Gated(gate), metric="l2")
     queries = torch.randn(3, WIDE, dtype=torch.float64)

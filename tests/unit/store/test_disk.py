@@ -287,7 +287,7 @@ def test_segments_that_overlap_or_leave_rows_out_are_corruption(path: Path, shif
         softdb.open(path)
 
 
-def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_folding(
+def test_a_writer_settles_the_log_that_a_reader_keeps_from_folding(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, synced = tmp_path / "found", list[int]()
@@ -303,7 +303,7 @@ def test_a_writer_settles_the_log_that_it_finds_though_a_reader_keeps_it_from_fo
 
 
 @pytest.mark.parametrize("error", [apsw.FullError, apsw.IOError])
-def test_a_log_that_could_not_be_checkpointed_at_opening_is_before_the_first_write(
+def test_the_first_write_checkpoints_a_log_that_opening_could_not(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[apsw.Error]
 ) -> None:
     """On a full disk: what a sync has failed on may only look as if on disk, and nothing may come after it."""

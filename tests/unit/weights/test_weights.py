@@ -113,7 +113,7 @@ def test_any_leading_dimensions_are_rows() -> None:
     assert torch.equal(softmax(scores[0, 0, 0], 0.7, live[0, 0, 0])[0], weights[0, 0, 0])
 
 
-def test_a_live_score_of_minus_infinity_weighs_nothing_and_never_turns_into_nan() -> None:
+def test_a_live_score_of_minus_infinity_weighs_nothing_and_is_never_nan() -> None:
     scores = torch.tensor([[1.0, -math.inf, 2.0], [-math.inf] * 3], requires_grad=True)
     weights, lse = softmax(scores, 1.0, ALL.expand(2, 3))
     assert weights[0, 1] == 0
