@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +190,7 @@ class ClusterContract(abc.ABC):
         for found, true in zip(*(differentiated(db, queries, weights=weights) for db in (cluster, one)), strict=True):
             near(found, true, 1e-9)
         if weights != "argmax":
-            monkeypatch.setattr(sys.modules["softdb.attend.exact"], "MOST", 64)
+            monkeypatch.setattr(import_module("softdb.attend.exact"), "MOST", 64)
             with pytest.raises(BadInput, match=f"share the weight of {weights}"):
                 cluster.attend(queries, weights=weights, temperature=1e6)
 

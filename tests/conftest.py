@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as a device's: Triton's interpreter serves them."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(sys.modules["softdb.gpu.usable"], "PRETENDED", True)
+    monkeypatch.setattr(import_module("softdb.gpu.usable"), "PRETENDED", True)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import softdb
 from softdb import cluster, errors, train
 from softdb.cluster.placement import shard_of
 
-job = sys.modules["softdb.cluster.ingest"]  # the name is the function's, too
+job = import_module("softdb.cluster.ingest")  # the name is the function's, too
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray has warnings of its own, also in threads
 

@@ -7,9 +7,9 @@ whole or not at all, and the same handle goes on once the storage is back.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,7 +274,7 @@ def test_shards_are_made_anew_where_a_version_is_gone_alone(
         with cluster.open(folder, cache=folder.parent / "cache") as db:
             db.upsert(["r2"], keys(1, 1), payloads=[1])
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["softdb.cluster.truth"], "written_since", fails)
+            patch.setattr(import_module("softdb.cluster.truth"), "written_since", fails)
             if error is None:
                 reader.refresh()
             else:

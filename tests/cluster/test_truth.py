@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def test_an_update_that_is_overtaken_looks_again(truth: Truth, monkeypatch: pyte
         with pytest.raises(errors.UnknownId, match="id 'b' is not stored"):
             truth.update(["a", "b"], {"payload": ["1", "2"]})
     assert told(truth)["a"][2] == "own"
-    monkeypatch.setattr(sys.modules["softdb.cluster.truth"], "_TRIES", 2)
+    monkeypatch.setattr(import_module("softdb.cluster.truth"), "_TRIES", 2)
     overtaken(monkeypatch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}), times=2)
     with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written, try again"):
         truth.update(["a"], {"payload": ["3"]})
@@ -251,7 +251,7 @@ def test_files_of_a_job_that_is_overtaken_are_checked_against_what_came(
 def test_files_of_a_job_that_is_overtaken_without_end_are_given_up(
     truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["softdb.cluster.appending"], "_TRIES", 2)
+    monkeypatch.setattr(import_module("softdb.cluster.appending"), "_TRIES", 2)
     names = iter("xyz")
     overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)
     with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written"):

@@ -41,7 +41,7 @@ class Nursery:
     """A process that forks a child for each task, `module:function` of this folder with JSON arguments."""
 
     def __init__(self) -> None:
-        folder, package = Path(__file__).parent, Path(sys.modules["softdb"].__file__ or "").parents[1]
+        folder, package = Path(__file__).parent, Path(importlib.import_module("softdb").__file__ or "").parents[1]
         paths = os.pathsep.join([str(folder), str(package), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-W", "ignore:no record has the field", __file__],

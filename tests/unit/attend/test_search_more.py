@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from softdb.index.flat import nearest, radius_search
 
 Array = np.ndarray[Any, Any]
 METRICS = ["dot", "cosine", "l2"]
-hits_file = sys.modules["softdb.attend.hits"]  # the package has a function of that name
+hits_file = import_module("softdb.attend.hits")  # the package has a function of that name
 
 
 def scored(metric: str, queries: Array, keys: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from softdb.attend.scoring import scan
 from softdb.store import Snapshot
 from softdb.weights import Entmax15, Sparsemax, Weighed, weighting
 
-whole = sys.modules["softdb.attend.exact"]  # the package has a function of that name
+whole = import_module("softdb.attend.exact")  # the package has a function of that name
 Array = np.ndarray
 N, D, V = 300, 6, 4
 WEIGHTINGS = ["softmax", "sparsemax", "entmax15", "uniform", "argmax"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +139,7 @@ def test_an_error_states_the_time_that_passed(seconds: float, advice: str, monke
     cluster = Cluster(lossy := Counted(shards(filled(None, np.arange(40), "dot"))), timeout=40)
     lossy.lost = {0}
     clock = iter([1.0, 1.0 + seconds])
-    monkeypatch.setattr(sys.modules["softdb.cluster.caller"], "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(import_module("softdb.cluster.caller"), "time", SimpleNamespace(monotonic=lambda: next(clock)))
     match = rf"1 of 1 shards did not answer \(waited {seconds:g} s of at most 40 s; shard 0: lost\); .*{advice} open"
     with pytest.raises(ShardUnavailable, match=match):
         cluster.attend(torch.ones(1, D))
