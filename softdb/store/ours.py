@@ -15,6 +15,7 @@ _FILE = re.compile(
     r"[a-z]+-[0-9a-f]{16}\.faiss(\.tmp)?|\.softdb-[0-9a-f]{16}"
 )
 _FOLDER = re.compile(r"index|reembed-\d{1,20}|\.softdb-[0-9a-f]{16}")
+_UNFINISHED = ("unfinished.sqlite", "unfinished.sqlite-journal")  # of a copy that was killed
 
 
 def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
@@ -24,7 +25,7 @@ def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
         if entry.is_symlink():
             others.append(entry)
         elif entry.is_dir() and _FOLDER.fullmatch(entry.name):
-            inner, strange = entries(entry)
+            inner, strange = entries(entry, *(_UNFINISHED if entry.name.startswith(".softdb-") else ()))
             ours += [*inner, entry]
             others += strange
         else:
