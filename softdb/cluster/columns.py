@@ -12,7 +12,17 @@ from softdb.errors import BadInput
 from softdb.formats.lines import Fields
 from softdb.formats.tables import needed
 
-__all__ = ["LARGEST", "bounded", "column", "literal", "occupied", "require_columns", "tracked", "written_since"]
+__all__ = [
+    "LARGEST",
+    "bounded",
+    "column",
+    "literal",
+    "occupied",
+    "require_columns",
+    "tracked",
+    "transaction",
+    "written_since",
+]
 
 LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta follows
@@ -55,14 +65,24 @@ def written_since(dataset: Any, version: int, columns: list[str] | None) -> tupl
     return updated.to_reader(), inserted.to_reader()
 
 
+def transaction(dataset: Any, version: int) -> Any:
+    """Return the transaction of a version; None of a Rewrite with indices, which pylance 14.0 does not build."""
+    try:
+        return dataset.read_transaction(version)
+    except TypeError as error:
+        if "RewrittenIndex" not in str(error):
+            raise
+        return None
+
+
 def tracked(dataset: Any, version: int) -> bool:
     """Return True where Lance's delta tells all that the transaction of a version has changed.
 
     It does not for restored versions, nor for columns that were rewritten, replaced, dropped or renamed. What only adds
     files, as `softdb.cluster.appending` and added columns do, is a merge of fragments.
     """
-    operation: Any = getattr(dataset.read_transaction(version), "operation", None)
-    kind = type(operation).__name__
+    read = transaction(dataset, version)
+    kind = "Rewrite" if read is None else type(getattr(read, "operation", None)).__name__
     if kind not in _COMPARED:
         return kind in _TRACKED
     before, after = (dataset.checkout_version(at) for at in (version - 1, version))

@@ -22,7 +22,15 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
-from softdb.cluster.columns import bounded, column, literal, require_columns, tracked, written_since
+from softdb.cluster.columns import (
+    bounded,
+    column,
+    literal,
+    require_columns,
+    tracked,
+    transaction,
+    written_since,
+)
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.storage import LANCE, cause, dataset_at, failure, lance_errors, missing_file, require_storage
 from softdb.cluster.synced import Synced
@@ -129,8 +137,8 @@ class Truth:
     def identity(self, dataset: Any) -> str:
         """What tells a version from that of another table at the same address."""
         with lance_errors(self.url):
-            transaction = dataset.read_transaction(dataset.version)
-        return str(getattr(transaction, "uuid", None) or dataset.versions()[-1]["timestamp"])
+            known = getattr(transaction(dataset, dataset.version), "uuid", None)
+            return str(known or next(v["timestamp"] for v in dataset.versions() if v["version"] == dataset.version))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

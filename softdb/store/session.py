@@ -155,6 +155,8 @@ class Session:
     def __del__(self) -> None:
         if getattr(self, "_writer", None) is not None:
             self.flush_late()
+        if hasattr(self, "_worker"):
+            self._worker.stop()
 
     def _release(self) -> None:
         """Close everything, whatever one of them raises."""

@@ -197,7 +197,3 @@ class Worker:
             if not self._stopped:
                 self._queue.jobs.put(job)
             return not self._stopped
-
-    def __del__(self) -> None:
-        if hasattr(self, "_queue"):
-            self._queue.jobs.put(None)

@@ -82,6 +82,22 @@ def test_directories_follow_whatever_is_done(data: st.DataObject, tmp_path_facto
     followed.close()
 
 
+def test_directories_follow_a_table_that_was_compacted_twice(tmp_path: Path) -> None:
+    """The second compaction rewrites the index of the ids; shards are not made anew for that."""
+    truth = made(str(tmp_path / "t.lance"), shards=2)
+    followed = hydrated(truth, tmp_path / "cache")
+    for seed in range(2):
+        truth.upsert(batch(truth, ["a", "b"], seed=seed))
+        truth.upsert(batch(truth, ["a"], seed=seed + 10))
+        truth.compact()
+        assert truth.identity(truth.now()) == truth.identity(truth.at(truth.newest()))
+        folders = {shard: followed.databases[shard] for shard in followed.mine}
+        followed.follow(truth.newest())
+        assert contents(followed) == told(truth)
+        assert folders == {shard: followed.databases[shard] for shard in followed.mine}
+    followed.close()
+
+
 def ruined(path: Path, how: str) -> None:
     match how:
         case "lost":
