@@ -22,15 +22,7 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
-from softdb.cluster.columns import (
-    bounded,
-    column,
-    literal,
-    require_columns,
-    tracked,
-    transaction,
-    written_since,
-)
+from softdb.cluster.columns import bounded, column, literal, require_columns, tracked, transaction, written_since
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.storage import LANCE, cause, dataset_at, failure, lance_errors, missing_file, require_storage
 from softdb.cluster.synced import Synced

@@ -50,7 +50,7 @@ class Session:
         `relaxed`: see `softdb.store.writer`.
         """
         self.path, self.mode = path, mode
-        self._worker = Worker(self._flush_late)
+        self._worker = Worker(self.flush_late)
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._directory: Directory | None = None
         self._reader: Reader | None = None
@@ -145,7 +145,7 @@ class Session:
         last = self._writer
         try:
             if self.waiting:
-                self._flush()
+                self.flush()
             self.require_unchanged()  # SQLite writes to the catalogue when it closes
         finally:
             self._release()
@@ -154,7 +154,7 @@ class Session:
 
     def __del__(self) -> None:
         if getattr(self, "_writer", None) is not None:
-            self.flush_late()
+            self.flush_late()  # the thread still works then: nothing else ends it
         if hasattr(self, "_worker"):
             self._worker.stop()
 
@@ -184,11 +184,11 @@ class Session:
 
     def acquire(self, seconds: float) -> Callable[[], None] | None:
         """Keep the store's thread still. What waits to be flushed is flushed first: a child sees what is on disk."""
-        return self._worker.park(seconds, self._flush_late)
+        return self._worker.park(seconds, self.flush_late)
 
     def release_in_child(self, acquired: bool) -> None:
         """In a forked child: close what was inherited."""
-        self._worker = Worker(self._flush_late)
+        self._worker = Worker(self.flush_late)
         self.mode = "r"
         parents, self._writer = self._writer, None
         if parents is not None:
@@ -266,24 +266,17 @@ class Session:
 
     def write_transaction(self, durable: bool = False) -> contextlib.AbstractContextManager[Change]:
         """See `Writer.transaction`. On the store's thread."""
-        found = self.writer
         self._worker.require_wanted()
-        return found.transaction(durable)
+        return self.writer.transaction(durable)
 
     def flush(self) -> None:
         """Bring relaxed changes to disk. Raises WriteFailed."""
-        self.run(self._flush)
-
-    def _flush(self) -> None:
-        self.writer.flush()
+        self.run(lambda: self.writer.flush())
 
     def flush_late(self) -> None:
         """Flush in the background: an error is raised by the next write, or by `close`."""
-        self.run(self._flush_late)
-
-    def _flush_late(self) -> None:
         if self._writer is not None:
-            self._writer.flush_late()
+            self.run(self._writer.flush_late)
 
     @property
     def waiting(self) -> int:

@@ -19,6 +19,7 @@ import pytest
 import softdb
 from softdb.store import disk
 from softdb.store import writer as writing
+from softdb.store.worker import Worker
 
 
 @pytest.fixture
@@ -244,6 +245,30 @@ def test_a_handle_that_is_forgotten_flushes(path: Path) -> None:
     put(db, "a")
     del db
     gc.collect()
+    assert flushed(path) == {"a"}
+
+
+@pytest.mark.usefixtures("never")
+def test_a_handle_that_is_collected_after_its_thread_flushes(path: Path) -> None:
+    """Python finalises the objects of one cycle by age; here the worker is older than the store."""
+
+    class Ringing:
+        def late(self) -> None: ...
+
+    gc.disable()
+    older = Worker(Ringing().late)
+    gc.collect()  # which makes it the older of the two
+    db = relaxed(path)
+    put(db, "a")
+    store = db._store
+    store._worker.stop()
+    store._worker, older.store = older, store  # type: ignore[attr-defined]
+    del db, store, older
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(60)
+    gc.enable()
+    assert not collecting.is_alive()
     assert flushed(path) == {"a"}
 
 
