@@ -13,14 +13,13 @@ import argparse
 import gc
 import os
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import MIB, command, commit, machine, spread, versions, write_json
+from common import MIB, command, commit, in_turn, machine, spread, versions, write_json
 from torch import Tensor
 
 import softdb
@@ -85,13 +84,7 @@ def checked(name: str, found: Tensor, expected: Tensor, values: Tensor) -> float
 
 def timed(answers: dict[str, Answer], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each engine, and its ratio to the first in the same round."""
-    found: dict[str, list[float]] = {name: [] for name in answers}
-    for i in range(rounds + 1):
-        for name, answer in answers.items():
-            start = time.perf_counter()
-            answer()
-            if i:  # the first round warms up
-                found[name].append((time.perf_counter() - start) * 1e3)
+    found = {name: [1e3 * spent for spent in seconds] for name, seconds in in_turn(answers, rounds).items()}
     first = next(iter(found.values()))
     return {
         name: {

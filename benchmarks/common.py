@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 
 import softdb
 
-if find_spec("softdb.tools.bench") is None:  # of an older softdb: this one's serves
+if find_spec("softdb.tools") is None:  # of an older softdb: this one's serves
     softdb.__path__.append(str(Path(__file__).resolve().parent.parent / "softdb"))
 
 from softdb.tools.bench import report
-from softdb.tools.bench.report import MIB, command, commit, spread, versions, write_json
+from softdb.tools.bench.report import MIB, command, commit, in_turn, spread, versions, write_json
 
 __all__ = [
     "IN_MEMORY",
@@ -35,6 +35,7 @@ __all__ = [
     "disk_write_rate",
     "file_system",
     "files_in",
+    "in_turn",
     "machine",
     "spread",
     "versions",
@@ -66,20 +67,13 @@ def _kernels() -> str:
 def _rates(threads: int) -> dict[str, Any]:
     """Bytes that torch sums a second, and what its product of two matrices does: the fastest of a few turns."""
     numbers, one, other = torch.ones(READ), torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE)
-    read, multiplied = (
-        min(_seconds(run) for _ in range(TURNS)) for run in (numbers.sum, functools.partial(torch.mm, one, other))
-    )
+    seconds = in_turn({"read": numbers.sum, "multiply": functools.partial(torch.mm, one, other)}, TURNS)
+    read, multiplied = min(seconds["read"]), min(seconds["multiply"])
     return {
         "threads": threads,
         "read_gb_s": round(4 * READ / read / 1e9, 1),
         "sgemm_gflop_s": round(2 * SIDE**3 / multiplied / 1e9, 1),
     }
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def file_system(folder: Path) -> str:

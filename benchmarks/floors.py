@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from attend import World, checked, gradient
-from common import command, commit, machine, versions, write_json
+from common import command, commit, in_turn, machine, versions, write_json
 from torch import Tensor
 
 import softdb
@@ -67,18 +66,6 @@ def floor(world: World, q: int, half: bool, backward: bool, threads: int, second
     multiply = 2 * q * world.n * world.dim * products * seconds["sgemm"] / (2.0 * SIDE**3)
     weigh = passes * q * world.n * seconds["exp"] / (COUNT * REPEATS * threads)
     return max(read, multiply + weigh)
-
-
-def in_turn(calls: Calls, rounds: int) -> Times:
-    """Seconds of each call in each round; the first round warms up."""
-    found: Times = {name: [] for name in calls}
-    for i in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if i:
-                found[name].append(time.perf_counter() - start)
-    return found
 
 
 def told(times: Times, floors: Callable[[dict[str, float]], float]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from gpu_world import Call, Card, K, LeftOut, World, close, flex_of, gradient, l
 from torch import Tensor
 
 import softdb
-from softdb import gpu
+from softdb import device as gpu
 from softdb.check import Metric
 from softdb.errors import DeviceFailed
 from softdb.nn import Memory, retrieval_loss
@@ -147,7 +147,7 @@ def index(world: World, db: softdb.SoftDB, q: int) -> Iterator[Row]:
         if not hasattr(faiss, "StandardGpuResources"):
             raise LeftOut("this FAISS is the CPU build")
     db.build_index("ivf", recall=0.9, k=K, device=str(card.device))
-    queries, found = world.queries(q), db.finder.index
+    queries, found = world.queries(q), db.core.finder.index
     if found is None:
         raise LeftOut("no index was built: so few records are compared")
     most: int = max(64, found.fetch_k * K)

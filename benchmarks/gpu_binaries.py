@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_binaries.py [--target sm_90] [--few] [--output benchmarks/results/gpu_binaries.json]
 
-What is compiled is what a call of softdb.gpu launches: the calls run on tensors without memory, of which the launches
+Compiled is whatever a call of softdb.device launches: the calls run on tensors without memory, of which the launches
 are recorded. No device runs them.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from softdb.check import Metric
-from softdb.gpu import launch, plan
-from softdb.gpu.asked import folded
+from softdb.device import launch, plan
+from softdb.device.passes import folded
 
 KERNELS = {
     "forward": ("pass_forward", "merge_splits"),
@@ -94,7 +94,7 @@ def recorded(case: Case, processors: int) -> list[Launch]:
     originals: dict[tuple[Any, str], Any] = {}
     for module, names in KERNELS.items():
         for name in names:
-            home = import_module(f"softdb.gpu.kernels.{module}")
+            home = import_module(f"softdb.device.kernels.{module}")
             originals[home, name] = kernel = getattr(home, name)
             setattr(home, name, _Recorder(kernel, found))
     originals[plan, "_processors"] = plan._processors

@@ -60,7 +60,7 @@ class World:
                 raise AssertionError(f"exact search is wrong for query {i}")
 
     def _index(self) -> Index:
-        index = self.db.finder.index
+        index = self.db.core.finder.index
         if index is None or index.longest is None or not len(index.longest):
             raise AssertionError("the index has no outliers")
         return index

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MIB, Peak, command, commit, machine, spread, versions, write_json
+from common import MIB, Peak, command, commit, in_turn, machine, spread, versions, write_json
 from numpy.typing import NDArray
 
 from softdb.tools.bench.datasets import queries_near, world
@@ -32,13 +32,8 @@ TEMPERATURE = 0.05
 
 def times(call: Callable[[], Any], repeats: int) -> dict[str, float]:
     """Milliseconds: median, least and most, the first call thrown away."""
-    call()
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        found.append((time.perf_counter() - start) * 1e3)
-    return {name: round(value, 4) for name, value in spread(found).items()}
+    (seconds,) = in_turn({"call": call}, repeats).values()
+    return {name: round(value * 1e3, 4) for name, value in spread(seconds).items()}
 
 
 def ask_open(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +107,7 @@ def ask_index(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     queries = np.load(path.parent / "queries.npy")
     with softdb.open(path) as db:
         report = db.build_index("ivf", recall=0.95, queries=queries[500:])
-        index = db.finder.index
+        index = db.core.finder.index
         assert index is not None
         flat = faiss.IndexFlatIP(args.dim)
         flat.add(np.load(path.parent / "keys.npy"))

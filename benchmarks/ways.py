@@ -21,7 +21,7 @@ import torch
 from common import command, commit, machine, versions, write_json
 
 import softdb
-from softdb.index.costs import FORCED, Costs
+from softdb.index.planner import FORCED, Costs
 
 RECORDS = Costs(1, 1, np.inf, 0, 0)  # as if to compare records cost nothing
 WORLDS = ((5_000, 16), (5_000, 384), (20_000, 32), (50_000, 384), (200_000, 128))
@@ -60,20 +60,21 @@ def in_turn(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, floa
 
 def searches(db: softdb.SoftDB, queries: np.ndarray[Any, Any], turns: int) -> dict[str, float]:
     """The search as it comes, by the index, and by comparing records."""
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
     db.search(queries, k=10)
-    own = index.costs
+    planner = db.core.finder.searcher(index).planner
+    own = planner.costs
 
     def by(costs: Costs | None) -> Callable[[], object]:
         def run() -> None:
-            index.costs = costs
+            planner.costs = costs
             db.search(queries, k=10)
 
         return run
 
     found = in_turn({"search": by(own), "index": by(FORCED), "records": by(RECORDS)}, turns)
-    index.costs = own
+    planner.costs = own
     return {**found, "ratio": round(found["search"] / min(found["index"], found["records"]), 3)}
 
 

@@ -41,7 +41,7 @@ def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
 
 
 def of_name(name: str, dim: int) -> Encoder:
-    """What answers to texts in a database whose keys were made by the encoder of that name.
+    """The encoder of texts for a database whose keys were made by the encoder of that name.
 
     Hashed n-grams are made again. A model is not loaded: models run code, and the name may be a stranger's choice.
     """

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.attend import Columns, Request, nearest, stream
+from softdb.attend import Columns, Request
 from softdb.attend.blocks import scores_of
+from softdb.attend.fused import kernel_form
 from softdb.attend.leading import Layout, TakingPart, as_tensor
-from softdb.attend.on_device import entries_on_device
 from softdb.attend.request import indifferent
 from softdb.check import attribute, shown
+from softdb.device import placed_tensors, pooled, served
 from softdb.errors import BadInput
 from softdb.scoring import Argmax, ScaledDot, Score, ScoreFunction, Softmax, Sparse, Uniform, Weighting, query_width
 
@@ -229,19 +230,33 @@ def _streamed(call: _Call) -> Tensor:  # (u, q, v)
     u, q, _ = call.request.queries.shape
     if call.live is None or u * q * call.keys.shape[1] <= MASKED:
         mask = None if call.live is None else call.live.rows(0, u * q).reshape(u, q, -1)
-        found_at_once = entries_on_device(replace(call.request, mask=mask), call.keys, call.values)
-        if found_at_once is not None:
-            return found_at_once[0]
+        output = _on_device(replace(call.request, mask=mask), call.keys, call.values)
+        if output is not None:
+            return output
     rows = q if call.live is None else max(1, MASKED // call.keys.shape[1])
     found, low = [], 0
     for queries, keys, values in zip(call.request.queries, call.keys, call.values, strict=True):
-        source = Columns(keys, values)
+        source = Columns(keys, values, placed=placed_tensors(keys, values))
         for chunk in torch.split(queries, rows):
             mask = None if call.live is None else call.live.rows(low, low + len(chunk))
             request = replace(call.request, queries=chunk, mask=mask)
             if isinstance(request.weighting, Argmax):
-                found.append(nearest(request, source, source.find(request, 1)).output)
+                found.append(source.nearest(request.top(1)).output)
             else:
-                found.append(stream(request, source)[0])
+                found.append(source.stream(request)[0])
             low += len(chunk)
     return torch.cat(found).reshape(u, q, -1)
+
+
+def _on_device(
+    request: Request,  # of queries (u, q, d), mask (u, q, n)
+    keys: Tensor,  # (u, n, d)
+    values: Tensor,  # (u, n, v)
+) -> Tensor | None:  # (u, q, v)
+    """The output of all entries by one pass on their device; None on the CPU, and where a score overflows."""
+    form = kernel_form(request) if served(keys.device) else None
+    if form is None:
+        return None
+    folded, scale = form
+    output, lse = pooled(folded.queries, keys, values, metric=folded.metric, scale=scale, mask=request.mask)
+    return None if bool(lse.isnan().any()) else output

@@ -11,10 +11,10 @@ from typing import Literal
 import apsw
 
 from softdb import check
-from softdb.database import SoftDB
+from softdb.database import DatabaseCore, SoftDB
 from softdb.encoders import name_of, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
-from softdb.store import Store
+from softdb.filters import FilteredStore
 from softdb.store.paths import field_names
 from softdb.typing import Device
 
@@ -84,12 +84,12 @@ def open(
         shape = (dim, value_dim, num_classes, dtype, metric)
         new = check.schema(*shape, None) if dim is not None or path is None else None
         try:
-            store = Store(place, mode, new, durability == "relaxed")
+            store = FilteredStore(place, mode, new, durability == "relaxed")
             try:
                 check.schema(*shape, store.schema)
                 _declare(store, declared)
                 _remember(store, encoder)
-                db = SoftDB(store, encoder, where)
+                db = SoftDB(DatabaseCore(store, encoder, where))
                 if verify:
                     db.verify()
             except BaseException:
@@ -117,7 +117,7 @@ def table_at(path: str | os.PathLike[str]) -> str | None:
     return f"{address[1]}://{os.fspath(path)[address.end() :]}"
 
 
-def _remember(store: Store, encoder: check.Encoder | None) -> None:
+def _remember(store: FilteredStore, encoder: check.Encoder | None) -> None:
     """Keep the encoder's name where it makes the first keys; BadInput where another has made those that are there."""
     if encoder is None:
         return
@@ -128,7 +128,7 @@ def _remember(store: Store, encoder: check.Encoder | None) -> None:
         store.note_encoder(name)
 
 
-def _declare(store: Store, fields: tuple[str, ...]) -> None:
+def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
     """Index the fields that are not indexed yet."""
     missing = sorted(set(fields) - set(store.fields()))
     if missing and store.mode == "r":

@@ -68,7 +68,7 @@ def attention_heatmap(
     queries: Sequence[str] | None = None,  # q labels
     records: Sequence[str] | None = None,  # n labels
 ) -> Any:
-    """Which query looks at which record: weights as shades, queries down, records across. Returns the axes.
+    """Draw weights as shades, queries down, records across. Returns the axes.
 
     Of an answer of `attend(k=)`, or another with weights, the records that any query weighed stand in row order, with
     their ids where these are at most 40. (The columns of `pooled.weights` itself are ranks, not records.)

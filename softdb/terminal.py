@@ -26,7 +26,19 @@ from rich.text import Text
 
 from softdb.visible import CONTROLS, visible
 
-__all__ = ["counted", "dumps", "listed", "number", "print_json", "print_table", "progress", "safe", "size", "terminal"]
+__all__ = [
+    "counted",
+    "dumps",
+    "listed",
+    "number",
+    "print_json",
+    "print_result",
+    "print_table",
+    "progress",
+    "safe",
+    "size",
+    "terminal",
+]
 
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # JSON has them in strings alone
 PIPED = 1 << 16  # columns where there is no terminal: lines are not wrapped
@@ -42,7 +54,7 @@ def terminal(stderr: bool = False) -> Console:
 
 
 class _Rate(ProgressColumn):
-    """How much a second, of late."""
+    """The present speed, a second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -115,6 +127,14 @@ def print_json(value: object) -> None:
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     sys.stdout.write((line if unicode else json.dumps(json.loads(line))) + "\n")
     sys.stdout.flush()  # where the reader has closed the pipe it is told here
+
+
+def print_result(value: object, as_json: bool, text: str) -> None:
+    """Print a value as JSON, or the text for people."""
+    if as_json:
+        print_json(value)
+    else:
+        terminal().print(text)
 
 
 def safe(text: str, room: int | None = None) -> str:

@@ -58,7 +58,7 @@ class HashedNGrams:
 
     @property
     def name(self) -> str:
-        """What a database remembers of it, and makes it again from; its own width is the database's."""
+        """The name that a database stores and makes the encoder again from; the width is the database's."""
         return "ngrams" if self.sizes == SIZES else f"ngrams({', '.join(map(str, self.sizes))})"
 
     def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
@@ -79,7 +79,10 @@ class HashedNGrams:
             for offset in range(size):
                 hashed = hashed * _BASE + codes[offset : offset + windows]
             inside = owner[:windows] == owner[size - 1 : size - 1 + windows]
-            hashed = _mixed(hashed[inside])
+            hashed = hashed[inside]
+            hashed = (hashed ^ (hashed >> np.uint64(30))) * _MIX[0]
+            hashed = (hashed ^ (hashed >> np.uint64(27))) * _MIX[1]
+            hashed ^= hashed >> np.uint64(31)
             signs = np.where(hashed >> np.uint64(63), 1.0, -1.0)
             buckets = ((hashed & np.uint64(2**62 - 1)) % np.uint64(self.dim)).astype(np.int64)
             counts += np.bincount(owner[:windows][inside] * self.dim + buckets, signs, len(counts))
@@ -88,20 +91,8 @@ class HashedNGrams:
 
 def _spaced(text: str) -> str:
     """A text as its n-grams see it: ` schulz lisa `; empty where there is no word."""
-    if text.isascii():
-        folded = text.lower()
-    else:
-        folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    words = folded.split()
+    words = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
     return f" {' '.join(words)} " if words else ""
-
-
-def _mixed(hashed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hashes whose every bit depends on every bit that went in."""
-    hashed = (hashed ^ (hashed >> np.uint64(30))) * _MIX[0]
-    hashed = (hashed ^ (hashed >> np.uint64(27))) * _MIX[1]
-    hashed ^= hashed >> np.uint64(31)
-    return hashed
 
 
 def _texts(texts: object) -> list[str]:
@@ -229,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _located(model: str) -> str:
-    """Where a model lies: an installed package that carries it, a directory, or else its name as it came."""
+    """Return the place of a model: an installed package that carries it, a directory, or else its name."""
     name = model.removeprefix("sentence-transformers/").replace("-", "_").lower()
     for package in (name, f"gt_{name}"):
         spec = importlib.util.find_spec(package) if package.isidentifier() else None

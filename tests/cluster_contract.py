@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from cluster_hosts import nbytes
 from torch import Tensor
 
 import softdb
 from softdb import scores
 from softdb.cluster.handle import Cluster
-from softdb.cluster.shard import Message, ShardReplies, Transport, nbytes
-from softdb.database import SoftVerbs
+from softdb.cluster.shard import Message, ShardReplies, Transport
+from softdb.database import Verbs
 from softdb.errors import BadInput, Closed, ShardUnavailable, UnknownId
 
 N, D, V, Q = 1200, 8, 4, 5
@@ -78,7 +79,7 @@ def near(found: Tensor, true: Tensor, dial: float) -> None:
     assert off <= dial, f"off by {off:.2g}, {dial:g} is allowed"
 
 
-def differentiated(db: SoftVerbs, queries: Tensor, **words: Any) -> tuple[Tensor, ...]:
+def differentiated(db: Verbs, queries: Tensor, **words: Any) -> tuple[Tensor, ...]:
     """Output, lse, and the gradients of queries and of the score's parameters."""
     leaf = queries.clone().requires_grad_()
     score = words.get("score")
@@ -238,7 +239,7 @@ class ClusterContract(abc.ABC):
             assert sorted(scanned) == [name for batch in one.scan(1000, where) for name in batch.ids]
             assert cluster.to_arrow(where=where).sort_by("id").equals(one.to_arrow(where=where).sort_by("id"))
         assert sorted(cluster) == list(one)
-        assert cluster.header == one.header | {"fields": ()}
+        assert cluster.core.header == one.core.header | {"fields": ()}
 
     def test_modules_take_it_as_they_take_a_database(self, pair: Any) -> None:
         one, cluster, queries = pair(self.SHARDS[-1])

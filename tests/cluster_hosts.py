@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from softdb.cluster.merge import of_owners, together
-from softdb.cluster.shard import ClusterShard, Message, ShardReplies, nbytes
+from softdb.cluster.shard import ClusterShard, Message, ShardReplies
+
+
+def nbytes(message: Any) -> int:
+    """The bytes of the arrays in a message or reply: what grows with queries, candidates and widths."""
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    if isinstance(message, bytes):
+        return len(message)
+    if dataclasses.is_dataclass(message):
+        return sum(nbytes(getattr(message, field.name)) for field in dataclasses.fields(message))
+    return sum(map(nbytes, message)) if isinstance(message, tuple | list) else 0
 
 
 class Hosts:

@@ -33,20 +33,18 @@ def key_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers cost, as if it had been measured: the same ways are taken on every machine."""
     if "measured" not in request.keywords:
-        from softdb.attend.pace import Pace
-        from softdb.index.costs import Costs
+        from given_costs import GivenCosts
 
-        usual = Costs(called=0, code=1, scored=8, fetched=40, compared=8, few=4096)
-        monkeypatch.setattr("softdb.index.costs.measured", lambda *_: usual)
-        monkeypatch.setattr("softdb.attend.rounds.measured", lambda *_: Pace(1e-10, 6e-12, 1e-3, 5e-4))
-        monkeypatch.setattr(Pace, "tell", lambda *_: None)
+        from softdb.index.search import Searcher
+
+        monkeypatch.setattr(Searcher, "planned_by", GivenCosts)
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as a device's: Triton's interpreter serves them."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(import_module("softdb.gpu.usable"), "PRETENDED", True)
+    monkeypatch.setattr(import_module("softdb.device.availability"), "PRETENDED", True)
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from softdb.index import gpu, gpu_search
-from softdb.index.device import Board
+from softdb.device import Board, faiss_lists, probe
 
 MOST = 2048
 DEVICE = torch.device("cpu", 0)  # tells itself apart from the plain "cpu" where it is shown
@@ -120,12 +119,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "cast_integer_to_cudastream_t": lambda address: address,
     }.items():
         monkeypatch.setattr(faiss, name, what, raising=False)
-    monkeypatch.setattr(gpu, "current_stream", lambda device: pretended.stream)
-    monkeypatch.setattr(gpu_search, "FEW", 500)
+    monkeypatch.setattr(faiss_lists, "current_stream", lambda device: pretended.stream)
+    monkeypatch.setattr(probe, "FEW", 500)
     monkeypatch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: cls(DEVICE, dtype=dtype)))
-    gpu._resources.cache_clear()
+    faiss_lists._resources.cache_clear()
     yield pretended
-    gpu._resources.cache_clear()
+    faiss_lists._resources.cache_clear()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, cards: int = 1) -> None:

@@ -71,7 +71,7 @@ class IndexContract:
         with softdb.open(None, dim=D, metric=metric) as db:
             db.insert(range(N), keys)
             db.build_index(self.kind, recall=0.8)
-            index = db.finder.index
+            index = db.core.finder.index
             assert index is not None
             reached = []
             for _ in range(12):
@@ -87,9 +87,9 @@ class IndexContract:
         with softdb.open(tmp_path / "db", dim=D) as db:
             db.insert(range(N), keys)
             low = db.build_index(self.kind, recall=0.5)
-            before = db.finder.index
+            before = db.core.finder.index
             high = db.tune(0.99, queries=queries)
-            index = db.finder.index
+            index = db.core.finder.index
             assert before is not None
             assert index is not None
             assert index.inner is before.inner

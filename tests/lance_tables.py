@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-import softdb
 from softdb.check import schema
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.truth import Truth, create, stored
+from softdb.database.incoming import RecordChecker
 from softdb.store import Batch
 
 DIM = 6
@@ -26,7 +26,6 @@ def made(url: str, shards: int = 4, ids: str = "str", options: dict[str, str] | 
 
 def batch(truth: Truth, ids: Sequence[Any], seed: int = 0, keyed: bool = True, **words: Any) -> Batch:
     """Checked records of those ids: their keys say which seed made them."""
-    door = softdb.open(None, **truth.described)
     keys = np.random.default_rng(seed).normal(size=(len(ids), DIM)).astype(np.float32)
     given = {
         "values": None,
@@ -35,7 +34,8 @@ def batch(truth: Truth, ids: Sequence[Any], seed: int = 0, keyed: bool = True, *
         **words,
     }
     column: Any = keys if keyed else [None] * len(ids)
-    return door.batch(list(ids), column, given["values"], given["payloads"], given["texts"], lambda *_: None)
+    checker = RecordChecker(truth.schema, lambda: None)
+    return checker.batch(list(ids), column, given["values"], given["payloads"], given["texts"], lambda *_: None)
 
 
 def contents(hydrated: Hydrated) -> dict[int | str, tuple[list[float] | None, Any, Any, str | None]]:

@@ -39,7 +39,7 @@ LATE = "cluster: milliseconds beyond the timeout"
 STEPS = {  # of an actor: where it dies, and whether after that
     "asked, not begun": ("softdb.cluster.actors:_answered", False),
     "answered, not said": ("softdb.cluster.actors:_answered", True),
-    "in the middle of a question": ("softdb.cluster.hydrated_shard:HydratedShard._answered", True),
+    "in the middle of a question": ("softdb.cluster.local:HydratedShard._answered", True),
     "told of a version": ("softdb.cluster.hydrate:Hydrated.follow", False),
     "changes read, not taken in": ("softdb.cluster.hydrate:Hydrated._apply", False),
     "one shard ahead of the other": ("softdb.cluster.hydrate:Hydrated._apply", True),
@@ -202,10 +202,10 @@ with opened(url) as db:
 """
 DRIVEN = {  # where a driver dies
     "before the commit": ("softdb.cluster.truth:Truth._written", "early"),
-    "committed, not synced": ("softdb.cluster.synced:Synced.sync", "early"),
-    "synced, not seen": ("softdb.cluster.table_cluster:TableCluster._seen", "early"),
+    "committed, not synced": ("softdb.cluster.storage:Synced.sync", "early"),
+    "synced, not seen": ("softdb.cluster.table_core:TableCore.seen", "early"),
     "actors asked": ("softdb.cluster.actors:_FanOut._send", "late"),
-    "acknowledged": ("softdb.cluster.table_cluster:TableCluster._seen", "late"),
+    "acknowledged": ("softdb.cluster.table_core:TableCore.seen", "late"),
 }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from softdb import attend
 from softdb.attend import Columns, Request, Source, Stored
 from softdb.attend.request import Live
 from softdb.check import Metric, Schema
@@ -40,10 +39,10 @@ def stream(
     sparse: Sparse | None = None,
 ) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """The answer over every record, and its log-normaliser."""
-    request = Request(queries, score, sparse or Softmax(), temperature, allowed, mask)
+    request = Request(queries, score, sparse or Softmax(), temperature, allowed=allowed, mask=mask)
     source: Source
     if isinstance(records, Columns):
         source = Columns(records.keys, records.values, num_classes)
     else:
         source = stored(records, queries.shape[1], num_classes, value_dim)
-    return attend.stream(request, source)
+    return source.stream(request)

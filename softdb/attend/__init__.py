@@ -1,41 +1,13 @@
-"""Answers over records: exact over all, truncated to the nearest, estimated, sampled, counted, explained.
+"""Answers over records: hits, exact, nearest, estimated, sampled, counted, explained.
 
-Each is one function of a `Request`, what is asked, and a `Source`, where the records are.
+Each is one function of a `Source`, which has it as a method, and a `Query` or a `Request`. Computes; touches no files.
+Begin with request.py and source.py, then exact.py and streaming.py.
 """
 
-from softdb.attend.count import counted
-from softdb.attend.estimate import estimated, log_partition
-from softdb.attend.exact import all_scores, exact, log_normaliser, shared_scores
-from softdb.attend.grouped import grouped
-from softdb.attend.hits import hits
-from softdb.attend.nearest import nearest
-from softdb.attend.remote import Remote
-from softdb.attend.request import Request, Source
-from softdb.attend.result import explained
-from softdb.attend.sample import sampled
-from softdb.attend.source import Columns, Stored
-from softdb.attend.streaming import stream
-from softdb.attend.texts import fused_hits, text_hits
+from softdb.attend.by_text import TextQuery, fused_hits, text_hits
+from softdb.attend.request import Request
+from softdb.attend.source import Source
+from softdb.attend.stored import Stored
+from softdb.attend.tensors import Columns
 
-__all__ = [
-    "Columns",
-    "Remote",
-    "Request",
-    "Source",
-    "Stored",
-    "all_scores",
-    "counted",
-    "estimated",
-    "exact",
-    "explained",
-    "fused_hits",
-    "grouped",
-    "hits",
-    "log_normaliser",
-    "log_partition",
-    "nearest",
-    "sampled",
-    "shared_scores",
-    "stream",
-    "text_hits",
-]
+__all__ = ["Columns", "Request", "Source", "Stored", "TextQuery", "fused_hits", "text_hits"]

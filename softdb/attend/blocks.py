@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.attend.request import Live, Request, Source
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Live, Request
 from softdb.errors import BadInput
 from softdb.scoring import Score, ScoreFunction, Sparse, fold
 from softdb.scoring.once import Once
@@ -39,7 +40,7 @@ class Tile(NamedTuple):
     dead: Tensor | None  # (chunk, m) bool; None: all take part
 
 
-def tiles(request: Request, source: Source) -> Iterator[Tile]:
+def tiles(request: Request, source: SourceRecords) -> Iterator[Tile]:
     """Every meeting of a chunk of the queries with a block of the records that take part."""
     queries, width = request.queries, source.width if request.pools else 0
     bytes_a_record = queries.element_size() * (queries.shape[1] + width)
@@ -62,7 +63,7 @@ def tiles(request: Request, source: Source) -> Iterator[Tile]:
 
 
 def scored_tiles(
-    request: Request, source: Source, score: Score | ScoreFunction | None = None
+    request: Request, source: SourceRecords, score: Score | ScoreFunction | None = None
 ) -> Iterator[tuple[Tile, Tensor]]:  # (chunk, m), -inf where dead
     """The tiles with their scores; None: by the request's score."""
     score = request.score if score is None else score
@@ -120,7 +121,7 @@ class Solved(NamedTuple):
     of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # scores of a chunk (c, m) -> weights w and pulls u
 
 
-def softmax_over(request: Request, source: Source) -> Solved:
+def softmax_over(request: Request, source: SourceRecords) -> Solved:
     """One pass of the online softmax; w = u = exp((s - top) / T) / total."""
     queries, temperature = request.queries, request.temperature
     q, width = len(queries), source.width if request.pools else 0
@@ -151,7 +152,7 @@ def softmax_over(request: Request, source: Source) -> Solved:
     return Solved(output, lse, output, empty, of)
 
 
-def sparse_over(request: Request, source: Source) -> Solved:
+def sparse_over(request: Request, source: SourceRecords) -> Solved:
     """Sparsemax or entmax15 over the source's records. Cost q n (d + v), and q n d for each of some 10 Newton steps."""
     by, queries, temperature = request.weighting, request.queries, request.temperature
     assert isinstance(by, Sparse)
@@ -211,14 +212,13 @@ class Blocks(torch.autograd.Function):
         keys: Tensor | None,  # (n, d), the source's own, given where it wants a gradient
         values: Tensor | None,  # (n, v), likewise
         request: Request,
-        source: Source,
-        solve: Callable[[Request, Source], Solved],
-        *parameters: Tensor,
+        source: SourceRecords,
+        *parameters: Tensor,  # of the score, that want gradients
     ) -> tuple[Tensor, Tensor]:
-        """`solve` makes the weights."""
+        """Weights by the request's weighting."""
         request = replace(request, queries=queries)
         with torch.autocast(queries.device.type, enabled=False):
-            solved = solve(request, source)
+            solved = (sparse_over if isinstance(request.weighting, Sparse) else softmax_over)(request, source)
         ctx.request, ctx.source, ctx.columns, ctx.of = request, source, (keys, values), solved.of
         ctx.save_for_backward(queries, solved.mean, solved.empty, *parameters)
         return solved.output, solved.lse
@@ -232,7 +232,7 @@ class Blocks(torch.autograd.Function):
         query_grad, key_grad, value_grad, *parameter_grads = Once.guarded(
             grads, (queries, *parameters, output_grad, lse_grad, *(one for one in ctx.columns if one is not None))
         )
-        return query_grad, key_grad, value_grad, None, None, None, *parameter_grads
+        return query_grad, key_grad, value_grad, None, None, *parameter_grads
 
 
 def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v), (c, m), (m, v) or labels (m,)

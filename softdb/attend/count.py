@@ -10,22 +10,21 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.answers import Estimate
+from softdb.attend.blocks import scored_tiles
 from softdb.attend.error import SKEWED, f_quantile
-from softdb.attend.remote import Remote
+from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.scoring import score_rows
-from softdb.attend.source import Stored
 from softdb.check import Tolerance
 from softdb.index.contract import prepared
-from softdb.index.device import radius_search
-from softdb.index.tail import FEWEST, Tail
+from softdb.index.query import Query
+from softdb.index.tail import FEWEST, Drawing, Tail
 from softdb.kernels.threads import available
 
-__all__ = ["counted", "counted_exactly"]
+__all__ = ["count_by_scores", "count_drawn", "count_exactly"]
 
 FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
 NEAR = 1.3  # times as many codes are looked at one by one
-SLOWER = 30  # times as long as in a pass over all it takes to draw and score a record
 LEAST = 50  # records that must be drawn, or nothing is known of those that are not
 LOOKS, WIDER = 2, 8  # how often it is looked wider for what lies inside, and how much wider
 BLIND = 0.3  # of the bar, at most, may be for what was not drawn
@@ -37,9 +36,19 @@ GATHERED = 1 << 24  # numbers of keys gathered at once for that, where they cann
 Numbers = NDArray[np.float64]
 
 
-def counted(
+@torch.no_grad()
+def count_by_scores(source: SourceRecords, request: Request, least: float) -> Estimate:
+    """How many records score at least so much: every one is scored. Cost q n d."""
+    value = torch.zeros(len(request.queries), dtype=torch.float64)
+    for tile, scores in scored_tiles(request.detached, source):
+        value[tile.chunk] += (scores >= least).sum(1).to(value)
+    sure = torch.ones_like(value, dtype=torch.bool)
+    return Estimate(value, torch.zeros_like(value), sure, sure)
+
+
+def count_drawn(
+    source: IndexedRecords,
     request: Request,
-    source: Stored | Remote,
     least: float,  # the score that counts
 ) -> Estimate:
     """How many records score at least so much, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
@@ -49,16 +58,14 @@ def counted(
     that may hold some (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers
     where that costs less. The records younger than the index are compared one by one.
     """
-    if isinstance(source, Remote):
-        return source.counted(request, least)
     tolerance = request.tolerance
     assert tolerance is not None
-    ball = _Ball(request, source, tolerance, least, request.keep(source), *source.sampler())
+    ball = _Ball(request, source, tolerance, least, request.keep(source.live), *source.sampler())
     rest, drawn = np.arange(len(request.queries)), FIRST
     value, bar = np.zeros(len(rest)), np.full(len(rest), np.inf)
     taking_part = int(np.count_nonzero(ball.keep))
     while ball.tail is not None and available() and taking_part >= FEWEST and len(rest):
-        most = tolerance.most or taking_part // SLOWER
+        most = tolerance.most or ball.tail.planner.most_counted(taking_part)
         if drawn > most and tolerance.most is None:
             break
         drawn = min(drawn, most)
@@ -79,9 +86,9 @@ def counted(
     return Estimate(told(value), told(bar), told(met), told(exact))
 
 
-def counted_exactly(request: Request, source: Stored, least: float) -> NDArray[np.int64]:  # (q,)
+def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)
     """How many records score at least so much. Cost q n d."""
-    ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source), None, 0)
+    ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source.live), None, 0)
     return ball.exactly(np.arange(len(request.queries)), ball.keep).astype(np.int64)
 
 
@@ -89,7 +96,7 @@ class _Ball(NamedTuple):
     """The records that count."""
 
     request: Request
-    source: Stored
+    source: IndexedRecords
     tolerance: Tolerance
     least: float
     keep: Live  # (size,) the records that take part
@@ -106,7 +113,7 @@ class _Ball(NamedTuple):
         counts = []
         for few in np.array_split(which, -(-len(which) // EXACTLY)):
             queries = self.request.queries[torch.from_numpy(few)]
-            positions = radius_search(columns, queries, self.least, self.source.schema.metric, keep)
+            positions = self.source.in_radius(Query(queries, 0, self.source.schema.metric, keep, least=self.least))
             count, step = np.zeros(len(few)), max(1, GATHERED // (EXACTLY * queries.shape[1]))
             for part in np.split(positions, range(step, positions.shape[1], step), axis=1):
                 scores = score_rows(score, queries, columns, part).detach().cpu().numpy()
@@ -125,7 +132,8 @@ class _Ball(NamedTuple):
         confidence, queries = self.tolerance.confidence, self.request.queries.detach().cpu().numpy()
         asked = prepared(queries[which], tail.index.metric)
         near, doubt = min(int(NEAR * drawn * WIDER**look), tail.size), math.log(1 / (1 - confidence))
-        found = tail.draw(self.source.columns, asked, 1.0, near, drawn, self.request.seed, 1 - confidence, self.least)
+        columns, seed = self.source.columns, self.request.seed
+        found = tail.draw(Drawing(columns, asked, 1.0, near, drawn, seed, 1 - confidence, self.least))
         positions = found.positions
         positions[(positions < 0) | ~self.keep[positions]] = -1
         inside = (positions >= 0) & (found.scores >= self.least)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from softdb.attend.request import Positions
 from softdb.index.contract import Floats
+from softdb.index.placement import RecordColumns
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Segment, Snapshot
@@ -68,16 +69,16 @@ class Bars(NamedTuple):
 
 def pooled_at(
     logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
-    snapshot: Snapshot,
+    snapshot: RecordColumns,
     positions: Positions,  # (q, k), -1 = none
     width: int,  # v; 0: nothing is pooled
 ) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v."""
     output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
-    snapshot, positions = on_host(snapshot, positions)
+    values, positions = on_host(snapshot, positions)
 
     def given(part: slice) -> tuple[Any, ...]:
-        return logits[part], positions[part], snapshot.value_column, output[part], lse[part]
+        return logits[part], positions[part], values.value_column, output[part], lse[part]
 
     by_lines(native().pool, given, len(logits), logits.size * (4 * width + 64))
     return torch.from_numpy(output), torch.from_numpy(lse)
@@ -86,10 +87,9 @@ def pooled_at(
 def spread_at(
     logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
     log_weights: Floats,  # (q, k) log(1/p)
-    snapshot: Snapshot,
+    snapshot: RecordColumns,
     positions: Positions,  # (q, k), -1 = none
-    output: NDArray[np.floating],  # (q, v) the answer; v = 0: nothing was pooled
-    lse: NDArray[np.floating],  # (q,) its normaliser
+    answer: tuple[NDArray[np.floating], NDArray[np.floating]],  # (q, v), v = 0: nothing was pooled; (q,) its lse
     salt: int = 0,  # parts that are merged need their own
 ) -> tuple[ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
     """What the error of an answer is made of whose candidates were drawn independently.
@@ -97,16 +97,17 @@ def spread_at(
     stderr² = Σ c ‖v - o‖², c = (1 - p) w² (Särndal, Swensson and Wretman 1992, section 5.6); of Z relative to it Σ c.
     Cost q k v SIGNS.
     """
+    output, lse = answer
     (q, k), v = logits.shape, output.shape[1]
     weights, found = np.empty((q, k), logits.dtype), np.empty((3, q))
     signs: int = native().SIGNS
-    snapshot, positions = on_host(snapshot, positions)
+    values, positions = on_host(snapshot, positions)
     first, roots, signed = np.empty((q, v)), np.empty((q, signs)), np.empty((q, signs * v), np.float32)
 
     def given(part: slice) -> tuple[Any, ...]:
         drawn = logits[part], log_weights[part], positions[part]
         written = weights[part], found[:, part], first[part], signed[part], roots[part]
-        return *drawn, snapshot.value_column, output[part], lse[part], salt, *written
+        return *drawn, values.value_column, output[part], lse[part], salt, *written
 
     by_lines(native().spread, given, q, logits.size * (4 * v * signs + 64))
     noise, noises, variance = found
@@ -115,9 +116,9 @@ def spread_at(
     return ErrorEstimate(*seen, *[np.zeros(q)] * 4), torch.from_numpy(weights)
 
 
-def on_host(snapshot: Snapshot, positions: Positions) -> tuple[Snapshot, Positions]:  # (q, k) -> and (q, k)
+def on_host(snapshot: RecordColumns, positions: Positions) -> tuple[Snapshot, Positions]:  # (q, k) -> and (q, k)
     """Candidates and their values where kernels read them: those on a device are copied, these records alone."""
-    if snapshot.on_host:
+    if snapshot.placed is None:
         return snapshot, positions
     values = snapshot.values_at(positions).flatten(0, 1).cpu()
     values = values.to(torch.float32 if values.is_floating_point() else torch.int32)

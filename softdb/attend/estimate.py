@@ -10,19 +10,25 @@ import torch
 
 from softdb.answers import Estimate, Pooled
 from softdb.attend.exact import exact
-from softdb.attend.remote import Remote
+from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Positions, Request, Scored
-from softdb.attend.result import Estimated, answered
+from softdb.attend.result import Doubt, Estimated, answered
 from softdb.attend.rounds import FIRST, Estimator, Round
-from softdb.attend.source import Stored
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scoring import Softmax
 
-__all__ = ["estimated", "log_partition"]
+__all__ = ["estimate", "estimate_drawn", "log_partition", "require_estimator"]
 
 
-def estimated(request: Request, source: Stored | Remote) -> Pooled:
+def estimate(source: SourceRecords, request: Request) -> Pooled:
+    """The exact answer: nothing draws these records. Raises BadInput as `estimate_drawn`."""
+    if request.pools:
+        require_estimator(request)
+    return exact(source, request)
+
+
+def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """The softmax over all records, to the request's tolerance.
 
     Each round draws records for the queries whose error bar does not fit yet, scores them exactly, keeps some by their
@@ -32,12 +38,10 @@ def estimated(request: Request, source: Stored | Remote) -> Pooled:
     the log-normaliser alone is wanted.
     """
     if request.pools:
-        _require_estimator(request)
-    if isinstance(source, Remote):
-        return source.estimated(request)
+        require_estimator(request)
     estimator = Estimator.of(request, source)
     if estimator is None or estimator.hopeless():
-        return exact(request, source)
+        return exact(source, request)
     start, tolerance = time.perf_counter(), estimator.tolerance
     rest, answers = [np.arange(0)], list[tuple[Positions, Estimated]]()
     tasks = [Round(np.arange(len(request.queries)), min(FIRST, tolerance.most or FIRST))]
@@ -58,18 +62,18 @@ def estimated(request: Request, source: Stored | Remote) -> Pooled:
     left = np.sort(np.concatenate(rest))
     if answers and len(left):
         answers.append((left, _exactly(request.at(left), source)))
-    answer = _joined(estimator, answers, left) if answers else exact(request, source)
-    estimator.tell(time.perf_counter() - start)
+    answer = _joined(estimator, answers, left) if answers else exact(source, request)
+    estimator.learn(time.perf_counter() - start)
     return answer
 
 
-def log_partition(request: Request, source: Stored | Remote) -> Estimate:
-    """log Z alone, Z = Σ exp(s / T) over all records, as `estimated` estimates it; nothing is pooled."""
-    found = estimated(replace(request, pools=False), source)
+def log_partition(source: SourceRecords, request: Request) -> Estimate:
+    """log Z alone, Z = Σ exp(s / T) over all records, as `estimate` estimates it; nothing is pooled."""
+    found = source.estimate(replace(request, pools=False))
     return Estimate(found.lse, found.bar, found.met, found.exact, found.missing)
 
 
-def _require_estimator(request: Request) -> None:
+def require_estimator(request: Request) -> None:
     """Raises BadInput where no index could draw for the request."""
     if not isinstance(request.weighting, Softmax):
         raise BadInput(
@@ -103,16 +107,13 @@ def _joined(
     certain[torch.from_numpy(rest).to(device)] = True
     weights, best = whole.weights.sort(dim=1, descending=True, stable=True)
     found = Scored(whole.positions.gather(1, best).cpu().numpy(), whole.scores.gather(1, best))
-    return answered(
-        request, source, whole.output, whole.lse,
-        finder=estimator.tail.index.kind, exact=certain, found=found, weights=weights,
-        missed_mass=torch.zeros_like(whole.lse.detach()), error=whole,
-    )  # fmt: skip
+    doubt = Doubt(certain, torch.zeros_like(whole.lse.detach()), whole)
+    return answered(request, source, whole[:2], estimator.tail.index.kind, (found, weights), doubt)
 
 
-def _exactly(request: Request, source: Stored) -> Estimated:
+def _exactly(request: Request, source: SourceRecords) -> Estimated:
     """The exact answer, as an estimate without error."""
-    pooled = exact(request, source)
+    pooled = exact(source, request)
     none = torch.full((len(request.queries), 1), -1, device=pooled.lse.device)
     nothing = torch.zeros_like(pooled.lse.detach())
     return Estimated(

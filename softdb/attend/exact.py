@@ -12,8 +12,8 @@ from torch import Tensor
 from softdb.answers import Pooled
 from softdb.attend.blocks import pool_into, scored_tiles, scores_of
 from softdb.attend.nearest import nearest
-from softdb.attend.on_host import stream_where_faster
-from softdb.attend.request import Candidates, Positions, Request, Scored, Source
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Candidates, Positions, Request, Scored
 from softdb.attend.result import answered
 from softdb.check import shown
 from softdb.errors import BadInput
@@ -26,7 +26,7 @@ FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before every record is ask
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 
-def exact(request: Request, source: Source) -> Pooled:
+def exact(source: SourceRecords, request: Request) -> Pooled:
     """The exact answer.
 
     Dense weightings: one pass over the records, cost q n (d + v), memory O(block). Argmax: the nearest. Sparsemax and
@@ -37,27 +37,26 @@ def exact(request: Request, source: Source) -> Pooled:
     if request.need_weights:
         return _dense(request, source)
     if isinstance(by, Argmax):
-        return nearest(request, source, source.find(request, 1, exact=True))
+        return nearest(source, request, source.find(request.top(1, exact=True)))
     if isinstance(by, Sparse):
         support = _support(request, source, by)
         if support is not None:
-            return nearest(request, source, support, complete=True)
+            return nearest(source, request, support, complete=True)
     elif not isinstance(by, Softmax | Uniform):
         raise BadInput(
             f"the weighting {shown(by)} needs all scores at once, which no exact query holds; pass k=, or "
             "use one of softdb.weights"
         )
-    output, lse, source = stream_where_faster(request, source)
-    return answered(request, source, output, lse, finder="all")
+    return answered(request, source, source.stream(request), "all")
 
 
-def log_normaliser(request: Request, source: Source) -> Tensor:  # (q,)
+def log_normaliser(source: SourceRecords, request: Request) -> Tensor:  # (q,)
     """log Z of the softmax over every record, exactly. Nothing is pooled: cost q n d."""
-    return stream_where_faster(replace(request, pools=False), source)[1]
+    return source.stream(replace(request, pools=False))[1]
 
 
 @torch.no_grad()
-def _support(request: Request, source: Source, by: Sparse) -> Candidates | None:
+def _support(request: Request, source: SourceRecords, by: Sparse) -> Candidates | None:
     """The records that have weight, proven; None where more than MOST share it."""
     q, taking_part = len(request.queries), request.taking_part(source)
     found = np.full((q, 0), -1, np.int64)
@@ -66,7 +65,7 @@ def _support(request: Request, source: Source, by: Sparse) -> Candidates | None:
         if k > MOST:
             return None
         part = request.at(unproven)
-        tried = source.find(part, k, exact=True)
+        tried = source.find(part.top(k, exact=True))
         finder = tried.finder
         weights, proven = _weigh(part, source, tried, by, taking_part[torch.from_numpy(unproven)])
         support = np.where(weights > 0, tried.positions, -1)[proven]
@@ -81,7 +80,7 @@ def _support(request: Request, source: Source, by: Sparse) -> Candidates | None:
 
 
 def _weigh(
-    request: Request, source: Source, found: Candidates, by: Sparse, taking_part: Tensor
+    request: Request, source: SourceRecords, found: Candidates, by: Sparse, taking_part: Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights (q, k) of candidates, and where no other record can have any, (q,)."""
     positions, weights, proven = found.positions, [], []
@@ -108,7 +107,7 @@ class AllScores(NamedTuple):
     values: Tensor  # (n, v), or labels (n,)
 
 
-def all_scores(request: Request, source: Source) -> AllScores:
+def all_scores(source: SourceRecords, request: Request) -> AllScores:
     """The scores of all records. Cost q n d, memory q n and a copy of the values."""
     queries = request.queries
     columns: dict[int, list[Tensor]] = {}  # by the first position of the block
@@ -126,9 +125,9 @@ def all_scores(request: Request, source: Source) -> AllScores:
     return AllScores(np.concatenate(positions), every, torch.cat(values))
 
 
-def _dense(request: Request, source: Source) -> Pooled:
+def _dense(request: Request, source: SourceRecords) -> Pooled:
     """The exact answer with the weights (q, n) of all records, in row order. Cost q n (d + v)."""
-    positions, scores, values = all_scores(request, source)
+    positions, scores, values = all_scores(source, request)
     live = torch.ones_like(scores, dtype=torch.bool)
     if request.mask is not None:
         columns = torch.from_numpy(np.cumsum(source.live)[positions] - 1)
@@ -137,10 +136,10 @@ def _dense(request: Request, source: Source) -> Pooled:
     output = weights.new_zeros(len(weights), source.width)
     pool_into(output, weights, values.to(weights.device))
     own = np.where(live.cpu().numpy(), positions, -1)
-    return answered(request, source, output, lse, finder="all", found=Scored(own, scores), weights=weights)
+    return answered(request, source, (output, lse), "all", (Scored(own, scores), weights))
 
 
-def shared_scores(request: Request, source: Source, positions: Positions) -> Tensor:  # (u,) -> (q, u)
+def shared_scores(source: SourceRecords, request: Request, positions: Positions) -> Tensor:  # (u,) -> (q, u)
     """Scores of the same records for every query."""
     queries, columns = request.queries, source.columns
     keys = queries.new_zeros(0, queries.shape[1])

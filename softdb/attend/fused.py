@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,16 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.on_device import kernel_form
-from softdb.attend.request import Request, Source
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Request
 from softdb.check import Metric, attribute
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
+from softdb.scoring import Fold, Sparse
 from softdb.scoring.once import Once
 from softdb.scoring.products import length
 from softdb.store import Snapshot
 
-__all__ = ["Fused", "Pass", "backward", "forward", "pass_of"]
+__all__ = ["Fused", "Pass", "backward", "forward", "kernel_form", "pass_of"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -65,12 +66,25 @@ class _PassSums(NamedTuple):
     total: Array  # (q,) float64, Σ exp((s - top) / T); 0 where nothing takes part
 
 
-def pass_of(request: Request, source: Source) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
+def kernel_form(request: Request) -> tuple[Fold, float] | None:
+    """The request as softmax of scale · metric(q, k), and the scale; None where it is no such thing."""
+    if isinstance(request.weighting, Sparse) or request.streamed_score is not request.score:
+        return None
+    folded = request.folded
+    if folded is None or folded.scale is None:
+        return None
+    if isinstance(folded.scale, Tensor) and folded.scale.requires_grad and torch.is_grad_enabled():
+        return None  # the kernels have no gradient for it
+    scale = float(folded.scale) / request.temperature
+    return (folded, scale) if 1e-30 < scale < 1e30 else None  # beyond what float32 holds
+
+
+def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
     """The queries as the kernels take them, their pass, and what its lse lacks; None where torch has to answer."""
     queries, columns = request.queries, source.columns
     if (
         columns is None
-        or not columns.on_host
+        or columns.placed is not None
         or queries.dtype is not torch.float32
         or queries.device.type != "cpu"
         or not available()
@@ -87,11 +101,11 @@ def pass_of(request: Request, source: Source) -> tuple[Tensor, Pass, Tensor] | N
     if folded.metric is Metric.COSINE:
         asked = asked / length(asked).unsqueeze(1)
     mask = None if request.mask is None else np.ascontiguousarray(request.mask.cpu().numpy())
-    what = columns, request.keep(source), mask, folded.metric, 1 / inverse, source.num_classes, request.pools
+    what = columns, request.keep(source.live), mask, folded.metric, 1 / inverse, source.num_classes, request.pools
     return asked, Pass(*what), torch.as_tensor(folded.bias) / request.temperature
 
 
-def _trains(request: Request, source: Source) -> bool:
+def _trains(request: Request, source: SourceRecords) -> bool:
     """Whether the kernels give the gradients that the source's own columns want, if they want any."""
     if not torch.is_grad_enabled() or source.trained == (None, None):
         return True
@@ -135,7 +149,7 @@ class Fused(torch.autograd.Function):
         for part in _chunks(asked):
             *sums, grad, grad_of_lse = (one[part] for one in given)
             mine = np.ascontiguousarray(asked[part]), ctx.what.chunk(part), _PassSums(*sums)
-            query_grad[part] = backward(*mine, grad, grad_of_lse, *written)
+            query_grad[part] = backward(*mine, (grad, grad_of_lse), written)
         sources = queries, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)
         return *Once.guarded([torch.from_numpy(query_grad), *columns], sources), None
 
@@ -174,16 +188,14 @@ def backward(
     queries: Array,  # (q, d) float32
     what: Pass,
     sums: _PassSums,
-    output_grad: Array,  # (q, v) float32
-    lse_grad: Array,  # (q,) float32
-    key_grad: Array | None = None,  # (n, d) float32, added to; for dot products
-    value_grad: Array | None = None,  # (n, v) float32, added to
+    grads: Sequence[Array],  # of output (q, v) and lse (q,), float32
+    column_grads: Sequence[Array | None] = (None, None),  # (n, d), for dot products, and (n, v) float32, added to
 ) -> Array:  # (q, d) float32
     """The gradient of the queries, and of the columns where it is asked for.
 
     Threads share the records, so that each adds to rows of its own.
     """
-    layout = _PassLayout(queries, what)
+    layout, (output_grad, lse_grad) = _PassLayout(queries, what), grads
     # a gradient is a difference of keys: around the queries it loses nothing to cancellation
     centre = queries.mean(0) if what.metric is Metric.L2 else None
     seen = queries if centre is None else queries - centre
@@ -194,13 +206,13 @@ def backward(
     offset = np.where(empty, 0, lse_grad - (output_grad * sums.output).sum(1, dtype=np.float64)).astype(np.float32)
     inverse_total = np.where(empty, 0, 1 / np.where(empty, 1, sums.total)).astype(np.float32)
     top = np.where(empty, np.float32(np.inf), sums.top)  # so that no record matters
-    grads = np.ascontiguousarray(output_grad.T) if what.labels else output_grad
+    pooled_grad = np.ascontiguousarray(output_grad.T) if what.labels else output_grad
 
     def work(pieces: Iterator[Any]) -> tuple[Array, Array]:
         pulled, mass, scratch = np.zeros(queries.shape), np.zeros(len(queries)), _aligned(floats)
         for piece in pieces:
             attention.backward(
-                piece, grads, offset, inverse_total, top, pulled, mass, key_grad, value_grad, scratch
+                piece, pooled_grad, offset, inverse_total, top, pulled, mass, *column_grads, scratch
             )  # fmt: skip
         return pulled, mass
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from softdb.answers import Pooled
-from softdb.attend.request import Candidates, Live, Positions, Request, Source
-from softdb.attend.result import answered
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Candidates, Live, Positions, Request
+from softdb.attend.result import Doubt, answered
+from softdb.index.placement import RecordColumns
 from softdb.pool import missed_mass
 from softdb.scoring import Softmax, Uniform
-from softdb.store import Snapshot
 
 __all__ = ["nearest"]
 
@@ -19,8 +20,8 @@ SAMPLED = 1024  # records drawn to estimate the mass beyond the k nearest: 3 % o
 
 
 def nearest(
+    source: SourceRecords,
     request: Request,
-    source: Source,
     candidates: Candidates | None = None,  # None: the k nearest
     complete: bool = False,  # proven to be all that have weight
 ) -> Pooled:
@@ -30,8 +31,7 @@ def nearest(
     record has weight. Cost of the search, then q k (d + v), and q SAMPLED d for the missed mass.
     """
     if candidates is None:
-        assert request.k is not None
-        candidates = source.find(request, request.k)
+        candidates = source.find(request)
     found = source.scored(request, candidates.positions)
     live = torch.from_numpy(found.positions >= 0).to(found.scores.device)
     weights, lse, threshold = request.weighting.weigh(found.scores, request.temperature, live)
@@ -42,14 +42,11 @@ def nearest(
         worst = found.scores.detach().masked_fill(~live, torch.inf).amin(1)
         exact = exact | (worst <= threshold)
     missed = _missed(request, source, found.positions, others, exact, lse.detach())
-    return answered(
-        request, source, output, lse,
-        finder=candidates.finder, exact=exact, found=found, weights=weights, missed_mass=missed,
-    )  # fmt: skip
+    return answered(request, source, (output, lse), candidates.finder, (found, weights), Doubt(exact, missed))
 
 
 def _missed(
-    request: Request, source: Source, positions: Positions, others: Tensor, exact: Tensor, lse: Tensor
+    request: Request, source: SourceRecords, positions: Positions, others: Tensor, exact: Tensor, lse: Tensor
 ) -> Tensor | None:
     """Share of the weight beyond the candidates, (q,); NaN, or None, where nobody can tell."""
     if bool(exact.all()):
@@ -63,7 +60,7 @@ def _missed(
     return found.to(lse.dtype).masked_fill(exact, 0)
 
 
-def _estimated(request: Request, snapshot: Snapshot, positions: Positions, others: Tensor, lse: Tensor) -> Tensor:
+def _estimated(request: Request, snapshot: RecordColumns, positions: Positions, others: Tensor, lse: Tensor) -> Tensor:
     """The softmax mass of the others, (q,): a uniform sample of them stands for them."""
     sample = _uniform(snapshot, request.allowed)  # (m,) ascending
     with torch.no_grad():
@@ -78,7 +75,7 @@ def _estimated(request: Request, snapshot: Snapshot, positions: Positions, other
     return missed_mass(scores, torch.from_numpy(taken).to(lse.device), others, lse, request.temperature)
 
 
-def _uniform(snapshot: Snapshot, allowed: Live | None) -> Positions:
+def _uniform(snapshot: RecordColumns, allowed: Live | None) -> Positions:
     """Up to SAMPLED positions drawn uniformly from those that take part, ascending; the same for one generation."""
     keep = snapshot.live if allowed is None else snapshot.live & allowed
     random = np.random.default_rng(snapshot.generation)

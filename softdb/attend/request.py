@@ -1,9 +1,8 @@
-"""The Request, one soft question, checked; and the Source of whom it is asked. Every answer is a function of both."""
+"""The Request, one soft question, checked, and what is found for it. Every answer is a function of it and a Source."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.answers import Resolve
-from softdb.check import Tolerance, shown
+from softdb.check import Metric, Tolerance, shown
 from softdb.errors import BadInput
+from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.scoring import (
     Fold,
@@ -28,26 +27,19 @@ from softdb.scoring import (
     fold,
     weighting,
 )
-from softdb.store import Snapshot
-from softdb.store.snapshot import Block
 
 __all__ = [
-    "AsStored",
     "Candidates",
     "Live",
     "LogScore",
     "Positions",
     "Request",
-    "Resident",
     "Scored",
-    "Source",
     "indifferent",
 ]
 
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
-
-EXACT = ("flat", "scan")  # finders whose candidates are the nearest for sure
 
 
 class LogScore(torch.nn.Module):
@@ -83,17 +75,33 @@ def indifferent(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d_q), (…
     return queries[..., :1] * 0 + keys[..., :1].mT * 0
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked, of whom, and how well. `of` checks; which records there are is the Source's to say."""
+class Population(Protocol):
+    """Records as far as a request counts them."""
 
-    queries: Tensor  # (q, d), on the device and in the dtype to compute in, with their graph
+    @property
+    def live(self) -> Live:
+        """Positions that hold a record, (size,) bool."""
+
+    @property
+    def count(self) -> int:
+        """Number of records."""
+
+
+@dataclass(frozen=True)
+class Request(Query):
+    """A soft question: a `Query` that weighs the records it finds. `of` checks; a Source says which records there are.
+
+    Its k, 0 for all, are the nearest by the score, whatever the metric.
+    """
+
     score: Score | ScoreFunction  # of which softmax, or another weighting, is taken
     weighting: Weighting = Softmax()  # noqa: RUF009 - immutable
     temperature: float = 1.0
-    allowed: Live | None = None  # (size,) over positions: who takes part; None: every live record
+    _: KW_ONLY
+    k: int = 0
+    metric: Metric = Metric.DOT
+    allowed: Live | None = None
     mask: Tensor | None = None  # (q, live records) in row order, True = takes part
-    k: int | None = None  # truncate to the k nearest
     tolerance: Tolerance | None = None  # estimate; without k and tolerance the answer is exact
     seed: int = 0  # of an estimate's draws
     need_weights: bool = False  # hold the weights of an exact answer
@@ -106,14 +114,8 @@ class Request:
         score: Score | ScoreFunction,
         weights: str | Weighting | None = None,
         temperature: float = 1.0,
-        allowed: Live | None = None,
-        mask: Tensor | None = None,
-        k: int | None = None,
-        tolerance: Tolerance | None = None,
-        seed: int = 0,
-        need_weights: bool = False,
     ) -> Request:
-        """A request. Weights None: "normalised" for a kernel, else "softmax".
+        """Return a request of every record. Weights None: "normalised" for a kernel, else "softmax".
 
         Normalised weights become the softmax of the score's logarithm, which cannot underflow.
         """
@@ -125,7 +127,11 @@ class Request:
                     "kernel's bandwidth, or use softmax"
                 )
             score, by = LogScore(score), Softmax()
-        return cls(queries, score, by, temperature, allowed, mask, k, tolerance, seed, need_weights)
+        return cls(queries, score, by, temperature)
+
+    def top(self, k: int, exact: bool = False) -> Request:
+        """Return the same question, of the k nearest."""
+        return replace(self, k=k, exact=exact)
 
     @cached_property
     def folded(self) -> Fold | None:
@@ -147,6 +153,15 @@ class Request:
         """Whether the queries do."""
         return self.queries.requires_grad and torch.is_grad_enabled()
 
+    def masks(self, live: Live) -> tuple[Tensor | None, Tensor | None]:
+        """The allowed positions (size,) and the mask (q, size), both over positions."""
+        keep, mask = None if self.allowed is None else torch.from_numpy(self.allowed), self.mask
+        if mask is not None and mask.shape[1] < len(live):
+            spread = mask.new_zeros(len(mask), len(live))
+            spread[:, torch.from_numpy(live).to(mask.device)] = mask
+            mask = spread
+        return keep, mask
+
     def at(self, which: Positions) -> Request:
         """The same for some of the queries (ascending), with their gradient."""
         if len(which) == len(self.queries):
@@ -159,124 +174,16 @@ class Request:
         """Scores as the user's own score gives them."""
         return scores.exp() if isinstance(self.score, LogScore) else scores
 
-    def keep(self, source: Source) -> Live:  # (size,)
-        """The positions that take part, but for the mask."""
-        return source.live if self.allowed is None else source.live & self.allowed
-
-    def taking_part(self, source: Source) -> Tensor:  # (q,)
+    def taking_part(self, source: Population) -> Tensor:  # (q,)
         """How many records each query may weigh."""
         device = self.queries.device
         if self.mask is None:
-            count = source.count if self.allowed is None else int(np.count_nonzero(self.keep(source)))
+            count = source.count if self.allowed is None else int(np.count_nonzero(self.keep(source.live)))
             return torch.full((len(self.queries),), count, device=device)
         mask = self.mask.cpu()
         if self.allowed is not None:
             mask = mask & torch.from_numpy(self.allowed[source.live])
         return mask.sum(1).to(device)
-
-
-# -- of whom -----------------------------------------------------------------------------------------------------------
-
-
-class Source(Protocol):
-    """Records in order. Positions count them, 0 … size - 1, dead ones included; -1 means none.
-
-    A new source (columns on a device, shards on other machines) gives these, and is then asked whatever a database is.
-    """
-
-    @property
-    def live(self) -> Live:
-        """Which positions hold a record, (size,) bool."""
-
-    @property
-    def count(self) -> int:
-        """How many do."""
-
-    @property
-    def width(self) -> int:
-        """v, how wide an answer is."""
-
-    @property
-    def num_classes(self) -> int | None:
-        """How many classes there are, where values are labels."""
-
-    @property
-    def columns(self) -> Snapshot | None:
-        """Keys and values as kernels read them where they lie; None: they come by `blocks` alone."""
-
-    @property
-    def resident(self) -> tuple[Resident, ...]:
-        """The columns where they lie on devices, in order of positions; none: they come by `columns` or `blocks`."""
-
-    @property
-    def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """The source's own keys (n, d) and values (n, v), where they want a gradient."""
-
-    @property
-    def graph(self) -> bool:
-        """Whether `encoded` makes keys with a graph."""
-
-    @property
-    def block_size(self) -> int:
-        """How many records `encoded` takes at once; asked where there is a graph."""
-
-    def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """The allowed live records from a position on, in order, at most `size` at a time."""
-
-    def encoded(self, block: Block) -> Block:
-        """A block with its keys as they are compared."""
-
-    def frozen(self) -> Source:
-        """The same records without a graph, to look again. Raises StaleRead where they have changed since."""
-
-    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
-        """The k nearest of each query by the request's score; `exact`: for sure."""
-
-    def scored(self, request: Request, positions: Positions) -> Scored:
-        """Scores of candidates (q, k), with their gradients."""
-
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
-        """The weighted sum of candidates' values (q, v), with its gradients."""
-
-    def rows(self, positions: Positions) -> Positions:
-        """Permanent row numbers, -1 where there is none."""
-
-    @property
-    def resolve(self) -> Resolve:
-        """Ids and payload texts of rows; those deleted since are absent."""
-
-
-class AsStored:
-    """A source whose keys are compared as they are stored."""
-
-    graph, block_size = False, 0
-
-    @property
-    def resident(self) -> tuple[Resident, ...]:
-        """None."""
-        return ()
-
-    def encoded(self, block: Block) -> Block:
-        """The block itself."""
-        return block
-
-
-class Resident(NamedTuple):
-    """Columns of a range of positions, on one device; those that want a gradient are given with their graph."""
-
-    keys: Tensor  # (m, d), float32, float16 or bfloat16
-    values: Tensor | None  # (m, v), or int labels (m,); None: the key serves
-    live: Tensor | None = None  # (m,) bool; None: all are live
-    start: int = 0  # the first position
-
-    def taking_part(self, keep: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Of what is allowed (size,) and a mask (q, size), over all positions, this range here, without the dead."""
-        device, rows = self.keys.device, slice(self.start, self.start + len(self.keys))
-        live = self.live
-        if keep is not None:
-            allowed = keep[rows].to(device)
-            live = allowed if live is None else live & allowed
-        return live, None if mask is None else mask[:, rows].to(device)
 
 
 class Candidates(NamedTuple):
@@ -287,8 +194,8 @@ class Candidates(NamedTuple):
 
     @property
     def certain(self) -> bool:
-        """Whether they are the nearest for sure."""
-        return self.finder in EXACT
+        """Whether every record was compared, so that they are the nearest for sure."""
+        return self.finder in ("flat", "scan")
 
 
 class Scored(NamedTuple):

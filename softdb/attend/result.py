@@ -11,12 +11,11 @@ from torch import Tensor
 
 from softdb.answers import Explanation, Hits, Pooled
 from softdb.attend.blocks import scored_tiles
-from softdb.attend.remote import Remote
-from softdb.attend.request import Request, Scored, Source
-from softdb.index.on_device import OnDevice
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Request, Scored
 from softdb.scoring import Uniform
 
-__all__ = ["Estimated", "answered", "explained", "hits_of"]
+__all__ = ["Doubt", "Estimated", "answered", "explain", "heaviest", "hits_of"]
 
 
 class Estimated(NamedTuple):
@@ -47,39 +46,43 @@ class Estimated(NamedTuple):
         )
 
 
+class Doubt(NamedTuple):
+    """What is known of the error of an answer that may not be exact."""
+
+    exact: Tensor  # (q,) bool
+    missed_mass: Tensor | None  # (q,); None: unknown where not exact
+    error: Estimated | None = None  # whose bars these are; None: none where exact, else unknown
+
+
 def answered(
     request: Request,
-    source: Source,
-    output: Tensor,  # (q, v)
-    lse: Tensor,  # (q,)
-    *,
+    source: SourceRecords,
+    state: tuple[Tensor, Tensor],  # (q, v) output, (q,) lse
     finder: str,
-    exact: Tensor | None = None,  # (q,) bool; None: all are
-    found: Scored | None = None,  # the records that were weighed; None: all that take part
-    weights: Tensor | None = None,  # (q, k) of them
-    missed_mass: Tensor | None = None,  # (q,); None: unknown where not exact
-    error: Estimated | None = None,  # whose bars these are; None: none where exact, else unknown
+    weighed: tuple[Scored, Tensor] | None = None,  # records and their weights (q, k); None: all that take part
+    doubt: Doubt | None = None,  # None: the answer is exact
 ) -> Pooled:
     """An answer, with what is known of its error, its records, and how to explain it."""
+    (output, lse), (exact, missed_mass, error) = state, doubt or (None, None, None)
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
     unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
     bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
     if error is not None:
         bars = error.bar, error.stderr, error.lse_stderr, error.met
-    n_pooled, hits = request.taking_part(source), None
-    if found is not None:
+    n_pooled, hits, weights = request.taking_part(source), None, None
+    if weighed is not None:
+        found, weights = weighed
         hits = hits_of(request, source, found, lse.device)
-        weighed = torch.from_numpy(found.positions >= 0).sum(1).to(lse.device)
-        n_pooled = weighed if error is None else torch.where(exact, n_pooled, weighed)
+        count = torch.from_numpy(found.positions >= 0).sum(1).to(lse.device)
+        n_pooled = count if error is None else torch.where(exact, n_pooled, count)
     missed_mass = unknown if missed_mass is None else missed_mass
-    if isinstance(source.columns, OnDevice):
-        finder += source.columns.place(request.pools)
+    finder += source.read_from(request.pools)
     pooled = Pooled(
         output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
-        lambda count: explained(request, source, pooled, count), *bars,
+        lambda count: explain(source, request, pooled, count), *bars,
     )  # fmt: skip
-    if isinstance(source, Remote) and source.missing:
+    if source.missing:
         none, inf = torch.zeros_like(exact), torch.full_like(unknown, torch.inf)
         return replace(
             pooled, missing=source.missing, exact=none, met=none, bar=inf, stderr=inf, lse_stderr=inf,
@@ -88,15 +91,14 @@ def answered(
     return pooled
 
 
-def hits_of(request: Request, source: Source, found: Scored, device: torch.device) -> Hits:
+def hits_of(request: Request, source: SourceRecords, found: Scored, device: torch.device) -> Hits:
     """Candidates as the user sees them."""
     rows = torch.from_numpy(source.rows(found.positions)).to(device)
-    missing = source.missing if isinstance(source, Remote) else ()
-    return Hits(rows, request.shown_scores(found.scores).to(device), source.resolve, missing)
+    return Hits(rows, request.shown_scores(found.scores).to(device), source.resolve, source.missing)
 
 
 @torch.no_grad()
-def explained(request: Request, source: Source, pooled: Pooled, count: int) -> list[Explanation]:
+def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
     """One explanation a query, of the `count` heaviest records. Cost of a search and a pass over what was weighed."""
     count = min(count, int(request.taking_part(source).amax()) if len(request.queries) else 0)
     if pooled.hits is not None and pooled.weights is not None:
@@ -105,12 +107,13 @@ def explained(request: Request, source: Source, pooled: Pooled, count: int) -> l
         hits = Hits(pooled.hits.rows.gather(1, order), pooled.hits.scores.detach().gather(1, order), source.resolve)
         entropy = -torch.special.xlogy(pooled.weights.detach(), pooled.weights.detach()).sum(1)
         weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
-    elif isinstance(source, Remote):
-        return source.explained(request, pooled, count)
     else:
-        request, source = request.detached, source.frozen()
-        found = source.scored(request, source.find(request, count, exact=True).positions)
-        weights, entropy = _all_weights(request, source, pooled.lse.detach(), found)
+        request, source, lse = request.detached, source.frozen(), pooled.lse.detach()
+        found, entropy = source.heaviest(request, lse, count)
+        live = torch.from_numpy(found.positions >= 0).to(lse.device)
+        weights = (found.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
+        if isinstance(request.weighting, Uniform):
+            weights = live / request.taking_part(source).to(lse).clamp(min=1).unsqueeze(1)
         hits = hits_of(request, source, found, found.scores.device)
     ids, payloads = hits.ids, hits.payloads
     explanations = []
@@ -129,14 +132,13 @@ def explained(request: Request, source: Source, pooled: Pooled, count: int) -> l
     return explanations
 
 
-def _all_weights(request: Request, source: Source, lse: Tensor, found: Scored) -> tuple[Tensor, Tensor]:
-    """Weights (q, k) of some records and the entropy (q,) of the weights of all."""
-    live = torch.from_numpy(found.positions >= 0).to(lse.device)
+def heaviest(source: SourceRecords, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # and (q,)
+    """The `count` heaviest records and the entropy of the weights of all. Cost of a search and a pass."""
+    found = source.scored(request, source.find(request.top(count, exact=True)).positions)
     if isinstance(request.weighting, Uniform):
-        return live / request.taking_part(source).to(lse).clamp(min=1).unsqueeze(1), lse
-    weights = (found.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
+        return found, lse
     mean = torch.zeros_like(lse)  # of log w
     for tile, scores in scored_tiles(request, source):
         logs = scores / request.temperature - lse[tile.chunk].unsqueeze(1)
         mean[tile.chunk] += (logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).nan_to_num(0).sum(1)
-    return weights, -mean
+    return found, -mean

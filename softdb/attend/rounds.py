@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.error import Bars, ErrorEstimate, bars, joined, pooled_at, spread_at, sure
-from softdb.attend.pace import Pace, measured
+from softdb.attend.protocol import IndexedRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
-from softdb.attend.source import Stored
-from softdb.attend.streaming import stream
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
-from softdb.index.tail import FEWEST, Tail, TailSample, seeds_of, subsample
+from softdb.index.planner import EstimateCosts, estimate_costs
+from softdb.index.tail import FEWEST, Drawing, Tail, TailSample, seeds_of, subsample
 from softdb.kernels import available, native
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
 
-__all__ = ["BLIND", "BLINDER", "FIRST", "GROWTH", "LEAST", "LOOKS", "MARGIN", "Estimator", "Round", "error_of"]
+__all__ = ["FIRST", "GROWTH", "LEAST", "MARGIN", "Estimator", "Round", "blinded", "error_of", "looks"]
 
 Numbers = NDArray[np.float64]
 
@@ -64,7 +63,7 @@ class Estimator(NamedTuple):
     """What is drawn from, for what."""
 
     request: Request
-    source: Stored
+    source: IndexedRecords
     tolerance: Tolerance
     tail: Tail
     factor: float  # logits are this times the metric's score
@@ -76,7 +75,7 @@ class Estimator(NamedTuple):
     least: int = LEAST  # of several parts the caller counts all together
 
     @classmethod
-    def of(cls, request: Request, source: Stored) -> Estimator | None:
+    def of(cls, request: Request, source: IndexedRecords) -> Estimator | None:
         """None where nothing can be drawn."""
         (tail, indexed_until), columns, tolerance = source.sampler(), source.columns, request.tolerance
         if tail is None or tolerance is None or request.mask is not None or not len(request.queries):
@@ -85,7 +84,7 @@ class Estimator(NamedTuple):
         if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
             return None
         scale = folded.scale.detach() if isinstance(folded.scale, Tensor) else folded.scale  # it decides what is drawn
-        factor, keep = float(scale) / request.temperature, request.keep(source)
+        factor, keep = float(scale) / request.temperature, request.keep(source.live)
         count = columns.count if request.allowed is None else int(np.count_nonzero(keep))
         if not 1e-30 < factor < 1e30 or count < FEWEST:
             return None
@@ -102,7 +101,7 @@ class Estimator(NamedTuple):
     def after(self, task: Round, found: Estimated, allowed: Tensor, blind: Tensor) -> tuple[Tensor, list[Round]]:
         """Which queries (q,) a round has answered, and the rounds for the others."""
         most, further = self.tolerance.most, []
-        wider = blind & ~found.met & (task.look < self._looks)
+        wider = blind & ~found.met & (task.look < looks(self.request))
         done = found.met | (~wider & (task.budget == most))
         more = ~done & ~wider
         if bool(wider.any()):
@@ -112,16 +111,6 @@ class Estimator(NamedTuple):
             budget = max(GROWTH * task.budget, int(min(needed, self.source.columns.size)))
             further.append(Round(task.which[more.cpu().numpy()], min(budget, most or budget), task.look))
         return done, further
-
-    @property
-    def _looks(self) -> int:
-        """How often it may be looked wider: not at all where the cost is bounded and a gradient is wanted.
-
-        A step of training asks for a direction at a bounded cost, not for a narrow bar.
-        """
-        most = self.tolerance.most
-        few = most is not None and most < LEAST  # which no look makes more
-        return 0 if few or (most is not None and self.request.wants_gradient) else LOOKS
 
     def near(self, task: Round) -> int:
         """How many records are scored because they are near: more where few of those found take part."""
@@ -154,37 +143,33 @@ class Estimator(NamedTuple):
             return False
         q, first = len(task.which), Round(task.which, FIRST)
         records, usual = (self.near(one) + self.draws(one) + len(self.tail.reach.apart) for one in (task, first))
-        return self._pace.round(q * records / usual) > self._exact_seconds(q)
+        return self._costs.round(q * records / usual) > self._exact_seconds(q)
 
     def _exact_seconds(self, queries: int) -> float:
         """What a pass over every record costs."""
-        return self._pace.exact(self.taking_part * (self.asked.shape[1] + self._width), queries)
+        return self._costs.exact.seconds(self.taking_part * (self.asked.shape[1] + self._width), queries)
 
     @property
     def _kind(self) -> object:
         """What estimates are alike in, so that they take about as long."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         scales = self.factor, rtol, atol, float(len(self.asked)), self.taking_part / self.source.count
-        return tuple(math.frexp(scale)[1] for scale in scales)
+        return self._width, *(math.frexp(scale)[1] for scale in scales)
 
     def hopeless(self) -> bool:
         """Whether estimates of this kind have taken longer than a pass over every record."""
-        return self.tolerance.most is None and self._pace.hopeless(self._kind)
+        return self.tolerance.most is None and self.tail.planner.hopeless(self._kind)
 
-    def tell(self, seconds: float) -> None:
-        """How long an estimate took, a pass for what it left included."""
+    def learn(self, seconds: float) -> None:
+        """Take in how long an estimate took, a pass for what it left included."""
         if self.tolerance.most is None:
-            self._pace.tell(self._kind, seconds / max(self._exact_seconds(len(self.asked)), 1e-9))
+            self.tail.planner.learn(self._kind, seconds / max(self._exact_seconds(len(self.asked)), 1e-9))
 
     @property
-    def _pace(self) -> Pace:
-        """What costs how much here, measured when it is first asked for."""
-        known = self.tail.paces.get(self._width)
-        if known is None:
-            known = self.tail.paces[self._width] = self._measured()
-        return known
+    def _costs(self) -> EstimateCosts:
+        return self.tail.planner.estimate_costs(self._width, self._measured)
 
-    def _measured(self) -> Pace:
+    def _measured(self) -> EstimateCosts:
         plain = replace(self.request.detached, allowed=None, tolerance=None)
         some = self.source.first(self.asked.shape[1] + self._width)
         size, asked = some.count, self.request.detached.queries
@@ -193,26 +178,28 @@ class Estimator(NamedTuple):
             return asked[torch.arange(count) % len(asked)]
 
         def pass_over(count: int) -> object:
-            return stream(replace(plain, queries=repeated(count)), some)
+            return some.stream(replace(plain, queries=repeated(count)))
 
         def one_round(count: int) -> object:
             estimator = Estimator.of(replace(self.request.detached, queries=repeated(count)), self.source)
             return estimator and estimator.found(Round(np.arange(count), FIRST))
 
         with torch.no_grad():
-            return measured(pass_over, size * (self.asked.shape[1] + self._width), one_round)
+            return estimate_costs(pass_over, size * (self.asked.shape[1] + self._width), one_round)
 
     def found(self, task: Round) -> tuple[Estimated, Tensor, Tensor]:
         """A round: as `judged`."""
-        drawn = self.tail.draw(
-            self.source.columns, self.asked[task.which], self.factor, self.near(task), self.draws(task),
-            2 * self.request.seed, 1 - self.tolerance.confidence,
-        )  # fmt: skip
-        chosen = self.chosen(task, drawn)
+        chosen = self.chosen(task)
         return self.judged(task, chosen, *self.pooled(task, chosen))
 
-    def chosen(self, task: Round, drawn: TailSample) -> Subsample:
-        """Which records to pool."""
+    def chosen(self, task: Round) -> Subsample:
+        """Draw records, and choose those to pool."""
+        drawn = self.tail.draw(
+            Drawing(
+                self.source.columns, self.asked[task.which], self.factor, self.near(task), self.draws(task),
+                2 * self.request.seed, 1 - self.tolerance.confidence,
+            )
+        )  # fmt: skip
         out = (drawn.positions < 0) | ~self.counts[drawn.positions]
         drawn.positions[out], drawn.scores[out] = -1, -np.inf
         logits = self.factor * drawn.scores + drawn.log_weights
@@ -257,9 +244,7 @@ class Estimator(NamedTuple):
         precise &= self.unindexed is None
         found = bars(spread, self.tolerance.confidence)
         bar, allowed = self._error(state, spread, found, precise)
-        # where more may be pooled, that makes what was not drawn less, too
-        most, reach = BLINDER if self.tolerance.most is None else BLIND, spread.reach if request.pools else 1.0
-        blind = torch.from_numpy((found.blind * reach > most * bar.numpy()) | np.isinf(found.blind))
+        blind = torch.from_numpy(blinded(request, spread, found, bar.numpy()))
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
 
@@ -284,10 +269,10 @@ class Estimator(NamedTuple):
         """The answer with the unindexed records, and what its error is made of."""
         output, lse = (one.detach().cpu().double().numpy() for one in (state.output, state.lse))
         columns, positions = self.source.columns, chosen.positions
-        spread, weights = spread_at(logits, chosen.log_weights, columns, positions, output, lse, salt)
+        spread, weights = spread_at(logits, chosen.log_weights, columns, positions, (output, lse), salt)
         spread = self._known(spread, chosen)
         if self.unindexed is not None:
-            rest = stream(replace(self.request.at(task.which), allowed=self.unindexed), self.source)
+            rest = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
             state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
             exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
             before, spread = spread.lse, joined([spread, exact])
@@ -312,6 +297,23 @@ class Estimator(NamedTuple):
         one = 1.0 if self.source.num_classes else None
         output = state.output if self.request.pools else None
         return error_of(self.tolerance, output, spread, found, precise, lambda: one or self.source.columns.value_size)
+
+
+def looks(request: Request) -> int:
+    """Maximum number of wider looks: none where the cost is bounded and a gradient is wanted.
+
+    A step of training asks for a direction at a bounded cost, not for a narrow bar.
+    """
+    most = None if request.tolerance is None else request.tolerance.most
+    return LOOKS if most is None or (most >= LEAST and not request.wants_gradient) else 0
+
+
+def blinded(request: Request, spread: ErrorEstimate, found: Bars, bar: Numbers) -> Live:  # (q,) -> (q,)
+    """Queries of whose bar too much is for what was not drawn; where more may be pooled, that makes it less, too."""
+    bounded = request.tolerance is not None and request.tolerance.most is not None
+    reach = spread.reach if request.pools else 1.0
+    blind: Live = (found.blind * reach > (BLIND if bounded else BLINDER) * bar) | np.isinf(found.blind)
+    return blind
 
 
 def error_of(

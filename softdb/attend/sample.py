@@ -8,27 +8,24 @@ from torch import Tensor
 from softdb.answers import Samples
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.exact import log_normaliser
-from softdb.attend.remote import Remote
-from softdb.attend.request import Request, Source
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Request
 from softdb.attend.result import hits_of
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scoring import Softmax
 
-__all__ = ["sampled"]
+__all__ = ["require_softmax", "sample"]
 
 
-def sampled(request: Request, source: Source, count: int, generator: torch.Generator) -> Samples:
+def sample(source: SourceRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
     """`count` independent records for each query, P(i) = exp(s_i / T) / Z, with their log-probabilities.
 
     Block by block: a draw moves to a record of the block with the block's share of all weight so far, which leaves
     every record its own share in the end (weighted reservoir sampling, Chao 1982). Cost q n d, memory O(block), and a
     second pass where the queries want a gradient.
     """
-    if not isinstance(request.weighting, Softmax):
-        raise BadInput(f"the weighting is {shown(request.weighting)}; records are drawn by softmax weights")
-    if isinstance(source, Remote):
-        return source.sampled(request, count, generator)
+    require_softmax(request)
     queries, temperature = request.queries.detach(), request.temperature
     total = queries.new_full((len(queries),), -torch.inf)
     drawn = torch.full((len(queries), count), -1, device=queries.device)
@@ -48,9 +45,15 @@ def sampled(request: Request, source: Source, count: int, generator: torch.Gener
                 part[lines] = torch.where(moves[lines], there, part[lines])
             total[tile.chunk] = whole
     found = source.scored(request, drawn.cpu().numpy())
-    lse = log_normaliser(request, source) if request.wants_gradient else total
+    lse = log_normaliser(source, request) if request.wants_gradient else total
     hits = hits_of(request, source, found, queries.device)
     return Samples(hits, (found.scores / temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf))
+
+
+def require_softmax(request: Request) -> None:
+    """Raises BadInput for other weights, by which nothing is drawn."""
+    if not isinstance(request.weighting, Softmax):
+        raise BadInput(f"the weighting is {shown(request.weighting)}; records are drawn by softmax weights")
 
 
 def _places(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (q, m) -> (q, count)

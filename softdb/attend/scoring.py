@@ -16,22 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.attend.blocks import scored_tiles, scores_of
-from softdb.attend.request import Positions, Request, Source
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Positions, Request
 from softdb.check import Metric
+from softdb.index.placement import RecordColumns
 from softdb.index.rerank import CODES, scores_at
 from softdb.kernels import native
 from softdb.kernels.threads import available, by_lines
 from softdb.pool import pool
-from softdb.scoring import Dot, Score, ScoreFunction, score_of
+from softdb.scoring import Constant, Dot, Kernel, Score, ScoreFunction, score_of
 from softdb.store import Snapshot
 
-__all__ = ["Rowwise", "dots", "metric_in_place", "pool_rows", "scan", "score_rows", "sums"]
+__all__ = ["Rowwise", "dots", "metric_in_place", "plateaus", "pool_rows", "scan", "score_rows", "sums"]
 
 
 def score_rows(
     score: Score | ScoreFunction,
     queries: Tensor,  # (q, d)
-    snapshot: Snapshot,
+    snapshot: RecordColumns,
     positions: Positions,  # (q, k), -1 = none
 ) -> Tensor:  # (q, k), -inf for none
     """Exact scores of candidates, from the stored keys, with gradient to the queries. Cost q k d."""
@@ -42,7 +44,7 @@ def score_rows(
         if not np.isnan(found).any():  # too large for float32: torch says so
             return torch.from_numpy(found)
     metric = metric_in_place(score, queries, snapshot, gradient=True)
-    if metric in (Metric.DOT, Metric.L2):
+    if snapshot.placed is None and metric in (Metric.DOT, Metric.L2):
         scores = (dots if metric is Metric.DOT else distances)(queries, Rowwise(snapshot, positions, False))
         if bool(scores.detach().isfinite().all()):
             return scores.masked_fill(~live, -torch.inf)
@@ -55,9 +57,9 @@ def score_rows(
     return scores.masked_fill(~live, -torch.inf)
 
 
-def in_place(tensor: Tensor, snapshot: Snapshot) -> bool:
+def in_place(tensor: Tensor, snapshot: RecordColumns) -> bool:
     """Whether kernels read stored columns where they lie for it; else torch has to, from copies."""
-    fits = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.on_host
+    fits = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.placed is None
     return fits and snapshot.size > 0 and available()
 
 
@@ -65,7 +67,7 @@ _METRICS = {id(score_of(metric)): metric for metric in Metric}  # these objects 
 
 
 def metric_in_place(
-    score: Score | ScoreFunction, queries: Tensor, snapshot: Snapshot, gradient: bool = False
+    score: Score | ScoreFunction, queries: Tensor, snapshot: RecordColumns, gradient: bool = False
 ) -> Metric | None:
     """The metric by which kernels score candidates where the keys lie; None where torch has to."""
     if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
@@ -75,20 +77,20 @@ def metric_in_place(
 
 def pool_rows(
     weights: Tensor,  # (q, k)
-    snapshot: Snapshot,
+    snapshot: RecordColumns,
     positions: Positions,  # (q, k), -1 = none
     num_classes: int | None,
 ) -> Tensor:  # (q, v), or (q, num_classes)
     """The weighted sum of the candidates' stored values, as `softdb.pool.pool`, without a copy where none is needed."""
-    if num_classes is None and in_place(weights, snapshot):
+    if num_classes is None and snapshot.placed is None and in_place(weights, snapshot):
         return sums(weights, Rowwise(snapshot, positions, True))
     return pool(weights, snapshot.values_at(positions), num_classes)
 
 
 @torch.no_grad()
-def scan(request: Request, source: Source, k: int) -> Positions:  # (q, k)
+def scan(request: Request, source: SourceRecords) -> Positions:  # (q, k)
     """Positions of the k best, best first, ties by row, then -1. For scores that no index finds for. Cost q n d."""
-    request, k = replace(request.detached, pools=False), min(k, source.count)
+    request, k = replace(request.detached, pools=False), min(request.k, source.count)
     queries = request.queries
     best = queries.new_full((len(queries), k), -torch.inf)
     found = torch.full((len(queries), k), -1, device=queries.device)
@@ -100,6 +102,11 @@ def scan(request: Request, source: Source, k: int) -> Positions:  # (q, k)
         positions = torch.cat([found[chunk], tile.positions.to(found.device).expand(len(scores), -1)], dim=1)
         found[chunk] = positions.gather(1, places)
     return found.masked_fill(best == -torch.inf, -1).cpu().numpy()
+
+
+def plateaus(score: object) -> bool:
+    """Whether records at unlike distances score alike, so that an index orders more finely than the score does."""
+    return isinstance(score, Kernel) and (score.compact or isinstance(score, Constant))
 
 
 def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)

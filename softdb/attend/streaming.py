@@ -1,6 +1,6 @@
 """A request over every record that takes part: memory that does not grow with the source.
 
-The one place that picks the path: what lies on a device is asked there; kernels where the score is a product, a cosine
+The one place that picks the path: columns on a device pass there; kernels where the score is a product, a cosine
 or a squared distance of float32 queries on a CPU; else blocks of torch operations; where blocks carry a graph, blocks
 that are computed again in backward.
 """
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from softdb.attend.blocks import Blocks, pool_into, scores_of, softmax_over, sparse_over
-from softdb.attend.fused import Fused, pass_of
-from softdb.attend.on_device import stream_on_device
-from softdb.attend.request import Request, Source
+from softdb.attend.blocks import Blocks, pool_into, scores_of
+from softdb.attend.fused import Fused, kernel_form, pass_of
+from softdb.attend.protocol import SourceRecords
+from softdb.attend.request import Request
 from softdb.errors import BadInput
+from softdb.index.placement import ColumnPass, SoftmaxPass
 from softdb.pool import State, merge
-from softdb.scoring import Softmax, Sparse, Uniform, divisor
+from softdb.scoring import Softmax, Uniform, divisor
 from softdb.scoring.score import alike
 from softdb.store.snapshot import Block
 
 __all__ = ["stream"]
 
 
-def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
+def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """The weighted mean of the values of every record that takes part, and its log-normaliser.
 
     With s the scores and T the temperature: lse = log Σ exp(s / T), output = Σ exp(s / T - lse) v; a sparse weighting
@@ -41,12 +42,12 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
     Raises BadInput where the score returns another shape than (q, n) or NaN, and where it hides tensors that want
     gradients.
     """
-    if source.graph:
+    if source.encodes:
         return _again(request, source)
     temperature = divisor(request.temperature, request.queries.dtype)
     if temperature != request.temperature:
         request = replace(request, temperature=temperature)
-    answered = stream_on_device(request, source)
+    answered = None if source.placed is None else _on_device(request, source, source.placed)
     if answered is not None:
         return answered
     passed = pass_of(request, source)
@@ -62,11 +63,26 @@ def stream(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
             "the score depends on tensors that require gradients but are not parameters of it, so they would get none; "
             "make the score an nn.Module, or detach them"
         )
-    solve = sparse_over if isinstance(request.weighting, Sparse) else softmax_over
-    return Blocks.apply(request.queries, *source.trained, request, source, solve, *wanted)  # type: ignore[no-any-return, no-untyped-call]
+    return Blocks.apply(request.queries, *source.trained, request, source, *wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _hides_parameters(request: Request, source: Source) -> bool:
+def _on_device(
+    request: Request, source: SourceRecords, columns: ColumnPass
+) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
+    """The answer of a pass on the device; None where the score is no product, or overflows: other paths tell of it."""
+    form = kernel_form(request)
+    if form is None:
+        return None
+    folded, scale = form
+    what = folded.queries, folded.metric, scale, *request.masks(source.live), source.num_classes, request.pools
+    answer = columns.pooled(SoftmaxPass(*what))
+    if answer is None or bool(answer[1].isnan().any()):
+        return None
+    output, lse = answer
+    return output, lse + torch.as_tensor(folded.bias, device=lse.device).to(lse.dtype) / request.temperature
+
+
+def _hides_parameters(request: Request, source: SourceRecords) -> bool:
     """Whether the score depends on tensors that want gradients."""
     first = int(np.argmax(source.live)) if source.count else 0
     block = next(source.blocks(1, start=first), None)
@@ -76,7 +92,7 @@ def _hides_parameters(request: Request, source: Source) -> bool:
     return isinstance(scores, Tensor) and scores.requires_grad  # the pass refuses what is no tensor
 
 
-def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
+def _again(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """Block by block by autograd; what backward needs of a block is computed again."""
     if not isinstance(request.weighting, Softmax | Uniform):
         raise BadInput(
@@ -85,14 +101,14 @@ def _again(request: Request, source: Source) -> tuple[Tensor, Tensor]:  # (q, v)
     queries, width = request.queries, source.width if request.pools else 0
     nothing = queries[:, :1] * 0
     parts = [State(nothing.expand(-1, width), nothing[:, 0] - torch.inf)]
-    for block in source.blocks(source.block_size, request.allowed):
+    for block in source.blocks(source.encodes, request.allowed):
         # recomputing keeps the activations of one block; random numbers of dropout come out alike
         part = checkpoint(_part, request, source, block, queries, use_reentrant=False)
         parts = [*parts, part] if part.lse.requires_grad else [merge([*parts, part])]
     return merge(parts)
 
 
-def _part(request: Request, source: Source, stored: Block, queries: Tensor) -> State:
+def _part(request: Request, source: SourceRecords, stored: Block, queries: Tensor) -> State:
     """The answer over a block. The queries come by themselves, too: a checkpoint finds tensors among arguments."""
     block = source.encoded(stored)
     scores = scores_of(request.score, queries, alike(block.keys, queries))

@@ -1,7 +1,10 @@
-"""Validation: arguments become canonical here, or a BadInput that says what came, what was expected, what to do."""
+"""Validation: arguments become canonical here, or a BadInput that says what came, what was expected, what to do.
+
+May touch NumPy and torch; no files, no database. Begin in `plain.py`, then the file named after what you check.
+"""
 
 from softdb.check.arrays import *  # noqa: F403 - keys, values, queries, masks; encoders, devices
-from softdb.check.asking import *  # noqa: F403 - k and radius, tolerances, excluded ids, generators
+from softdb.check.extents import *  # noqa: F403 - k and radius, tolerances, excluded ids, generators
 from softdb.check.ids import *  # noqa: F403 - ids
 from softdb.check.payload import *  # noqa: F403 - payloads
 from softdb.check.plain import *  # noqa: F403 - numbers, choices, lengths; how messages quote a value

@@ -1,4 +1,8 @@
-"""softdb beyond one machine: many shards answer as one database. The core imports nothing of this."""
+"""Shards in several processes or on several machines, asked as one database.
+
+It may touch `database`, `attend`'s answers and `formats`; Ray, Lance and torch.distributed are imported when needed.
+Begin with `handle.py` (the caller), `shard.py` (the messages) and `database_shard.py` (the answers).
+"""
 
 from softdb.cluster.actors import stop
 from softdb.cluster.database_shard import DatabaseShard
@@ -6,7 +10,7 @@ from softdb.cluster.distributed import Ranks
 from softdb.cluster.handle import Cluster
 from softdb.cluster.ingest import ingest
 from softdb.cluster.local import Local
-from softdb.cluster.opening import create, open, serve
 from softdb.cluster.table_cluster import TableCluster
+from softdb.cluster.table_opening import create, open, serve
 
 __all__ = ["Cluster", "DatabaseShard", "Local", "Ranks", "TableCluster", "create", "ingest", "open", "serve", "stop"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from softdb.cluster.addresses import address
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.hydrated_shard import HydratedShard
+from softdb.cluster.local import HydratedShard
 from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
 from softdb.cluster.truth import Truth
@@ -113,8 +113,7 @@ class Actors:
         told: dict[int, dict[int, Message]] = {}
         for shard, ask in asks.items():
             if isinstance(ask, Refresh):
-                version = of_records(replies[shard].version)
-                told.setdefault(shard % len(self.hosts), {})[shard] = Refresh(version)
+                told.setdefault(shard % len(self.hosts), {})[shard] = Refresh(of_records(replies[shard].version))
         ray = _ray()
         for host, refreshes in told.items():
             for replica in self.order(host)[1:]:
@@ -245,14 +244,13 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
 def stop(url: str | os.PathLike[str]) -> int:
     """End the actors of a table, and return how many there were. Directories stay; nothing is lost."""
     ray = _connected()
-    start, count = f"{_key(address(url))}-", 0
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["namespace"] == NAMESPACE and one["name"].startswith(start):
-            ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE))
-            count += 1
+    start = f"{_key(address(url))}-"
+    names = _named(ray, start)
+    for name in names:
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     for group in _groups(ray, start):
         ray.util.remove_placement_group(group)
-    return count
+    return len(names)
 
 
 def _grouped(ray: Any) -> type:
@@ -298,14 +296,17 @@ def _groups(ray: Any, start: str) -> list[Any]:
 def _names(truth: Truth, ray: Any) -> list[list[str]]:
     """Actors by host and replica: those that there are, else one a node, and no more than there are shards."""
     start = "-".join(filter(None, [_key(truth.url), truth.digest, f"{truth.shards}-"]))
-    there = [
-        one["name"].removeprefix(start).split("-")
-        for one in ray.util.list_named_actors(all_namespaces=True)
-        if one["namespace"] == NAMESPACE and one["name"].startswith(start)
-    ]
+    running = _named(ray, start)
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    hosts = int(there[0][0]) if there else max(1, min(truth.shards, nodes // truth.replicas))
+    most = max(1, min(truth.shards, nodes // truth.replicas))
+    hosts = int(running[0].removeprefix(start).partition("-")[0]) if running else most
     return [[f"{start}{hosts}-{host}-{replica}" for replica in range(truth.replicas)] for host in range(hosts)]
+
+
+def _named(ray: Any, start: str) -> list[str]:
+    """Names of the actors here whose names begin so."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in actors if one["namespace"] == NAMESPACE and one["name"].startswith(start)]
 
 
 def _threads(ray: Any, names: list[list[str]]) -> int:

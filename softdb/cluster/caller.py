@@ -17,8 +17,14 @@ __all__ = ["Caller"]
 class Caller:
     """The shards as one handle sees them: each at the version that it was at when it was last looked at."""
 
-    def __init__(self, transport: Transport, timeout: float, partial: bool) -> None:
-        self.transport, self.timeout, self.partial = transport, timeout, partial
+    def __init__(
+        self,
+        transport: Transport,
+        timeout: float,
+        partial: bool,
+        intact: Callable[[Mapping[int, Description]], bool] = lambda _: False,  # of shards that may take over
+    ) -> None:
+        self.transport, self.timeout, self.partial, self._intact = transport, timeout, partial, intact
         self.known: dict[int, Description] = {}  # by shard
         self.look(lambda _: Describe(NEWEST))
 
@@ -83,7 +89,27 @@ class Caller:
         which: Iterable[int] | None = None,  # None: all; a collective transport always asks all
         whole: bool = False,  # a part of the answer will not do
     ) -> ShardReplies:
-        """Ask shards at the versions that this handle sees. Raises ShardUnavailable as the handle was told."""
+        """Ask shards at the versions that this handle sees; once more where others have taken over (`taken_over`).
+
+        Raises ShardUnavailable as the handle was told.
+        """
+        try:
+            return self._ask(make, which, whole)
+        except StaleRead:
+            if not self.taken_over():
+                raise
+            return self._ask(make, which, whole)
+
+    def taken_over(self) -> bool:
+        """Return True, and ask these shards from now on, where replicas or shards made anew are at the same version."""
+        before = max(of_records(one.version) for one in self.known.values())
+        shards = self.described(lambda _: Refresh(before))
+        if {of_records(one.version) for one in shards.values()} != {before} or not self._intact(shards):
+            return False
+        self.known.update(shards)
+        return True
+
+    def _ask(self, make: Callable[[int, int], Message], which: Iterable[int] | None, whole: bool) -> ShardReplies:
         known = self.known
         asked = range(self.shards) if which is None or self.transport.collective else list(which)
         partial = self.partial and not whole

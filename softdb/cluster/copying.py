@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,10 @@ from softdb.check import Schema
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
-from softdb.errors import BadInput, WriteFailed
+from softdb.errors import WriteFailed
 from softdb.reports import SnapshotReport
 from softdb.store import files
+from softdb.store.backup import require_free
 
 __all__ = ["copied", "of_records", "of_table"]
 
@@ -27,17 +25,13 @@ def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
 
     Raises BadInput for another path, and WriteFailed where the disk refuses. Whatever fails, nothing of it is left.
     """
-    if path.is_dir() and any(path.iterdir()):
-        raise BadInput(f"path {str(path)!r} is a directory with something in it; choose a new or an empty one")
-    if path.exists() and not path.is_dir():
-        raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
+    require_free(path)
+    parent = path.absolute().parent
     try:
-        with _aside(path) as folder:
-            db = make(folder)
-            try:
+        files.make_directory(parent)
+        with files.aside(parent) as folder:
+            with make(folder) as db:
                 records, generation, place = len(db), db.generation, db.path
-            finally:
-                db.close()
             assert place is not None
             files.publish(place, path)
     except OSError as error:
@@ -55,7 +49,7 @@ def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, 
     db = opening.open(folder / "copy", durability="relaxed", **schema.described)
     try:
         if encoder is not None:
-            db.note_encoder(encoder)
+            db.core.store.note_encoder(encoder)
         for batch in batches:
             db.insert(batch.ids, *_columns(batch), batch.payloads, texts=batch.texts)
     except BaseException:
@@ -74,14 +68,3 @@ def _columns(batch: Records) -> tuple[Any, Any]:
         return [one if own else None for one, own in zip(column.numpy(), there, strict=True)]
 
     return some(batch.keys), None if batch.values is None else some(batch.values)
-
-
-@contextlib.contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """A folder beside a path, removed at the end."""
-    files.make_directory(path.absolute().parent)
-    folder = Path(tempfile.mkdtemp(prefix=".softdb-", dir=path.absolute().parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb import check
 from softdb.answers import Records
-from softdb.attend import Request, Stored, sampled
+from softdb.attend import Request, Stored
 from softdb.attend.blocks import scored_tiles
-from softdb.attend.count import counted_exactly
+from softdb.attend.count import count_exactly
+from softdb.attend.request import Candidates
 from softdb.attend.scoring import scan
 from softdb.check import Id, Metric, Tolerance
 from softdb.cluster import shard as say
@@ -23,10 +25,10 @@ from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
+from softdb.filters.matching import ALL_HERE
 from softdb.pool import State
 from softdb.scoring import Fold, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
-from softdb.store.matches import ALL_HERE
 
 __all__ = ["DatabaseShard", "salted"]
 
@@ -109,11 +111,11 @@ class DatabaseShard:
 
     def _description(self) -> say.Description:
         db, version = self.db, self.version()
-        snapshot, index = db.view()[0], db.finder.index
+        snapshot, index = db.core.view()[0], db.core.finder.index
         size = snapshot.value_size if snapshot.size and db.num_classes is None else 1.0
         kind = None if index is None else index.kind
         return say.Description(
-            self.shard, self.shards, version, db.schema, snapshot.count, size, kind, db.encoder_name, len(db)
+            self.shard, self.shards, version, db.core.schema, snapshot.count, size, kind, db.encoder_name, len(db)
         )
 
     # -- records ---------------------------------------------------------------------------------------------------
@@ -134,32 +136,32 @@ class DatabaseShard:
             return places // self.shards
         if ids is None:
             raise StaleRead(f"shard {self.shard} was made anew, and its rows are numbered otherwise; ask again")
-        return self.db.located(ids)
+        return self.db.core.located(ids)
 
     def _called(self, ask: say.CallVerb) -> Any:
         if ask.verb not in CALLS:
             raise BadInput(f"a shard was asked to {ask.verb}; it knows {', '.join(CALLS)}")
-        found = getattr(self.db, ask.verb)
+        found = getattr(self.db.core if ask.verb in ("id_types", "stored") else self.db, ask.verb)
         return found(**ask.words) if callable(found) else found
 
     def _located(self, ask: say.Locate) -> Rows:
-        return self._rows(self.db.located(ask.ids, ask.where))
+        return self._rows(self.db.core.located(ask.ids, ask.where))
 
     def _resolved(self, ask: say.ResolveRows) -> list[RecordEntry]:
         own = self._local(ask.rows, ask.ids)
-        found = self.db.resolve(own[own >= 0], ask.payloads, ask.texts)
+        found = self.db.core.store.read(own[own >= 0], ask.payloads, ask.texts)
         pairs = zip(ask.rows.tolist(), own.tolist(), strict=True)
         return [found[mine]._replace(row=row) for row, mine in pairs if mine in found]
 
     def _scanned(self, ask: say.ScanRows) -> tuple[Records, int | None]:
-        rows = self.db.matching(ask.where)
+        rows = self.db.core.matching(ask.where)
         rows = rows[np.searchsorted(rows, ask.after, "right") :]
         some = rows[: ask.size]
-        found = self.db.resolve(some, payloads=False)
+        found = self.db.core.store.read(some, payloads=False)
         return self.db.get([found[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else None
 
     def _gathered(self, ask: say.Gather) -> say.GatheredRows:
-        snapshot = self.db.view()[0]
+        snapshot = self.db.core.view()[0]
         positions = snapshot.positions(self._local(ask.rows, ask.ids))
         if ((positions < 0) | ~snapshot.live[positions]).any():
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
@@ -177,7 +179,7 @@ class DatabaseShard:
         queries = torch.tensor(ask.queries).requires_grad_(grad)
         score, temperature = self._score(ask)
         weights = Uniform() if ask.uniform else Softmax()
-        return self.db.request(queries, temperature, score, weights, ask.where, tolerance=tolerance)
+        return self.db.core.request(queries, temperature, score, weights, ask.where, tolerance=tolerance)
 
     @staticmethod
     def _score(ask: say.ShardQuery) -> tuple[Any, float]:
@@ -232,13 +234,13 @@ class DatabaseShard:
 
     def _counted(self, ask: say.CountWithin) -> say.Counted:
         request, source = self.request(ask.question)
-        return say.Counted(counted_exactly(request, source, ask.least))
+        return say.Counted(count_exactly(source, request, ask.least))
 
     def _sampled(self, ask: say.Sample) -> say.ShardHits:
         request, source = self.request(ask.question)
         most = int(ask.counts.max(initial=0))
         generator = torch.Generator().manual_seed(salted(ask.seed, self.shard))
-        found = sampled(request, source, most, generator).hits
+        found = source.sample(request, most, generator).hits
         rows = np.where(np.arange(most) < ask.counts[:, None], found.rows.numpy(), -1)
         return self._found(rows, found.scores.numpy(), "all", True, taking_part(request, source))
 
@@ -248,43 +250,48 @@ class DatabaseShard:
         """The k best, with all that tie with the last of them, by id."""
         if ask.k is None:
             return in_order(self._candidates(ask, 0))
-        k = count = min(ask.k, self.db.keyed)
+        k = count = min(ask.k, self.db.core.keyed)
         while True:
-            found = self._candidates(ask, min(count + 1, self.db.keyed))
+            found = self._candidates(ask, min(count + 1, self.db.core.keyed))
             scores, width = found.scores, found.scores.shape[1]
             tied = (scores[:, k - 1] == scores[:, -1]) & (scores[:, -1] > -np.inf) if k and width > k else np.zeros(0)
-            if not tied.any() or width >= self.db.keyed or width <= count:
+            if not tied.any() or width >= self.db.core.keyed or width <= count:
                 break
             count = TIED * count
         return first(in_order(found), k)
 
     def _candidates(self, ask: say.Nearest, k: int) -> say.ShardHits:
         """The k nearest, as the database finds them."""
-        question, schema = ask.question, self.db.schema
-        if self.db.keyed and (ask.least is not None or ask.excluded is not None):  # else k is 0, which no search takes
-            radius = None
-            if ask.least is not None:
-                radius = float(np.sqrt(-ask.least)) if schema.metric is Metric.L2 else ask.least
-            words: dict[str, Any] = {"k": k} if radius is None else {"radius": radius}
+        question = ask.question
+        if self.db.core.keyed and (ask.least is not None or ask.excluded is not None):  # no search takes k = 0
+            extent: check.Extent = {
+                "k": k,
+                "least": ask.least,
+                "offset": 0,
+                "diversity": 0.0,
+                "fetch_k": 0,
+                "group_size": 1,
+            }
             out = ask.excluded[0] if ask.excluded is not None and len(ask.excluded) == 1 else ask.excluded
-            hits = self.db.search(
-                torch.tensor(question.queries), **words, where=question.where, exact=ask.exact, exclude_ids=out
-            )
-            return self._found(hits.rows.numpy(), hits.scores.numpy(), "flat" if ask.exact else "search", ask.exact, 0)
+            queries = torch.tensor(question.queries)
+            query, source = self.db.core.query(queries, extent, question.where, out, exact=ask.exact)
+            found = source.hits(query)
+            finder = "flat" if ask.exact else "search"
+            return self._found(found.rows.numpy(), found.scores.numpy(), finder, ask.exact, 0)
         request, source = self.request(question)
         with torch.no_grad():
             if question.metric is None:
-                positions, finder = scan(request, source, k), "scan"
+                candidates = Candidates(scan(request.top(k), source), "scan")
             else:
-                positions, finder = source.find(request, k, exact=ask.exact)
-            found = source.scored(request, positions)
-        scores, order = found.scores.sort(dim=1, descending=True, stable=True)
+                candidates = source.find(request.top(k, ask.exact))
+            positions, finder = candidates
+            scored = source.scored(request, positions)
+        scores, order = scored.scores.sort(dim=1, descending=True, stable=True)
         rows = source.rows(np.take_along_axis(positions, order.numpy(), 1))
-        certain = finder in ("flat", "scan")
-        return self._found(rows, scores.numpy(), finder, certain, taking_part(request, source))
+        return self._found(rows, scores.numpy(), finder, candidates.certain, taking_part(request, source))
 
     def _found(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> say.ShardHits:
-        known = self.db.resolve(np.unique(rows[rows >= 0]), payloads=False)
+        known = self.db.core.store.read(np.unique(rows[rows >= 0]), payloads=False)
         try:
             ids = [[known[row].id for row in mine if row >= 0] for mine in rows.tolist()]
         except KeyError:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from softdb import opening
-from softdb.cluster.gate import Gate
-from softdb.cluster.own_rows import parts_of
-from softdb.cluster.placement import MOST, shard_of
+from softdb.cluster.placement import MOST, parts_of, shard_of
 from softdb.cluster.shard import VERSION_BITS, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
@@ -33,7 +32,42 @@ from softdb.errors import (
 from softdb.store import files
 from softdb.store.ours import remove_database, require_ours
 
-__all__ = ["Directories", "TakenFrom"]
+__all__ = ["Directories", "Gate", "TakenFrom"]
+
+
+class Gate:
+    """Lets answers pass side by side, and a change only while there is none."""
+
+    def __init__(self) -> None:
+        self._condition, self._passing, self._closing = threading.Condition(), 0, 0
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """For an answer: waits for changes that wait or go on."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._closing)
+            self._passing += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._passing -= 1
+                self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """For a change: waits for the answers that go on."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._closing)
+            self._closing = 1
+            self._condition.wait_for(lambda: not self._passing)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._closing = 0
+                self._condition.notify_all()
+
 
 _log = logging.getLogger("softdb")
 _UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # directories that are made anew
@@ -85,6 +119,7 @@ class Directories:
             raise WriteFailed(f"{folder} cannot be made ({error}); give another place for shards, cache=") from error
         try:
             with self._alone(), ThreadPoolExecutor(max(1, len(self.mine))) as pool:
+                list(pool.map(self._split, self.mine))
                 list(pool.map(self._open, self.mine))
         except BaseException:
             self.close()
@@ -99,7 +134,7 @@ class Directories:
         state = db, db.generation
         if shard not in self._origins or self._origins[shard][0] != state:
             with contextlib.suppress(CorruptionError):
-                noted = TakenFrom.of(db.taken_from)
+                noted = TakenFrom.of(db.core.store.source())
             ours = noted is not None and self._ours(noted, shard, self.truth.shards)
             self._origins[shard] = state, noted if ours else None
         return self._origins[shard][1]
@@ -143,8 +178,6 @@ class Directories:
 
     def _open(self, shard: int) -> None:
         """Open a shard's directory, or make it, as it was left."""
-        if not self.path(shard).exists():
-            self._split(shard)
         try:
             self.databases[shard] = self._opened(self.path(shard))
         except _UNUSABLE as error:
@@ -157,15 +190,27 @@ class Directories:
 
     def _reopen(self, shard: int) -> None:
         """Open a directory again whose handle takes no more writes: it is at the version that came to disk last."""
+        with self._closed(shard):
+            self._open(shard)
+
+    def _anew(self, shard: int) -> None:
+        """An empty directory in place of a shard's."""
+        with self._closed(shard):
+            remove_database(self.path(shard))
+            self._open(shard)
+
+    @contextlib.contextmanager
+    def _closed(self, shard: int) -> Iterator[None]:
+        """Within it a shard answers nothing, and its database is closed."""
         with self.gates[shard].closed():
             with contextlib.suppress(SoftDBError):
                 self.databases[shard].close()
-            self._open(shard)
+            yield
 
     def _opened(self, path: Path) -> SoftDB:
         db = opening.open(path, durability="relaxed", **self.truth.described)
         if self.truth.encoder is not None and db.encoder_name is None:
-            db.note_encoder(self.truth.encoder)
+            db.core.store.note_encoder(self.truth.encoder)
         _writers[path] = db
         return db
 
@@ -174,15 +219,6 @@ class Directories:
         fields = self.truth.fields
         columns = [fields.id, fields.key, fields.value]
         return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])
-
-    def _anew(self, shard: int) -> None:
-        """An empty directory in place of a shard's."""
-        with self.gates[shard].closed():
-            with contextlib.suppress(SoftDBError):
-                self.databases[shard].close()
-            remove_database(self.path(shard))
-            self.databases[shard] = self._opened(self.path(shard))
-            self._making[shard] = secrets.randbits(20)
 
     def _tidy(self) -> None:
         """Remove directories of fewer shards than the table has by now, unless somebody has them open."""
@@ -206,7 +242,7 @@ class Directories:
         is that of the copied generation. Whoever has the other directory open answers, and writes, on.
         """
         half = self.truth.shards // 2
-        if not half or not self.path(shard % half, half).exists():
+        if self.path(shard).exists() or not half or not self.path(shard % half, half).exists():
             return
         try:
             with files.aside(self.folder) as aside:
@@ -227,19 +263,19 @@ class Directories:
     def _halved(self, aside: Path, shard: int, half: int) -> bool:
         """Let the records of the other half leave a copy; False where it is a copy of something else."""
         with self._opened(aside) as db:
-            origin = TakenFrom.of(db.taken_from)
+            origin = TakenFrom.of(db.core.store.source())
             if origin is None or origin.rows is not None or not self._ours(origin, shard % half, half):
                 return False
-            rows = db.matching()
+            rows = db.core.matching()
             for low in range(0, len(rows), _MOVED):
-                ids = [one.id for one in db.resolve(rows[low : low + _MOVED], payloads=False).values()]
+                ids = [one.id for one in db.core.store.read(rows[low : low + _MOVED], payloads=False).values()]
                 leaving = [ids[i] for i in np.flatnonzero(shard_of(ids, 2 * half) != shard)]
                 if leaving:
                     db.delete(leaving)
             db.compact()
             place, making = [shard, 2 * half], secrets.randbits(20)
             left_out = [row for row in origin.left_out if parts_of([row.id], 2 * half)[0] == shard]
-            db.apply([], [], replace(origin, place=place, making=making, left_out=left_out).text)
+            db.core.store.apply([], [], replace(origin, place=place, making=making, left_out=left_out).text)
         return True
 
 

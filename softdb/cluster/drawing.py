@@ -12,7 +12,6 @@ from torch import Tensor
 
 from softdb.attend import Request, Stored
 from softdb.attend.error import ErrorEstimate, sure
-from softdb.attend.on_host import stream_where_faster
 from softdb.attend.request import Live, Positions
 from softdb.attend.rounds import Estimator, Round
 from softdb.cluster.shard import Draw, Drawn
@@ -26,7 +25,7 @@ def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tenso
     if not len(request.queries) and request.folded is not None and request.folded.scale is not None:
         nothing = request.queries.sum(1)  # (0,), with their graph
         return nothing.unsqueeze(1).expand(-1, source.width if pools else 0), nothing
-    return stream_where_faster(replace(request, pools=pools), source)[:2]
+    return source.stream(replace(request, pools=pools))
 
 
 class ShardDrawing(NamedTuple):
@@ -69,12 +68,7 @@ class ShardDrawing(NamedTuple):
 
     def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
         """One round; how many are enough, no shard can tell alone."""
-        request = estimator.request
-        drawn = estimator.tail.draw(
-            self.source.columns, estimator.asked[task.which], estimator.factor, estimator.near(task),
-            estimator.draws(task), 2 * request.seed, 1 - self.ask.confidence,
-        )  # fmt: skip
-        chosen = estimator.chosen(task, drawn)
+        chosen = estimator.chosen(task)
         _, logits, state = estimator.pooled(task, chosen)
         state, spread, _ = estimator.spread(task, chosen, logits, state, salt=self.shard)
         return state, spread, (chosen.positions >= 0).sum(1)
@@ -113,7 +107,7 @@ class ShardDrawing(NamedTuple):
 
 def taking_part(request: Request, source: Stored) -> int:
     """How many records a request may weigh, whether it has queries or not."""
-    return source.count if request.allowed is None else int(np.count_nonzero(request.keep(source)))
+    return source.count if request.allowed is None else int(np.count_nonzero(request.keep(source.live)))
 
 
 def _numbers(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -19,11 +19,11 @@ from softdb.answers import Pooled
 from softdb.attend import Request
 from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
 from softdb.attend.request import Positions
-from softdb.attend.result import Estimated, answered
-from softdb.attend.rounds import BLIND, BLINDER, FIRST, GROWTH, LEAST, LOOKS, MARGIN, error_of
+from softdb.attend.result import Doubt, Estimated, answered
+from softdb.attend.rounds import FIRST, GROWTH, LEAST, MARGIN, blinded, error_of, looks
 from softdb.cluster import shard as say
-from softdb.cluster.asked import AskedShards
-from softdb.cluster.asking import Posed
+from softdb.cluster.posed import Posed
+from softdb.cluster.shard_source import AskedShards
 from softdb.pool import State, merge
 
 __all__ = ["estimated"]
@@ -166,8 +166,7 @@ class _Rounds:
         for column, part in zip(self.error, (bar, found.stderr, found.lse_stderr), strict=True):
             column[which] = np.where(exact, 0.0, part)
         self.met[which] = met
-        blind = (found.blind * (whole.reach if request.pools else 1.0) > self._blind * bar) | np.isinf(found.blind)
-        wider = blind & ~met & (self.looks[which] < self._looks)
+        wider = blinded(request, whole, found, bar) & ~met & (self.looks[which] < looks(request))
         anew = self._share_out(which, parts, whole)
         most = tolerance.most or np.inf
         last = ~wider & ~anew & (self.budgets[which] >= most)
@@ -199,16 +198,6 @@ class _Rounds:
         worth: NDArray[np.bool_] = anew & (self.tolerance.most is not None)
         return worth
 
-    @property
-    def _blind(self) -> float:
-        return BLINDER if self.tolerance.most is None else BLIND
-
-    @property
-    def _looks(self) -> int:
-        most = self.tolerance.most
-        few = most is not None and most < LEAST
-        return 0 if few or (most is not None and self.request.wants_gradient) else LOOKS
-
     def answer(self) -> Pooled:
         """The merged states, with gradients through the draws that they are of, and their bars."""
         book, request, source = self.book, self.request, self.source
@@ -233,10 +222,9 @@ class _Rounds:
             state.output, state.lse, told(stderr), told(lse_stderr), told(bar),
             torch.from_numpy(self.met).to(device), none, told(nothing), told(nothing),
         )  # fmt: skip
-        pooled = answered(
-            request, source, state.output, state.lse + self.asked.shift, finder=self._finder(exact), exact=exact,
-            missed_mass=torch.zeros_like(state.lse.detach()), error=error,
-        )  # fmt: skip
+        doubt = Doubt(exact, torch.zeros_like(state.lse.detach()), error)
+        answer = state.output, state.lse + self.asked.shift
+        pooled = answered(request, source, answer, self._finder(exact), doubt=doubt)
         drawn = torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device)
         return replace(pooled, n_pooled=torch.where(exact, pooled.n_pooled, drawn))
 

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from softdb.check import Id, shown
 from softdb.cluster.directories import Directories, TakenFrom
-from softdb.cluster.own_rows import is_id, parts_of, windows
+from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
-from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.formats.rows import Rows as Read
 from softdb.index.choose import Progress
@@ -40,47 +39,28 @@ MOST_LEFT_OUT = 1000  # rows of a shard that may be no records; more, and the co
 Rows = NDArray[np.int64]
 
 
-def _batch(db: SoftDB, found: Read) -> Batch:
-    return db.batch(found.ids, found.keys, found.values, found.payloads, found.texts, lambda *_: None)
-
-
-def storable(db: SoftDB, records: Read, left_out: list[LeftOut]) -> list[Batch]:
+def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch]:
     """Records as a database stores them, in parts around those that it refuses, which join `left_out`."""
     try:
-        return [_batch(db, records)]
+        return [truth.batch(records)]
     except DuplicateId:
-        return storable(db, _once(db, records, set(records.ids), left_out), left_out)
+        return storable(truth, _once(records, set(), left_out), left_out)
     except BadInput as error:
         if len(records) < 2:
             left_out += [LeftOut(id, str(error.args[0])) for id in records.ids]
             return []
         places, half = [*range(len(records))], len(records) // 2
         parts = places[:half], places[half:]
-        return [batch for part in parts for batch in storable(db, records.some(part), left_out)]
+        return [batch for part in parts for batch in storable(truth, records.some(part), left_out)]
 
 
-def _once(db: SoftDB, records: Read, removed: set[Id], left_out: list[LeftOut]) -> Read:
-    """The first of the rows of each id, and none of an id that is stored and not removed; the others are left out."""
-    stored, first = db.stored(records.ids), dict[Id, int]()
+def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
+    """The first of the rows of each id that is not stored; the others are left out."""
+    first = dict[Id, int]()
     for i, id in enumerate(records.ids):
-        if (stored[i] and id not in removed) or first.setdefault(id, i) != i:
+        if id in stored or first.setdefault(id, i) != i:
             left_out.append(LeftOut(id, "the id comes twice; keep one of the rows"))
     return records.some([*first.values()])
-
-
-class _RowsTold:
-    """Tells how many rows of a table were passed over, whichever thread does that."""
-
-    def __init__(self, say: Progress | None, whole: int, done: int) -> None:
-        self._say, self._whole, self._done, self._counting = say, whole, done, threading.Lock()
-        self.add(0)
-
-    def add(self, count: int) -> None:
-        """So many more."""
-        if self._say is not None:
-            with self._counting:
-                self._done += count
-                self._say("shards", self._done, self._whole)
 
 
 class Hydrated(Directories):
@@ -103,7 +83,7 @@ class Hydrated(Directories):
         what are no records; StaleRead where the version was cleaned up.
         """
         super().__init__(truth, folder, mine)
-        self._moving, self._say = threading.Lock(), say
+        self._moving, self._counting, self._say = threading.Lock(), threading.Lock(), say
         try:
             for at in {self.version(shard) for shard in self.mine} - {-1}:
                 shards = [shard for shard in self.mine if self.version(shard) == at]
@@ -127,25 +107,26 @@ class Hydrated(Directories):
 
         Raises StaleRead, BadInput, WriteFailed, CorruptionError.
         """
-        with self._moving, ThreadPoolExecutor(max(1, len(self.mine))) as pool:
+        with self._moving:
             try:
-                self._follow(pool, version)
+                self._follow(version)
             except (WriteFailed, CorruptionError) as error:
                 _log.warning("shards %s are mended: %s", [*self._unfit], error)
-                self._follow(pool, version)
+                self._follow(version)
 
-    def _follow(self, pool: ThreadPoolExecutor, version: int) -> None:
-        for shard, mend in list(self._unfit.items()):
-            mend(shard)
-            del self._unfit[shard]
-        if all(self.version(shard) >= version for shard in self.mine):
-            return
-        dataset = self.truth.at(version)
-        self._go_on(pool)
-        for since in {self.version(shard) for shard in self.mine}:
-            shards = [shard for shard in self.mine if self.version(shard) == since]
-            if since < version:
-                self._catch_up(pool, shards, since, dataset)
+    def _follow(self, version: int) -> None:
+        with ThreadPoolExecutor(max(1, len(self.mine))) as pool:  # whose end waits for every shard
+            for shard, mend in list(self._unfit.items()):
+                mend(shard)
+                del self._unfit[shard]
+            if all(self.version(shard) >= version for shard in self.mine):
+                return
+            dataset = self.truth.at(version)
+            self._go_on(pool)
+            for since in {self.version(shard) for shard in self.mine}:
+                shards = [shard for shard in self.mine if self.version(shard) == since]
+                if since < version:
+                    self._catch_up(pool, shards, since, dataset)
 
     def remake(self, shard: int) -> None:
         """Make a shard anew, at the version that it was at, or where that is gone, at the newest."""
@@ -192,8 +173,8 @@ class Hydrated(Directories):
         if changes is None:
             self._make(pool, shards, dataset)
             return
-        origin, removed = self._origin(dataset), self._parts(changes.removed)
-        added = self._parts(changes.added[self.truth.fields.id].to_pylist())
+        origin, removed = self._origin(dataset), parts_of(changes.removed, self.truth.shards)
+        added = parts_of(changes.added[self.truth.fields.id].to_pylist(), self.truth.shards)
         gone = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
         unclear = [shard for shard in shards if self._unclear(shard, gone[shard])]
 
@@ -207,7 +188,7 @@ class Hydrated(Directories):
         """Whether one of several rows of an id has gone: which of them was stored, the table says."""
         origin = self.origin(shard)
         ids = {id for id, _ in origin.left_out} & set(removed) if origin is not None and origin.left_out else set()
-        return not all(map(is_id, ids)) or bool(ids and self.databases[shard].stored([*filter(is_id, ids)]).any())
+        return not all(map(is_id, ids)) or bool(ids and self.databases[shard].core.stored([*filter(is_id, ids)]).any())
 
     def _make(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
         """Make shards anew."""
@@ -219,12 +200,13 @@ class Hydrated(Directories):
     def _fill(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
         """Take in the rows of these shards that are still missing."""
         seen, origin = {shard: self._seen(shard) for shard in shards}, self._origin(dataset)
-        self._rows = _RowsTold(self._say, dataset.count_rows(), min(seen.values()))
+        self._whole, self._done = dataset.count_rows(), 0
+        self._passed_over(min(seen.values()))
         for window in windows(self.truth, dataset, min(seen.values())):
             own = {shard: window.own(shard, after) for shard, after in seen.items()}
             whole = np.sort(np.concatenate([*own.values()]))
-            self._rows.add(len(window.parts) - len(whole))
-            if window.taken(whole, self._width(), self.truth.local):
+            self._passed_over(len(window.parts) - len(whole))
+            if window.taken(whole, self.truth.row_bytes, self.truth.local):
                 list(pool.map(lambda shard: self._take(dataset, shard, own[shard], origin), shards))  # noqa: B023
             elif len(whole):
                 self._scan(pool, dataset, own, (int(whole[0]), int(whole[-1]) + 1), origin)
@@ -238,7 +220,7 @@ class Hydrated(Directories):
             some = places[low : low + size]
             at = replace(origin, rows=int(some[-1]) + 1)
             self._apply(shard, [], self.truth.taken(dataset, some), at)
-            self._rows.add(len(some))
+            self._passed_over(len(some))
 
     def _scan(
         self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: TakenFrom
@@ -252,7 +234,7 @@ class Hydrated(Directories):
                 some = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
                 if len(some):
                     self._apply(shard, [], batch.take(some - low), replace(origin, rows=at))  # noqa: B023
-                    self._rows.add(len(some))
+                    self._passed_over(len(some))
 
             list(pool.map(apply, own))
 
@@ -263,22 +245,30 @@ class Hydrated(Directories):
         known = len(left_out)
         records = None if rows is None else self.truth.rows(rows, left_out)
         read = len(left_out)
-        batches = [] if records is None else storable(db, records, left_out)
+        batches = [] if records is None else storable(self.truth, records, left_out)
         origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
         with self.gates[shard].closed():
             try:
                 try:
-                    db.apply(removed, batches, self._noted(origin, left_out))
+                    db.core.store.apply(removed, batches, self._noted(origin, left_out))
                 except DuplicateId:
                     assert records is not None
                     del left_out[read:]
-                    batches = storable(db, _once(db, records, gone, left_out), left_out)
-                    db.apply(removed, batches, self._noted(origin, left_out))
+                    own = {id for id, there in zip(records.ids, db.core.stored(records.ids), strict=True) if there}
+                    batches = storable(self.truth, _once(records, own - gone, left_out), left_out)
+                    db.core.store.apply(removed, batches, self._noted(origin, left_out))
             except (WriteFailed, CorruptionError) as error:
                 self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
                 raise
         for id, reason in left_out[known:]:
             _log.warning("%s: the row of id %s is left out: %s", self.truth.url, shown(id), reason)
+
+    def _passed_over(self, count: int) -> None:
+        """Tell of so many more rows of the table."""
+        if self._say is not None:
+            with self._counting:
+                self._done += count
+                self._say("shards", self._done, self._whole)
 
     def _noted(self, origin: TakenFrom, left_out: list[LeftOut]) -> str:
         """What a directory notes. Raises BadInput where too many rows are no records."""
@@ -288,20 +278,12 @@ class Hydrated(Directories):
             raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; mend or delete them")
         return replace(origin, left_out=left_out).text
 
-    def _parts(self, ids: list[Id]) -> Any:
-        return parts_of(ids, self.truth.shards)
-
     def _seen(self, shard: int) -> int:
         origin = self.origin(shard)
         return 0 if origin is None or origin.rows is None else origin.rows
 
     def _batch_size(self) -> int:
-        return max(256, _BYTES // self._width())
-
-    def _width(self) -> int:
-        """About how many bytes a row has."""
-        schema = self.truth.schema
-        return (schema.dim + (schema.value_dim or 0)) * schema.dtype.itemsize + 256
+        return max(256, _BYTES // self.truth.row_bytes)
 
     def _origin(self, dataset: Any) -> TakenFrom:
         """Of a shard that has all of a version; the shard's number comes with it."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 from collections.abc import Iterator
 from typing import Any
 
-from softdb import opening
+from softdb.check import shown
 from softdb.cluster.addresses import address, named
-from softdb.cluster.appending import append
 from softdb.cluster.placement import by_shard
 from softdb.cluster.truth import Truth, stored
-from softdb.errors import BadInput, WriteFailed
+from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
 from softdb.formats.tables import needed
 
-__all__ = ["ingest"]
+__all__ = ["append", "ingest"]
 
+_WRONG = "wrong"  # the column in which a worker says why it refused a row
 _BYTES = 1 << 26  # of the rows that a worker writes as one file, about
 
 
@@ -52,13 +51,11 @@ def ingest(
     def written(batch: Any) -> Any:
         return _written(truth, batch)
 
-    made = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth))
-    try:
-        for table in made.iter_batches(batch_format="pyarrow", batch_size=None):
-            fragments += [one for text in table["fragments"].to_pylist() for one in pickle.loads(text)]
-            ids += [part.flatten() for part in table["ids"].chunks]
-    except Exception as error:  # of a worker, in Ray's words
-        raise _told(error) or error from None
+    files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth))
+    for table in files.iter_batches(batch_format="pyarrow", batch_size=None):
+        _require_right(table)
+        fragments += [one for text in table["fragments"].to_pylist() for one in pickle.loads(text)]
+        ids += [part.flatten() for part in table["ids"].chunks]
     return append(truth, fragments, ids)
 
 
@@ -67,35 +64,42 @@ def _merged(truth: Truth, dataset: Any) -> int:
     pa, schema = needed("pyarrow", "cluster", "ingest"), truth.now().schema
 
     def checked(batch: Any) -> Any:
-        return _checked(truth, batch)
+        try:
+            rows, reason = _checked(truth, batch), None
+        except BadInput as error:
+            rows, reason = pa.table([pa.nulls(1, column.type) for column in schema], schema.names), error.args[0]
+        return rows.append_column(_WRONG, pa.array([reason] * len(rows), pa.string()))
 
     rows = dataset.map_batches(checked, batch_format="pyarrow", batch_size=_rows(truth))
-    raised: list[Exception] = []
+    refused = list[BadInput]()
 
     def batches() -> Iterator[Any]:
-        try:
-            for table in rows.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
-                yield from table.cast(schema).to_batches()
-        except Exception as error:  # of a worker: Lance would make one of its own of it
-            raised.append(error)
-            raise
+        for table in rows.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
+            try:
+                _require_right(table)
+            except BadInput as error:  # Lance would make one of its own of it
+                refused.append(error)
+                raise
+            yield from table.drop_columns([_WRONG]).cast(schema).to_batches()
 
     try:
         return truth.write(pa.RecordBatchReader.from_batches(schema, batches()), upsert=True)
-    except WriteFailed as error:
-        raise (raised and _told(raised[0])) or error from None
+    except WriteFailed:
+        if refused:
+            raise refused[0] from None
+        raise
 
 
-def _told(error: Exception) -> BadInput | None:
-    """What a worker said of a row."""
-    wrong = re.search(r"BadInput: (.+)", str(error))
-    return None if wrong is None else BadInput(f"{wrong[1]}; nothing was written")
+def _require_right(table: Any) -> None:
+    """Raise BadInput where a worker has refused a row."""
+    reasons = table[_WRONG].drop_null()
+    if len(reasons):
+        raise BadInput(f"{reasons[0].as_py()}; nothing was written")
 
 
 def _rows(truth: Truth) -> int:
     """So many are a batch."""
-    schema = truth.schema
-    return max(1000, _BYTES // ((schema.dim + (schema.value_dim or 0)) * schema.dtype.itemsize + 256))
+    return max(1000, _BYTES // truth.row_bytes)
 
 
 def _checked(truth: Truth, batch: Any) -> Any:
@@ -103,18 +107,61 @@ def _checked(truth: Truth, batch: Any) -> Any:
     rows = truth.rows(batch)
     if rows is None:
         return truth.now().schema.empty_table()
-    door = opening.open(None, **truth.described)
-    try:
-        return truth.table(door.batch(rows.ids, rows.keys, rows.values, rows.payloads, rows.texts, lambda *_: None))
-    finally:
-        door.close()
+    return truth.table(truth.batch(rows))
 
 
 def _written(truth: Truth, batch: Any) -> Any:
     """Write rows to a file of the table that no version has yet. In a worker of Ray."""
     pa, write = needed("pyarrow", "cluster", "ingest"), needed("lance.fragment", "cluster", "ingest").write_fragments
-    rows = _checked(truth, batch)
+    try:
+        rows, reason = _checked(truth, batch), None
+    except BadInput as error:
+        rows, reason = truth.now().schema.empty_table(), error.args[0]
     rows = rows.take(by_shard(rows["id"].to_pylist()))
     fragments = write(rows, truth.url, schema=rows.schema, storage_options=truth.options) if len(rows) else []
     ids = pa.array([rows["id"].to_pylist()], pa.list_(rows.schema.field("id").type))
-    return pa.table({"fragments": pa.array([pickle.dumps(fragments)]), "ids": ids})
+    return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})
+
+
+_TRIES = 20  # of a commit that others overtake
+
+
+def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
+    """Commit fragments of Lance whose rows have these ids (pyarrow arrays); the version then. All or nothing.
+
+    Raises DuplicateId; DatabaseLocked where others wrote all the while.
+
+    An append of Lance is not checked against ids that others insert at the same time. A merge of fragments is refused
+    if anything was written since the version that it names: so the ids are looked for in that version, and, if it was
+    overtaken, in the next.
+    """
+    pa, lance = needed("pyarrow", "cluster", "ingest"), needed("lance", "cluster", "ingest")
+    if not fragments:
+        return truth.newest()
+    column = pa.chunked_array(ids)
+    _require_once(column)
+    names = pa.table([column], schema=pa.schema([truth.now().schema.field("id")]))
+    for _ in range(_TRIES):
+        newest, made = truth.now(), list[Any]()
+
+        def commit() -> None:
+            newest.merge_insert("id").when_matched_fail().execute_uncommitted(names)  # noqa: B023
+            whole = [*(one.metadata for one in newest.get_fragments()), *fragments]  # noqa: B023
+            operation = lance.LanceOperation.Merge(whole, newest.lance_schema)  # noqa: B023
+            made.append(lance.LanceDataset.commit(newest, operation, newest.version, max_retries=0))  # noqa: B023
+
+        try:
+            truth._written(newest, commit)
+        except DatabaseLocked as error:
+            overtaken = error
+            continue
+        return int(made[0].version)
+    raise overtaken
+
+
+def _require_once(ids: Any) -> None:
+    compute = needed("pyarrow.compute", "cluster", "ingest")
+    counts = ids.value_counts()
+    twice = counts.filter(compute.greater(counts.field("counts"), 1))
+    if len(twice):
+        raise DuplicateId(f"id {shown(twice[0]['values'].as_py())} comes twice; keep one of the two")

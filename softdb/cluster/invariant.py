@@ -13,11 +13,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from softdb import opening
 from softdb.check import Id, shown
 from softdb.cluster.handle import Cluster
 from softdb.cluster.hydrate import storable
-from softdb.cluster.own_rows import is_id, parts_of
+from softdb.cluster.placement import is_id, parts_of
 from softdb.cluster.shard import Description, LeftOut, Refresh, of_records
 from softdb.cluster.truth import Truth
 from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
@@ -45,16 +44,15 @@ def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, .
     something else than the table are made anew then.
     """
     dataset, wrong, same, id_column = truth.at(version), dict[Id | None, str](left_out), 0, truth.fields.id
-    with opening.open(None, **truth.described) as door:
-        for rows in truth.batches(dataset, _AT_ONCE):
-            ids, refused = rows.column(rows.schema.names.index(id_column)).to_pylist(), list[LeftOut]()
-            records = truth.rows(rows.take(np.flatnonzero([id not in wrong for id in ids])), refused)
-            for batch in [] if records is None else storable(door, records, refused):
-                differing = _differing(db, batch)
-                same += len(batch.ids) - len(differing)
-                wrong |= differing
-            wrong |= dict(refused)
-    if len(db) > same + int(db.stored([*filter(is_id, wrong)]).sum()):
+    for rows in truth.batches(dataset, _AT_ONCE):
+        ids, refused = rows.column(rows.schema.names.index(id_column)).to_pylist(), list[LeftOut]()
+        records = truth.rows(rows.take(np.flatnonzero([id not in wrong for id in ids])), refused)
+        for batch in [] if records is None else storable(truth, records, refused):
+            differing = _differing(db, batch)
+            same += len(batch.ids) - len(differing)
+            wrong |= differing
+        wrong |= dict(refused)
+    if len(db) > same + int(db.core.stored([*filter(is_id, wrong)]).sum()):
         table = set(dataset.to_table(columns=[id_column])[id_column].to_pylist())
         surplus = (id for records in db.scan(_AT_ONCE) for id in records.ids if id not in table)
         wrong |= dict.fromkeys(surplus, "the table has no such row")
@@ -68,7 +66,7 @@ def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, .
 
 def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
     """Ids of a batch that a cluster stores otherwise, and why."""
-    stored = db.stored(batch.ids)
+    stored = db.core.stored(batch.ids)
     places = np.flatnonzero(stored)
     records = db.get([batch.ids[i] for i in places])
     keyed = np.ones(len(stored), np.bool_) if batch.keyed is None else batch.keyed

@@ -1,15 +1,19 @@
-"""Shards in this process: a thread for each message."""
+"""Shards in this process, a thread for each message: those given, or those of a table on this machine."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from softdb.cluster.shard import ClusterShard, Message, ShardReplies
-from softdb.errors import Closed, SoftDBError
+from softdb.cluster.database_shard import DatabaseShard
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.shard import NEWEST, ClusterShard, Describe, Message, Refresh, ShardReplies, of_records
+from softdb.errors import Closed, SoftDBError, StaleRead
 
-__all__ = ["Local"]
+__all__ = ["Here", "HydratedShard", "Local"]
 
 
 class Local:
@@ -43,9 +47,59 @@ class Local:
         return ShardReplies(replies, missing)
 
     def anyone(self, more: bool) -> bool:
-        """Itself."""
+        """As `Transport.anyone`."""
         return more
 
     def close(self) -> None:
         """Ends the threads; the shards are their owner's."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class HydratedShard:
+    """One of the shards that are hydrated here. It is made anew, and asked again, where it is found to be damaged."""
+
+    def __init__(self, hydrated: Hydrated, shard: int) -> None:
+        self.hydrated, self.shard = hydrated, shard
+
+    def answer(self, ask: Message) -> Any:
+        """As `Shard.answer`."""
+        if isinstance(ask, Refresh):
+            version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
+            if ask.anew:
+                self.hydrated.remake(self.shard)
+            self.hydrated.follow(version)
+            ask = Describe(NEWEST)
+        elif not isinstance(ask, Describe) and 0 <= self.hydrated.version(self.shard) < of_records(ask.version):
+            self.hydrated.follow(of_records(ask.version))  # as a replica that nobody has asked since
+        return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
+
+    def _answered(self, ask: Message) -> Any:
+        db, own = self.hydrated.databases[self.shard], self.hydrated.tagged(self.shard)
+        if db.closed:
+            raise StaleRead(f"shard {self.shard} could not be opened again after a write had failed; refresh()")
+        if not isinstance(ask, Describe) and not ask.fits(own):
+            mine, asked = of_records(own), of_records(ask.version)
+            told = "was made anew, or a replica answers"
+            if own >= 0 and mine != asked:
+                told = f"is at version {mine} and was asked for {asked}"
+            raise StaleRead(f"shard {self.shard} {told}; refresh() and ask again")
+        shards = self.hydrated.truth.shards
+        reply = DatabaseShard(db, self.shard, shards, lambda: self.hydrated.tagged(self.shard)).answer(ask)
+        origin = self.hydrated.origin(self.shard)
+        if isinstance(ask, Describe) and own >= 0 and origin is not None:
+            return reply._replace(identity=origin.identity, left_out=tuple(origin.left_out))
+        return reply
+
+
+class Here(Local):
+    """All shards of a table in this process. Their databases are closed with it, or when nothing refers to it."""
+
+    def __init__(self, hydrated: Hydrated) -> None:
+        super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.mine])
+        self.hydrated = hydrated
+        weakref.finalize(self, hydrated.close)
+
+    def close(self) -> None:
+        """Ends the threads, and closes the databases."""
+        super().close()
+        self.hydrated.close()

@@ -17,6 +17,8 @@ from softdb.errors import SoftDBError
 
 __all__ = ["first", "id_order", "in_order", "joined_records", "of_owners", "passed_over", "ranked", "together"]
 
+_JOINED = (say.PassOver, say.Nearest, say.CountWithin, say.Explain)  # questions whose replies join
+
 
 def id_order(name: Id) -> tuple[bool, Id]:
     """What ids are sorted by where scores tie: numbers, then strings."""
@@ -63,14 +65,15 @@ def together(asks: Mapping[int, say.Message], replies: Mapping[int, Any]) -> dic
 
     Of a pass, a search, a count, an explanation or the gradients of a pass; others, and errors, stay each shard's own.
     """
-    like = dict[type, list[int]]()
+    groups = dict[Any, list[int]]()
     for shard, ask in asks.items():
-        if not isinstance(replies[shard], Exception) and _merges(ask):
-            like.setdefault(type(ask), []).append(shard)
-    several = [mine for mine in like.values() if len(mine) > 1]
-    alone = set(replies) - {shard for mine in several for shard in mine}
-    found = {(shard,): replies[shard] for shard in replies if shard in alone}
-    return found | {tuple(mine): _one(asks[mine[0]], [replies[shard] for shard in mine]) for mine in several}
+        apart = isinstance(replies[shard], Exception) or (isinstance(ask, say.PassOver) and ask.apart)
+        joined = not apart and type(ask.of if isinstance(ask, say.Backward) else ask) in _JOINED
+        groups.setdefault(type(ask) if joined else shard, []).append(shard)
+    return {
+        tuple(group): replies[group[0]] if len(group) == 1 else _whole(asks[group[0]], [replies[one] for one in group])
+        for group in groups.values()
+    }
 
 
 def of_owners(found: Mapping[tuple[int, ...], Any], missing: Mapping[int, str]) -> say.ShardReplies:
@@ -83,16 +86,8 @@ def of_owners(found: Mapping[tuple[int, ...], Any], missing: Mapping[int, str]) 
     return say.ShardReplies(replies, {**missing, **failed}, {mine[0]: mine for mine in found if len(mine) > 1})
 
 
-def _merges(ask: say.Message) -> bool:
-    if isinstance(ask, say.PassOver):
-        return not ask.apart
-    if isinstance(ask, say.Backward):
-        return isinstance(ask.of, say.PassOver)
-    return isinstance(ask, say.Nearest | say.CountWithin | say.Explain)
-
-
-def _one(ask: say.Message, parts: Sequence[Any]) -> Any:
-    """The reply of the whole that several parts are."""
+def _whole(ask: say.Message, parts: Sequence[Any]) -> Any:
+    """The reply of several shards together."""
     if isinstance(ask, say.PassOver):
         return passed_over(parts)
     if isinstance(ask, say.Backward):

@@ -11,13 +11,11 @@ ids are sent with the rows, the other finds the records by these. Versions name 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Id, Metric, Schema
@@ -54,7 +52,6 @@ __all__ = [
     "ShardReplies",
     "Transport",
     "directory_of",
-    "nbytes",
     "of_records",
 ]
 
@@ -373,14 +370,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of the shards; those that others use live on."""
-
-
-def nbytes(message: Any) -> int:
-    """The bytes of the arrays in a message or reply: what grows with queries, candidates and widths."""
-    if isinstance(message, np.ndarray):
-        return message.nbytes
-    if isinstance(message, bytes):
-        return len(message)
-    if dataclasses.is_dataclass(message):
-        return sum(nbytes(getattr(message, field.name)) for field in dataclasses.fields(message))
-    return sum(map(nbytes, message)) if isinstance(message, tuple | list) else 0

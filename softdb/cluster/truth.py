@@ -5,7 +5,7 @@ A table that softdb makes has the columns of its exports: `id`, the primary key,
 DuckDB and LanceDB read and write it. A table that others have made is read as it is.
 
 Durability: an object store keeps what it has acknowledged. Lance does not sync files, so in a local folder softdb does,
-before it acknowledges (`softdb.cluster.synced`).
+before it acknowledges (`softdb.cluster.storage`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
-from softdb.cluster.columns import bounded, column, literal, require_columns, tracked, transaction, written_since
+from softdb.cluster.changes import Changes, changes_between, transaction
 from softdb.cluster.shard import LeftOut
-from softdb.cluster.storage import LANCE, cause, dataset_at, failure, lance_errors, missing_file, require_storage
-from softdb.cluster.synced import Synced
+from softdb.cluster.storage import (
+    LANCE,
+    Synced,
+    cause,
+    column,
+    dataset_at,
+    failure,
+    lance_errors,
+    literal,
+    missing_file,
+    require_columns,
+    require_storage,
+)
+from softdb.database.incoming import RecordChecker
 from softdb.errors import (
     BadInput,
     DatabaseLocked,
@@ -42,19 +54,11 @@ from softdb.formats.rows import Rows
 from softdb.formats.tables import Table, needed, read_table
 from softdb.store import Batch, files
 
-__all__ = ["Changes", "Truth", "create", "stored"]
+__all__ = ["Truth", "create", "stored"]
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
 _TRIES = 20  # of an update that others overtake
-_AT_ONCE = 1000  # numbers in a condition
-
-
-class Changes(NamedTuple):
-    """What has changed between two versions."""
-
-    removed: list[Id]  # deleted, or replaced
-    added: Any  # pyarrow.Table of the rows that are new, or replace others
 
 
 @dataclass
@@ -80,6 +84,11 @@ class Truth:
     def described(self) -> dict[str, Any]:
         """Arguments of `softdb.open` for a database of these records."""
         return self.schema.described
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, about."""
+        return (self.schema.dim + (self.schema.value_dim or 0)) * self.schema.dtype.itemsize + 256
 
     @property
     def id_type(self) -> str:
@@ -144,15 +153,18 @@ class Truth:
         table = table.drop_columns([name for name in _VERSIONING if name in table.column_names])
         if not len(table):
             return None
-        name, wrong = Path(self.url).name, list[str]()
-        found = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches()))
-        rows = next(read_table(found, self.fields, len(table), lambda error: wrong.append(error.args[0])), None)
-        if wrong and left_out is None:
-            raise BadInput(wrong[0])
-        for message in wrong:
-            row, reason = re.fullmatch(rf"{re.escape(name)} row (\d+): (.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
-            left_out += [LeftOut(table[self.fields.id][int(row)].as_py(), reason)]  # type: ignore[operator]
+        source, bad = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches())), dict[int, str]()
+        on_error = None if left_out is None else lambda _: None
+        rows = next(read_table(source, self.fields, len(table), on_error, bad), None)
+        for row, reason in bad.items():
+            left_out += [LeftOut(table[self.fields.id][row].as_py(), reason)]  # type: ignore[operator]
         return rows
+
+    def batch(self, records: Rows) -> Batch:
+        """Records as a database stores them. Raises BadInput, DuplicateId."""
+        checker = RecordChecker(self.schema, lambda: None)
+        parts = records.ids, records.keys, records.values, records.payloads, records.texts
+        return checker.batch(*parts, lambda *_: None)
 
     @property
     def local(self) -> bool:
@@ -176,32 +188,8 @@ class Truth:
             return dataset.take(_arrow().array(places), self.columns(dataset))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
-        """What has changed since a version; None where that cannot be told, or is too much to be held."""
-        if not dataset.has_stable_row_ids:
-            return None
-        try:
-            if not all(tracked(dataset, version) for version in range(since + 1, dataset.version + 1)):
-                return None
-            delta = dataset.delta(compared_against=since)
-            gone = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
-            updated, inserted = map(bounded, written_since(dataset, since, self.columns(dataset)))
-            if updated is None or inserted is None:
-                return None
-            gone += updated["_rowid"].to_pylist()
-            removed = self._named(dataset.checkout_version(since), gone)  # an update may change the id, too
-            names = [one for one in dataset.schema.names if one in inserted.column_names]
-            return Changes(removed, _arrow().concat_tables([inserted.select(names), updated.select(names)]))
-        except LANCE as error:  # the version was cleaned up
-            require_storage(self.url, error)
-            return None
-
-    def _named(self, dataset: Any, rows: list[int]) -> list[Id]:
-        """The ids of rows by Lance's own numbers."""
-        found = list[Id]()
-        for low in range(0, len(rows), _AT_ONCE):
-            condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
-            found += dataset.to_table(columns=[self.fields.id], filter=condition)[self.fields.id].to_pylist()
-        return found
+        """Changes since a version; None where they cannot be told, or are too large to be held."""
+        return changes_between(self.url, since, dataset, str(self.fields.id), self.columns(dataset))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

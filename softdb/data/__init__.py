@@ -1,4 +1,7 @@
-"""The data that ships with softdb: about 20,000 WordNet glosses with their embeddings, for `softdb demo`."""
+"""The data that ships with softdb: about 20,000 WordNet glosses with their embeddings, for `softdb demo`.
+
+Reads files of the package only. Begin with `load_wordnet` below.
+"""
 
 import gzip
 import io

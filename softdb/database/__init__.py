@@ -1,18 +1,12 @@
-"""SoftDB: the one stateful class. It orchestrates store, index and answers, and contains no mathematics."""
+"""`SoftDB`, the one stateful class: it checks, then asks store, index and answers. No mathematics.
 
-from __future__ import annotations
+May touch the store, the index and the answers, each through its face. Begin with `handle.py`: `SoftDB` has the verbs of
+a database, `Verbs` and `Questions` those that a cluster has, too; `Core` is what other rooms are given.
+"""
 
-from softdb.database.asking import AskingVerbs
-from softdb.database.indexing import IndexVerbs
-from softdb.database.reembedding import ReembedVerbs
-from softdb.database.soft import SoftVerbs
-from softdb.database.tables import TableVerbs
+from softdb.database.core import Core
+from softdb.database.database_core import DatabaseCore
+from softdb.database.handle import SoftDB
+from softdb.database.verbs import Verbs
 
-__all__ = ["SoftDB", "SoftVerbs", "TableVerbs"]
-
-
-class SoftDB(ReembedVerbs, AskingVerbs, IndexVerbs, TableVerbs):
-    """A durable database of embedded keys and values that answers exact, approximate and soft queries.
-
-    Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
-    """
+__all__ = ["Core", "DatabaseCore", "SoftDB", "Verbs"]

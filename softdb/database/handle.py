@@ -1,118 +1,49 @@
-"""The handle of a database: what every verb shares, its lifecycle, and the inner face for modules built on it."""
+"""`SoftDB`: the one stateful class, no mathematics. Its verbs check and hand on; `DatabaseCore` does the work."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from softdb import check
-from softdb.check import Id, Schema
-from softdb.encoders import of_name
-from softdb.errors import BadInput, DeviceFailed, SoftDBError
-from softdb.index import Finder
-from softdb.index.device import DEVICE_ERRORS
-from softdb.reports import CompactReport, SnapshotReport, Stats
-from softdb.store import Snapshot, Store
+from softdb.database.database_core import DatabaseCore
+from softdb.database.indexing import index_kept
+from softdb.database.questions import verb
+from softdb.database.reembedding import TextOf, reembed
+from softdb.database.verbs import Verbs
+from softdb.device import Board
+from softdb.errors import BadInput, ReadOnly
+from softdb.filters import FilteredStore
+from softdb.index.background import Build
+from softdb.index.choose import Progress
+from softdb.reports import CompactReport, IndexReport, ReembedReport, SnapshotReport
 from softdb.store.backup import backup
-from softdb.store.compact import compact
-from softdb.store.entry import RecordEntry
-from softdb.store.stats import stats
+from softdb.store.paths import field_names
 from softdb.store.verify import verify
 from softdb.typing import Device, Vectors
 
-__all__ = ["Face", "Handle", "verb"]
+__all__ = ["SoftDB"]
 
-_log = logging.getLogger("softdb")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
-H = TypeVar("H", bound="Handle")
-F = TypeVar("F", bound="Face")
+D = TypeVar("D", bound="SoftDB")
 
 
-class Face(ABC):
-    """Whoever has public methods that are verbs: a database, or a cluster."""
+class SoftDB(Verbs):
+    """A durable database of embedded keys and values that answers exact, approximate and soft queries.
 
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """Whether `close` was called."""
+    Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
+    """
 
-    @abstractmethod
-    def require_open(self) -> None:
-        """Raises Closed."""
+    core: DatabaseCore  # what other rooms of softdb need of a database, beside its verbs
 
-    def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
-        """What a device of this process says, as one of the family."""
-        return DeviceFailed(f"{verb}: a device failed ({str(error).splitlines()[0]}); ask fewer queries at once")
-
-
-def verb(method: Callable[Concatenate[F, P], R]) -> Callable[Concatenate[F, P], R]:
-    """A public method: a closed handle is refused first, and every error names the method, once."""
-
-    @functools.wraps(method)
-    def call(self: F, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files: torch.compile runs the verb as it is
-            return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-        try:
-            self.require_open()
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                with check.precise():
-                    return method(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
-        except DEVICE_ERRORS as error:
-            raise self.device_failed(method.__name__, error) from error
-        except SoftDBError as error:
-            if not hasattr(error, "verb"):
-                error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
-                error.args = (f"{error.verb}: {error.args[0]}", *error.args[1:])  # type: ignore[attr-defined]
-            raise
-
-    return call
-
-
-class Handle(Face):
-    """Store, finder and encoder of one database; its lifecycle, and the inner face for modules built on it."""
-
-    def __init__(
-        self,
-        store: Store,
-        encoder: check.Encoder | None,
-        devices: Sequence[torch.device] | None = None,
-        dtype: torch.dtype | None = None,  # of the columns there
-    ) -> None:
-        self._store = store
-        self._finder = Finder(store, devices, dtype)
-        self._encoders = {store.keyed.since: encoder}  # by the generation that they made the keys of
-        self._devices = devices
-
-    def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
-        """Which of its devices failed, why, and what to do."""
-        why = str(error).split("\n")[0]
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            way = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
-        else:
-            way = "a device that was lost comes back in a new process alone; go on with db.to('cpu')"
-        return DeviceFailed(f"{verb.strip('_')}: {self._finder.place} failed ({why}); nothing is lost: {way}")
+    def __init__(self, core: DatabaseCore) -> None:
+        self.core, self._store, self._finder = core, core.store, core.finder
 
     # -- the handle ------------------------------------------------------------------------------------------------
-
-    @property
-    def path(self) -> Path | None:
-        """Its directory; None in memory."""
-        return self._store.path
 
     @property
     def mode(self) -> str:
@@ -126,53 +57,13 @@ class Handle(Face):
         Given to `softdb.open`, changed by `to` and `build_index(device=)`; the first of several. A tensor is answered
         where it lies: beside the columns where they are there, else from the host's.
         """
-        return torch.device("cpu") if self._devices is None else self._devices[0]
-
-    @property
-    def _device(self) -> torch.device | None:
-        return None if self._devices is None else self._devices[0]
-
-    @property
-    def dim(self) -> int:
-        """d, the width of a key."""
-        return self._store.schema.dim
-
-    @property
-    def value_dim(self) -> int | None:
-        """v, the width of a value; None where values are labels, or the keys themselves."""
-        return self._store.schema.value_dim
-
-    @property
-    def num_classes(self) -> int | None:
-        """Values are integer labels below this; None where they are not labels."""
-        return self._store.schema.num_classes
-
-    @property
-    def dtype(self) -> str:
-        """How vectors are stored, "float32" or "float16"."""
-        return str(self._store.schema.dtype.name)
-
-    @property
-    def metric(self) -> str:
-        """How queries and keys are compared: "dot", "cosine" or "l2"."""
-        return self._store.schema.metric.value
-
-    @property
-    def encoder_name(self) -> str | None:
-        """The name of the encoder that made the keys; None where none is remembered."""
-        return self._store.keyed.encoder
+        return self.core.device or torch.device("cpu")
 
     @property
     def generation(self) -> int:
         """Grows with every change; a reader's is the one that it sees until `refresh()`."""
         self._store.require_open()
         return self._store.snapshot.generation
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Declared fields of the payload, sorted."""
-        self._store.require_open()
-        return tuple(self._store.fields())
 
     @verb
     def refresh(self) -> int:
@@ -191,15 +82,10 @@ class Handle(Face):
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
             CorruptionError: something to be copied does not give its checksum.
         """
-        report = compact(self._store)
-        try:
-            self._finder.compact()
-        except OSError as error:  # a cache: it serves this handle, and is written again at the end
-            _log.warning("the index of what is left could not be kept: %s", error)
-        return dataclasses.replace(report, bytes=self._store.occupied())
+        return self.core.compact()
 
     @verb
-    def to(self: H, device: Device, dtype: str | torch.dtype | None = None) -> H:
+    def to(self: D, device: Device, dtype: str | torch.dtype | None = None) -> D:
         """Compute on another device from now on, as `torch.nn.Module.to`: changes this handle, and returns it.
 
         Keys, values and what is live are copied there when a query first needs them, and follow every commit; records
@@ -216,8 +102,8 @@ class Handle(Face):
         devices, narrow = check.devices(device), check.resident_dtype(dtype)
         if devices is None:
             raise BadInput("device is None; expected 'cpu', 'cuda', 'cuda:1' or a list of GPUs")
-        self._finder.move(devices, narrow)
-        self._devices = None if devices[0].type == "cpu" else devices
+        self._finder.move(Board.of(devices, narrow))
+        self.core.devices = None if devices[0].type == "cpu" else devices
         return self
 
     @verb
@@ -238,11 +124,6 @@ class Handle(Face):
         return verify(self._store)
 
     @verb
-    def stats(self) -> Stats:
-        """What the database is, holds and occupies. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
-        return stats(self._store, self._finder.report(), self._finder.device_report())
-
-    @verb
     def flush(self) -> None:
         """Bring all changes to disk; with `durability="full"` they are there already.
 
@@ -259,15 +140,9 @@ class Handle(Face):
 
         Raises WriteFailed where changes of a relaxed database could not be brought to disk.
         """
-        try:
-            if not self._store.closed:
-                self._finder.close()
-        except (OSError, SoftDBError) as error:  # a cache: the records do not need it
-            _log.warning("the index could not be kept, build_index() makes it anew: %s", error)
-        finally:
-            self._store.close()
+        self.core.close()
 
-    def __enter__(self: H) -> H:
+    def __enter__(self: D) -> D:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -284,105 +159,218 @@ class Handle(Face):
         """A handle travels to another process as its path, and opens there for reading."""
         if self._store.path is None:
             raise BadInput("a database in memory cannot be pickled; give it a path")
-        made = self._store.keyed.since, self._encoder(), self._devices, self._finder.dtype
-        return _reopen, (type(self), self._store.path, *made)
+        made = self._store.keyed.since, self.core.encoder(), self.core.devices, self._finder.dtype
+        return _reopen, (self._store.path, *made)
 
-    # -- the inner face: what modules built on a database use (softdb.nn, train, bench, the command line) ----------
+    # -- fields of the payload -------------------------------------------------------------------------------------
 
-    @property
-    def schema(self) -> Schema:
-        """Widths, dtype and metric, as the database was made."""
-        return self._store.schema
+    @verb
+    def index_field(self, *names: str) -> None:
+        """Declare fields of the payload: SQLite indexes them, and filters on them no longer read the payloads.
 
-    @property
-    def reembedded(self) -> int:
-        """The generation that made all keys anew, 0 where none has: what was learned of keys before is of others."""
-        return self._store.keyed.since
+            db.index_field("year", "lang")
+            db.search(queries, where={"year": {"$gte": 2020}, "lang": "de"})
 
-    @property
-    def finder(self) -> Finder:
-        """What finds candidates: the index, or exact search."""
-        return self._finder
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._store.closed
-
-    def require_open(self) -> None:
-        """Raises Closed."""
-        self._store.require_open()
-
-    def require_writable(self) -> None:
-        """Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
-        self._store.require_writable()
-
-    def _as_made(self, ask: Callable[[], T]) -> T:
-        """What is worked out from queries and a generation; again, where all keys were made anew between the two."""
-        loader = self._store.loader
-        while True:
-            made = loader.loaded.keyed
-            found = ask()
-            if loader.loaded.keyed is made:
-                return found
-
-    def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
-        """The newest generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
-        return (self._store.loader.loaded.snapshot, None) if where is None else self._store.matching(where)
-
-    @property
-    def keyed(self) -> int:
-        """How many records have a key: all that vectors meet."""
-        return self._store.snapshot.count
-
-    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
-        """Which of ids (n,) are stored, with a key or without."""
-        return self._store.locate(ids).rows >= 0
-
-    def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, NDArray[np.int64]]:
-        """The newest generation and the rows (n,) of ids in it; -1 for those not stored, or without a key.
-
-        Raises, if required, UnknownId or BadInput for those.
+        Kept with the database; an index that is there already stays. Any answer is the same without. Equality, order,
+        `$in`, `$exists` and their negations use it, `$contains` does not. Cost: one pass over the payloads now, and on
+        every insert 1 to 3 µs and 20 to 30 bytes a record and field.
         """
-        snapshot, rows, *_ = (self._store.require if required else self._store.locate)(ids)
-        without = ~snapshot.keyed(rows)
-        if required and without.any():
-            raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
-        return snapshot, np.where(without, -1, rows)
+        self._store.index_fields(field_names(names))
 
-    def resolve(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
-        """Ids of rows, and their payloads and texts if asked for; those that were deleted or replaced are absent."""
-        return self._store.read(rows, payloads, texts)
+    @verb
+    def drop_field(self, name: str) -> None:
+        """Drop the index of a declared field. Raises BadInput where it has none."""
+        self._store.drop_field(*field_names([name]))
 
-    def note_encoder(self, name: str) -> None:
-        """Keep the name of the encoder that will make the keys, without having it."""
-        self._store.note_encoder(name)
+    @verb
+    def order_fields(self) -> None:
+        """Remember the order of declared fields now, of up to four; else a field's, once filters ask much of it.
 
-    def _encoder(self) -> check.Encoder | None:
-        """What encodes texts as the keys of the generation that this handle sees."""
-        made = self._store.keyed
-        found = self._encoders.get(made.since)
-        if found is None and made.encoder is not None:
-            found = self._encoders[made.since] = of_name(made.encoder, made.schema.dim)
-        return found
+        What matches a range of values is then a slice of it. Cost: some 0.1 µs a record and field, and 4 bytes.
+        """
+        self._store.order_fields()
 
-    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Queries (q, width) as every verb takes them: checked, encoded where they are text. Raises BadInput."""
-        self._finder.require_process(self._finder.board)
-        vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self._encoder()))
-        dim = self._store.loader.loaded.keyed.schema.dim
-        if width in (None, dim):
-            return check.queries(vectors, dim, self._device)
-        return check.queries(vectors, width, self._device, "this score takes queries")
+    @verb
+    def index_text(self, tokenizer: Literal["words", "trigram"] = "words") -> None:
+        """Index the texts of all records for full-text search; kept with the database and with every write.
+
+        Args:
+            tokenizer: "words": runs of letters and digits of any script, without case and diacritics. "trigram": every
+                three characters, so that a word is found within longer ones, and languages that put no blanks between
+                words are searched; words of fewer than three characters find nothing.
+
+        An index of that tokenizer stays, another one is made anew. Cost: 3 µs a record of ten words now and with every
+        insert (60 µs by trigrams), and about as many bytes as the texts have.
+        """
+        self._store.index_text(check.one_of(tokenizer, "tokenizer", ("words", "trigram")))
+
+    @verb
+    def drop_text_index(self) -> None:
+        """Drop the index of the texts, if there is one; the texts stay."""
+        self._store.index_text(None)
+
+    @property
+    def text_index(self) -> str | None:
+        """The tokenizer of the index of the texts, "words" or "trigram"; None where there is none."""
+        self._store.require_open()
+        return self._store.text_index()
+
+    @overload
+    def build_index(
+        self, /, kind: str = "auto", *, recall: float = 0.95, k: int = 10, queries: Vectors | None = None,
+        memory: int | str | None = None, progress: Progress | None = None, background: Literal[False] = False,
+        device: Device | None = None,
+    ) -> IndexReport: ...  # fmt: skip
+
+    @overload
+    def build_index(
+        self, /, kind: str = "auto", *, recall: float = 0.95, k: int = 10, queries: Vectors | None = None,
+        memory: int | str | None = None, progress: Progress | None = None, background: Literal[True],
+        device: Device | None = None,
+    ) -> Build[IndexReport]: ...  # fmt: skip
+
+    @verb
+    def build_index(
+        self,
+        kind: str = "auto",
+        *,
+        recall: float = 0.95,
+        k: int = 10,
+        queries: Vectors | None = None,
+        memory: int | str | None = None,
+        progress: Progress | None = None,
+        background: bool = False,
+        device: Device | None = None,
+    ) -> IndexReport | Build[IndexReport]:
+        """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
+
+        A build that is interrupted, or that fails, leaves the old index in use. Reading and writing may go on meanwhile
+        in other threads, and nothing that they change is lost; one build runs at a time.
+
+        Args:
+            kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "ivf-rabitq" (lists with a bit a
+                number), "ivf-sq8" (lists with a byte a number), "hnsw" (a graph over bytes) or "flat" (none).
+            recall: the share of the true k nearest that a search shall find; the effort is raised until it is measured.
+            k: for which k.
+            queries: (q, d) of the kind that will come; without them, stored keys held aside. Half of them are tuned
+                on, and the recall that the other half meets is reported.
+            memory: what codes and ids may occupy, in bytes or as text such as "200MB".
+            progress: called with what is being done, how much of it is done, and the whole.
+            background: return at once a `softdb.index.background.Build`: `.done`, `.progress`, `.cancel()`, and
+                `.result(timeout)`, the report. Closing the database cancels it. `progress` is called in its thread.
+            device: where this handle computes from then on, "cpu", "cuda" or "cuda:1", as `db.device` says; None: as
+                before. On a GPU "ivf" has 8-bit codes, "hnsw" and "ivf-rabitq" do not exist, and memory is the GPU's;
+                the cache is an index that a CPU reads, too.
+
+        Raises:
+            BadInput: no index meets the memory, or none that does reaches the recall; the message says what would do.
+                Or another build is going on; or the device is not there, or has no such index.
+            MissingDependency: FAISS, or its GPU build, is not installed.
+        """
+        if self._store.mode != "rw":
+            raise ReadOnly("this handle is read-only; build the index from the one that writes")
+        asked = None if queries is None else self.core.as_queries(queries).detach()
+        if not isinstance(background, bool):
+            raise BadInput(f"background is {check.shown(background)}; expected True or False")
+        if asked is not None and background:
+            asked = asked.clone()  # the caller may go on to change what was given
+        where = check.devices(device)
+        board = self._finder.devices if where is None else Board.of(where, self._finder.dtype)
+        work = self._finder.builder(kind, recall, check.integer(k, "k"), asked, memory, board)
+        build = self._finder.begin(functools.partial(self._build_index, work, where), progress)
+        if not background:
+            return build.run()
+        build.start()
+        return build
+
+    @verb
+    def _build_index(
+        self, work: Callable[[Progress], IndexReport], devices: tuple[torch.device, ...] | None, say: Progress
+    ) -> IndexReport:
+        with index_kept():
+            report = work(say)
+        self.core.devices = self.core.devices if devices is None else devices
+        return report
+
+    @verb
+    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None) -> IndexReport:
+        """Measure the index's recall anew and change how hard it looks, not its codes; returns the report.
+
+        After many changes, or for queries of another kind than it was tuned for. Costs the exact search of 512 queries.
+
+        Args:
+            recall: the share of the true k nearest to find; None: as before.
+            k: for which k; None: as before.
+            queries: (q, d) of the kind that will come; without them, stored keys held aside.
+        """
+        if self._store.mode != "rw":
+            raise ReadOnly("this handle is read-only; tune the index from the one that writes")
+        asked = None if queries is None else self.core.as_queries(queries).detach()
+        with index_kept():
+            return self._finder.tune(recall, None if k is None else check.integer(k, "k"), asked)
+
+    @verb
+    def watch(self, share: float = 0.01, window: int = 500) -> None:
+        """How closely this handle watches the recall of its searches by the index; it does so from the beginning.
+
+        Now and then one query of a batch is also searched exactly, after the batch was answered. `stats().index`
+        shows the share of the true nearest that such queries were given (`live_recall`) and how many were checked; a
+        `RecallWarning` says, once until the index is built or tuned anew, that it is surely below the target.
+
+        Args:
+            share: of the time that searches take, how much the checks may take besides; 0: none.
+            window: how many checks count, the latest ones.
+        """
+        self._finder.watch.change(check.share(share, "share"), check.integer(window, "window", 1, 10**6))
+
+    @verb
+    def reembed(
+        self,
+        encoder: check.Encoder,
+        *,
+        field: TextOf = None,
+        missing: str | None = None,
+        batch_size: int = 256,
+        progress: Progress | bool | None = None,
+    ) -> ReembedReport:
+        """Make every key anew with another encoder, also of another width; everything else of a record stays.
+
+        Until all of them are there, every answer is by the old keys; then one commit changes keys, width and encoder.
+        New keys are kept on disk batch by batch: where the process is killed, the encoder fails or the disk is full,
+        nothing has changed, and calling it again with an encoder of the same name goes on where it stopped. Others read
+        and write on meanwhile; what they write is embedded, too. Readers see the new keys after `refresh()`.
+
+            db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
+
+        Args:
+            encoder: n texts -> (n, d). One without an attribute `name` may be any, so a run by it always begins anew.
+            field: None: the text of a record, or, where it has none, the field "text" of its payload. Or the name of a
+                field of the payload, or a callable that gives the text of a `Record`.
+            missing: what is embedded of a record that has no text; None: that is an error, before anything is embedded.
+                A record without a key gets one, if it has a text; in a database with values it stays without.
+            batch_size: texts that are given to the encoder at once, and kept with one sync.
+            progress: called with what is being done, how much of it is done, and the whole; True draws a bar.
+
+        Cost: what the encoder takes; 2 syncs a batch; while it goes on, room for the new keys twice, for the values
+        once. The commit rewrites the catalogue's records; other operations wait for it. The index is dropped, it held
+        the old keys: `build_index()` makes another.
+
+        Raises:
+            BadInput: a record has no text, or the encoder gives what is no vector.
+            DatabaseLocked: another run goes on.
+            ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+            CorruptionError: a value, which would be carried over, differs from its checksum.
+        """
+        return reembed(self.core, encoder, field, missing, batch_size, progress)
 
 
 def _reopen(
-    kind: type[H],
     path: Path,
     since: int,
     encoder: check.Encoder | None,
     devices: Sequence[torch.device] | None,
     dtype: torch.dtype | None,
-) -> H:
-    store = Store(path, "r", None)
-    return kind(store, encoder if store.keyed.since == since else None, devices, dtype)  # keys may be made anew
+) -> SoftDB:
+    store = FilteredStore(path, "r", None)
+    # keys may be made anew
+    return SoftDB(DatabaseCore(store, encoder if store.keyed.since == since else None, devices, dtype))

@@ -1,10 +1,14 @@
-"""Import and export."""
+"""Import and export of records.
+
+May touch a database's public calls and the user's files; `sandbox.py`'s process reads formats that could run code.
+Begin in `importing.py` and `exporting.py`.
+"""
 
 from softdb.formats.arrays import numbers_in
 from softdb.formats.exporting import export_records, write_records
 from softdb.formats.importing import import_records
 from softdb.formats.lines import Fields, Header, Line, read_header, read_rows
-from softdb.formats.records import is_vector, read_records
+from softdb.formats.recordfiles import is_vector, read_records
 from softdb.formats.rows import Rows
 
 __all__ = [

@@ -16,8 +16,9 @@ import numpy as np
 from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats.guarded import parts
-from softdb.formats.lines import Fields, Header, require_plain
+from softdb.formats.lines import Fields, Header
 from softdb.formats.rows import OnError, Rows, passed_over, text_in
+from softdb.formats.sources import readable, require_plain
 from softdb.formats.tables import read_table, table_in
 from softdb.formats.vectors import metric_of
 
@@ -30,51 +31,39 @@ MARKS = {  # what lies in the folder of a kind
 _METRICS = {"cosine": "cosine", "l2": "l2", "euclid": "l2", "ip": "dot", "dot": "dot"}
 VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files of one matrix
 _NEEDS = {"faiss": ("faiss", "cpu"), "hdf5": ("h5py", "hdf5"), "chroma": ("chromadb", "chroma")}  # module, extra
-_Found = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads, texts of some records
+_VERSION = "; it may be of another version of what wrote it"
+_Batch = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads, texts of some records
 
 
 def read_collection(
     path: Path, kind: str, name: str | None, fields: Fields, size: int, on_error: OnError | None
 ) -> Iterator[Rows]:
     """The records of a collection. Raises BadInput where it is none that can be read."""
-    try:
+    with readable(path, advice=_VERSION):
         if path.is_dir():
             require_plain(path)
         if kind == "lancedb":
-            tables = sorted(one.stem for one in path.glob("*.lance"))
+            tables = sorted(table.stem for table in path.glob("*.lance"))
             folder = path / f"{_chosen(path, name, tables)}.lance"
             return read_table(table_in(folder, ".lance", size), fields, size, on_error)
         metric, count, batches = _vectors(path, kind, size) if kind in VECTORS else COLLECTIONS[kind](path, name, size)
         return _rows(path, metric, count, batches, fields.text, on_error)
-    except (BadInput, MissingDependency):
-        raise
-    except Exception as error:  # other packages have errors of every kind
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> BadInput:
-    said = shown(" ".join(str(error).split()) or type(error).__name__)
-    return BadInput(f"{path.name} cannot be read ({said}); it may be of another version of what wrote it")
 
 
 def _rows(
-    path: Path, metric: str | None, count: int, batches: Iterator[_Found], text: str | None, on_error: OnError | None
+    path: Path, metric: str | None, count: int, batches: Iterator[_Batch], text: str | None, on_error: OnError | None
 ) -> Iterator[Rows]:
     """Batches as every format gives them, their texts taken from a field of the payload where one is named."""
     at, width = 0, 0
     while True:
-        try:
-            found = next(batches, None)
-        except BadInput:
-            raise
-        except Exception as error:  # as above
-            raise _unreadable(path, error) from None
-        if found is None:
+        with readable(path, advice=_VERSION):
+            batch = next(batches, None)
+        if batch is None:
             return
-        ids, keys, payloads, texts = found
+        ids, keys, payloads, texts = batch
         bad = {i: f"record {shown(ids[i])} has no vector" for i, key in enumerate(keys) if key is None}
         if text is not None:
-            _take_texts(found, text, bad)
+            _take_texts(batch, text, bad)
         width = width or next((len(key) for key in keys if key is not None), 0)
         header = Header(width, None, None, "float32", metric, ()) if metric is not None and width else None
         share, places = (at + len(ids)) / max(count, 1), range(at, at + len(ids))
@@ -84,16 +73,16 @@ def _rows(
         at += len(ids)
 
 
-def _take_texts(found: _Found, name: str, bad: dict[int, str]) -> None:
+def _take_texts(batch: _Batch, name: str, bad: dict[int, str]) -> None:
     """Move a field of the payloads to the texts."""
-    ids, _, payloads, texts = found
+    ids, _, payloads, texts = batch
     for i, payload in enumerate(payloads):
         row = payload if isinstance(payload, dict) else {}
         try:
             if texts[i] is not None:
                 raise BadInput(f"its text is its document; leave out the text {name!r}")
             texts[i] = text_in(row, name, needed=False)
-            payloads[i] = {field: one for field, one in row.items() if field != name} or None
+            payloads[i] = {field: cell for field, cell in row.items() if field != name} or None
         except BadInput as error:
             bad[i] = f"record {shown(ids[i])}: {error}"
 
@@ -102,8 +91,8 @@ def _chosen(path: Path, name: str | None, names: list[str]) -> str:
     """The collection of that name, or the only one."""
     if name in names or (name is None and len(names) == 1):
         return name or names[0]
-    asked = "several collections" if name is None and names else f"no collection {name!r}" if names else "no collection"
-    raise BadInput(f"{path.name} holds {asked}; name one of {shown(names)} (--collection)")
+    held = "no collection" if not names else "several collections" if name is None else f"no collection {name!r}"
+    raise BadInput(f"{path.name} holds {held}; name one of {shown(names)} (--collection)")
 
 
 def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[dict[str, Any], Iterator[Array]]:
@@ -115,7 +104,7 @@ def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[
     return json.loads(next(received).tobytes()), received
 
 
-def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
+def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
     """By the package, in a copy: opening a folder may change it."""
     copied = tempfile.mkdtemp()
     try:
@@ -130,12 +119,15 @@ def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     return _METRICS.get(head["metric"]), head["rows"], _records(received)
 
 
-def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Found]]:
+def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
     """From SQLite: each point is a pickle, of which nothing is run."""
-    said = json.loads((path / "meta.json").read_bytes())["collections"]
-    name = _chosen(path, name, sorted(said))
-    vectors = said[name]["vectors"] or {}
-    named = None if "size" in vectors else _only(path, name, sorted(vectors))
+    collections = json.loads((path / "meta.json").read_bytes())["collections"]
+    name = _chosen(path, name, sorted(collections))
+    vectors = collections[name]["vectors"] or {}
+    if "size" not in vectors and len(vectors) != 1:
+        names = shown(sorted(vectors))
+        raise BadInput(f"{path.name}: collection {name!r} has the vectors {names} for a point; softdb takes one")
+    named = None if "size" in vectors else next(iter(vectors))
     distance = (vectors if named is None else vectors[named])["distance"].lower()
     place = path / "collection" / name / "storage.sqlite"
     if Path(name).name != name:
@@ -148,20 +140,14 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     return _METRICS[distance], head["rows"], _records(received)
 
 
-def _only(path: Path, name: str, names: list[str]) -> str:
-    if len(names) != 1:
-        raise BadInput(f"{path.name}: collection {name!r} has the vectors {shown(names)} for a point; softdb takes one")
-    return names[0]
-
-
-def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterator[_Found]]:
+def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
     """Ids and vectors of an index of FAISS, or of an array in HDF5."""
     head, received = _opened(path, VECTORS[kind], size)
     width, dtype, metric = head["width"], np.dtype(head["dtype"]), head["metric"]
     if not 0 < width <= MAX_DIM or dtype.kind not in "fiu":
         raise ValueError(f"it holds vectors of {width:,} numbers of {dtype}")
 
-    def batches() -> Iterator[_Found]:
+    def batches() -> Iterator[_Batch]:
         for part in received:
             ids, keys = part.view(np.int64).tolist(), next(received).view(dtype).reshape(-1, width)
             if len(ids) != len(keys):
@@ -171,7 +157,7 @@ def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterato
     return metric and metric_of(metric, path).value, head["rows"], batches()
 
 
-def _records(received: Iterator[Array]) -> Iterator[_Found]:
+def _records(received: Iterator[Array]) -> Iterator[_Batch]:
     for part in received:
         ids, vectors, payloads, texts = map(list, zip(*json.loads(part.tobytes()), strict=True))
         keys = [None if vector is None else np.array(vector, np.float64) for vector in vectors]
@@ -180,6 +166,6 @@ def _records(received: Iterator[Array]) -> Iterator[_Found]:
         yield ids, keys, payloads, texts
 
 
-COLLECTIONS: dict[str, Callable[[Path, str | None, int], tuple[str | None, int, Iterator[_Found]]]] = {
+COLLECTIONS: dict[str, Callable[[Path, str | None, int], tuple[str | None, int, Iterator[_Batch]]]] = {
     "chroma": _chroma, "qdrant": _qdrant,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -11,43 +12,22 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from softdb.answers import Records
-from softdb.database import TableVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput, WriteFailed
-from softdb.formats.numbers import NUMBERS
+from softdb.formats.numbers import NUMBERS, Export
 from softdb.formats.tables import needed
 
 __all__ = ["export_records", "write_records"]
 
 _log = logging.getLogger("softdb")
-
-
-class Export(NamedTuple):
-    """What is written."""
-
-    db: TableVerbs
-    where: dict[str, Any] | None
-    size: int  # records a batch
-    suffix: str
-    tell: Callable[[int], None]  # of how many more are written
-    note: Callable[[str], None]  # what the format cannot carry
-
-    def scan(self, told: bool = True) -> Iterator[Records]:
-        """The records, told of as they go."""
-        for records in self.db.scan(self.size, self.where):
-            yield records
-            if told:
-                self.tell(len(records))
-
-    def batches(self) -> Any:
-        """The records as an Arrow reader."""
-        return self.db.scan_arrow(self.size, self.where)
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def export_records(
-    db: TableVerbs,
+    db: Verbs,
     path: str | os.PathLike[str],
     *,
     where: dict[str, Any] | None = None,
@@ -87,68 +67,65 @@ def export_records(
 
     export = Export(db, where, batch_size, suffix, tell, said)
     try:
-        _write(export, path, suffix)
+        _write(export, path)
     except OSError as error:
         raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed, choose another place") from error
     return done
 
 
-def _write(export: Export, path: Path, suffix: str) -> None:
+def _write(export: Export, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".softdb-", dir=path.parent) as folder:
         fresh = Path(folder, "export")
-        if suffix == ".lance":
+        if export.suffix == ".lance":
             _lance(export, fresh)
         else:
-            with fresh.open("xb") as raw:
+            with contextlib.ExitStack() as opened:
+                file: Any = opened.enter_context(fresh.open("xb"))
                 if path.suffix == ".gz":
-                    with gzip.GzipFile("", "wb", 6, raw, 0) as file:
-                        _WRITERS[suffix](export, file)
-                else:
-                    _WRITERS[suffix](export, raw)
+                    file = opened.enter_context(gzip.GzipFile("", "wb", 6, file, 0))
+                _WRITERS[export.suffix](export, file)
         fresh.replace(path)
 
 
 def _rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Records as objects, without what they have not."""
+    """Records as objects, without the parts that they lack."""
     values = [None] * len(records) if records.values is None else records.values.tolist()
-    columns = (records.keys.tolist(), values)
-    keyed = records.keyed.tolist()
-    keys, values = ([one if own else None for one, own in zip(column, keyed, strict=True)] for column in columns)
-    for record in zip(records.ids, keys, values, records.payloads, records.texts, strict=True):
-        row = zip(("id", "key", "value", "payload", "text"), record, strict=True)
-        yield {name: part for name, part in row if part is not None}
+    columns = (records.ids, records.keyed.tolist(), records.keys.tolist(), values, records.payloads, records.texts)
+    for name, keyed, key, value, payload, text in zip(*columns, strict=True):
+        row = {"id": name, "key": key if keyed else None, "value": value if keyed else None}
+        row |= {"payload": payload, "text": text}
+        yield {part: cell for part, cell in row.items() if cell is not None}
 
 
-def write_records(db: TableVerbs, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
+def write_records(db: Verbs, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
     """Write records to an open text file or pipe, as `export_records` writes JSON lines, and return how many."""
-    return _written(db, db.scan(batch_size, where), file)
+    return _write_lines(db, db.scan(batch_size, where), file)
 
 
 def _json_lines(export: Export, file: IO[bytes]) -> None:
     text = io.TextIOWrapper(file, "utf-8", newline="\n")
-    _written(export.db, export.scan(), text)
+    _write_lines(export.db, export.scan(), text)
     text.detach()
 
 
-def _written(db: TableVerbs, batches: Iterator[Records], file: IO[str]) -> int:
-    done, encode = 0, json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-    file.write(json.dumps({"softdb": db.header}, ensure_ascii=False) + "\n")
+def _write_lines(db: Verbs, batches: Iterator[Records], file: IO[str]) -> int:
+    done = 0
+    file.write(json.dumps({"softdb": db.core.header}, ensure_ascii=False) + "\n")
     for records in batches:
-        file.write("".join(encode(row) + "\n" for row in _rows(records)))
+        file.write("".join(_encode(row) + "\n" for row in _rows(records)))
         done += len(records)
     return done
 
 
 def _csv(export: Export, file: IO[bytes]) -> None:
-    names = ("id", "key", *(("value",) if export.db.schema.has_values else ()), "text", "payload")
+    names = ("id", "key", *(("value",) if export.db.core.schema.has_values else ()), "text", "payload")
     export.note("carries no metric, types of ids, declared fields or encoder; texts must not be empty")
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     writer = csv.writer(text)
     writer.writerow(names)
-    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     for records in export.scan():
         for row in _rows(records):
-            cells = {name: part if name in ("id", "text") else encode(part) for name, part in row.items()}
+            cells = {name: part if name in ("id", "text") else _encode(part) for name, part in row.items()}
             if "" in cells.values():
                 raise BadInput(f"record {row['id']!r} has an empty id or text, which .csv cannot tell from none")
             writer.writerow([cells.get(name, "") for name in names])
@@ -156,34 +133,25 @@ def _csv(export: Export, file: IO[bytes]) -> None:
 
 
 def _parquet(export: Export, file: IO[bytes]) -> None:
-    reader, parquet = export.batches(), needed("pyarrow.parquet", "arrow", "Parquet")
+    (schema, batches), parquet = export.arrow(), needed("pyarrow.parquet", "arrow", "Parquet")
     packed = dict.fromkeys(("id", "text", "payload"), "zstd")  # vectors would be hardly smaller, and slower
     options = {"compression": packed, "use_dictionary": False, "write_page_checksum": True}
-    with parquet.ParquetWriter(file, reader.schema, **options) as writer:
-        _copied(export, reader, writer)
+    with parquet.ParquetWriter(file, schema, **options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def _arrow(export: Export, file: IO[bytes]) -> None:
-    reader = export.batches()
-    with needed("pyarrow", "arrow", "Arrow").ipc.new_file(file, reader.schema) as writer:
-        _copied(export, reader, writer)
-
-
-def _copied(export: Export, reader: Any, writer: Any) -> None:
-    for batch in reader:
-        writer.write_batch(batch)
-        export.tell(len(batch))
+    schema, batches = export.arrow()
+    with needed("pyarrow", "arrow", "Arrow").ipc.new_file(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def _lance(export: Export, folder: Path) -> None:
-    reader, lance, pa = export.batches(), needed("lance", "lance", "Lance"), needed("pyarrow", "arrow", "Lance")
-
-    def told() -> Iterator[Any]:
-        for batch in reader:
-            yield batch
-            export.tell(len(batch))
-
-    lance.write_dataset(pa.RecordBatchReader.from_batches(reader.schema, told()), str(folder), mode="create")
+    (schema, batches), lance = export.arrow(), needed("lance", "lance", "Lance")
+    pa = needed("pyarrow", "arrow", "Lance")
+    lance.write_dataset(pa.RecordBatchReader.from_batches(schema, batches), str(folder), mode="create")
 
 
 _WRITERS: dict[str, Callable[[Export, Any], None]] = {

@@ -19,7 +19,7 @@ import numpy as np
 
 from softdb.check import Array
 from softdb.errors import BadInput
-from softdb.formats import reader
+from softdb.formats import sandbox
 from softdb.visible import visible
 
 __all__ = ["parts"]
@@ -27,18 +27,18 @@ __all__ = ["parts"]
 _PROGRAM = (
     "import sys; sys.path[:] = eval(sys.argv.pop()); import runpy; runpy.run_path(sys.argv.pop(), None, '__main__')"
 )
-_ROOT = str(Path(reader.__file__).parents[2])  # where softdb lies, however it is installed
+_ROOT = str(Path(sandbox.__file__).parents[2])  # where softdb lies, however it is installed
 _SLOW = "its reader did not answer in time"
 
 
 def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generator[Array, None, None]:
-    """Yield the bytes of each part of a file or folder, as `softdb.formats.reader` sends them. Raises BadInput."""
+    """Yield the bytes of each part of a file or folder, as `softdb.formats.sandbox` sends them. Raises BadInput."""
     length = sum(part.stat().st_size for part in (path, *path.rglob("*")))
-    seconds = reader.SECONDS + length // 1_000_000
-    order = json.dumps([kind, str(path.absolute()), reader.room(length), seconds, size, name])
+    seconds = sandbox.SECONDS + length // 1_000_000
+    order = json.dumps([kind, str(path.absolute()), sandbox.room(length), seconds, size, name])
     try:
         process = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _PROGRAM, order, reader.__file__, repr([*sys.path, _ROOT])],
+            [sys.executable, "-IS", "-c", _PROGRAM, order, sandbox.__file__, repr([*sys.path, _ROOT])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -48,7 +48,7 @@ def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generato
     except OSError as error:
         raise BadInput(f"{path.name} cannot be read by a process of its own ({error})") from None
     try:
-        yield from _received(process, seconds + 5, 4 * (reader.BATCH + length))
+        yield from _received(process, seconds + 5, 4 * (sandbox.BATCH + length))
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:
         text = f"{path.name} cannot be read ({error}); it is damaged, or of another version of its writer"
         raise BadInput(text) from None
@@ -60,15 +60,15 @@ def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generato
 def _received(process: subprocess.Popen[bytes], seconds: int, most: int) -> Iterator[Array]:
     while True:
         limit = time.monotonic() + seconds
-        mark, length = reader.PART.unpack(_bytes(process, reader.PART.size, limit).data)
+        mark, length = sandbox.PART.unpack(_bytes(process, sandbox.PART.size, limit).data)
         if length > most:
             raise ValueError(f"a part of more than {most:,} bytes")
         part = _bytes(process, length, limit)
-        if mark == reader.END:
+        if mark == sandbox.END:
             return
-        if mark != reader.DATA:
+        if mark != sandbox.DATA:
             text = visible(part.tobytes().decode(errors="replace"))
-            raise BadInput(text) if mark == reader.REFUSAL else ValueError(text)
+            raise BadInput(text) if mark == sandbox.REFUSAL else ValueError(text)
         yield part
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from softdb import check
 from softdb.database import SoftDB
 from softdb.errors import BadInput, DuplicateId, SoftDBError
-from softdb.formats.records import read_records
+from softdb.formats.recordfiles import read_records
 from softdb.formats.rows import OnError, Rows
 
 __all__ = ["import_records"]
@@ -63,8 +64,8 @@ def import_records(
                 progress(rows)
     except SoftDBError as error:
         remedy = ", and resume goes on with an import that was cut short" if isinstance(error, DuplicateId) else ""
-        told = f"{error.args[0]}{remedy}; the {done} records before are in the database"
-        error.args = (told, *error.args[1:])
+        message = f"{error.args[0]}{remedy}; the {done} records before are in the database"
+        error.args = (message, *error.args[1:])
         raise
     return done
 
@@ -89,11 +90,10 @@ def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None)
 
 def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
     """The records that the database lacks, or with `upsert` has otherwise. Raises BadInput where it has one so."""
-    stored = np.flatnonzero(db.stored(rows.ids))
+    stored = np.flatnonzero(db.core.stored(rows.ids))
     if not len(stored):
         return rows
-    there = rows.some(stored.tolist())
-    differ = stored[_differ(db, there)]
+    differ = stored[_differ(db, rows.some(stored.tolist()))]
     if len(differ) and not upsert:
         raise BadInput(
             f"id {check.shown(rows.ids[differ[0]])} is stored already, and not as it stands there: this is not the "
@@ -103,30 +103,29 @@ def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
     return rows.some([i for i in range(len(rows)) if i not in same])
 
 
-def _differ(db: SoftDB, rows: Rows) -> list[bool]:
-    """Which of some records, all of them stored, are not stored so."""
-    found, schema = db.get(rows.ids), db.schema
+def _differ(db: SoftDB, rows: Rows) -> NDArray[np.bool_]:
+    """Mask of the records, all of them stored, that are stored otherwise."""
+    stored, schema = db.get(rows.ids), db.core.schema
     texts = check.payloads(rows.payloads, len(rows))
-    differ = np.array([one != other for one, other in zip(texts, found.payload_texts, strict=True)], np.bool_)
-    differ |= [one != other for one, other in zip(rows.texts, found.texts, strict=True)]
-    keyed = np.array([one is not None for one in rows.keys])
-    differ |= keyed != found.keyed.numpy()
-    both = np.flatnonzero(keyed & found.keyed.numpy())
-    there = rows.some(both.tolist())
-    if len(both) and not isinstance(there.keys[0], str):  # else they are made of the texts
-        keys = check.matrix(there.keys, "keys", schema.dim, schema.dtype)
-        differ[both] |= (keys != found.keys.numpy()[both]).any(1)
-    if len(both) and (values := check.values(there.values, schema, len(both))) is not None:
-        own = np.asarray(found.values)[both]
-        differ[both] |= (values != own).reshape(len(both), -1).any(1)
-    return [bool(one) for one in differ]
+    pairs = zip(texts, stored.payload_texts, rows.texts, stored.texts, strict=True)
+    differ = np.array([payload != own or text != own_text for payload, own, text, own_text in pairs], np.bool_)
+    keyed = np.array([key is not None for key in rows.keys])
+    differ |= keyed != stored.keyed.numpy()
+    both = np.flatnonzero(keyed & stored.keyed.numpy())
+    rows = rows.some(both.tolist())
+    if len(both) and not isinstance(rows.keys[0], str):  # else they are made of the texts
+        keys = check.matrix(rows.keys, "keys", schema.dim, schema.dtype)
+        differ[both] |= (keys != stored.keys.numpy()[both]).any(1)
+    if len(both) and (values := check.values(rows.values, schema, len(both))) is not None:
+        differ[both] |= (values != np.asarray(stored.values)[both]).reshape(len(both), -1).any(1)
+    return differ
 
 
 def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
-    """BadInput where vectors of one encoder would come to lie beside those of another."""
-    made, mine = None if rows.header is None else rows.header.encoder, db.encoder_name
-    if None not in (made, mine) and made != mine and not isinstance(rows.keys[0], str):
+    """BadInput where vectors of one encoder would lie beside those of another."""
+    theirs, ours = None if rows.header is None else rows.header.encoder, db.encoder_name
+    if None not in (theirs, ours) and theirs != ours and not isinstance(rows.keys[0], str):
         raise BadInput(
-            f"{rows.path.name}: its keys were made by the encoder {made!r}, this one's by {mine!r}; import it into one "
-            "like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
+            f"{rows.path.name}: its keys were made by the encoder {theirs!r}, this one's by {ours!r}; import it into "
+            "one like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
         )

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from typing import IO, Any, NamedTuple, cast
 
 from softdb import check
 from softdb.errors import BadInput
+from softdb.formats.sources import kind_of
 
 __all__ = [
-    "OWN", "Fields", "Header", "Line", "Row", "csv_header", "is_own", "kind_of", "read_header", "read_rows",
-    "require_plain", "text_lines",
+    "OWN", "Fields", "Header", "Line", "Row", "csv_header", "is_own", "raised", "read_header", "read_rows",
+    "text_lines",
 ]  # fmt: skip
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
@@ -47,7 +47,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Header:
-    """What an exported file says of its database, in a first line `{"softdb": {…}}`."""
+    """The database that an exported file is of, from its first line `{"softdb": {…}}`."""
 
     dim: int
     value_dim: int | None
@@ -59,7 +59,7 @@ class Header:
 
     @classmethod
     def of(cls, said: Any, where: str) -> Header:
-        """What stands in an exported file, checked. Raises BadInput."""
+        """Check the header of an exported file. Raises BadInput."""
         try:
             header = cls(**{**said, "fields": tuple(said["fields"])})
             check.schema(**header.schema, stored=None)
@@ -85,20 +85,20 @@ class Line(NamedTuple):
 
 
 def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:
-    """Whether columns are those of an export, which the fields leave what they are."""
+    """Return True where columns are those of an export, and the fields do not say otherwise."""
     columns = header is not None or {"id", "key", "text", "payload"} <= set(names) <= OWN
     return columns and fields.text in (None, "text")
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
-    """What a file that `export_records` wrote says of its database; None of any other file. Raises BadInput."""
+    """Return the header of a file that `export_records` wrote; None for any other file. Raises BadInput."""
     path = Path(path)
     if Path(path.name.removesuffix(".gz")).suffix not in (".jsonl", ".ndjson"):
         return None
-    found = next(_json_lines(path, header=True), None)
-    if found is None or found.row.keys() != {"softdb"}:
+    line = next(_json_lines(path, header=True), None)
+    if line is None or line.row.keys() != {"softdb"}:
         return None
-    return Header.of(found.row["softdb"], f"{path.name} line {found.number}")
+    return Header.of(line.row["softdb"], f"{path.name} line {line.number}")
 
 
 def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] | None = None) -> Iterator[Line]:
@@ -107,36 +107,19 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
     Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line,
     or tells `on_error` and passes over it.
     """
-    bad = on_error or _raised
+    bad = on_error or raised
     kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
     if kind in (".csv", ".tsv"):
         return _csv_lines(path, fields, bad)
     return _json_lines(path, bad)
 
 
-def _raised(error: BadInput) -> None:
+def raised(error: BadInput) -> None:
+    """Raise an error: what to do with a bad line, unless told otherwise."""
     raise error
 
 
-def kind_of(path: Path, expected: str, *kinds: str) -> str:
-    """The suffix before `.gz` of a file that is there, one of `kinds`."""
-    if not path.is_file():
-        raise BadInput(f"{path} is not a file; give one of {expected}")
-    kind = Path(path.name.removesuffix(".gz")).suffix
-    if kind not in kinds:
-        raise BadInput(f"{path.name} has a name of no known kind; expected {expected}")
-    return kind
-
-
-def require_plain(folder: Path) -> None:
-    """BadInput where a folder holds a link, a pipe or a device, which may lead anywhere or never end."""
-    for place, folders, files in os.walk(folder):
-        for part in (Path(place, name) for name in (*folders, *files)):
-            if not stat.S_ISREG(mode := part.lstat().st_mode) and not stat.S_ISDIR(mode):
-                raise BadInput(f"{folder.name} holds {check.shown(part.name)}, a link or no file; put a copy there")
-
-
-def text_lines(path: Path, bad: Callable[[BadInput], None] = _raised) -> Iterator[tuple[int, float, str]]:
+def text_lines(path: Path, bad: Callable[[BadInput], None] = raised) -> Iterator[tuple[int, float, str]]:
     """Number, share of the file read so far, and text of each line."""
     number, size = 0, max(1, path.stat().st_size)
     with path.open("rb") as raw:
@@ -155,7 +138,7 @@ def text_lines(path: Path, bad: Callable[[BadInput], None] = _raised) -> Iterato
             raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
 
 
-def _json_lines(path: Path, bad: Callable[[BadInput], None] = _raised, header: bool = False) -> Iterator[Line]:
+def _json_lines(path: Path, bad: Callable[[BadInput], None] = raised, header: bool = False) -> Iterator[Line]:
     """The objects of a file, without the header of an export unless that is asked for."""
     first = True
     for number, share, line in text_lines(path, bad):

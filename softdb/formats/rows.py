@@ -38,28 +38,22 @@ class Rows:
 
     @property
     def place(self) -> str:
-        """Where they stand, in words."""
+        """File and lines of the batch, for a message."""
         return self.at(0) if len(self) == 1 else f"{self.path.name} {self.what}s {self.lines[0]} to {self.lines[-1]}"
 
     def at(self, i: int) -> str:
-        """Where one of them stands."""
+        """File and line of a record, for a message."""
         return f"{self.path.name} {self.what} {self.lines[i]}"
 
-    def some(self, kept: list[int]) -> Rows:
-        """Those at some places in the batch."""
-        return replace(
-            self,
-            lines=[self.lines[i] for i in kept],
-            ids=[self.ids[i] for i in kept],
-            keys=_some(self.keys, kept),
-            values=_some(self.values, kept),
-            payloads=[self.payloads[i] for i in kept],
-            texts=[self.texts[i] for i in kept],
-        )
+    def some(self, places: list[int]) -> Rows:
+        """The records at some places in the batch."""
+        columns = (self.lines, self.ids, self.keys, self.values, self.payloads, self.texts)
+        lines, ids, keys, values, payloads, texts = (_some(column, places) for column in columns)
+        return replace(self, lines=lines, ids=ids, keys=keys, values=values, payloads=payloads, texts=texts)
 
 
-def _some(column: Any, kept: list[int]) -> Any:
-    return column[kept] if isinstance(column, np.ndarray) else column and [column[i] for i in kept]
+def _some(column: Any, places: list[int]) -> Any:
+    return column[places] if isinstance(column, np.ndarray) else column and [column[i] for i in places]
 
 
 def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str] = ()) -> str | None:
@@ -71,7 +65,7 @@ def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str]
 
 
 def passed_over(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iterator[Rows]:
-    """The good ones among rows, of which `bad` says what is wrong with some.
+    """The good rows, where `bad` has what is wrong with the others.
 
     Without `on_error` those before the first bad one, and then its BadInput.
     """
@@ -85,6 +79,6 @@ def passed_over(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> It
         raise BadInput(f"{rows.at(first)}: {bad[first]}")
     for i in sorted(bad):
         on_error(BadInput(f"{rows.at(i)}: {bad[i]}"))
-    kept = [i for i in range(len(rows)) if i not in bad]
-    if kept:
-        yield rows.some(kept)
+    good = [i for i in range(len(rows)) if i not in bad]
+    if good:
+        yield rows.some(good)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.lines import OWN, Fields, Header, is_own, require_plain
+from softdb.formats.lines import OWN, Fields, Header, is_own
 from softdb.formats.rows import OnError, Rows, passed_over
+from softdb.formats.sources import readable, reason, require_plain
 
 __all__ = ["FOLDERS", "TABLES", "Table", "framed", "needed", "read_table", "table_in"]
 
@@ -30,12 +32,12 @@ class Table:
 
     @property
     def header(self) -> Header | None:
-        """What softdb has written into its metadata."""
-        said = (self.schema.metadata or {}).get(b"softdb")
-        if said is None:
+        """The header of an export, from the metadata."""
+        header = (self.schema.metadata or {}).get(b"softdb")
+        if header is None:
             return None
         try:
-            return Header.of(json.loads(said), self.path.name)
+            return Header.of(json.loads(header), self.path.name)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{self.path.name}: not the header of an export ({error}); mend it") from None
 
@@ -71,10 +73,11 @@ def _arrow(path: Path, size: int) -> Table:
 
 
 def _lance(path: Path, size: int) -> Table:
-    found = needed("lance", "lance", path.name).dataset(str(path))
-    if hasattr(found, "base_paths") and found.base_paths():
+    dataset = needed("lance", "lance", path.name).dataset(str(path))
+    if hasattr(dataset, "base_paths") and dataset.base_paths():
         raise BadInput(f"{path.name} keeps files outside of its folder, which are not read; import a deep copy of it")
-    return Table(path, found.schema, iter(found.to_batches(batch_size=size, scan_in_order=True)), found.count_rows())
+    batches = dataset.to_batches(batch_size=size, scan_in_order=True)
+    return Table(path, dataset.schema, iter(batches), dataset.count_rows())
 
 
 def _hugging_face(path: Path, size: int) -> Table:
@@ -86,8 +89,7 @@ def _hugging_face(path: Path, size: int) -> Table:
     for file in (*state["_data_files"], *(state.get("_indices_data_files") or ())):
         if Path(file["filename"]).name != file["filename"]:
             raise BadInput(f"{path.name} names {shown(file['filename'])}, outside of the folder, which is not read")
-    found = datasets.load_from_disk(str(path))
-    return replace(framed(found, size), path=path)
+    return replace(framed(datasets.load_from_disk(str(path)), size), path=path)
 
 
 TABLES: dict[str, Callable[[Path, int], Table]] = {
@@ -98,14 +100,10 @@ FOLDERS: dict[str, Callable[[Path, int], Table]] = {".lance": _lance, "datasets"
 
 def table_in(path: Path, kind: str, size: int) -> Table:
     """The table in a file or folder. Raises BadInput where it is none."""
-    try:
+    with readable(path, " as a table", "; make it anew"):
         if path.is_dir():
             require_plain(path)
         return (TABLES | FOLDERS)[kind](path, size)
-    except (BadInput, MissingDependency):
-        raise
-    except Exception as error:  # pyarrow, lance and datasets have errors of many kinds for a file that is none
-        raise BadInput(f"{path.name} cannot be read as a table ({_said(error)}); make it anew") from None
 
 
 def framed(source: Any, size: int) -> Table:
@@ -113,23 +111,22 @@ def framed(source: Any, size: int) -> Table:
     pa, path = needed("pyarrow", "arrow", "a table"), Path("the table")
     if hasattr(source, "with_format") and hasattr(source, "iter"):  # a dataset may be a selection of its table
         tables = source.with_format("arrow").iter(size)
-        first = next(tables, None)
-        schema = source.features.arrow_schema if first is None else first.schema
-        batches = (part for one in ([] if first is None else [first]) for part in one.to_batches())
-        rest = (part for one in tables for part in one.to_batches())
-        return Table(path, schema, (part for some in (batches, rest) for part in some), len(source))
-    try:
+        first = list(islice(tables, 1))
+        schema = first[0].schema if first else source.features.arrow_schema
+        batches = (batch for table in chain(first, tables) for batch in table.to_batches())
+        return Table(path, schema, batches, len(source))
+    with readable(path, " through the Arrow C stream"):
         reader = pa.RecordBatchReader.from_stream(source)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise BadInput(f"the table cannot be read through the Arrow C stream ({_said(error)})") from None
     count = None if isinstance(source, pa.RecordBatchReader) else attribute(source, "num_rows")
     if count is None and hasattr(source, "__len__"):
         count = len(source)
     return Table(path, reader.schema, iter(reader), count)
 
 
-def read_table(table: Table, fields: Fields, size: int, on_error: OnError | None) -> Iterator[Rows]:
-    """The records of a table.
+def read_table(
+    table: Table, fields: Fields, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
+) -> Iterator[Rows]:
+    """The records of a table; with `bad_rows` those that are none are noted there, each with the reason.
 
     Columns of a table as softdb writes it are read so; of any other, those that are neither id, key nor value are the
     fields of the payload, without those that are null. Raises BadInput naming the row.
@@ -148,15 +145,17 @@ def read_table(table: Table, fields: Fields, size: int, on_error: OnError | None
                 f"{table.path.name} has no column {name!r} for the {what}; its columns are {shown(names)}, name the "
                 "right one"
             )
-    reading, at = _TableReader(table, fields, key, own, header), 0
+    reader, at = _TableReader(table, fields, key, own, header), 0
     for batch in _whole(table, size):
         try:
-            rows, bad = reading.rows(batch, at)
+            rows, bad = reader.rows(batch, at)
         except (BadInput, MissingDependency):
             raise
         except Exception as error:  # of cells that Python has no values for, such as dates after the year 9999
             where = f"{table.path.name}, rows {at} to {at + len(batch) - 1}"
-            raise BadInput(f"{where}: cannot be read ({_said(error)}); cast the column, or leave it out") from None
+            raise BadInput(f"{where}: cannot be read ({reason(error)}); cast the column, or leave it out") from None
+        if bad_rows is not None:
+            bad_rows.update((at + i, bad[i]) for i in sorted(bad))
         yield from passed_over(rows, bad, on_error)
         at += len(batch)
 
@@ -164,36 +163,29 @@ def read_table(table: Table, fields: Fields, size: int, on_error: OnError | None
 def _whole(table: Table, size: int) -> Iterator[Any]:
     """The table in batches of `size` rows, however it lies."""
     pa = needed("pyarrow", "arrow", "a table")
-    kept, count, done = list[Any](), 0, 0
-    while True:
-        try:
-            batch = next(table.batches, None)
-            if batch is not None:
-                batch.validate(full=True)  # a file may say that texts and lists lie outside of it
-        except Exception as error:  # as of `table_in`
-            if kept:
-                yield pa.concat_batches(kept)
-            told = f"{table.path.name} cannot be read after row {done + count - 1}"
-            raise BadInput(f"{told} ({_said(error)}); make it anew") from None
-        if batch is None:
-            break
-        while count + len(batch) >= size:
-            taken = batch.slice(0, size - count)
-            yield taken if not kept else pa.concat_batches([*kept, taken])
-            batch, done, kept, count = batch.slice(size - count), done + size, [], 0
-        if len(batch):
-            kept.append(batch)
-            count += len(batch)
-    if kept:
-        yield pa.concat_batches(kept)
-
-
-def _said(error: Exception) -> str:
-    return shown(" ".join(str(error).split()) or type(error).__name__)
+    pending, count, done = list[Any](), 0, 0
+    try:
+        for batch in table.batches:
+            batch.validate(full=True)  # a file may say that texts and lists lie outside of it
+            while count + len(batch) >= size:
+                head, batch = batch.slice(0, size - count), batch.slice(size - count)
+                yield pa.concat_batches([*pending, head]) if pending else head
+                pending, count, done = [], 0, done + size
+            if len(batch):
+                pending.append(batch)
+                count += len(batch)
+    except Exception as error:  # of many kinds, as in `table_in`
+        if pending:
+            yield pa.concat_batches(pending)
+        raise BadInput(
+            f"{table.path.name} cannot be read after row {done + count - 1} ({reason(error)}); make it anew"
+        ) from None
+    if pending:
+        yield pa.concat_batches(pending)
 
 
 class _TableReader:
-    """What is read of each batch of a table."""
+    """Reads batches of a table to `Rows`."""
 
     def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
         self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
@@ -223,12 +215,12 @@ class _TableReader:
         if self.own and "id_is_int" in batch.schema.names:
             whole = batch["id_is_int"].to_pylist()
             try:
-                return [int(one) if number else one for one, number in zip(ids, whole, strict=True)]
+                return [int(name) if number else name for name, number in zip(ids, whole, strict=True)]
             except (TypeError, ValueError):
                 raise BadInput(f"{self.table.path.name}: an id said to be an int is none; make it anew") from None
-        for i, one in enumerate(ids):
-            if type(one) is not int and type(one) is not str:
-                bad[i] = f"column {name!r} is {shown(one)}; an id is a str or an int"
+        for i, cell in enumerate(ids):
+            if type(cell) is not int and type(cell) is not str:
+                bad[i] = f"column {name!r} is {shown(cell)}; an id is a str or an int"
         return ids
 
     def _texts(self, batch: Any, bad: dict[int, str]) -> list[Any]:
@@ -250,22 +242,22 @@ class _TableReader:
             bad.update({int(i): f"column {self.key!r} is null; expected numbers" for i in missing if i not in bad})
         if not self.own or not len(missing):
             return keys, keyed
-        return [key if there else None for key, there in zip(keys, keyed, strict=True)], keyed
+        return [key if present else None for key, present in zip(keys, keyed, strict=True)], keyed
 
     def _values(self, batch: Any, name: str, keyed: NDArray[np.bool_], bad: dict[int, str]) -> Any:
         pa, column = needed("pyarrow", "arrow", "a table"), batch.column(name)
         if pa.types.is_integer(column.type):
-            values, there = column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(False)
+            values, valid = column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(False)
         else:
-            values, there = self._vectors(column, name, bad)
-        missing = [i for i in np.flatnonzero(keyed & ~there).tolist() if i not in bad]
+            values, valid = self._vectors(column, name, bad)
+        missing = [i for i in np.flatnonzero(keyed & ~valid).tolist() if i not in bad]
         bad.update(dict.fromkeys(missing, f"column {name!r} is null; expected a value"))
         if keyed.all():
             return values
-        return [one if own else None for one, own in zip(values, there, strict=True)]
+        return [value if present else None for value, present in zip(values, valid, strict=True)]
 
     def _vectors(self, column: Any, name: str, bad: dict[int, str]) -> tuple[Array, NDArray[np.bool_]]:
-        """Vectors (n, width) of a column of lists, zeros where there is none, and where there is one."""
+        """Vectors (n, width) of a column of lists, and a mask of those that are valid; the others are zeros."""
         pa = needed("pyarrow", "arrow", "a table")
         column = getattr(column, "storage", column)  # of an extension, such as a tensor of fixed shape
         kind, n = column.type, len(column)
@@ -273,30 +265,30 @@ class _TableReader:
         if not (pa.types.is_integer(inner) or pa.types.is_floating(inner)) or pa.types.is_dictionary(kind):
             expected = "expected lists of numbers, all of one length"
             raise BadInput(f"{self.table.path.name}: column {name!r} is of type {shown(str(kind))}; {expected}")
-        there = column.is_valid().to_numpy(zero_copy_only=False)
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
         if pa.types.is_fixed_size_list(kind):
             width = kind.list_size
         else:
             compute = needed("pyarrow.compute", "arrow", "a table")
             lengths = compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-            width = self.widths.setdefault(name, int(lengths[there][0])) if there.any() else self.widths.get(name, 1)
-            for i in np.flatnonzero(there & (lengths != width)).tolist():
+            width = self.widths.setdefault(name, int(lengths[valid][0])) if valid.any() else self.widths.get(name, 1)
+            for i in np.flatnonzero(valid & (lengths != width)).tolist():
                 bad[i] = f"column {name!r} has {lengths[i]} numbers, {width} in the rows before; mend it"
-            there = there & (lengths == width)
-        flat = (column if there.all() else column.filter(pa.array(there))).flatten()
+            valid = valid & (lengths == width)
+        flat = (column if valid.all() else column.filter(pa.array(valid))).flatten()
         if not width:
             raise BadInput(f"{self.table.path.name}: column {name!r} holds no numbers; expected lists of numbers")
         if flat.null_count:
             whole = flat.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(1)
-            places = np.flatnonzero(there)
+            places = np.flatnonzero(valid)
             bad.update({int(i): f"column {name!r} holds null; expected numbers alone" for i in places[~whole]})
             flat = flat.fill_null(0)
-        found = flat.to_numpy(zero_copy_only=False).reshape(-1, width)
-        if len(found) == n:
-            return found, there
-        vectors = np.zeros((n, width), found.dtype)
-        vectors[there] = found
-        return vectors, there
+        present = flat.to_numpy(zero_copy_only=False).reshape(-1, width)
+        if len(present) == n:
+            return present, valid
+        vectors = np.zeros((n, width), present.dtype)
+        vectors[valid] = present
+        return vectors, valid
 
     def _own_payloads(self, batch: Any, bad: dict[int, str]) -> list[Any]:
         if "payload" not in batch.schema.names:
@@ -317,7 +309,7 @@ class _TableReader:
         if self.rest == ["payload"]:
             return list(columns[0])
         rows = zip(*columns, strict=True)
-        return [{name: one for name, one in zip(self.rest, row, strict=True) if one is not None} for row in rows]
+        return [{name: cell for name, cell in zip(self.rest, row, strict=True) if cell is not None} for row in rows]
 
 
 def _plain(value: Any) -> Any:

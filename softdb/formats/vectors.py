@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ LOOKED = 1000  # vectors whose own width is compared with the first's
 
 @dataclass(frozen=True)
 class KeyFile:
-    """What a file or folder holds."""
+    """Keys, and what else a benchmark's file or folder holds."""
 
     keys: Vectors  # (n, d)
     queries: Vectors | None  # (q, d)
@@ -41,12 +42,12 @@ class KeyFile:
     neighbours: Vectors | None = None  # (q, m)
 
 
-def read_folder(path: Path) -> KeyFile:
+def _folder(path: Path) -> KeyFile:
     """A folder with keys.npy and queries.npy."""
     return KeyFile(_npy(path / "keys.npy"), _npy(path / "queries.npy"), Metric.DOT)
 
 
-def read_hdf5(path: Path) -> KeyFile:
+def _hdf5(path: Path) -> KeyFile:
     """A file of ann-benchmarks or VIBE."""
     try:
         import h5py
@@ -57,18 +58,13 @@ def read_hdf5(path: Path) -> KeyFile:
             missing = [part for part in ("train", "test") if part not in file]
             if missing:
                 raise BadInput(f"{path} lacks {' and '.join(missing)}; expected train, test and neighbors")
-            metric = _distance_of(file, path)
+            distance = file.attrs.get("distance", "euclidean")
+            metric = metric_of(distance.decode() if isinstance(distance, bytes) else str(distance), path)
             near = file["neighbors"][:] if "neighbors" in file else None
             keys, queries = (_vectors(_mapped(file[part], path), f"{path}, {part}") for part in ("train", "test"))
             return KeyFile(keys, queries, metric, near)
     except OSError as error:
         raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it anew") from None
-
-
-def _distance_of(file: Any, path: Path) -> Metric:
-    """How an HDF5 file says that its vectors are compared."""
-    distance = file.attrs.get("distance", "euclidean")
-    return metric_of(distance.decode() if isinstance(distance, bytes) else str(distance), path)
 
 
 def metric_of(distance: str, path: Path) -> Metric:
@@ -83,28 +79,13 @@ def _mapped(array: Any, path: Path) -> Vectors:
     """An HDF5 array straight from the file where it lies there in one piece."""
     offset = array.id.get_offset()
     if offset is None or not array.size or not array.dtype.isnative:
-        found: Vectors = array[()]
-        return found
+        loaded: Vectors = array[()]
+        return loaded
     return np.memmap(path, array.dtype, "r", offset, array.shape)
 
 
-def read_fvecs(path: Path) -> KeyFile:
-    """Vectors of float32 numbers."""
-    return KeyFile(_vecs(path, np.dtype(np.float32)), None, Metric.L2)
-
-
-def read_bvecs(path: Path) -> KeyFile:
-    """Vectors of bytes."""
-    return KeyFile(_vecs(path, np.dtype(np.uint8)), None, Metric.L2)
-
-
-def read_ivecs(path: Path) -> KeyFile:
-    """Vectors of int32 numbers."""
-    return KeyFile(_vecs(path, np.dtype(np.int32)), None, Metric.L2)
-
-
-def _vecs(path: Path, dtype: np.dtype[Any]) -> Vectors:
-    size = _size(path, 4)
+def _vecs(path: Path, kind: str) -> KeyFile:
+    size, dtype = _size(path, 4), np.dtype(kind)
     width = int(np.fromfile(path, "<i4", 1)[0])
     row = 4 + width * dtype.itemsize
     if not 0 < width <= MAX_DIM or size % row:
@@ -119,21 +100,11 @@ def _vecs(path: Path, dtype: np.dtype[Any]) -> Vectors:
         raise BadInput(
             f"{path} begins with the width {width}, but holds {widths[widths != width][0]} as another; re-make it"
         )
-    return _vectors(rows["numbers"], str(path))
+    return KeyFile(_vectors(rows["numbers"], str(path)), None, Metric.L2)
 
 
-def read_fbin(path: Path) -> KeyFile:
-    """A matrix of float32 numbers."""
-    return KeyFile(_bin(path, np.dtype(np.float32)), None, Metric.L2)
-
-
-def read_u8bin(path: Path) -> KeyFile:
-    """A matrix of bytes."""
-    return KeyFile(_bin(path, np.dtype(np.uint8)), None, Metric.L2)
-
-
-def _bin(path: Path, dtype: np.dtype[Any]) -> Vectors:
-    size = _size(path, 8)
+def _bin(path: Path, kind: str) -> KeyFile:
+    size, dtype = _size(path, 8), np.dtype(kind)
     count, width = (int(number) for number in np.fromfile(path, "<i4", 2))
     expected = 8 + count * width * dtype.itemsize
     if count < 1 or not 0 < width <= MAX_DIM or size != expected:
@@ -141,7 +112,7 @@ def _bin(path: Path, dtype: np.dtype[Any]) -> Vectors:
             f"{path} says that it holds {count} vectors of {width} {dtype}, which are {expected} bytes with the two "
             f"numbers before them, but it has {size}; it is cut short or of another format"
         )
-    return _vectors(np.memmap(path, dtype, "r", 8, (count, width)), str(path))
+    return KeyFile(_vectors(np.memmap(path, dtype, "r", 8, (count, width)), str(path)), None, Metric.L2)
 
 
 def read_queries(path: Path) -> Vectors:
@@ -184,12 +155,7 @@ def _size(path: Path, least: int) -> int:
 
 
 READERS: dict[str, Callable[[Path], KeyFile]] = {
-    "": read_folder,
-    ".hdf5": read_hdf5,
-    ".h5": read_hdf5,
-    ".fvecs": read_fvecs,
-    ".ivecs": read_ivecs,
-    ".bvecs": read_bvecs,
-    ".fbin": read_fbin,
-    ".u8bin": read_u8bin,
-}
+    "": _folder, ".hdf5": _hdf5, ".h5": _hdf5,
+    ".fvecs": partial(_vecs, kind="f4"), ".ivecs": partial(_vecs, kind="i4"), ".bvecs": partial(_vecs, kind="u1"),
+    ".fbin": partial(_bin, kind="f4"), ".u8bin": partial(_bin, kind="u1"),
+}  # fmt: skip

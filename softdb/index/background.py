@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -18,8 +17,6 @@ __all__ = ["Build", "Step"]
 
 Report = TypeVar("Report")
 Say = Callable[[str, int, int], None]
-
-LOOK = 1.0  # seconds between two looks of a thread that waits
 
 _log = logging.getLogger("softdb")
 
@@ -53,7 +50,7 @@ class Build(Generic[Report]):
         self._thread: threading.Thread | None = None
         self._threads: int | None = None  # of FAISS; None: as it is
         self._runner: int | None = None  # the thread that builds
-        self._maker: threading.Thread | None = threading.current_thread()  # None: it has begun
+        self._begun = False
         self._ended = False  # an interrupt may come before the event is set, not before this
         self._finished = threading.Event()
         self._stop: str | None = None  # why it shall not go on
@@ -66,9 +63,9 @@ class Build(Generic[Report]):
         return self._ended
 
     @property
-    def left_behind(self) -> bool:
-        """Whether nothing will begin it: an interrupt came, and its thread does something else now."""
-        return self._maker is not None and (self._maker is threading.current_thread() or not self._maker.is_alive())
+    def running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._begun and not self._ended
 
     @property
     def progress(self) -> Step:
@@ -107,18 +104,19 @@ class Build(Generic[Report]):
         faiss = sys.modules.get("faiss")
         if faiss is not None:  # OpenMP keeps the number of threads for each thread
             self._threads = faiss.omp_get_max_threads()
-        self._maker = self._thread = threading.Thread(target=self._aside, name="softdb-build")
+        self._thread = threading.Thread(target=self._aside, name="softdb-build")
         try:
             self._thread.start()
+            self._begun = True
         except RuntimeError as error:  # the system gives no more threads
-            self._error, self._thread, self._work = error, None, None
-            self._end()
+            self._error, self._thread, self._work, self._ended = error, None, None, True
+            self._finished.set()
             raise
 
     def stop(self, reason: str) -> None:
         """Cancel, and wait until nothing of it goes on."""
         self._stop = self._stop or reason
-        if self._runs_here() or self.left_behind:  # where its own progress callback asks, it stops when that returns
+        if self._runs_here() or not self._begun:  # where its own progress callback asks, it stops when that returns
             return
         self._wait(None)
         if self._thread is not None:
@@ -129,8 +127,8 @@ class Build(Generic[Report]):
         if not self._ended:
             self._stop = "it goes on in the parent process alone"
             self._error, self._work = Cancelled(self._reason()), None
-        self._finished = threading.Event()  # the lock of the other may be held for ever
-        self._end()
+        self._finished, self._ended = threading.Event(), True  # the lock of the other may be held for ever
+        self._finished.set()
 
     def _aside(self) -> None:
         if self._threads is not None:
@@ -143,7 +141,7 @@ class Build(Generic[Report]):
     def _perform(self) -> None:
         assert self._work is not None
         try:
-            self._maker = None
+            self._begun = True  # here: an interrupt before this leaves nothing that would be waited for
             self._runner = threading.get_ident()
             self._report = self._work(self._say)
         except BaseException as error:
@@ -153,19 +151,9 @@ class Build(Generic[Report]):
             self._ended = True
             self._finished.set()
 
-    def _end(self) -> None:
-        self._maker, self._ended = None, True
-        self._finished.set()
-
     def _wait(self, seconds: float | None) -> bool:
-        """Wait for the end; an interrupt may have kept the event from being set, so it is not relied on."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while not self._ended:
-            left = LOOK if deadline is None else min(LOOK, deadline - time.monotonic())
-            if left <= 0:
-                return False
-            self._finished.wait(left)
-        return True
+        """Wait for the end, and return whether it came."""
+        return self._ended or self._finished.wait(seconds)
 
     def _runs_here(self) -> bool:
         return self._runner == threading.get_ident()

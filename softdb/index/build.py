@@ -15,15 +15,13 @@ from torch import Tensor
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index import flat
-from softdb.index.choose import KINDS, TRIED, Option, Progress, budget, choose, options
-from softdb.index.contract import Floats, Index, Live, Rows, Selected, faiss_module, prepared, sampled
-from softdb.index.costs import FORCED
-from softdb.index.device import Board
-from softdb.index.gpu import board_of, engines, gpu_faiss, place
-from softdb.index.gpu_search import find
+from softdb.index.choose import KINDS, TRIED, Option, Progress, SampledTrial, budget, choose, options
+from softdb.index.contract import Devices, Floats, Index, Live, Rows, Selected, faiss_module, prepared, sampled
 from softdb.index.ivf import POINTS_A_LIST, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
-from softdb.index.search import FLOOR, indexed_until
+from softdb.index.planner import FORCED, Planner
+from softdb.index.query import Query
+from softdb.index.search import FLOOR, Searcher, indexed_until
 from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of, steadied
 from softdb.store import Snapshot
 
@@ -41,22 +39,24 @@ AIMS = 4  # times that the aim is raised where the other half's recall is lower 
 
 
 class Target(NamedTuple):
-    """The recall to reach, for which k, measured on what."""
+    """The recall that an index shall reach, and of which kind it may be."""
 
     recall: float
     k: int
-    queries: Tensor | None  # None: stored keys
+    queries: Tensor | None = None  # to measure with; None: stored keys
+    kind: str = "auto"
+    memory: int | None = None  # bytes that it may occupy; None: any number
 
 
 def checked(
-    kind: object, recall: object, memory: object = None, board: Board | None = None
+    kind: object, recall: object, memory: object = None, devices: Devices | None = None
 ) -> tuple[str, float, int | None]:
     """Kind, recall target and memory in bytes, or BadInput."""
-    known = ("auto", "flat", *(KINDS if board is None else engines(board)))
+    known = ("auto", "flat", *(KINDS if devices is None else devices.engines))
     if not isinstance(kind, str) or kind not in known:
         why, way = "", ""
-        if isinstance(kind, str) and kind in KINDS and board is not None:
-            why, way = f", which has no form on {board.name}", ", or device='cpu'"
+        if isinstance(kind, str) and kind in KINDS and devices is not None:
+            why, way = f", which has no form on {devices.name}", ", or device='cpu'"
         raise BadInput(f"kind is {shown(kind)}{why}; choose one of {', '.join(map(repr, known))}{way}")
     if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
         raise BadInput(f"recall is {shown(recall)}; expected a share above 0 and at most 1, such as 0.95")
@@ -66,25 +66,22 @@ def checked(
 def build(
     snapshot: Snapshot,
     metric: Metric,
-    kind: str,
-    recall: float,
-    k: int,
-    queries: Tensor | None,
-    progress: Progress | None,
-    memory: int | None = None,
-    board: Board | None = None,  # the GPU to build on; None: the CPU
+    target: Target,
+    progress: Progress | None = None,
+    devices: Devices | None = None,  # to build on; None: the CPU
 ) -> tuple[Index | None, dict[str, Any]]:
     """An index over a snapshot and a report of what was measured; None where exact search serves better.
 
     Cost: a few indexes of at most 50,000 records to choose by, k-means over a sample, one pass over the keys, and the
     exact search of 512 queries. Memory: the codes, and a sample and a block of keys.
     """
-    fit = possible(snapshot, kind, memory, board)
+    kind, memory = target.kind, target.memory
+    fit = possible(snapshot, kind, memory, devices)
     if not fit:
         reason = "asked for" if kind == "flat" else f"{snapshot.count} records are searched exactly in a moment"
-        where = "cpu" if board is None else board.name
+        where = "cpu" if devices is None else devices.name
         return None, {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
-    target = Target(recall, min(k, snapshot.count), queries)
+    target = target._replace(k=min(target.k, snapshot.count))
     say = progress or (lambda *_: None)
     start = time.perf_counter()
     ranked = _ranked(snapshot, metric, fit, target, say)[:BUILT]
@@ -97,29 +94,32 @@ def build(
         index = _filled(snapshot, metric, option, say)
         built = time.perf_counter()
         lists = int(getattr(index.inner, "nlist", 0)) or None
-        index.report = {"codes": option.codes, "lists": lists, "device": place(index)}
+        index.report = {"codes": option.codes, "lists": lists, "device": index.place}
         tuned(snapshot, index, target, say)
         ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
     assert index is not None
     assert option is not None
     if memory is not None and not index.report["met"] and kind == "auto":
-        raise _short(index, option, possible(snapshot, kind, None, board), memory, target)
+        raise _short(index, option, possible(snapshot, kind, None, devices), target)
     index.report |= {"choose_seconds": round(chosen - start, 2), "build_seconds": round(built - begun, 2)}
     say("measuring", 1, 1)
     return index, index.report
 
 
-def possible(snapshot: Snapshot, kind: str, memory: int | None, board: Board | None = None) -> list[Option]:
+def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices | None = None) -> list[Option]:
     """What may be built, nothing where exact search serves better. Raises MissingDependency and BadInput."""
-    if kind == "flat" or (board is not None and not engines(board)):
+    if kind == "flat" or (devices is not None and not devices.engines):
         return []
-    if kind == "auto" and (snapshot.count < SMALL if board is None else board.small(snapshot)):
+    if kind == "auto" and (snapshot.count < SMALL if devices is None else devices.small(snapshot)):
         return []
-    _ = faiss_module() if board is None else gpu_faiss(board.device)
+    if devices is None:
+        faiss_module()
+    else:
+        devices.require_faiss()
     if snapshot.count < LEAST:
         raise BadInput(f"{snapshot.count} records are too few to train an index on; it takes {LEAST}, or kind='flat'")
     dim = snapshot.segments[0].keys.shape[1]
-    return options(kind, dim, snapshot.count, memory, KINDS if board is None else engines(board))
+    return options(kind, dim, snapshot.count, memory, KINDS if devices is None else devices.engines)
 
 
 def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> None:
@@ -129,10 +129,9 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     index.tuned_for = target.k + 1
     lengths = lengths_of(snapshot, snapshot.size) if index.metric is Metric.DOT else None
     index.room = index.longest = None
-    if lengths is not None and board_of(index) is None:
+    if lengths is not None and index.devices is None:
         index.room = most_of(snapshot)
         index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
-    index.costs = FORCED  # what is tuned is the index, also where to compare every record costs less
     trial = _FullTrial(snapshot, index, asked, own, target.k)
     trial.leave_out()
     setting, measured = _aimed(trial, target.recall, say)
@@ -152,25 +151,25 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         "bytes": int(index.dump().nbytes),
         "tune_seconds": round(time.perf_counter() - start, 2),
     }
-    index.costs = None
 
 
 def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, float]:
     """A setting, and the recall of the half that it was not tuned on: the aim is raised while that is too low."""
 
     def aimed_at(goal: float) -> Setting:
-        told = functools.partial(say, "measuring")
-        return steadied(trial, trial.index.effort_most, fastest(trial, trial.index, goal, told))
+        progress = functools.partial(say, "measuring")
+        return steadied(trial, trial.index.effort_most, fastest(trial, trial.index, goal, progress))
 
     goal, kept = recall, None
     for aim in range(AIMS):
         setting = aimed_at(goal)
         if kept is None and trial.afford(setting):  # the others are now for the index to find
             setting = aimed_at(goal)
-        measured = trial.recall(setting.effort, setting.fetch_k, held_out=True)
+        each = trial.recalls(setting.effort, setting.fetch_k, held_out=True)
+        measured = round(float(each.mean()), 9)
         if kept is None or kept[1] < recall or measured >= recall:
             kept = setting, measured
-        sure = measured - trial.doubt(setting.effort, setting.fetch_k)  # other queries will find as much, most likely
+        sure = measured - float(each.std() / np.sqrt(len(each)))  # other queries will find as much, most likely
         if sure >= recall or setting.recall < goal or goal == 1:
             break
         goal = min(1.0, goal + 1.5 * (recall - sure) + (1 - recall) * aim / 10)
@@ -200,8 +199,10 @@ class _FullTrial:
 
     def __init__(self, snapshot: Snapshot, index: Index, asked: Tensor, own: Rows | None, k: int) -> None:
         self.snapshot, self.index, self.asked, self.own = snapshot, index, asked, own
+        # what is tuned is the index, also where to compare every record costs less
+        self.searcher = Searcher(index, Planner(index, FORCED))
         self.wanted = k + (own is not None)
-        self.truth: Rows = (board_of(index) or flat).nearest(snapshot, asked, self.wanted, index.metric)
+        self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(asked, self.wanted, index.metric))
         self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query
         self.left: tuple[Selected, Rows] | None = None  # the rows without outliers, and the truth (q / 2, k) among them
 
@@ -213,20 +214,17 @@ class _FullTrial:
         allowed = snapshot.live.copy()
         allowed[indexed_until(snapshot, self.index) :] = False
         allowed[snapshot.positions(longest)] = False
-        truth = flat.nearest(snapshot, self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
+        tuned = Query(self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
+        truth = flat.nearest(snapshot, tuned)
         self.left = Selected(snapshot.rows(np.flatnonzero(allowed)), self.index.covered), truth
         self.known.clear()
 
-    def recall(self, effort: int, fetch_k: int, held_out: bool = False) -> float:
+    def recall(self, effort: int, fetch_k: int) -> float:
         """The share of the true nearest that a search finds."""
-        return round(float(self._recalls(effort, fetch_k, held_out).mean()), 9)  # 0.99 is not 0.9899999999999999
+        return round(float(self.recalls(effort, fetch_k).mean()), 9)  # 0.99 is not 0.9899999999999999
 
-    def doubt(self, effort: int, fetch_k: int) -> float:
-        """The standard error of the half's recall that is held aside."""
-        each = self._recalls(effort, fetch_k, held_out=True)
-        return float(each.std() / np.sqrt(len(each)))
-
-    def _recalls(self, effort: int, fetch_k: int, held_out: bool) -> NDArray[np.float64]:
+    def recalls(self, effort: int, fetch_k: int, held_out: bool = False) -> NDArray[np.float64]:
+        """The recall of each query of a half."""
         name = (effort, fetch_k, held_out)
         if name not in self.known:
             half = self._half(held_out)
@@ -274,7 +272,12 @@ class _FullTrial:
 
     def _search(self, queries: Tensor, effort: int, fetch_k: int) -> Rows:
         self.index.effort, self.index.fetch_k = effort, fetch_k
-        return find(self.snapshot, self.index, queries, self.wanted, self.index.metric, None).positions
+        query = Query(queries, self.wanted, self.index.metric, pairwise=False)
+        devices = self.index.devices
+        if devices is None:
+            return self.searcher.nearest(self.snapshot, query).positions
+        found = devices.find(self.snapshot, self.index, query)
+        return devices.nearest(self.snapshot, query) if found is None else found.positions
 
 
 def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Target, say: Progress) -> list[Option]:
@@ -285,7 +288,8 @@ def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Targe
     queries = None
     if target.queries is not None and len(target.queries):
         queries = prepared(_questions(snapshot, target.queries)[0][::2].float().numpy(), metric)
-    return choose(fit, metric, keys, queries, snapshot.count, target.recall, target.k, say)
+    trial = SampledTrial(metric, keys, queries, target.k, len(keys) / snapshot.count)
+    return choose(fit, trial, target.recall, say)
 
 
 def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -> Index:
@@ -312,11 +316,11 @@ def _questions(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows
     return snapshot.keys_at(own).float(), own
 
 
-def _short(index: Index, option: Option, every: list[Option], memory: int, target: Target) -> BadInput:
-    """What to say where nothing within the memory reaches the recall."""
-    finer = [other for other in every if other.size > memory]
+def _short(index: Index, option: Option, every: list[Option], target: Target) -> BadInput:
+    """The error where nothing within the memory reaches the recall."""
+    finer = [other for other in every if other.size > (target.memory or 0)]
     more = f"about {min(other.size for other in finer)} bytes or more" if finer else "kind='flat'"
     return BadInput(
-        f"memory is {memory} bytes, within which {option.name} comes closest: recall {index.report['recall']} of "
-        f"{target.recall}; give {more}, or ask for less recall"
+        f"memory is {target.memory} bytes, within which {option.name} comes closest: recall {index.report['recall']} "
+        f"of {target.recall}; give {more}, or ask for less recall"
     )

@@ -1,6 +1,6 @@
 """Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
 
-An index file is FAISS' bytes, and behind them, from `codes` on, what estimates know of the records (`kept`). Its entry
+An index file is FAISS' bytes, and behind them, from `codes` on, what estimates know of the records (`reach`). Its entry
 in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over the entry
 under a key that lies outside every database. The index of a database from elsewhere carries another signature: it is
 left aside, and its file is not even read. Nothing is ever unpickled.
@@ -25,7 +25,7 @@ from softdb.check import Metric
 from softdb.index.build import KINDS
 from softdb.index.contract import Index, faiss_module
 from softdb.index.ivf import IVF
-from softdb.index.kept import packed, unpacked
+from softdb.index.reach import packed, unpacked
 from softdb.store import files
 from softdb.store.ours import entries
 

@@ -15,11 +15,11 @@ from softdb.index.hnsw import HNSW
 from softdb.index.ivf import IVF, IVFSQ8, POINTS_A_LIST, IVFRaBitQ, lists_for
 from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
 
-__all__ = ["KINDS", "TRIED", "Option", "Progress", "budget", "choose", "options"]
+__all__ = ["KINDS", "TRIED", "Option", "Progress", "SampledTrial", "budget", "choose", "options"]
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
 
-KINDS: dict[str, type[IVF] | type[HNSW]] = {engine.kind: engine for engine in (IVF, IVFSQ8, IVFRaBitQ, HNSW)}
+KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (IVF, IVFSQ8, IVFRaBitQ, HNSW)}
 TRIED = 50_000  # records of a trial
 ASKED = 200  # queries of a trial
 LARGER = 1.1  # times as fast that the next larger codes must be
@@ -30,7 +30,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 class Option(NamedTuple):
     """An engine, its codes, and what they will occupy."""
 
-    engine: type[IVF] | type[HNSW]
+    engine: type[Index]
     codes: str
     size: int  # bytes
 
@@ -56,7 +56,7 @@ def budget(memory: object) -> int | None:
 
 
 def options(
-    kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[IVF] | type[HNSW]] = KINDS
+    kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]] = KINDS
 ) -> list[Option]:
     """What may be built within the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
@@ -75,28 +75,17 @@ def options(
     return fit
 
 
-def choose(
-    fit: list[Option],
-    metric: Metric,
-    keys: Floats,  # (m, d) prepared, a sample of the records
-    queries: Floats | None,  # (q, d) prepared; None: some of the keys
-    whole: int,  # records that the sample stands for
-    goal: float,
-    k: int,
-    say: Progress,
-) -> list[Option]:
+def choose(fit: list[Option], trial: SampledTrial, goal: float, say: Progress) -> list[Option]:
     """The options by preference: those that meet the goal, the fastest first, then the others, the best first.
 
     Lists with 4-bit codes are tried first; what comes after them only where none of them will do.
     """
     tried: list[tuple[Option, Setting]] = []
-    trial = _Sampled(metric, keys, queries, k, len(keys) / whole)
     for done, option in enumerate(fit):
         say("choosing", done, len(fit))
         if option.engine.kind != IVF.kind and any(setting.recall >= goal for _, setting in tried):
             break
-        trial.index = option.engine.train(metric, trial.training, len(keys), option.codes)
-        trial.index.add(np.arange(len(keys)), keys)
+        trial.build(option)
         tried.append((option, fastest(trial, trial.index, goal, lambda *_: None)))
     say("choosing", len(fit), len(fit))
     # what is larger must be clearly faster
@@ -104,7 +93,7 @@ def choose(
     return [option for option, _ in ranked]
 
 
-class _Sampled:
+class SampledTrial:
     """A trial on a sample. Where it holds a share s of the records, the s k nearest among s c candidates are asked for.
 
     Neighbours are as thin in a sample as the records are, so codes tell them apart more easily: k nearest of a tenth
@@ -113,7 +102,15 @@ class _Sampled:
 
     index: Index
 
-    def __init__(self, metric: Metric, keys: Floats, queries: Floats | None, k: int, share: float) -> None:
+    def __init__(
+        self,
+        metric: Metric,
+        keys: Floats,  # (m, d) prepared, a sample of the records
+        queries: Floats | None,  # (q, d) prepared; None: some of the keys
+        k: int,
+        share: float,  # of the records that the sample holds
+    ) -> None:
+        self.metric, self.keys = metric, keys
         random = np.random.default_rng(2)
         own = None if queries is not None else random.choice(len(keys), min(ASKED, len(keys)), replace=False)
         self.queries = np.ascontiguousarray(keys[own] if queries is None else queries[:ASKED])
@@ -122,6 +119,11 @@ class _Sampled:
         self.training = keys[np.sort(random.choice(len(keys), trained, replace=False))]
         wanted = self.nearest + (own is not None)
         self.truth = faiss_module().knn(self.queries, keys, wanted, metric=measure_of(metric))[1]
+
+    def build(self, option: Option) -> None:
+        """Try another index from now on."""
+        self.index = option.engine.train(self.metric, self.training, len(self.keys), option.codes)
+        self.index.add(np.arange(len(self.keys)), self.keys)
 
     def recall(self, effort: int, fetch_k: int) -> float:
         """Recall among the best codes, as many as exact scores would be worked out for."""

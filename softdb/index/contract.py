@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from softdb.check import Metric
+from softdb.check import Metric, Schema
 from softdb.errors import MissingDependency
+from softdb.index.placement import PlacedColumns
+from softdb.index.query import Query
 from softdb.kernels import available, native
+from softdb.reports import DeviceReport
+from softdb.store import Snapshot
 
 __all__ = [
+    "Devices",
     "Floats",
     "Found",
     "Index",
     "Live",
+    "Numbers",
+    "Reach",
     "Recent",
     "Rows",
     "Selected",
@@ -31,6 +39,9 @@ __all__ = [
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
+Numbers = NDArray[np.float64]
+
+VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 
 T = TypeVar("T")
 
@@ -115,6 +126,28 @@ class Selected:
         self.selector = faiss_module().IDSelectorBitmap(len(self._bits), faiss_module().swig_ptr(self._bits))
 
 
+class Reach(NamedTuple):
+    """What is known of the records that an index holds, those set apart left out of every maximum."""
+
+    apart: Rows  # (m,) ascending: scored for every query
+    is_apart: Live  # (covered,) over rows
+    scales: Numbers  # (m,) how far their values reach, in units of `value_radius`, at least 1
+    mean_error: float  # root of the mean square of ‖k - k̂‖
+    errors: Numbers  # (levels,) the upper ends of so many parts of the errors
+    log_shares: Numbers  # (levels,) log of the share of the records in each part
+    means: Floats  # (lists, d) of the keys
+    radii: Numbers  # (lists,) the largest ‖k - m‖
+    mean_radii: Numbers  # (lists,) root of the mean square
+    extents: Floats  # (lists, d) the largest |k_j - m_j|
+    part_errors: Numbers  # (parts,) the largest error of each part of the codes; none where they cannot be decoded
+    centre: Numbers  # (v,) mean of some values; of labels nothing
+    value_radius: float  # the largest ‖v - centre‖
+    root: Floats  # (d, d) of the covariance of keys, each seen from the mean of its list; its squares sum to 1
+    spread: float  # variance of their ‖k - m‖², relative to the square of its mean
+    witnesses: Rows  # (w,) rows, by which it is known of which records all this was measured
+    checksums: NDArray[np.uint32]  # (w,) of their keys and values
+
+
 class Index(ABC):
     """Codes of the keys of the rows below `covered`, and how hard to look.
 
@@ -125,11 +158,7 @@ class Index(ABC):
     kind: ClassVar[str]
     effort_name: ClassVar[str]  # what FAISS calls the effort
     effort_most: int  # beyond this more effort changes nothing
-    on_gpu: ClassVar[bool] = False
-    coverage: Any = None  # what the last snapshot has of it, kept by `softdb.index.search`
-    costs: Any = None  # what searches by it cost here, kept by `softdb.index.costs`
-    outliers: Any = None  # the copy of the longest keys, kept by `softdb.index.outliers`
-    reach: Any = None  # what estimates know of its records, kept by `softdb.index.reach`
+    devices: ClassVar[Devices | None] = None  # that the index lies on; None: the CPU
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         self.metric = metric
@@ -140,6 +169,7 @@ class Index(ABC):
         self.tuned_for = 10  # the k for which effort and fetch_k were measured
         self.room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
         self.longest: Rows | None = None  # their rows, the longest first; None: not known
+        self.reach: Reach | None = None  # what estimates know of its records; None: not measured
         self.report: dict[str, Any] = {}
 
     @classmethod
@@ -186,9 +216,27 @@ class Index(ABC):
         self.inner.search_c(q, pointer(queries), c, pointer(scores), pointer(rows), parameters)
         return rows
 
+    def effort_for(self, k: int) -> int:
+        """Effort to find k with: farther neighbours lie in more places."""
+        return self.effort * max(1, -(-k // self.tuned_for))
+
+    def codes_at(self, effort: int) -> float:
+        """About how many codes a search with that effort compares."""
+        effort = min(effort, self.effort_most)
+        return effort / self.effort_most * self.inner.ntotal if self.effort_name == "nprobe" else VISITED * effort
+
     def copy(self) -> Index:
         """An index that can grow while this one is searched."""
         return self.restored(faiss_module().clone_index(self.inner))
+
+    def hosted(self) -> Index:
+        """A copy on the CPU, from which rows can be removed."""
+        return self.copy()
+
+    @property
+    def place(self) -> str:
+        """Name of the device that the index lies on, for reports."""
+        return "cpu"
 
     def restored(self, inner: Any, engine: type[Index] | None = None) -> Index:
         """This index around another FAISS index, of its engine or of the same on another device."""
@@ -201,3 +249,55 @@ class Index(ABC):
     def dump(self) -> Any:
         """The codes as bytes, a uint8 array, for the cache."""
         return faiss_module().serialize_index(self.inner)
+
+
+class Devices(Protocol):
+    """The devices that a database computes on: they hold copies of its columns, and an index where they have engines.
+
+    `softdb.device.Board` implements it; the database gives one to its finder.
+    """
+
+    @property
+    def name(self) -> str:
+        """The devices as they are shown."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the columns there; None: as they are stored."""
+
+    @property
+    def engines(self) -> Mapping[str, type[Index]]:
+        """Kinds of index that have a form there; none: every record is compared."""
+
+    def columns(self, snapshot: Snapshot, device: torch.device) -> PlacedColumns | None:
+        """A snapshot's columns for queries that lie on a device; None where the host's serve."""
+
+    def beside(self, snapshot: Snapshot, device: torch.device) -> bool:
+        """Whether all keys lie on the devices, and queries on a device with them."""
+
+    def nearest(self, snapshot: Snapshot, query: Query) -> Rows:  # (q, k)
+        """As `softdb.index.flat.nearest`."""
+
+    def find(self, snapshot: Snapshot, index: Index, query: Query) -> Found | None:  # (q, k)
+        """As `softdb.index.search.Searcher.find`, by an index that lies there.
+
+        None where comparing every record costs less, or is the only way.
+        """
+
+    def placed(self, index: Index) -> Index:
+        """An index of the CPU, copied there; as it is where it has no form there."""
+
+    def small(self, snapshot: Snapshot) -> bool:
+        """Whether comparing every record takes a moment."""
+
+    def require_faiss(self) -> None:
+        """Raise MissingDependency where FAISS cannot use the devices."""
+
+    def require_process(self) -> None:
+        """Raise DeviceFailed where this process cannot use the devices."""
+
+    def report(self, schema: Schema) -> DeviceReport:
+        """Columns that lie there."""
+
+    def forget(self) -> None:
+        """Give all memory back."""

@@ -6,27 +6,24 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from softdb.check import Metric
 from softdb.errors import BadInput, DeviceFailed
 from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Progress, Target, build, checked, possible, tuned
-from softdb.index.contract import Floats, Found, Index, Live, Rows, Selected, faiss_module
-from softdb.index.device import DEVICE_ERRORS, Board, forked
-from softdb.index.gpu import board_of, hosted, place, placed
-from softdb.index.gpu_search import find_there
+from softdb.index.contract import Devices, Floats, Found, Index, Rows, Selected, faiss_module
 from softdb.index.ivf import IVF
-from softdb.index.on_device import OnDevice
+from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
+from softdb.index.query import Query
 from softdb.index.reach import reach_of
-from softdb.index.search import find, find_among_all, indexed_until
+from softdb.index.search import Searcher, indexed_until
 from softdb.index.tail import FEWEST, Tail
 from softdb.index.watch import Watch
 from softdb.kernels import available
@@ -47,16 +44,13 @@ class Finder:
     def __init__(
         self,
         store: Store,
-        devices: Sequence[torch.device] | None = None,
-        dtype: torch.dtype | None = None,  # of the columns there; None: as they are stored
+        devices: Devices | None = None,  # to compute on; None: the CPU
     ) -> None:
         self._store = store
-        self._board = Board.of(devices, dtype)  # the GPUs to compute on; None: the CPU
+        self.devices = devices
         # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
         self._in_use: tuple[Index | None, int] = (None, 0)
-        self._tail: Tail | None = None  # of an index, made when first needed
-        self._tail_of: Index | None = None  # which one
-        self.rates: dict[int, Any] = {}  # of passes over so many numbers of a record, for `softdb.attend.on_host`
+        self._searcher: Searcher | None = None  # by the index in use, made when first needed
         self._file: str | None = None  # the file that was last loaded or refused
         self._since = 0  # the generation that made the keys which it is of
         self._looked = False  # whether the catalogue was asked for one
@@ -75,7 +69,7 @@ class Finder:
     @property
     def building(self) -> bool:
         """Whether an index is being built."""
-        return self._build is not None and not self._build.done
+        return self._build is not None and self._build.running
 
     def after_fork(self) -> None:
         """In a forked child: no thread builds, and none will release the lock."""
@@ -84,75 +78,67 @@ class Finder:
         if self._build is not None:
             self._build.after_fork()
 
-    def find(
-        self,
-        snapshot: Snapshot,
-        queries: Tensor,  # (q, d)
-        k: int,
-        allowed: Live | None,  # (size,) over positions; None: every live record
-        exact: bool = False,
-        certain: int | None = None,
-        pairwise: bool = True,
-        metric: Metric | None = None,  # None: the database's; the index serves no other
-    ) -> Found:  # (q, k)
-        """The k nearest; `certain` and `pairwise` as in `softdb.index.search.find`.
+    def find(self, snapshot: Snapshot, query: Query) -> Found:  # (q, k)
+        """The k nearest.
 
         Of another metric than the database's, and for few records, the finder is "flat", which is exact. A few of the
         searches by the index are checked against exact ones (`watch`).
         """
-        own, board = self._store.loader.loaded.keyed.schema.metric, self._board
-        metric = metric or own
-        index = None if exact or metric is not own else self._current(snapshot)
-        if index is not None and not index.on_gpu and self._beside(snapshot, queries.device):
-            index = None
+        own, devices = self._store.loader.loaded.keyed.schema.metric, self.devices
+        index = None if query.exact or query.metric is not own else self._current(snapshot)
+        if index is not None and index.devices is None and devices is not None:
+            index = None if devices.beside(snapshot, query.queries.device) else index  # comparing all there is faster
         found, start = None, time.perf_counter()
         if index is not None:
-            search = find_there if index.on_gpu else find
-            found = search(snapshot, index, queries, k, allowed, certain, pairwise and board is None)
+            if devices is not None and query.pairwise:
+                query = replace(query, pairwise=False)
+            if index.devices is None:
+                found = self.searcher(index).find(snapshot, query)
+            else:
+                found = index.devices.find(snapshot, index, query)
         if index is None or found is None:
-            return Found((board or flat).nearest(snapshot, queries, k, metric, allowed), None, "flat")
-        if certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
-            self._watched(snapshot, index, found, time.perf_counter() - start, queries, allowed)
+            return Found((devices or flat).nearest(snapshot, query), None, "flat")
+        if query.certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
+            numbers, seconds = snapshot.count * query.queries.shape[1], time.perf_counter() - start
+            self.watch.saw(
+                index, seconds, found.positions, numbers, lambda which: self._compared(snapshot, query, which)
+            )
         return found
 
-    def columns(self, snapshot: Snapshot, device: torch.device) -> OnDevice | None:
-        """A snapshot's columns as queries on a device find them there; None where the host's serve."""
-        board = self._board
-        return board.columns(snapshot) if board is not None and board.holds(device) else None
+    def searcher(self, index: Index) -> Searcher:
+        """Searches by an index, with the costs and the outliers that are known of it."""
+        known = self._searcher
+        if known is None or known.index is not index:
+            known = self._searcher = Searcher(index)
+        return known
 
-    def _beside(self, snapshot: Snapshot, device: torch.device) -> bool:
-        """Whether queries lie beside all keys: comparing all is faster than asking an index on the host."""
-        board = self._board
-        return board is not None and board.holds(device) and board.resident(snapshot)
+    def columns(self, snapshot: Snapshot, device: torch.device) -> PlacedColumns | None:
+        """A snapshot's columns as queries on a device find them there; None where the host's serve."""
+        return None if self.devices is None else self.devices.columns(snapshot, device)
 
     def find_among_all(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
         """As `find` on the CPU, with no filter, in the few steps that a single query should take; None: ask `find`."""
         index, since = self._in_use
-        if self._board is not None or not self._looked or since > snapshot.generation or index is None:
+        searcher = self._searcher
+        if self.devices is not None or not self._looked or since > snapshot.generation or index is None:
+            return None
+        if searcher is None or searcher.index is not index:
             return None
         start = time.perf_counter()
-        found = find_among_all(snapshot, index, vectors, k)
+        found = searcher.find_among_all(snapshot, vectors, k)
         if found is not None:
-            self._watched(snapshot, index, found, time.perf_counter() - start, vectors)
+            numbers, seconds = snapshot.count * vectors.shape[1], time.perf_counter() - start
+            self.watch.saw(
+                index, seconds, found.positions, numbers,
+                lambda which: self._compared(snapshot, Query(torch.from_numpy(vectors), k, index.metric), which),
+            )  # fmt: skip
         return found
 
-    def _watched(
-        self,
-        snapshot: Snapshot,
-        index: Index,
-        found: Found,
-        seconds: float,  # that the search took
-        queries: Tensor | Floats,  # (q, d)
-        allowed: Live | None = None,
-    ) -> None:
-        """Tell the watch of a search by the index."""
-
-        def exactly(which: int) -> Rows:
-            asked, k = torch.as_tensor(queries[which : which + 1]), found.positions.shape[1]
-            alone: Rows = (self._board or flat).nearest(snapshot, asked, k, index.metric, allowed)[0]
-            return alone
-
-        self.watch.saw(index, seconds, found.positions, snapshot.count * queries.shape[1], exactly)
+    def _compared(self, snapshot: Snapshot, query: Query, which: int) -> Rows:  # (k,)
+        """Return the exact answer to one of the queries, as the watch checks it."""
+        alone = replace(query, queries=query.queries[which : which + 1])
+        nearest: Rows = (self.devices or flat).nearest(snapshot, alone)[0]
+        return nearest
 
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
@@ -160,9 +146,10 @@ class Finder:
         if index is None or not isinstance(index, IVF):
             return None, 0
         with self._lock:
-            if self._tail is None or self._tail_of is not index:  # draws go over lists on the host
-                self._tail, self._tail_of = Tail(hosted(index) if index.on_gpu else index, snapshot), index
-            return self._tail, indexed_until(snapshot, index)
+            searcher = self.searcher(index)
+            if searcher.tail is None:  # draws go over lists on the host
+                searcher.tail = Tail(index if index.devices is None else index.hosted(), snapshot, searcher.planner)
+            return searcher.tail, indexed_until(snapshot, index)
 
     def builder(
         self,
@@ -171,22 +158,22 @@ class Finder:
         k: int,
         queries: Tensor | None,
         memory: object = None,  # bytes, or text such as "200MB"
-        devices: Sequence[torch.device] | None = None,  # None: where searches run now
+        devices: Devices | None = None,  # to build on, and to compute on from then on; None: the CPU
     ) -> Callable[[Progress], IndexReport]:
         """What builds, measures, saves and uses a new index, and returns the report. The old one serves until then."""
-        board = self._board if devices is None else self._board_of(devices, self.dtype)
-        kind, recall, most = checked(kind, recall, memory, board)
+        devices = self._in_place_of(devices)
+        kind, recall, most = checked(kind, recall, memory, devices)
         snapshot, metric = self._store.snapshot, self._store.schema.metric
-        possible(snapshot, kind, most, board)
+        possible(snapshot, kind, most, devices)
 
         def work(say: Progress) -> IndexReport:
-            index, report = build(snapshot, metric, kind, recall, k, queries, say, most, board)
-            if isinstance(index, IVF) and board is None and snapshot.count >= FEWEST and available():
+            index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
+            if isinstance(index, IVF) and devices is None and snapshot.count >= FEWEST and available():
                 reach_of(index, snapshot)  # here, and not when an estimate is first asked for
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
                     raise BadInput("all keys were made anew while the index was built; build it again")
-                self._board = board
+                self.devices = devices
                 self._use(index, snapshot.generation)
                 outdated = self._compacted > snapshot.generation
             if outdated:
@@ -199,60 +186,48 @@ class Finder:
     @property
     def dtype(self) -> torch.dtype | None:
         """Of the columns on devices; None: as they are stored."""
-        return None if self._board is None else self._board.dtype
+        return None if self.devices is None else self.devices.dtype
 
-    def _board_of(self, devices: Sequence[torch.device], dtype: torch.dtype | None) -> Board | None:
-        """The board of some devices: the one in use, whose columns are there already, where it is theirs."""
-        board, mine = Board.of(devices, dtype), self._board
-        same = board is not None and mine is not None and (board.devices, dtype) == (mine.devices, mine.dtype)
-        return mine if same else board
-
-    @property
-    def board(self) -> Board | None:
-        """The devices to compute on; None: the CPU."""
-        return self._board
+    def _in_place_of(self, devices: Devices | None) -> Devices | None:
+        """Some devices, or those in use, which have columns already, where they are the same."""
+        used = self.devices
+        if devices is None or used is None:
+            return devices
+        return used if (devices.name, devices.dtype) == (used.name, used.dtype) else devices
 
     @property
     def place(self) -> str:
         """Where it computes, as it is shown."""
-        return "the CPU" if self._board is None else self._board.name
+        return "the CPU" if self.devices is None else self.devices.name
 
     def device_report(self) -> DeviceReport | None:
-        """What lies on the devices; None for the CPU."""
-        return None if self._board is None else self._board.report(self._store.schema)
+        """Columns that lie on the devices; None for the CPU."""
+        return None if self.devices is None else self.devices.report(self._store.schema)
 
-    def move(self, devices: Sequence[torch.device], dtype: torch.dtype | None) -> None:
+    def move(self, devices: Devices | None) -> None:
         """Compute elsewhere from now on; an index goes there, too, where it has a form there."""
-        board = self._board_of(devices, dtype)
+        devices = self._in_place_of(devices)
         with self._lock:
-            if board is self._board:
+            if devices is self.devices:
                 return
-            before, self._board, self.rates = self._board, board, {}
+            before, self.devices = self.devices, devices
             index, since = self._in_use
             try:
-                self.require_process(before)
+                if before is not None:
+                    before.require_process()
                 if index is not None:
-                    self._in_use = placed(index, board), since
+                    self._in_use = _placed(index, devices), since
                 if before is not None:
                     before.forget()
             except (*DEVICE_ERRORS, DeviceFailed) as error:  # what a device that was lost holds is lost
                 _log.warning("the index is loaded anew, or else to be built anew: %s", error)
-                self._in_use, self._tail = (None, 0), None
+                self._in_use, self._searcher = (None, 0), None
                 self._file, self._looked, self._unsaved = None, False, False
-
-    @staticmethod
-    def require_process(board: Board | None) -> None:
-        """Raises DeviceFailed where this process cannot use a board's devices."""
-        if board is not None and forked():
-            raise DeviceFailed(
-                f"this process was forked from one that used CUDA, and cannot use {board.name}; go on with "
-                "db.to('cpu'), or start processes by 'spawn'"
-            )
 
     def begin(self, work: Callable[[Progress], IndexReport], progress: Progress | None = None) -> Build[IndexReport]:
         """A build that may run now. Raises BadInput while another one does."""
         with self._lock:
-            if self._build is not None and not self._build.done and not self._build.left_behind:
+            if self._build is not None and self.building:
                 raise BadInput(
                     f"an index is being built or tuned already ({self._build.progress}); wait for it with "
                     "build.result(), or stop it with build.cancel()"
@@ -313,10 +288,10 @@ class Finder:
             rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self.index)]))
             if len(rows) == self.index.inner.ntotal:
                 return
-            selected, twin = Selected(rows, self.index.covered), hosted(self.index)  # the other is being searched
+            selected, twin = Selected(rows, self.index.covered), self.index.hosted()  # the other is being searched
             with contextlib.suppress(RuntimeError):  # an engine that cannot, such as a graph
                 twin.inner.remove_ids(faiss_module().IDSelectorNot(selected.selector))
-                twin = placed(twin, board_of(self.index))
+                twin = _placed(twin, self.index.devices)
                 self.watch.follow(twin)
                 self._use(twin, snapshot.generation)
         self.save()
@@ -324,7 +299,7 @@ class Finder:
     def forget(self) -> None:
         """Drop the index: all keys were made anew, it is of the old ones."""
         with self._lock:
-            self._in_use, self._tail, self._file, self._unsaved = (None, 0), None, None, False
+            self._in_use, self._searcher, self._file, self._unsaved = (None, 0), None, None, False
 
     def refresh(self) -> None:
         """Ask the catalogue again when the index is next needed: a writer may have built another."""
@@ -338,7 +313,7 @@ class Finder:
         index = self._current(snapshot)
         if index is None:
             return IndexReport("flat", building=building) if building else None
-        serving = {"device": place(index), "unindexed": snapshot.size - indexed_until(snapshot, index)}
+        serving = {"device": index.place, "unindexed": snapshot.size - indexed_until(snapshot, index)}
         return IndexReport.of({**index.report, **serving, **self.watch.report(index), "building": building})
 
     def _current(self, snapshot: Snapshot) -> Index | None:
@@ -364,7 +339,7 @@ class Finder:
 
     def _use(self, index: Index | None, since: int) -> None:
         """Take an index into use, under the lock."""
-        self._in_use, self._looked, self._unsaved = (index, since), True, True
+        self._in_use, self._searcher, self._looked, self._unsaved = (index, since), None, True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
         unindexed = snapshot.size - indexed_until(snapshot, index)
@@ -381,9 +356,17 @@ class Finder:
             self._in_use, self._file = (None, 0), None
         elif entry.get("file") != self._file:
             index = cache.load(folder, entry, self._store.schema.metric, self._store.schema.dim)
-            index = None if index is None else placed(index, self._board)
+            index = None if index is None else _placed(index, self.devices)
             since = 0 if index is None else int(entry.get("generation", 0))
             self._in_use, self._file = (index, since), entry.get("file")
 
     def _folder(self) -> Path | None:
         return None if self._store.path is None else self._store.path / "index"
+
+
+def _placed(index: Index, devices: Devices | None) -> Index:
+    """The same index on other devices, None for the CPU; on the CPU where its codes have no form there."""
+    if index.devices is devices:
+        return index
+    index = index if index.devices is None else index.hosted()
+    return index if devices is None else devices.placed(index)

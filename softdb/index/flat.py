@@ -18,6 +18,7 @@ from torch import Tensor
 from softdb.check import Metric
 from softdb.index.contract import Floats, Live, Rows, prepared
 from softdb.index.products import Best, BlockKeys, KeyBlock, Probe, merge, pair_scores
+from softdb.index.query import Query
 from softdb.index.rerank import CODES
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
@@ -34,41 +35,35 @@ _SECOND = 16  # queries of the second round at once
 
 def nearest(
     snapshot: Snapshot,
-    queries: Tensor,  # (q, d) floating point, any device
-    k: int,
-    metric: Metric,
-    allowed: Live | None = None,  # (size,) over positions; None: every live record
+    query: Query,
     start: int = 0,  # first position
 ) -> Rows:  # (q, k)
     """Positions of the k nearest allowed live records, ties by row, then -1. Cost q n d, memory O(block + q k)."""
-    keep = snapshot.live if allowed is None else snapshot.live & allowed
+    queries, keep = query.queries, query.keep(snapshot.live)
     count = int(np.count_nonzero(keep[start:]))
-    found = np.full((len(queries), k), -1, np.int64)
-    k = min(k, count)
+    found = np.full((len(queries), query.k), -1, np.int64)
+    k = min(query.k, count)
     if not k or not len(queries):
         return found
     queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
-    found[:, :k] = Scan(snapshot, keep, start, count, metric).answer(queries, k)
+    found[:, :k] = Scan(snapshot, keep, start, count, query.metric).answer(queries, k)
     return found
 
 
 def radius_search(
     snapshot: Snapshot,
-    queries: Tensor,  # (q, d) floating point, any device
-    least: float,
-    metric: Metric,
-    allowed: Live | None = None,  # (size,) over positions; None: every live record
+    query: Query,
 ) -> Rows:  # (q, m) ascending, then -1, where m is the most that a query has
     """Positions of every allowed live record whose score may reach `least`, in whatever precision it is computed.
 
     None is missed; those that rounding may bring in are there too. Cost q n d, memory O(block + hits).
     """
-    keep = snapshot.live if allowed is None else snapshot.live & allowed
+    queries, keep = query.queries, query.keep(snapshot.live)
     count = int(np.count_nonzero(keep))
-    if not count or not len(queries):
+    if not count or not len(queries) or query.least is None:
         return np.empty((len(queries), 0), np.int64)
     queries = queries.detach().to("cpu", torch.promote_types(queries.dtype, torch.float32))
-    return Scan(snapshot, keep, 0, count, metric).in_radius(queries, least)
+    return Scan(snapshot, keep, 0, count, query.metric).in_radius(queries, query.least)
 
 
 def _padded(which: Rows, found: Rows, queries: int) -> Rows:  # (q, m)
@@ -87,7 +82,7 @@ def _block_for(queries: int, dim: int) -> int:
 
 
 class Scan:
-    """The records that take part in one exact search. The one in `device` reads them on a GPU."""
+    """The records that take part in one exact search. The one in `softdb.device.compare` reads them on a GPU."""
 
     merge = staticmethod(merge)
 
@@ -142,7 +137,7 @@ class Scan:
             positions = best.positions.sort(dim=1).values
             exact, order = self.scores(probe.asked.double(), positions).sort(dim=1, descending=True, stable=True)
             positions, worst, floor = positions.gather(1, order[:, :k]), exact[:, k - 1], best.scores.amin(1)
-            unsure = floor.isinf()  # a product that overflowed, or a dead record in its place
+            unsure = floor.isinf()  # a product that overflowed
             if kept < self.count:
                 # negated, so that a NaN counts as unsure
                 unsure |= ~(worst > probe.full(floor) + probe.slack(worst, self._longest(positions)))
@@ -203,8 +198,6 @@ class Scan:
             prepared = BlockKeys(self.metric, block.keys.to(dtype), prepared)
             for i, probe in enumerate(probes):
                 scores = probe.approximate(prepared)
-                if block.dead is not None:
-                    scores.masked_fill_(block.dead, -torch.inf)
                 best[i] = self.merge(best[i], scores, block.positions, kept)
         return [one for one in best if one is not None]
 
@@ -276,7 +269,7 @@ class Scan:
             floor = torch.nextafter(floor, torch.full_like(floor, -torch.inf))  # rounding must not raise it
             # negated, so that a NaN counts as near
             near = ~(probe.approximate(prepared) < floor.unsqueeze(1))
-            which, places = (near if block.dead is None else near & ~block.dead).nonzero(as_tuple=True)
+            which, places = near.nonzero(as_tuple=True)
             if len(which):
                 positions = block.positions[places]
                 scores = self._paired(queries.double(), which, positions)

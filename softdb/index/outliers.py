@@ -8,7 +8,7 @@ hardly vary there are none; nor for the cosine and L2.
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.rerank import ordered
+from softdb.index.timing import timed
 from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
@@ -97,8 +98,8 @@ def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -
         found[i], scores[i] = both[best], values[best]
 
 
-def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int) -> Outliers:
-    """The outliers of an index, at most so many where they are looked for; kept from one search to the next.
+def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: Outliers | None) -> Outliers:
+    """The outliers of an index, at most `room` where they are looked for; `known`, those of an earlier search, may do.
 
     Looked for among the keys of the snapshot before a position, at a cost of n d, where they are not known: in a new
     index, in one to which records were added, and where half of them have been deleted.
@@ -106,10 +107,7 @@ def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int) -> Outl
     longest = index.longest
     if longest is None or 2 * np.count_nonzero(_live(snapshot, longest) >= 0) < len(longest):
         longest = index.longest = longest_of(snapshot, lengths_of(snapshot, until), room)
-    made: Outliers | None = index.outliers
-    if made is None or made.named is not longest:
-        made = index.outliers = Outliers(snapshot, longest)
-    return made
+    return known if known is not None and known.named is longest else Outliers(snapshot, longest)
 
 
 def _live(snapshot: Snapshot, rows: Rows) -> Rows:
@@ -168,12 +166,9 @@ def _share(snapshot: Snapshot, outliers: Outliers, queries: Floats, search: Call
     found, scores = ordered(snapshot, queries, first, first.shape[1], Metric.DOT)
 
     def seconds(part: slice) -> tuple[float, float]:
-        asked, mine, theirs = queries[part], found[part].copy(), scores[part].copy()
-        start = time.perf_counter()
-        search(asked)
-        searched = time.perf_counter()
-        outliers.take_part(asked, positions, mine, theirs)
-        return time.perf_counter() - searched, searched - start
+        asked, arguments = queries[part], (positions, found[part].copy(), scores[part].copy())
+        searched = timed(functools.partial(search, asked))[1]
+        return timed(functools.partial(outliers.take_part, asked, *arguments))[1], searched
 
     batches = np.median([seconds(slice(None)) for _ in range(BATCHES)], axis=0)
     alone = np.median([seconds(slice(place, place + 1)) for place in range(len(queries))], axis=0)

@@ -29,7 +29,6 @@ class KeyBlock(NamedTuple):
 
     positions: Tensor  # (m,)
     keys: Tensor  # (m, d)
-    dead: Tensor | None = None  # (m,) bool, those that take no part; None: all do
 
 
 class BlockKeys:

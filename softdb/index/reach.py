@@ -3,12 +3,14 @@
 An estimate may leave a record undrawn only where something bounds its weight. What bounds it is measured once, in two
 passes over the keys: the error ‖k - k̂‖ of each code, the distance ‖k - m‖ of each key from the mean of its list, the
 distance ‖v - v̄‖ of each value from the mean. The few records in which one of them is extreme would make every bound
-loose: they are set apart, and scored exactly for every query. It is measured when an index is built, and kept beside it
-(`softdb.index.kept`); of an index that has grown since, when it is first needed.
+loose: they are set apart, and scored exactly for every query. It is measured when an index is built, and stands behind
+FAISS' bytes in the index file: arrays in NumPy's own format, one after the other, in the order of `FORM`. Of an index
+that has grown since, it is measured when it is first needed.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import zlib
 from dataclasses import dataclass
@@ -19,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Live, Rows, faiss_module, prepared, sampled
+from softdb.index.contract import Floats, Index, Live, Numbers, Reach, Rows, faiss_module, prepared, sampled
 from softdb.kernels import native
 from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
 
-__all__ = ["Reach", "flat", "lists_of", "reach_of", "words_of"]
+__all__ = ["flat", "lists_of", "packed", "reach_of", "unpacked", "words_of"]
 
 _log = logging.getLogger("softdb")
 
@@ -36,29 +38,14 @@ WITNESSES = 256  # records that are looked at again before what was kept is used
 GATHERED = 1 << 22  # numbers copied at once
 PARTS, FINER = 16, 16  # of the errors that are told apart, and how often the last of these is halved
 
-Numbers = NDArray[np.float64]
 
-
-class Reach(NamedTuple):
-    """What is known of the records that an index holds, those set apart left out of every maximum."""
-
-    apart: Rows  # (m,) ascending: scored for every query
-    is_apart: Live  # (covered,) over rows
-    scales: Numbers  # (m,) how far their values reach, in units of `value_radius`, at least 1
-    mean_error: float  # root of the mean square of ‖k - k̂‖
-    errors: Numbers  # (levels,) the upper ends of so many parts of the errors
-    log_shares: Numbers  # (levels,) log of the share of the records in each part
-    means: Floats  # (lists, d) of the keys
-    radii: Numbers  # (lists,) the largest ‖k - m‖
-    mean_radii: Numbers  # (lists,) root of the mean square
-    extents: Floats  # (lists, d) the largest |k_j - m_j|
-    part_errors: Numbers  # (parts,) the largest error of each part of the codes; none where they cannot be decoded
-    centre: Numbers  # (v,) mean of some values; of labels nothing
-    value_radius: float  # the largest ‖v - centre‖
-    root: Floats  # (d, d) of the covariance of keys, each seen from the mean of its list; its squares sum to 1
-    spread: float  # variance of their ‖k - m‖², relative to the square of its mean
-    witnesses: Rows  # (w,) rows, by which it is known of which records all this was measured
-    checksums: NDArray[np.uint32]  # (w,) of their keys and values
+# type and axes of each field; d, l, p: the index' width, lists and parts of a code; `is_apart` follows
+FORM = {
+    "apart": ("i8", "m"), "scales": ("f8", "m"), "mean_error": ("f8", ""), "errors": ("f8", "e"),
+    "log_shares": ("f8", "e"), "means": ("f4", "ld"), "radii": ("f8", "l"), "mean_radii": ("f8", "l"),
+    "extents": ("f4", "ld"), "part_errors": ("f8", "p"), "centre": ("f8", "v"), "value_radius": ("f8", ""),
+    "root": ("f4", "dd"), "spread": ("f8", ""), "witnesses": ("i8", "w"), "checksums": ("u4", "w"),
+}  # fmt: skip
 
 
 class _Measures(NamedTuple):
@@ -75,10 +62,9 @@ _SHARES = SHARE, SHARE, SHARE, LONG  # of each measure
 
 def reach_of(index: Index, snapshot: Snapshot) -> Reach:
     """As it was kept with an IVF index of these records, or measured now, and kept."""
-    known: Reach | None = index.reach
-    if known is None or not _is_of(known, snapshot):
-        known = index.reach = _measured(index, snapshot)
-    return known
+    if index.reach is None or not _is_of(index.reach, snapshot):
+        index.reach = _measured(index, snapshot)
+    return index.reach
 
 
 def _is_of(reach: Reach, snapshot: Snapshot) -> bool:
@@ -95,6 +81,37 @@ def _checksums(snapshot: Snapshot, positions: Rows) -> NDArray[np.uint32]:  # (w
     """Of keys and values."""
     columns = zip(snapshot.keys_at(positions).numpy(), snapshot.values_at(positions).numpy(), strict=True)
     return np.array([zlib.crc32(value.tobytes(), zlib.crc32(key.tobytes())) for key, value in columns], np.uint32)
+
+
+def packed(reach: Reach) -> bytes:
+    """Return the bytes that an index file holds."""
+    file = io.BytesIO()
+    for name, (dtype, _) in FORM.items():
+        np.save(file, np.asarray(getattr(reach, name), f"<{dtype}"), allow_pickle=False)
+    return file.getvalue()
+
+
+def unpacked(data: bytes | memoryview, index: Index) -> Reach:
+    """Read what `packed` wrote. Raises ValueError where it is not of such an index: that file may be another's."""
+    file, found = io.BytesIO(data), dict[str, Any]()
+    sizes = {"d": index.inner.d, "l": index.inner.nlist, "p": len(words_of(index.inner))}
+    for name, (dtype, axes) in FORM.items():
+        try:
+            array = np.load(file, allow_pickle=False)
+        except (EOFError, MemoryError) as error:
+            raise ValueError(f"{name} is cut off") from error
+        shape = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, array.shape, strict=False))
+        if (array.dtype, array.shape, len(axes)) != (np.dtype(f"<{dtype}"), shape, array.ndim):
+            raise ValueError(f"{name} is not that of such an index")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} is not finite")
+        found[name] = array if axes else float(array)
+    apart = found["apart"]
+    if file.read(1) or (apart < 0).any() or (apart >= index.covered).any() or (np.diff(apart) <= 0).any():
+        raise ValueError("there is more than an index tells of its records, or of records that it has not")
+    is_apart = np.zeros(index.covered, np.bool_)
+    is_apart[apart] = True
+    return Reach(is_apart=is_apart, **found)
 
 
 def _measured(index: Index, snapshot: Snapshot) -> Reach:

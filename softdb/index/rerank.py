@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Rows, prepared
-from softdb.index.products import pair_scores
+from softdb.index.placement import RecordColumns
 from softdb.kernels import native
 from softdb.kernels.threads import available, by_lines, workers
 from softdb.scoring import score_of
@@ -58,7 +58,7 @@ def best_of(
 
 
 def scores_at(
-    snapshot: Snapshot,
+    columns: RecordColumns,
     queries: Floats,  # (q, d)
     positions: Rows,  # (q, c), -1 = none
     metric: Metric,
@@ -68,35 +68,22 @@ def scores_at(
 
     Needs the kernels, but where the columns lie on a device. Cost q c d.
     """
-    if not snapshot.on_host:
-        return _there(snapshot, queries, positions, metric, torch.float64 if precise else torch.float32)
+    if columns.placed is not None:
+        return columns.scores_at(queries, positions, metric, torch.float64 if precise else torch.float32)
     scores = np.empty(positions.shape, np.float64 if precise else np.float32)
     if scores.size:
         asked, positions = prepared(queries, metric), np.ascontiguousarray(positions)
-        given, products = _given(snapshot, asked, positions, metric, scores)
+        given, products = _given(columns, asked, positions, metric, scores)
         if len(scores) == 1:  # threads share its candidates
+            column = columns.key_column
 
             def some(part: slice) -> tuple[Any, ...]:
-                return asked, positions[:, part], snapshot.key_column, CODES[metric], scores[:, part]
+                return asked, positions[:, part], column, CODES[metric], scores[:, part]
 
             by_lines(native().score, some, positions.shape[1], products)
         else:
             by_lines(native().score, given, len(scores), products)
     return scores
-
-
-def _there(
-    snapshot: Snapshot, queries: Floats, positions: Rows, metric: Metric, dtype: torch.dtype
-) -> NDArray[Any]:  # (q, c)
-    """The same on a device: of what is gathered there the scores alone travel."""
-    found = np.full(positions.shape, -np.inf, np.dtype(str(dtype).removeprefix("torch.")))
-    chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
-    for low in range(0, len(positions) if positions.size else 0, chunk):
-        part = slice(low, low + chunk)
-        keys = snapshot.keys_at(positions[part]).to(dtype)
-        scores = pair_scores(torch.from_numpy(queries[part]).to(keys).unsqueeze(1), keys, metric).cpu().numpy()
-        found[part] = np.where(positions[part] < 0, -np.inf, scores)
-    return found
 
 
 def _given(

@@ -28,14 +28,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Rows, faiss_module
-from softdb.index.reach import Numbers, flat, lists_of, reach_of, words_of
+from softdb.index.contract import Floats, Index, Numbers, Rows, faiss_module
+from softdb.index.placement import RecordColumns
+from softdb.index.planner import Planner
+from softdb.index.reach import flat, lists_of, reach_of, words_of
 from softdb.index.rerank import scores_at
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
-__all__ = ["FEWEST", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
+__all__ = ["FEWEST", "Drawing", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
 
 FEWEST = 10_000  # records that are all pooled sooner than drawn from
 PLAIN, CAPPED = 0.1, 0.5  # share of the draws that goes to all records alike, and by what they may weigh at most
@@ -67,17 +69,17 @@ class TailSample(NamedTuple):
     scales: Numbers  # (w,) how far their values may reach, in units of `Reach.value_radius`
 
 
-class _Drawing(NamedTuple):
-    """What `Tail.draw` is asked."""
+class Drawing(NamedTuple):
+    """Parameters of a draw."""
 
-    snapshot: Snapshot
-    queries: Floats
-    factor: float
+    snapshot: RecordColumns
+    queries: Floats  # (q, d) prepared
+    factor: float  # logits are this times the score
     near: int
     budget: int
     seed: int
-    doubt: float
-    least: float
+    doubt: float  # the probability that what is said of records not drawn is wrong
+    least: float = np.nan  # records matter only if they score so much; NaN: by their weight
 
     @property
     def visible(self) -> float:
@@ -108,9 +110,10 @@ class _Near(NamedTuple):
 class Tail:
     """A sampler over the rows that an IVF index holds. Safe to use from several threads."""
 
-    def __init__(self, index: Index, snapshot: Snapshot) -> None:
+    def __init__(self, index: Index, snapshot: Snapshot, planner: Planner) -> None:
         inner = index.inner
         self.index = index
+        self.planner = planner
         self.centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)  # (lists, d)
         self.reach = reach_of(index, snapshot)
         self.lengths, self.mean_lengths = (
@@ -123,28 +126,17 @@ class Tail:
         radii, largest = self.reach.mean_radii, self.reach.radii
         self.excess = np.divide(largest, radii, out=np.ones_like(radii), where=radii > 0)  # (lists,)
         self._words = words_of(inner)
-        self.paces: dict[int, Any] = {}  # what an estimate costs, by the width of values: see `softdb.attend.pace`
 
-    def draw(
-        self,
-        snapshot: Snapshot,
-        queries: Floats,  # (q, d) prepared
-        factor: float,  # logits are this times the score
-        near: int,
-        budget: int,
-        seed: int,
-        doubt: float,  # the probability that what is said of records not drawn is wrong
-        least: float = np.nan,  # records matter only if they score so much; NaN: by their weight
-    ) -> TailSample:
+    def draw(self, ask: Drawing) -> TailSample:
         """The `near` nearest by their codes, the records set apart, and about `budget` drawn from the others.
 
         Dead records are among them. Where half of all would be near, all are taken. Cost of a search of the lists that
         may matter, q lists, and (near + apart + budget) d for the scores of each query.
         """
-        if 2 * near >= self.size:
+        snapshot, queries = ask.snapshot, ask.queries
+        if 2 * ask.near >= self.size:
             return self._everything(snapshot, queries)
-        ask = _Drawing(snapshot, queries, factor, near, budget, seed, doubt, least)
-        lists = self._seen_by(queries, counts=not np.isnan(least))
+        lists = self._seen_by(queries, counts=not np.isnan(ask.least))
         found = self._near(ask, lists)
         rows, logs, (unseen, hidden, expected) = self._sampled(ask, lists, found)
         positions = snapshot.positions(rows)
@@ -154,10 +146,10 @@ class Tail:
             np.concatenate([found.scores, scores], axis=1),
             np.concatenate([np.zeros(found.scores.shape, np.float32), logs], axis=1),
             unseen, hidden, expected,
-            np.concatenate([np.ones(near), self.reach.scales, np.ones(rows.shape[1])]),
+            np.concatenate([np.ones(ask.near), self.reach.scales, np.ones(rows.shape[1])]),
         )  # fmt: skip
 
-    def _everything(self, snapshot: Snapshot, queries: Floats) -> TailSample:
+    def _everything(self, snapshot: RecordColumns, queries: Floats) -> TailSample:
         """Every record that the index holds, scored exactly."""
         rows = np.concatenate([self.frame.rows, self.reach.apart])
         positions = snapshot.positions(rows)
@@ -168,10 +160,10 @@ class Tail:
         certain, none = np.zeros(everyone.shape, np.float32), np.full(len(queries), -np.inf)
         return TailSample(everyone, scores, certain, none, none, none, scales[there])
 
-    def _near(self, ask: _Drawing, lists: _Lists) -> _Near:
+    def _near(self, ask: Drawing, lists: _Lists) -> _Near:
         """Search the lists that may hold something heavy, and score what is found."""
         snapshot, queries = ask.snapshot, ask.queries
-        order, searches = self._to_search(lists, ask.factor, ask.budget, ask.least)
+        order, searches = self._to_search(ask, lists)
         rows, codes = self._search(queries, lists.nearness, order, searches, ask.near)
         searched = np.zeros(lists.means.shape, np.bool_)
         np.put_along_axis(searched, order, np.arange(order.shape[1]) < searches[:, None], 1)
@@ -186,23 +178,21 @@ class Tail:
         native().caps(queries, codes, scores, flat(self._words), l2, *known, ask.factor, CERTAIN, ask.visible, others)
         return _Near(rows, positions, scores, searched, others)
 
-    def _to_search(
-        self, lists: _Lists, factor: float, budget: int, least: float
-    ) -> tuple[Rows, Rows]:  # (q, most), (q,)
+    def _to_search(self, ask: Drawing, lists: _Lists) -> tuple[Rows, Rows]:  # (q, most), (q,)
         """Which lists to search for each query, the highest caps first, and how many of them.
 
         As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where the weights in a list
         are about equal, draws from it do as well. And so many that no term of those not searched, by their caps, is
         larger than a hundredth of what all lists are thought to hold. For a count all that may hold one.
         """
-        q, n = lists.means.shape
+        (q, n), factor = lists.means.shape, ask.factor
         deviation = np.clip(factor * lists.deviations.mean(), 0.25, 16.0)
         enough = min(n, max(1, round(SCANNED * float(deviation) * n / max(1, int(self.sizes.sum())))))
         order, counts = np.argsort(-lists.caps, axis=1, kind="stable"), np.empty(q, np.int64)
-        small = 0.01 * CAPPED * budget
+        small = 0.01 * CAPPED * ask.budget
         native().to_search(lists.means, lists.deviations, lists.caps, order, self.sizes, factor, small, enough, counts)
-        if not np.isnan(least):  # every list that may hold one
-            counts = np.maximum(counts, (lists.caps >= least).sum(1))
+        if not np.isnan(ask.least):  # every list that may hold one
+            counts = np.maximum(counts, (lists.caps >= ask.least).sum(1))
         return order[:, : int(counts.max(initial=1))], counts
 
     def _search(
@@ -224,7 +214,7 @@ class Tail:
         return rows, codes
 
     def _sampled(
-        self, ask: _Drawing, lists: _Lists, found: _Near
+        self, ask: Drawing, lists: _Lists, found: _Near
     ) -> tuple[Rows, Floats, Numbers]:  # (q, w), (q, w), (3, q)
         """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `TailSample` has it."""
         q, factor, least = len(ask.queries), ask.factor, ask.factor * ask.least

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -11,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Index, Live, Rows
+from softdb.index.timing import fastest as least_seconds
+from softdb.index.timing import timed
 
 __all__ = ["Setting", "Trial", "fastest", "hits_of", "least_effort", "recalls_of", "seconds_of", "steadied"]
 
@@ -135,12 +136,6 @@ def hits_of(
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:
     """Seconds a query, the geometric mean of a batch's and of a single one's."""
-
-    def timed(part: Floats) -> float:
-        start = time.perf_counter()
-        search(part)
-        return time.perf_counter() - start
-
-    batch = min(timed(queries), timed(queries))
-    single = [timed(queries[place : place + 1]) for place in range(min(TIMED, len(queries)))]
-    return float(np.sqrt(batch / len(queries) * np.median(single)))
+    batch = least_seconds(functools.partial(search, queries), 2)
+    alone = np.split(queries[:TIMED], range(1, min(TIMED, len(queries))))
+    return float(np.sqrt(batch / len(queries) * np.median([timed(functools.partial(search, q))[1] for q in alone])))

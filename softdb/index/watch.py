@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import numpy as np
 
 from softdb.errors import RecallWarning
 from softdb.index.contract import Index, Rows
+from softdb.index.timing import timed
 
 __all__ = ["Watch", "upper_bound"]
 
@@ -49,7 +50,6 @@ class Watch:
         self._random = np.random.default_rng()
         self._recalls: deque[float] = deque(maxlen=window)
         self._report: dict[str, Any] = {}  # of the index that is watched
-        self._content: dict[str, Any] = {}  # what stood in it
         self._checked = 0
         self._warned = False
         self._searched = self._spent = 0.0  # seconds
@@ -96,9 +96,7 @@ class Watch:
             return
         try:
             which = int(self._random.integers(len(found)))
-            start = time.perf_counter()
-            truth = exact(which)
-            spent = time.perf_counter() - start
+            truth, spent = timed(functools.partial(exact, which))
         finally:
             self._checking.release()
         truth = truth[truth >= 0]
@@ -131,9 +129,9 @@ class Watch:
 
     def _keep_to(self, index: Index) -> None:
         """Begin anew where another index, or another tuning of it, serves."""
-        if index.report is self._report and index.report == self._content:
+        if index.report is self._report:
             return
-        self._report, self._content = index.report, dict(index.report)
+        self._report = index.report
         self._recalls.clear()
         self._checked, self._warned = 0, False
         self._searched = self._spent = 0.0

@@ -61,9 +61,9 @@ def own_ids(
         raise BadInput(f"ids are {shown(ids)}; expected a list of str")
     names = identifiers(ids, unique=False)
     wholes = [one for one in names if isinstance(one, str) and _WHOLE.fullmatch(one)]
-    if not wholes or "integer" not in db.id_types:
+    if not wholes or "integer" not in db.core.id_types:
         return names
-    numbers, texts = settled(db, lambda: (db.stored([int(one) for one in wholes]), db.stored(list(wholes))))
+    numbers, texts = settled(db, lambda: (db.core.stored([int(one) for one in wholes]), db.core.stored(list(wholes))))
     known = {one for one, number, text in zip(wholes, numbers, texts, strict=True) if number and not text}
     return [int(one) if one in known else one for one in names]
 
@@ -73,7 +73,7 @@ def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
     names = list(dict.fromkeys(ids))
 
     def those_there() -> Records | list[Any]:
-        mine = [one for one, there in zip(names, db.stored(names), strict=True) if there]
+        mine = [one for one, there in zip(names, db.core.stored(names), strict=True) if there]
         return db.get(mine) if mine else []
 
     while True:
@@ -100,16 +100,12 @@ def relevance(metric: str, mode: str | None) -> Callable[[float], float]:
         return lambda score: max(score, 0.0) / (1 + max(score, 0.0))
     if mode == "hybrid":
         return _clamped
-    return {"cosine": lambda score: _clamped((1 + score) / 2), "l2": _near, "dot": _logistic}[metric]
+    return {
+        "cosine": lambda score: _clamped((1 + score) / 2),
+        "l2": lambda score: 1 / (1 + math.sqrt(max(-score, 0.0))),
+        "dot": lambda score: (1 + math.tanh(score / 2)) / 2,  # the logistic function, which overflows nowhere
+    }[metric]
 
 
 def _clamped(score: float) -> float:
     return min(max(score, 0.0), 1.0)
-
-
-def _near(score: float) -> float:
-    return 1 / (1 + math.sqrt(max(-score, 0.0)))
-
-
-def _logistic(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score >= 0 else 1 - 1 / (1 + math.exp(max(score, -700.0)))

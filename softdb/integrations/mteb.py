@@ -97,8 +97,7 @@ class SoftDBSearchIndex:
     ) -> tuple[list[list[float]], list[list[int]]]:
         assert self.db is not None
         rows = {name: row for row, name in enumerate(self._ids)}
-        scores: list[list[float]] = []
-        places: list[list[int]] = []
+        scores, places = list[list[float]](), list[list[int]]()
         for query, names in zip(queries, lists, strict=True):
             if strange := [name for name in names if name not in rows]:
                 raise BadInput(f"search: {shown(strange[0])} of top_ranked is no document that was added")

@@ -1,4 +1,8 @@
-"""Torch modules on a database."""
+"""Torch modules and losses on a database, a view, a memory or a cluster.
+
+May touch public calls and `Core`, no private names.
+Begin in `losses.py` and `attention.py`; `view.py` and `memory.py` are sources that learn.
+"""
 
 from softdb.nn.attention import Attention
 from softdb.nn.hard import HardSamples, MovingBaseline, hard_attention, leave_one_out, reinforce, straight_through

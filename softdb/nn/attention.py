@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from softdb import check
 from softdb.answers import Pooled
 from softdb.check import Metric, shown
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.functional import attention
 from softdb.nn.handle import SharedHandle
@@ -64,7 +64,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     def __init__(
         self,
-        db: SoftVerbs | None,
+        db: Verbs | None,
         embed_dim: int,
         num_heads: int,
         *,
@@ -90,7 +90,7 @@ class Attention(torch.nn.MultiheadAttention):
         self._handle = None if db is None else SharedHandle(db)
 
     @property
-    def db(self) -> SoftVerbs | None:
+    def db(self) -> Verbs | None:
         """The database."""
         return None if self._handle is None else self._handle.db
 
@@ -179,7 +179,7 @@ class Attention(torch.nn.MultiheadAttention):
             self._needs_candidates(k, need_weights)
             temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
-            blocked = records_blocked(x, self.db.keyed, key_padding_mask, attn_mask, self.num_heads)
+            blocked = records_blocked(x, self.db.core.keyed, key_padding_mask, attn_mask, self.num_heads)
             words: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
             words["mask"] = None if blocked is None else ~blocked
             heads, weights = self._over_records(self.db, x, temperature, need_weights, words)
@@ -192,7 +192,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     def _over_records(
         self,
-        db: SoftVerbs,
+        db: Verbs,
         query: Tensor,  # (N, L, E)
         temperature: float,
         need_weights: bool,
@@ -214,7 +214,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     def _reweighed(
         self,
-        db: SoftVerbs,
+        db: Verbs,
         pooled: Pooled,
         weights: Tensor,  # (q·h, k + states - 1), which need not sum to 1
         states: Sequence[State],
@@ -223,8 +223,8 @@ class Attention(torch.nn.MultiheadAttention):
         assert pooled.hits is not None  # asked with k=
         count = pooled.hits.rows.shape[1]
         mine = weights[:, :count]
-        values = db.values_at(pooled.hits.rows.cpu().numpy())
-        output = self._projected(pool(mine, values, db.schema.num_classes), mine.sum(1))
+        values = db.core.values_at(pooled.hits.rows.cpu().numpy())
+        output = self._projected(pool(mine, values, db.core.schema.num_classes), mine.sum(1))
         for share, state in zip(weights[:, count:].unbind(1), states[1:], strict=True):
             output = output + share.unsqueeze(1) * state.output
         return output

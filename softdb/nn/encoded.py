@@ -16,9 +16,9 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
-from softdb.attend.request import Candidates, Live, Positions, Request, Resident, Scored
+from softdb.attend.request import Candidates, Live, Positions, Request, Scored
 from softdb.attend.scoring import scan
-from softdb.attend.source import OfGeneration
+from softdb.attend.stored import OfGeneration
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead
 from softdb.lazy import cached_property
@@ -178,11 +178,9 @@ class Encoded(OfGeneration):
     metric: Metric  # of the stale index
     version: Version | None  # None: every record is compared
     overfetch: int  # how many times k candidates are asked of the version, before they are scored anew
-    resolve: Resolve
+    read: Resolve
     stamp: tuple[tuple[int, int], ...]  # of the encoder when this was made
     graph: bool = True  # False: in eval mode, without gradient
-
-    columns, trained = None, (None, None)
 
     @property
     def width(self) -> int:
@@ -190,14 +188,14 @@ class Encoded(OfGeneration):
         return self.schema.pooled_dim if self.schema.has_values else self.encoding.dim
 
     @property
-    def resident(self) -> tuple[Resident, ...]:
-        """None: encodings come by `blocks`."""
-        return ()
+    def resolve(self) -> Resolve:
+        """Ids and payload texts of rows, as the database reads them."""
+        return self.read
 
     @property
-    def block_size(self) -> int:
-        """Records encoded at once."""
-        return self.encoding.size
+    def encodes(self) -> int:
+        """Records encoded at once, where they have a graph."""
+        return self.encoding.size if self.graph else 0
 
     def encoded(self, block: Block) -> Block:
         """The block with encoded keys."""
@@ -218,12 +216,12 @@ class Encoded(OfGeneration):
             )
         return self._fixed
 
-    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
+    def find(self, request: Request) -> Candidates:
         """The k best as the encoder is, of `overfetch` k that the version finds and of all that are younger."""
-        request, k = request.detached, min(k, self.count)
-        version, folded = (None if exact else self.version), request.folded
+        request, k = request.detached, min(request.k, self.count)
+        version, folded = (None if request.exact else self.version), request.folded
         if version is None or folded is None or folded.metric is not self.metric:
-            return Candidates(scan(request, self._fixed, k), "scan")
+            return Candidates(scan(request, self._fixed), "scan")
         count = min(self.overfetch * k, self.count)
         recent = unindexed(self.snapshot, version, request.allowed)
         fresh = int(np.count_nonzero(recent))
@@ -231,7 +229,7 @@ class Encoded(OfGeneration):
         keep = None if whole else version.alive(self.snapshot, request.allowed)
         positions = self.snapshot.positions(version.find(folded.queries, count, keep))
         if fresh:
-            more = scan(replace(request, allowed=recent), self._fixed, min(count, fresh))
+            more = scan(replace(request, allowed=recent, k=min(count, fresh)), self._fixed)
             positions = np.concatenate([positions, more], axis=1)
         return Candidates(self._best(request, positions, k), "stale index")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 
 __all__ = ["SharedHandle"]
 
 
-D = TypeVar("D", bound=SoftVerbs)
+D = TypeVar("D", bound=Verbs)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from softdb import check
 from softdb.answers import Hits
-from softdb.attend import all_scores, sampled
 from softdb.attend.leading import as_tensor
 from softdb.check import shown
 from softdb.database import SoftDB
@@ -71,8 +70,8 @@ def hard_attention(
     True
     """
     count = check.integer(n, "n")
-    request, source = database(db).request(queries, temperature, score, where=where)
-    samples = sampled(request, source, count, check.generator(generator) or torch.default_generator)
+    request, source = database(db).core.request(queries, temperature, score, where=where)
+    samples = source.sample(request, count, check.generator(generator) or torch.default_generator)
     snapshot = source.columns
     positions = snapshot.positions(samples.hits.rows.cpu().numpy())
     values = samples.log_prob.new_zeros(*positions.shape, source.width)
@@ -203,16 +202,16 @@ def straight_through(
     """
     relaxation, generator = check.positive(relaxation, "relaxation"), check.generator(generator)
     count = None if k is None else check.integer(k, "k")
-    request, source = database(db).request(queries, temperature, score, where=where)
+    request, source = database(db).core.request(queries, temperature, score, where=where)
     if not source.columns.size:
         return request.queries.new_zeros(len(request.queries), source.width) + 0 * request.queries.sum()
     if count is None:
-        _, scores, values = all_scores(request, source)
+        _, scores, values = source.all_scores(request)
         weights = _drawn_weights(scores, request.temperature, relaxation, generator)
         if values.is_floating_point():
             return weights @ values.to(weights)
         return weights.new_zeros(len(weights), source.width).index_add(1, values, weights)
-    found = source.scored(request, source.find(request, count).positions)
+    found = source.scored(request, source.find(request.top(count)).positions)
     weights = _drawn_weights(found.scores, request.temperature, relaxation, generator)
     return pool(weights, source.columns.values_at(found.positions), source.num_classes)
 

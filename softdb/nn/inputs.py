@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import shown
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput
 
 __all__ = ["Masks", "batch_of", "masks_of", "records_blocked", "widths_of"]
@@ -90,15 +90,15 @@ def records_blocked(
     return masks.blocked.transpose(1, 2).expand(shape).reshape(math.prod(shape[:-1]), n)
 
 
-def widths_of(db: SoftVerbs | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
+def widths_of(db: Verbs | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
     """kdim and vdim, from the database where there is one."""
     given = [None if one is None else check.integer(one, name) for name, one in (("kdim", kdim), ("vdim", vdim))]
     if db is None:
         return given[0], given[1]
-    if not isinstance(db, SoftVerbs):
+    if not isinstance(db, Verbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
-    db.require_open()
-    dim, pooled = db.schema.dim, db.schema.pooled_dim
+    db.core.require_open()
+    dim, pooled = db.core.schema.dim, db.core.schema.pooled_dim
     for name, mine, stored, what in (("kdim", given[0], dim, "keys"), ("vdim", given[1], pooled, "values")):
         if mine is not None and mine != stored:
             raise BadInput(f"{name} is {mine} but the {what} of the database are {stored} wide; omit it")

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Pooled
-from softdb.attend import Remote, Stored, log_normaliser, log_partition, shared_scores
 from softdb.check import shown
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
 from softdb.nn.memory import Memory
@@ -124,13 +123,11 @@ def retrieval_loss(
         count = db.k
     request, source, positions = ask
     if count is not None:
-        others = without(source.find(request, count).positions, positions)
+        others = without(source.find(request.top(count)).positions, positions)
         return reduce(_likelihood(ask, *ask.scored(np.concatenate([positions, others], 1))))
     positions, scores = ask.scored(positions)
     found = softmax(scores, request.temperature, live(positions, scores))[1]
-    if tolerance is not None and isinstance(source, Stored | Remote):
-        return reduce(_surprise(found, log_partition(request, source).value))
-    whole = log_normaliser(request, source)
+    whole = source.log_normaliser(request) if tolerance is None else source.log_partition(request).value
     return reduce(_surprise(found, whole))
 
 
@@ -190,7 +187,7 @@ def info_nce(
     both = np.concatenate([every, hard], 1)
     if source.columns is None:
         return reduce(_likelihood(ask, *ask.scored(both)))
-    scores = torch.cat([shared_scores(request, source, batch), ask.scored(hard)[1]], 1)
+    scores = torch.cat([source.shared_scores(request, batch), ask.scored(hard)[1]], 1)
     return reduce(_likelihood(ask, both, scores))
 
 
@@ -224,7 +221,7 @@ def label_loss(
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
     reduce = _reduce(reduction)
-    classes = handle(db).schema.num_classes
+    classes = handle(db).core.schema.num_classes
     if classes is None:
         raise BadInput("this database holds no labels; open one with num_classes=, or use pooled_loss")
     share = check.share(interpolation, "interpolation")
@@ -283,7 +280,7 @@ def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
     if unknown := asking.keys() - Asking.__annotations__.keys():
         raise TypeError(f"a loss got unexpected arguments: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
-    if isinstance(db, SoftVerbs):
+    if isinstance(db, Verbs):
         return db.attend(queries, **given).output
     taken = ("temperature", "score", "k", "where") if isinstance(db, View) else ()
     refuse(db, {name: value for name, value in given.items() if name not in taken})

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from softdb import check
 from softdb.answers import Pooled
-from softdb.attend import Request, nearest
+from softdb.attend import Request
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
@@ -111,9 +111,9 @@ class Memory(Reindexed):
         origin = Origin.newest(db)
         self.k, self.overfetch = check.integer(k, "k"), check.integer(overfetch, "overfetch")
         self._followed = Followed.of(origin)
-        dtype = "float16" if db.schema.dtype == np.float16 else "float32"
-        self._begin(reindex, StaleIndex(db.schema.metric, dtype=dtype))
-        trained, every = chosen(db.schema, keys, values), np.arange(len(self))
+        dtype = "float16" if db.core.schema.dtype == np.float16 else "float32"
+        self._begin(reindex, StaleIndex(db.core.schema.metric, dtype=dtype))
+        trained, every = chosen(db.core.schema, keys, values), np.arange(len(self))
         for name, train, stored in zip(("keys", "values"), trained, (origin.keys, origin.values), strict=True):
             self.register_parameter(name, torch.nn.Parameter(stored(every).float()) if train else None)
         self._touched = torch.zeros(len(self), dtype=torch.bool)  # had a gradient since the last commit
@@ -144,8 +144,6 @@ class Memory(Reindexed):
         trained = " and ".join(name for name, _ in self.named_parameters())
         return f"{self.db!r}, trains {trained}, k={self.k}, temperature={self.temperature}"
 
-    # -- asking --------------------------------------------------------------------------------------------------------
-
     __call__: Callable[..., Pooled]
 
     @eager
@@ -159,7 +157,8 @@ class Memory(Reindexed):
         Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A key that
         training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
         """
-        pooled = nearest(*self.request(queries))
+        request, source = self.request(queries)
+        pooled = source.nearest(request)
         there = pooled.output.device
         return pooled if not isinstance(queries, Tensor) or queries.device == there else on(pooled, queries.device)
 
@@ -170,13 +169,11 @@ class Memory(Reindexed):
     def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
         """What is asked, checked, where the parameters lie, and these; temperature None: its own."""
         device = self.device
-        asked, source = check.queries(queries, self.db.schema.dim, device), self.source()
+        asked, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
         heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
-        request = Request.of(asked.to(device), score_of(self.db.schema.metric), "softmax", heat, k=self.k)
+        request = Request.of(asked.to(device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
         self._asked = request.queries.detach()[:ASKED].clone()
         return request, source
-
-    # -- training ------------------------------------------------------------------------------------------------------
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """BadInput for one that takes no sparse gradients, moves records without one, or is not of these parameters."""
@@ -202,22 +199,19 @@ class Memory(Reindexed):
         if self.keys is None or not k or not source.stale:
             return 1.0
         asked = (self.keys.detach()[:ASKED] if self._asked is None else self._asked)[:sample]
-        request = Request.of(asked, score_of(self.db.schema.metric))
+        request = Request.of(asked, score_of(self.db.core.schema.metric))
         # the candidates themselves: as many as are looked at, of which all are kept
         count = min(max(self.k, k) * self.overfetch, source.count)
-        found = dataclasses.replace(source, overfetch=1).find(request, count).positions
-        true = source.find(request, k, exact=True).positions
+        found = dataclasses.replace(source, overfetch=1).find(request.top(count)).positions
+        true = source.find(request.top(k, exact=True)).positions
         self._recall = float((true[:, :, None] == found[:, None, :]).any(2).mean())
         return self._recall
 
     def report(self) -> MemoryReport:
         """How old the candidates are, what renewing them cost, and what had a gradient since the last commit."""
-        return MemoryReport(
-            len(self), self.steps, self.age, self._recall, self.reindexing, self._reindexes, self._stale.now.seconds,
-            self._seconds, int(self._touched.sum()),
-        )  # fmt: skip
-
-    # -- the database --------------------------------------------------------------------------------------------------
+        seconds, touched = self._stale.now.seconds, int(self._touched.sum())
+        counts = len(self), self.steps, self.age, self._recall, self.reindexing, self._reindexes
+        return MemoryReport(*counts, seconds, self._seconds, touched)
 
     def commit(self, *, everything: bool = False, reindex: bool | None = None) -> int:
         """Write the records that training has changed to the database, all or none, and return how many.
@@ -243,8 +237,8 @@ class Memory(Reindexed):
         """
         if not isinstance(everything, bool) or not (reindex is None or isinstance(reindex, bool)):
             raise BadInput(f"everything is {shown(everything)} and reindex {shown(reindex)}; expected True or False")
-        self.db.require_writable()
-        if reindex and self.db.finder.building:
+        self.db.core.store.require_writable()
+        if reindex and self.db.core.finder.building:
             raise BadInput("reindex=True while an index is being built; wait for that build, then commit")
         origin = self._at_newest()
         touched = self._touched.cpu().numpy()
@@ -303,7 +297,7 @@ class Memory(Reindexed):
 
     def _committed(self, asked: bool | None) -> None:
         """Take note that what is stored is what is trained, and build the index anew where that is due."""
-        report = self.db.finder.report()
+        report = self.db.core.finder.report()
         if report is None or report.kind == "flat":
             self._moved = 0
             if not self._stale.now.number:  # an index that is built now knows these keys
@@ -311,11 +305,9 @@ class Memory(Reindexed):
             return
         self._forget()
         self._since = self.steps
-        if asked or (asked is None and self._moved >= OUTDATED * len(self) and not self.db.finder.building):
+        if asked or (asked is None and self._moved >= OUTDATED * len(self) and not self.db.core.finder.building):
             self.db.build_index(report.kind, recall=report.target, k=report.k)
             self._moved = 0
-
-    # -- its parts -----------------------------------------------------------------------------------------------------
 
     def _at_newest(self) -> Origin:
         self._followed.origin = self._followed.origin.now()
@@ -347,9 +339,8 @@ class Memory(Reindexed):
 
     def _watch(self) -> None:
         """Note which rows get a gradient."""
-        for handle in self._listening:
-            handle.remove()
-        self._listening = []
+        while self._listening:
+            self._listening.pop().remove()
         for parameter in self.parameters():
             wants, parameter.requires_grad = parameter.requires_grad, True
             self._listening.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]

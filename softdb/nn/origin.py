@@ -14,6 +14,7 @@ from torch import Tensor
 from softdb.check import Id, Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
+from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
@@ -42,15 +43,15 @@ class Origin:
     @classmethod
     def newest(cls, db: SoftDB) -> Origin:
         """Every record there is, in row order. Raises Closed."""
-        db.require_open()
-        snapshot = db.view()[0]
+        db.core.require_open()
+        snapshot = db.core.view()[0]
         return cls(db, snapshot.rows(np.flatnonzero(snapshot.live)), snapshot)
 
     def now(self) -> Origin:
         """The same records as of the newest generation that the handle sees. Raises Closed."""
-        self.db.require_open()
-        snapshot = self.db.view()[0]
-        if self.snapshot.generation < self.db.reembedded <= snapshot.generation:
+        self.db.core.require_open()
+        snapshot = self.db.core.view()[0]
+        if self.snapshot.generation < self.db.core.reembedded <= snapshot.generation:
             raise StaleRead("all keys of the database were made anew since these were taken; make the memory anew")
         return self if snapshot is self.snapshot else Origin(self.db, self.rows, snapshot)
 
@@ -63,7 +64,7 @@ class Origin:
         """Write what records have become into the database, one transaction, and follow them to their new rows."""
         rows = self.rows.copy()
         columns = (None if column is None else column.detach()[which] for column in (keys, values))
-        snapshot, rows[which] = self.db.rewrite(rows[which], *columns)
+        snapshot, rows[which] = self.db.core.rewrite(rows[which], *columns)
         return Origin(self.db, rows, snapshot)
 
     def names(self) -> Names:
@@ -71,7 +72,7 @@ class Origin:
         names = np.zeros(len(self.rows), f"S{DIGEST}")
         for low in range(0, len(names), BLOCK):
             part = self.rows[low : low + BLOCK]
-            known = self.db.resolve(part)
+            known = self.db.core.store.read(part)
             names[low : low + BLOCK] = [_digest(known[row].id) if row in known else UNKNOWN for row in part.tolist()]
         return names
 
@@ -111,12 +112,12 @@ class Origin:
     @property
     def metric(self) -> Metric:
         """The database's."""
-        return self.db.schema.metric
+        return self.db.core.schema.metric
 
     @property
     def indexed(self) -> bool:
         """Whether the database has an index."""
-        report = self.db.finder.report()
+        report = self.db.core.finder.report()
         return report is not None and report.kind != "flat"
 
     def find(
@@ -129,19 +130,20 @@ class Origin:
 
         `certain` of them are found with the recall of the index, the others on the way.
         """
-        found = self.db.finder.find(self.snapshot, queries, k, self._allowed, certain=certain, pairwise=False)
+        query = Query(queries, k, self.metric, self._allowed, certain=certain, pairwise=False)
+        found = self.db.core.finder.find(self.snapshot, query)
         return self._parameters[found.positions], found.finder
 
     def keys(self, which: Rows) -> Tensor:  # (…) parameters -> (…, d) in the column's dtype
         """Stored keys, copied; zeros of a record that is gone from the files."""
         if not self.snapshot.size:
-            return torch.zeros(*which.shape, self.db.schema.dim)
+            return torch.zeros(*which.shape, self.db.core.schema.dim)
         return self.snapshot.keys_at(self.positions[which])
 
     def values(self, which: Rows) -> Tensor:  # (…) parameters -> (…, v) in the column's dtype, or int64 labels (…)
         """Stored values, copied, as `keys`."""
         if not self.snapshot.size:
-            schema = self.db.schema
+            schema = self.db.core.schema
             empty = torch.zeros(*which.shape, schema.pooled_dim)
             return empty if schema.num_classes is None else empty[..., 0].long()
         return self.snapshot.values_at(self.positions[which])
@@ -239,4 +241,4 @@ def _digest(name: Id) -> bytes:
 
 
 def _reopened(db: SoftDB, rows: Rows) -> Origin:
-    return Origin(db, rows, db.view()[0])
+    return Origin(db, rows, db.core.view()[0])

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from softdb import gpu
 from softdb.answers import Pooled, Resolve
-from softdb.attend.request import AsStored, Candidates, Live, Positions, Request, Scored
+from softdb.attend import Source
+from softdb.attend.request import Candidates, Live, Positions, Request, Scored
 from softdb.check import Schema, shown
+from softdb.device import nearest as nearest_on_device
 from softdb.errors import BadInput
 from softdb.index.flat import nearest
+from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.nn.origin import Origin
 from softdb.nn.stale_index import FEWEST, Version
@@ -41,7 +43,7 @@ def chosen(schema: Schema, keys: object, values: object) -> tuple[bool, bool]:
 
 
 @dataclass(frozen=True)
-class Parameters(AsStored):
+class Parameters(Source):
     """Positions are parameters, 0 … n - 1, of which those are live whose record is still there."""
 
     origin: Origin
@@ -49,8 +51,6 @@ class Parameters(AsStored):
     values: torch.nn.Parameter | None  # (n, v); None: as stored
     version: Version  # a copy of the keys as they were, or none
     overfetch: int  # how many times k candidates are looked at
-
-    columns, trained = None, (None, None)
 
     @property
     def live(self) -> Live:
@@ -65,17 +65,17 @@ class Parameters(AsStored):
     @property
     def width(self) -> int:
         """v."""
-        return self.origin.db.schema.pooled_dim
+        return self.origin.db.core.schema.pooled_dim
 
     @property
     def num_classes(self) -> int | None:
         """The database's."""
-        return self.origin.db.schema.num_classes
+        return self.origin.db.core.schema.num_classes
 
     @property
     def resolve(self) -> Resolve:
         """The database's ids and payloads."""
-        return self.origin.db.resolve
+        return self.origin.db.core.store.read
 
     @property
     def stale(self) -> bool:
@@ -94,7 +94,7 @@ class Parameters(AsStored):
         for positions in np.split(which := np.flatnonzero(keep[start:]) + start, range(size, len(which), size)):
             if len(positions):
                 keys = self._of(self.keys, self.origin.keys, positions)
-                values = keys if not self.origin.db.schema.has_values else None
+                values = keys if not self.origin.db.core.schema.has_values else None
                 if values is None:
                     values = self._of(self.values, self.origin.values, positions)
                 yield Block(torch.from_numpy(positions), keys, values)
@@ -103,21 +103,17 @@ class Parameters(AsStored):
     def _of(trained: Tensor | None, stored: Callable[[Positions], Tensor], positions: Positions) -> Tensor:
         return stored(positions) if trained is None else trained.detach()[positions]
 
-    def frozen(self) -> Parameters:
-        """Itself: `blocks` have no graph."""
-        return self
-
-    def find(self, request: Request, k: int, exact: bool = False) -> Candidates:
+    def find(self, request: Request) -> Candidates:
         """The k nearest by the keys as they are, of overfetch · k candidates; without an index all are compared.
 
         Cost: a search, and q k overfetch d; without an index q n d.
         """
-        queries, k, origin = request.queries.detach(), min(k, self.count), self.origin
+        queries, k, origin = request.queries.detach(), min(request.k, self.count), self.origin
         if not k:
             return Candidates(np.zeros((len(queries), 0), np.int64), "flat")
         if self.keys is None:
             return Candidates(*origin.find(queries, k))
-        if exact or not self.stale:
+        if request.exact or not self.stale:
             return Candidates(self._nearest(queries, k), "flat")
         count = min(k * self.overfetch, self.count)
         if self.version.number:
@@ -133,11 +129,11 @@ class Parameters(AsStored):
         """Every key that is there is compared, where the keys lie."""
         keys = self._keys
         if keys.device.type == "cpu":
-            return nearest(self._columns, queries, k, self.origin.metric)
+            return nearest(self._columns, Query(queries, k, self.origin.metric))
         gone = self.count < len(keys)
         keep = torch.from_numpy(self.live).to(keys.device) if gone else None
-        found = gpu.nearest(queries.to(keys.dtype), keys.contiguous(), k, metric=self.origin.metric, keep=keep)[1]
-        return np.asarray(found.cpu().numpy())
+        own, metric = queries.to(keys.dtype), self.origin.metric
+        return np.asarray(nearest_on_device(own, keys.contiguous(), k, metric=metric, keep=keep)[1].cpu().numpy())
 
     @property
     def _keys(self) -> Tensor:
@@ -158,22 +154,23 @@ class Parameters(AsStored):
 
     def scored(self, request: Request, positions: Positions) -> Scored:
         """Scores, with sparse gradients to the keys found. Raises BadInput where one is NaN or infinite."""
-        queries = request.queries
+        queries, missing = request.queries, positions < 0
         if self.keys is None:
             keys = self.origin.keys(positions).to(queries)
-        else:
-            keys = F.embedding(torch.from_numpy(positions).to(queries.device), self.keys, sparse=True)
+        else:  # a record of the query stands for one that is missing, so that no other key gets a gradient, if of 0
+            real = np.where(missing, positions.max(1, initial=0, keepdims=True), positions)
+            keys = F.embedding(torch.from_numpy(real).to(queries.device), self.keys, sparse=True)
         scores = request.score(queries, keys)
         if not bool(scores.detach().isfinite().all()):
             raise BadInput(
                 "scores are NaN or infinite: training has moved the keys too far; begin again from the last commit "
                 "with smaller steps"
             )
-        return Scored(positions, scores, keys)
+        return Scored(positions, scores.masked_fill(torch.from_numpy(missing).to(scores.device), -torch.inf), keys)
 
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
         """The weighted sum of values, with sparse gradients to those found."""
-        schema, keys = self.origin.db.schema, found.keys
+        schema, keys = self.origin.db.core.schema, found.keys
         if not schema.has_values and keys is not None:
             return pool(weights, keys)
         if self.values is None or not found.positions.size:

@@ -45,7 +45,7 @@ class _NadarayaWatson(torch.nn.Module):
         learnable: bool = True,
     ) -> None:
         super().__init__()
-        schema = database(db).schema
+        schema = database(db).core.schema
         if (schema.num_classes if self.labels else schema.value_dim) is None:
             raise BadInput(
                 "the database has no labels as values; open one with num_classes=, or use KernelRegressor for vectors"
@@ -98,9 +98,9 @@ class _NadarayaWatson(torch.nn.Module):
         is what to train it by. Cost b n (d + v), and a mask of b n bits; the database must not change meanwhile. Raises
         BadInput for places that it does not have.
         """
-        snapshot, _ = self.db.view()  # `scan` would read every payload too
+        snapshot, _ = self.db.core.view()  # `scan` would read every payload too
         chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
-        width = self.db.schema.pooled_dim
+        width = self.db.core.schema.pooled_dim
         if not len(chosen):
             return torch.zeros(0, width), torch.zeros(0, width)
         positions = np.flatnonzero(snapshot.live)[chosen.numpy()]
@@ -127,13 +127,13 @@ class _NadarayaWatson(torch.nn.Module):
         """
         count, width = check.integer(steps, "steps"), check.integer(batch_size, "batch_size")
         lr = check.positive(lr, "lr")
-        n, draws = self.db.keyed, torch.Generator().manual_seed(check.integer(seed, "seed", low=0))
+        n, draws = self.db.core.keyed, torch.Generator().manual_seed(check.integer(seed, "seed", low=0))
         if not self.kernel.learnable:
             raise BadInput("fit: the bandwidth is not learnt; make the module with learnable=True")
         if n < 2:
             raise BadInput(f"fit: {n} records cannot be told from each other; insert at least 2")
         optimiser = torch.optim.Adam(self.parameters(), lr=lr)
-        self.db.require_open()
+        self.db.core.require_open()
         records = self._kept() if isinstance(self.kernel, Gaussian) else None
         errors = []
         for _ in range(count):
@@ -156,7 +156,7 @@ class _NadarayaWatson(torch.nn.Module):
 
     def _kept(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
         """Keys and values around their means, which change no leave-one-out error; None where they are too many."""
-        (snapshot, _), schema = self.db.view(), self.db.schema
+        (snapshot, _), schema = self.db.core.view(), self.db.core.schema
         if snapshot.count * (schema.dim + schema.pooled_dim) > KEPT:
             return None
         assert self.kernel.log_bandwidth is not None
@@ -169,7 +169,7 @@ class _NadarayaWatson(torch.nn.Module):
 
     def _bandwidth(self, bandwidth: Bandwidth | None, per_coordinate: bool) -> Tensor:  # () or (d,) float64
         """Silverman's where none is given."""
-        (snapshot, _), dim = self.db.view(), self.db.schema.dim
+        (snapshot, _), dim = self.db.core.view(), self.db.core.schema.dim
         if bandwidth is None:
             keys = snapshot.keys_at(np.flatnonzero(snapshot.live)) if snapshot.count else torch.zeros(0, dim)
             return silverman(keys, per_coordinate)

@@ -79,7 +79,7 @@ class Reindexed(torch.nn.Module, ABC):
         BadInput for vectors that are NaN or infinite, for an encoder that cannot be copied for the thread, and, in the
         background, while another one is under way.
         """
-        self.db.require_open()
+        self.db.core.require_open()
         if background and self.reindexing:
             raise BadInput("a reindexing is under way in the background; wait for it, or reindex at once")
         if not background:

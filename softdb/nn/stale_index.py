@@ -13,13 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb import check, gpu
+from softdb import check
 from softdb.check import Metric, shown
+from softdb.device import nearest as nearest_on_device
 from softdb.errors import BadInput, Closed
-from softdb.index.build import build
+from softdb.index.build import Target, build
 from softdb.index.choose import KINDS
 from softdb.index.contract import Index, Recent
-from softdb.index.gpu_search import find
+from softdb.index.flat import nearest
+from softdb.index.query import Query
+from softdb.index.search import Searcher
 from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
@@ -54,6 +57,10 @@ class Version:
         """The row after the highest; a record from there on is younger than this version."""
         return int(self.rows.max(initial=-1)) + 1
 
+    @cached_property
+    def _searcher(self) -> Searcher | None:
+        return None if self.index is None else Searcher(self.index)
+
     def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
         """Which of the records are still there, and allowed; the last are remembered: an index knows them again."""
         named = snapshot.live if allowed is None else allowed
@@ -79,9 +86,13 @@ class Version:
             there = self.vectors
             kept = None if keep is None else torch.from_numpy(keep).to(there.device)
             asked = queries.detach().to(there.device, torch.promote_types(queries.dtype, there.dtype))
-            places = gpu.nearest(asked, there, k, metric=self.metric, keep=kept)[1].cpu().numpy()
+            places = nearest_on_device(asked, there, k, metric=self.metric, keep=kept)[1].cpu().numpy()
         else:
-            places = find(self.vectors, self.index, queries, k, self.metric, keep).positions
+            query = Query(queries, k, self.metric, keep, pairwise=False)
+            if self._searcher is None:
+                places = nearest(self.vectors, query)
+            else:
+                places = self._searcher.nearest(self.vectors, query).positions
         return np.where(places < 0, -1, self.rows[places])
 
     def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)
@@ -143,8 +154,8 @@ class StaleIndex:
             start, before, rows = time.perf_counter(), self.now, np.array(rows, np.int64)
             vectors = self._columns(len(rows), blocks)
             index = None
-            if isinstance(vectors, Snapshot) and len(rows) >= FEWEST and self._kind != "flat":
-                index, report = build(vectors, self._metric, self._kind, self._target, TUNED_FOR, None, None)
+            if vectors is not None and not isinstance(vectors, Tensor) and len(rows) >= FEWEST and self._kind != "flat":
+                index, report = build(vectors, self._metric, Target(self._target, TUNED_FOR, kind=self._kind))
                 self._kind = self._kind if index is None else report["kind"]  # so few are compared as fast as found
             self._require_open()
             number, seconds = before.number + 1, time.perf_counter() - start

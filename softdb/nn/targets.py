@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
-from softdb.attend import Remote, Request, Source
+from softdb.attend import Request, Source
 from softdb.check import Id, shown
-from softdb.database import SoftDB, SoftVerbs
-from softdb.errors import BadInput, StaleRead, UnknownId
-from softdb.nn.encoded import Encoded
+from softdb.database import SoftDB, Verbs
+from softdb.errors import BadInput, StaleRead
 from softdb.nn.memory import Memory
-from softdb.nn.parameters import Parameters
 from softdb.nn.view import View
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
@@ -38,7 +36,7 @@ __all__ = [
 ]
 
 Rows = NDArray[np.int64]
-Records: TypeAlias = SoftVerbs | View | Memory
+Records: TypeAlias = Verbs | View | Memory
 """What a loss asks: a database or a cluster of them, or the records of one under a trained encoder or as parameters."""
 
 
@@ -51,11 +49,7 @@ class Positives(NamedTuple):
 
     def scored(self, positions: Rows) -> tuple[Rows, Tensor]:  # (q, k), -1 = none -> (q, k), (q, k)
         """Some records in the order of the source, and their scores, -inf for none."""
-        source, missing = self.source, positions < 0
-        if isinstance(source, Parameters):  # knows no missing ones: a positive stands for them
-            found = source.scored(self.request, np.where(missing, self.positions[:, :1], positions))
-            return positions, found.scores.masked_fill(~live(positions, found.scores), -torch.inf)
-        return source.scored(self.request, positions)[:2]
+        return self.source.scored(self.request, positions)[:2]
 
     def wins(self, positions: Rows) -> NDArray[np.bool_]:  # (q, k), -1 = none -> (q, k)
         """Which of some records each query shall find."""
@@ -82,8 +76,8 @@ def asked(
     whose = handle(db)
     heat = 1.0 if temperature is None else temperature
     source: Source
-    if isinstance(db, SoftVerbs):
-        request, source = db.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
+    if isinstance(db, Verbs):
+        request, source = db.core.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
     elif isinstance(db, View):
         refuse(db, {"rtol": tolerance})
         request, source = db.request(queries, heat, score, k=k, where=where)
@@ -92,35 +86,20 @@ def asked(
         request, source = db.request(queries, temperature)
     lists = listed(positives, len(request.queries))
     names = [name for mine in lists for name in mine]
-    if isinstance(source, Remote):
-        source = source.whole()
-        found = _required(whose, names, where)
-        return Positives(request, source, check.padded(found, list(map(len, lists))))
-    rows = database(db).locate(names, required=True)[1] if names else np.zeros(0, np.int64)
-    found = _places(source, rows)
-    if (gone := ~source.live[found] | (found < 0)).any():
+    source = source.whole()
+    found = source.positions(whose.core.located(names, required=True)) if names else np.zeros(0, np.int64)
+    if (gone := found < 0).any():
         advice = "reload() the memory" if isinstance(db, Memory) else "call again"
         raise StaleRead(f"positive {shown(names[int(gone.argmax())])} was replaced during the call; {advice}")
-    if request.allowed is not None and (outside := ~request.allowed[found]).any():
-        raise _outside(names, outside)
+    if where is not None:
+        allowed = request.allowed
+        outside = whose.core.located(names, where) < 0 if allowed is None else ~allowed[found]
+        if outside.any():
+            raise BadInput(
+                f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
+                "filter; every positive must match where=, or the loss compares with records that cannot win"
+            )
     return Positives(request, source, check.padded(found, list(map(len, lists))))
-
-
-def _outside(names: list[Id], outside: NDArray[np.bool_]) -> BadInput:
-    return BadInput(
-        f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
-        "filter; every positive must match where=, or the loss compares with records that cannot win"
-    )
-
-
-def _required(db: SoftVerbs, names: list[Id], where: dict[str, Any] | None) -> Rows:
-    """Rows of ids in a cluster. Raises UnknownId, and BadInput for those outside the filter."""
-    rows = db.located(names)
-    if (rows < 0).any():
-        raise UnknownId(f"id {shown(names[int((rows < 0).argmax())])} is not stored, or has no key")
-    if where is not None and (outside := db.located(names, where) < 0).any():
-        raise _outside(names, outside)
-    return rows
 
 
 def refuse(db: Records, words: dict[str, Any]) -> None:
@@ -128,15 +107,6 @@ def refuse(db: Records, words: dict[str, Any]) -> None:
     given = [name for name, value in words.items() if value is not None]
     if given:
         raise BadInput(f"a {type(db).__name__} takes no {' and no '.join(given)}; leave it out, or ask the database")
-
-
-def _places(source: Source, rows: Rows) -> Rows:
-    """Where rows stand in a source, -1 for none."""
-    snapshot = source.snapshot if isinstance(source, Encoded) else source.columns
-    if snapshot is not None:
-        return snapshot.positions(rows)
-    known = {row: place for place, row in enumerate(source.rows(np.arange(len(source.live))).tolist())}
-    return np.array([known.get(row, -1) for row in rows.tolist()], np.int64)
 
 
 def database(db: object) -> SoftDB:
@@ -149,12 +119,12 @@ def database(db: object) -> SoftDB:
     return found
 
 
-def handle(db: object) -> SoftVerbs:
+def handle(db: object) -> Verbs:
     """The open database or cluster, also behind a View or a Memory. Raises BadInput for something else, and Closed."""
     found = db.db if isinstance(db, View | Memory) else db
-    if not isinstance(found, SoftVerbs):
+    if not isinstance(found, Verbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-    found.require_open()
+    found.core.require_open()
     return found
 
 
@@ -190,7 +160,7 @@ def mined(ask: Positives, count: int, skip: int, pool: int, generator: torch.Gen
     if not count:
         return np.full((len(positions), 0), -1, np.int64)
     width = skip + pool + positions.shape[1]
-    nearest = without(source.find(request, width).positions, positions)
+    nearest = without(source.find(request.top(width)).positions, positions)
     rank = (nearest >= 0).cumsum(1) - 1
     nearest[(rank < skip) | (rank >= skip + pool)] = -1
     order = np.zeros(nearest.shape)

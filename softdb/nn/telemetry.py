@@ -72,7 +72,7 @@ def gradient_report(
     >>> report.mass.tolist()
     [1.0, 1.0, 1.0]
     """
-    request, source = database(db).request(queries, temperature, score, where=where)
+    request, source = database(db).core.request(queries, temperature, score, where=where)
     asked = request.queries.detach()
     shape = (len(asked), source.width)
     if upstream is None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from softdb import check
 from softdb.answers import Hits, Pooled
-from softdb.attend import Request, exact, nearest
+from softdb.attend import Request
 from softdb.check import Metric, shown
 from softdb.database import SoftDB
-from softdb.database.reembedding import TextOf
+from softdb.database.reembedding import TextOf, require_field, texts_at
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.eager import untraced
@@ -111,7 +111,7 @@ class View(Reindexed):
         self.batch_size = check.integer(batch_size, "batch_size")
         self.metric = Metric.parse(db.metric if metric is None else metric)
         self._begin(reindex, StaleIndex(self.metric, recall, index))
-        db.require_field(field)
+        require_field(field)
         self._texts, self._field = texts, field
         self.dim = probed(encoder, None if texts else db.dim)
         if isinstance(self.policy, InBackground):
@@ -120,7 +120,7 @@ class View(Reindexed):
             raise BadInput(
                 f"dim is {shown(dim)} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
             )
-        self._handle, self.encoder, self._reembedded = SharedHandle(db), encoder, db.reembedded
+        self._handle, self.encoder, self._reembedded = SharedHandle(db), encoder, db.core.reembedded
         self._start()
         self.register_load_state_dict_post_hook(_outdated)  # type: ignore[no-untyped-call]
 
@@ -164,7 +164,7 @@ class View(Reindexed):
         count = None if k is None else check.integer(k, "k")
         request, source = self.request(queries, temperature, score, k=count, where=where)
         with check.precise():
-            return exact(request, source) if k is None else nearest(request, source)
+            return source.exact(request) if k is None else source.nearest(request)
 
     @untraced
     def search(
@@ -182,7 +182,7 @@ class View(Reindexed):
         k = check.integer(k, "k")
         request, source = self.request(queries, k=k, where=where, exact=exact)
         with check.precise():
-            found = source.scored(request, source.find(request, k).positions)
+            found = source.scored(request, source.find(request).positions)
         rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
         return Hits(rows, found.scores, source.resolve)
 
@@ -191,7 +191,7 @@ class View(Reindexed):
 
         After `reindex()` that is exact search by f(k) as it is. Cost: q n d'. Raises as `attend`.
         """
-        version, snapshot = self._current(self._encoding(), stale=True), self.db.view()[0]
+        version, snapshot = self._current(self._encoding(), stale=True), self.db.core.view()[0]
         asked = check.queries(queries, self.dim, None, "the encoded keys of this view are compared with queries")
         with check.precise():
             rows = replace(version, index=None).find(asked.detach(), check.integer(k, "k"), version.alive(snapshot))
@@ -208,7 +208,7 @@ class View(Reindexed):
         exact: bool = False,
     ) -> tuple[Request, Encoded]:
         """What is asked, checked, and the encoded records; `exact`: k are found by comparing every record."""
-        self.db.require_open()
+        self.db.core.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
@@ -216,17 +216,24 @@ class View(Reindexed):
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
             asked = check.queries(queries, query_width(score, self.dim), None, taker)
-            request = Request.of(asked, score, None, check.temperature(temperature), k=k)
+            request = Request.of(asked, score, None, check.temperature(temperature))
             folded = request.detached.folded
             served = k is not None and not exact and folded is not None and folded.metric is self.metric
             version = self._current(encoding) if served else None
-            snapshot, allowed = self.db.view(where)  # after the version: no row of that is younger
+            snapshot, allowed = self.db.core.view(where)  # after the version: no row of that is younger
         if version is not None and request.score is score_of(self.metric):
             self._asked = asked.detach()[:ASKED].clone()
         source = Encoded(
-            snapshot, self.db.schema, encoding, self.metric, version, self.overfetch, self.db.resolve, encoding.stamp
+            snapshot,
+            self.db.core.schema,
+            encoding,
+            self.metric,
+            version,
+            self.overfetch,
+            self.db.core.store.read,
+            encoding.stamp,
         )
-        return replace(request, allowed=allowed), source
+        return replace(request, allowed=allowed, k=k or 0, exact=exact), source
 
     # -- staleness -----------------------------------------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class View(Reindexed):
         records). Where these are fewer than all it is an estimate: k of them stand for k n / sample of all, of whom a
         larger share is found, so take a small k. What the index itself misses is not in it. Cost: `sample` encodings.
         """
-        encoding, snapshot = self._encoding(), self.db.view()[0]
+        encoding, snapshot = self._encoding(), self.db.core.view()[0]
         version = self._current(encoding, stale=True)
         k, sample = check.integer(k, "k"), check.integer(sample, "sample")
         places = np.flatnonzero(version.alive(snapshot))
@@ -271,8 +278,8 @@ class View(Reindexed):
 
     def report(self) -> ViewReport:
         """How old the stale index is, and what it cost."""
-        self.db.require_open()
-        now, snapshot = self._stale.now, self.db.view()[0]
+        self.db.core.require_open()
+        now, snapshot = self._stale.now, self.db.core.view()[0]
         return ViewReport(
             now.number, len(now.rows), int(np.count_nonzero(unindexed(snapshot, now))), self.age, self._recall,
             self.reindexing, self._reindexes, now.seconds, self._seconds,
@@ -282,7 +289,7 @@ class View(Reindexed):
 
     def _make(self, stale: StaleIndex, encoding: Encoding, step: int, say: Progress) -> ReindexReport:
         """The next version of the stale index, of an encoder as it was at some step."""
-        snapshot = self.db.view()[0]
+        snapshot = self.db.core.view()[0]
         positions = np.flatnonzero(snapshot.live)
         rows = snapshot.rows(positions)
 
@@ -309,10 +316,10 @@ class View(Reindexed):
         return version
 
     def _encoding(self) -> Encoding:
-        if self.db.reembedded != self._reembedded:
+        if self.db.core.reembedded != self._reembedded:
             raise StaleRead("all keys of the database were made anew since this view was made; make another view")
-        texts = functools.partial(self.db.texts_at, field=self._field) if self._texts else None
-        return Encoding(self.encoder, self.dim, self.batch_size, self.db.resolve, self._running, texts=texts)
+        texts = functools.partial(texts_at, self.db.core, field=self._field) if self._texts else None
+        return Encoding(self.encoder, self.dim, self.batch_size, self.db.core.store.read, self._running, texts=texts)
 
     # -- the module ----------------------------------------------------------------------------------------------------
 

@@ -212,9 +212,7 @@ class _File:
 
     def beside(self) -> Claim:
         """The slots of the records whose keys lie in the segment of this number."""
-        sql = f"SELECT row, keys_slot FROM found WHERE {self.open} AND keys_file = ? AND keys_slot >= 0 ORDER BY row"
-        pairs = self.scratch.execute(sql, (self.number,)).fetchall()
-        return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
+        return self._claim(f"SELECT row, keys_slot FROM found WHERE {self.open} AND keys_file = ? AND keys_slot >= 0")
 
     def search(self) -> None:
         """Place records of which nothing says where they lie."""
@@ -235,7 +233,10 @@ class _File:
 
     def _placed(self) -> Claim:
         """The records that have their place here."""
-        sql = f"SELECT row, {self.column}_slot FROM found WHERE {self.column}_file = ? AND {self.column}_slot >= 0"
+        column = self.column
+        return self._claim(f"SELECT row, {column}_slot FROM found WHERE {column}_file = ? AND {column}_slot >= 0")
+
+    def _claim(self, sql: str) -> Claim:
         pairs = self.scratch.execute(f"{sql} ORDER BY row", (self.number,)).fetchall()
         return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 

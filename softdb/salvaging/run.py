@@ -167,7 +167,10 @@ class _Salvage:
                 self._explain(scratch)
             store = Store(self.fresh, "rw", self.schema)
             try:
-                self._note_encoder(store)
+                name = self.remains.settings().get("encoder")
+                if isinstance(name, str):
+                    with contextlib.suppress(BadInput):
+                        store.note_encoder(name)
                 for some in self._placed(scratch):
                     self._copy(scratch, store, some)
                 store.index_fields(self.remains.fields)
@@ -178,13 +181,6 @@ class _Salvage:
             return self._report(scratch)
         finally:
             scratch.close()
-
-    def _note_encoder(self, store: Store) -> None:
-        """Keep the name of what made the keys, where it is still known."""
-        name = self.remains.settings().get("encoder")
-        if isinstance(name, str):
-            with contextlib.suppress(BadInput):
-                store.note_encoder(name)
 
     def _explain(self, scratch: apsw.Connection) -> None:
         """Say why records have no place."""

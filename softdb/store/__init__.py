@@ -1,8 +1,11 @@
-"""The store: catalogue and column files, the only truth of a database."""
+"""The store: catalogue and column files, the only truth of a database.
+
+It alone touches the database's directory, through `disk.py` and SQLite. It knows no index and no query.
+Begin in `store.py` (the operations), then `session.py` (opening) and `writer.py` (the commit).
+"""
 
 from softdb.store.append import Batch
-from softdb.store.fulltext import TextScores
 from softdb.store.snapshot import Block, Segment, Snapshot
-from softdb.store.store import ByText, Store
+from softdb.store.store import Store
 
-__all__ = ["Batch", "Block", "ByText", "Segment", "Snapshot", "Store", "TextScores"]
+__all__ = ["Batch", "Block", "Segment", "Snapshot", "Store"]

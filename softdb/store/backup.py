@@ -9,7 +9,6 @@ that was cut short is no database.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from softdb.store.segments import ColumnFiles, SegmentEntry, SegmentPart
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.store import Store
 
-__all__ = ["backup"]
+__all__ = ["backup", "require_free"]
 
 SLOTS = 8192  # copied at once
 _UNFINISHED = "unfinished.sqlite"  # the catalogue's name until the copy is whole
@@ -44,7 +43,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
         CorruptionError: the catalogue claims more than can lie in what it occupies.
         WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
     """
-    _require_free(store, path)
+    require_free(path, store.path)
     try:
         with files.building(path, "catalog.sqlite") as folder:
             snapshot = _copied(store, folder)
@@ -53,28 +52,29 @@ def backup(store: Store, path: Path) -> SnapshotReport:
     return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
 
 
-def _require_free(store: Store, path: Path) -> None:
+def require_free(path: Path, database: Path | None = None) -> None:
+    """Raise BadInput for a path where something is, or in a database that is copied."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
     if path.is_dir() and any(path.iterdir()):
         raise BadInput(f"path {str(path)!r} is a directory with something in it; choose a new or an empty one")
-    if store.path is not None and path.resolve().is_relative_to(store.path.resolve()):
-        raise BadInput(f"path {str(path)!r} lies in the database itself; choose one outside of {str(store.path)!r}")
+    if database is not None and path.resolve().is_relative_to(database.resolve()):
+        raise BadInput(f"path {str(path)!r} lies in the database itself; choose one outside of {str(database)!r}")
 
 
 def _copied(store: Store, path: Path) -> Snapshot:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
-        snapshot, entries, missing, indexes = store.run(_copied_catalog, store, unfinished, opened)
+        snapshot, entries, missing, index = store.run(_copied_catalog, store, unfinished, opened)
         columns = ColumnFiles(path, store.schema, relaxed=True)  # names come to disk in the place that they get
         segments = {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
             if entry.number in segments:
                 columns.fill(entry.number, entry.capacity, _parts(segments[entry.number]))
-        lost = _copy_indexes(indexes, path / "index")
-    if lost:
-        _forget_indexes(unfinished, lost)
+        if index is not None:
+            disk.make(path / "index")
+            files.copy(index[1], path / "index" / index[0])
     files.sync(unfinished)
     disk.rename(unfinished, path / "catalog.sqlite")
     return snapshot
@@ -82,17 +82,18 @@ def _copied(store: Store, path: Path) -> Snapshot:
 
 def _copied_catalog(
     store: Store, path: Path, opened: contextlib.ExitStack
-) -> tuple[Snapshot, list[SegmentEntry], gaps.Gaps, dict[str, tuple[str, BinaryIO] | None]]:
-    """Copy the catalogue; the generation that it is of, its segments, and its index files, open."""
+) -> tuple[Snapshot, list[SegmentEntry], gaps.Gaps, tuple[str, BinaryIO] | None]:
+    """Copy the catalogue; the generation that it is of, its segments, and its index file, open."""
     if store.waiting:  # SQLite copies no catalogue within a transaction that writes
         store.flush()
     store.require_unchanged()
     with store.read_transaction() as snapshot:
-        _copy_catalog(store.catalog, path)
-        return snapshot, store.catalog.segments(), gaps.read(store.catalog), _open_indexes(store, opened)
+        index = _open_index(store, opened)
+        _copy_catalog(store.catalog, path, index is not None)
+        return snapshot, store.catalog.segments(), gaps.read(store.catalog), index
 
 
-def _copy_catalog(catalog: Catalog, path: Path) -> None:
+def _copy_catalog(catalog: Catalog, path: Path, with_index: bool) -> None:
     """The generation that a connection reads as a new file, on disk when this returns; its name may not be."""
     source = catalog.connection
     claimed = int(source.pragma("page_count")) * int(source.pragma("page_size"))
@@ -103,6 +104,8 @@ def _copy_catalog(catalog: Catalog, path: Path) -> None:
     try:
         with target.backup("main", source, "main") as copying:
             copying.step(-1)
+        if not with_index:
+            target.execute("DELETE FROM indexes")
     finally:
         target.close()
 
@@ -117,38 +120,15 @@ def _parts(segment: Segment) -> Iterator[SegmentPart]:
         )
 
 
-def _open_indexes(store: Store, opened: contextlib.ExitStack) -> dict[str, tuple[str, BinaryIO] | None]:
-    """The index files that the catalogue names, open, so that a writer may replace them; None where one is gone."""
-    found: dict[str, tuple[str, BinaryIO] | None] = {}
-    folder = None if store.path is None else store.path / "index"
-    ours = folder is not None and not folder.is_symlink()  # a link may lead anywhere
-    for name, text in store.catalog.all("SELECT name, entry FROM indexes"):
-        found[name] = None
-        with contextlib.suppress(
-            ValueError, TypeError, RecursionError, AttributeError, OSError
-        ):  # a cache: what cannot be read is not there
-            entry = json.loads(text)
-            file = entry.get("file")
-            if folder is not None and ours and isinstance(file, str) and Path(file).name == file:
-                source = opened.enter_context(files.open_regular(folder / file))
-                there = os.fstat(source.fileno())
-                if there.st_size == entry.get("bytes") and there.st_size <= DENSEST * there.st_blocks * 512:
-                    found[name] = file, source
-    return found
-
-
-def _copy_indexes(indexes: dict[str, tuple[str, BinaryIO] | None], folder: Path) -> list[str]:
-    """Copy them, and return the names of those that are gone."""
-    if any(indexes.values()):
-        disk.make(folder)
-        for file, source in filter(None, indexes.values()):
-            files.copy(source, folder / file)
-    return [name for name, known in indexes.items() if known is None]
-
-
-def _forget_indexes(path: Path, names: list[str]) -> None:
-    catalog = Catalog.open(path, True)
-    try:
-        catalog.connection.executemany("DELETE FROM indexes WHERE name = ?", [(name,) for name in names])
-    finally:
-        catalog.close()
+def _open_index(store: Store, opened: contextlib.ExitStack) -> tuple[str, BinaryIO] | None:
+    """The index file that the catalogue names, open, so that a writer may replace it; None where it is gone."""
+    entry = store.index_entry() or {}
+    file, folder = entry.get("file"), None if store.path is None else store.path / "index"
+    if folder is None or folder.is_symlink() or not isinstance(file, str) or Path(file).name != file:
+        return None
+    with contextlib.suppress(OSError, ValueError):  # a cache: what cannot be read is not there
+        source = opened.enter_context(files.open_regular(folder / file))
+        there = os.fstat(source.fileno())
+        if there.st_size == entry.get("bytes") and there.st_size <= DENSEST * there.st_blocks * 512:
+            return file, source
+    return None

@@ -94,7 +94,7 @@ class Catalog:
 
     def begin(self, write: bool) -> None:
         """Start a transaction; a reading one pins one generation until `commit`."""
-        self.forget()
+        self._state = None
         self.connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def commit(self) -> None:
@@ -103,14 +103,10 @@ class Catalog:
 
     def rollback(self, savepoint: str | None = None) -> None:
         """Roll the transaction back, or to a savepoint, if SQLite has not done so itself."""
-        self.forget()
+        self._state = None
         if self.connection.in_transaction:
             undo = "ROLLBACK" if savepoint is None else f"ROLLBACK TO {savepoint}; RELEASE {savepoint}"
             self.connection.execute(undo)
-
-    def forget(self) -> None:
-        """Read the state anew when it is asked for."""
-        self._state = None
 
     def all(self, sql: str, bindings: Sequence[Any] = ()) -> list[Any]:
         """Every row of a query."""

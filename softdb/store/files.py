@@ -13,7 +13,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -132,20 +132,37 @@ def temporary(folder: Path) -> Path:
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
     """Replace a file by new content, piece after piece, so that any moment shows the old one or the new one whole."""
+    with _fresh(path, data) as fresh:
+        disk.rename(fresh, path)
+    sync_directory(path.parent)
+
+
+def make_once(path: Path, data: bytes) -> None:
+    """Make a private file, unless it is there; whoever reads it sees it whole."""
+    make_directory(path.parent, 0o700)
+    with _fresh(path, (data,), 0o600) as fresh:
+        with contextlib.suppress(FileExistsError):
+            disk.link(fresh, path)
+        disk.unlink(fresh)
+    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def _fresh(path: Path, data: Iterable[bytes | memoryview], mode: int = 0o644) -> Iterator[Path]:
+    """A new file beside a path, written and synced, removed where anything fails."""
     fresh = temporary(path.parent)
-    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         try:
             offset = 0
             for piece in data:
                 _write(descriptor, memoryview(piece), offset)
                 offset += len(piece)
             disk.sync(descriptor)
-            disk.rename(fresh, path)
+            yield fresh
         except BaseException:
             with contextlib.suppress(OSError):
                 remove(fresh)  # a full disk has no room for it
             raise
-    sync_directory(path.parent)
 
 
 @contextlib.contextmanager
@@ -208,19 +225,6 @@ def _name(fresh: Path, path: Path) -> None:
         if error.errno not in _NO_LINKS or os.path.lexists(path):
             raise
         disk.rename(fresh, path)
-
-
-def make_once(path: Path, data: bytes) -> None:
-    """Make a private file, unless it is there; whoever reads it sees it whole."""
-    make_directory(path.parent, 0o700)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as descriptor:
-        _write(descriptor, memoryview(data), 0)
-        disk.sync(descriptor)
-    with contextlib.suppress(FileExistsError):
-        disk.link(fresh, path)
-    disk.unlink(fresh)
-    sync_directory(path.parent)
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:

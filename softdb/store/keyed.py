@@ -8,7 +8,7 @@ new number, as every commit must that changes what lies in a segment's slots.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from softdb.check import Schema, schema, shown
 from softdb.errors import BadInput
@@ -50,9 +50,8 @@ def read(catalog: Catalog) -> Keyed:
 
 
 @lru_cache(64, typed=True)  # asked by every refresh
-def _keyed(
-    dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, encoder: object, since: object
-) -> Keyed:
+def _keyed(*values: Any) -> Keyed:
+    dim, value_dim, num_classes, dtype, metric, encoder, since = values
     try:
         stored = schema(dim, value_dim, num_classes, dtype, metric, None)
     except BadInput as error:

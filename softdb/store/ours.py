@@ -21,11 +21,13 @@ _UNFINISHED = ("unfinished.sqlite", "unfinished.sqlite-journal")  # of a copy th
 def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
     """What softdb makes in a directory, or files of further names, contents before folders; and everything else."""
     ours, others = list[Path](), list[Path]()
+    if path.name.startswith(".softdb-"):
+        more += _UNFINISHED
     for entry in path.iterdir():
         if entry.is_symlink():
             others.append(entry)
         elif entry.is_dir() and _FOLDER.fullmatch(entry.name):
-            inner, strange = entries(entry, *(_UNFINISHED if entry.name.startswith(".softdb-") else ()))
+            inner, strange = entries(entry)
             ours += [*inner, entry]
             others += strange
         else:

@@ -1,4 +1,4 @@
-r"""Which field of a payload a filter means, and the SQL of its type and its value.
+r"""The field of a payload that a name means, and the SQL of its type and its value.
 
 A dot leads into an object, or by a number into a list: "author.name", "tags.0". A field whose own name has a dot is
 written with a backslash before it (`r"a\.b"`), and a backslash before a dot or another backslash with one more. So a
@@ -37,30 +37,30 @@ def parts_of(name: str) -> tuple[str, ...]:
             parts.append([])
         else:
             parts[-1].append(piece[1:] if piece in ("\\.", "\\\\") else piece)
-    found = tuple("".join(one) for one in parts)
-    if len(found) > MAX_DEPTH:
-        raise BadFilter(f"field {shown(name)} is {len(found):,} names deep; payloads nest to {MAX_DEPTH}")
-    if len(found) > 1 and not all(found):
+    names = tuple("".join(pieces) for pieces in parts)
+    if len(names) > MAX_DEPTH:
+        raise BadFilter(f"field {shown(name)} is {len(names):,} names deep; payloads nest to {MAX_DEPTH}")
+    if len(names) > 1 and not all(names):
         raise BadFilter(
             f"field {shown(name)} has a dot with no name beside it; a dot leads into a field, "
             r"one that is part of a name is written '\.'"
         )
-    if any("\0" in one for one in found[:-1]):
+    if any("\0" in part for part in names[:-1]):
         raise BadFilter(f"field {shown(name)} leads through a name with NUL, which SQLite cannot follow")
-    if sum(_NUMBER.fullmatch(one) is not None for one in found[1:]) > _MOST_NUMBERS:
+    if sum(_NUMBER.fullmatch(part) is not None for part in names[1:]) > _MOST_NUMBERS:
         raise BadFilter(f"field {shown(name)} has more than {_MOST_NUMBERS} numbers; flatten the payload")
-    return found
+    return names
 
 
 def spelled(parts: Iterable[str]) -> str:
     """The name that stands for those parts; one for each place."""
-    return ".".join(re.sub(r"\\(?=[.\\]|$)|\.", r"\\\g<0>", one) for one in parts)
+    return ".".join(re.sub(r"\\(?=[.\\]|$)|\.", r"\\\g<0>", part) for part in parts)
 
 
 def field_sql(parts: Sequence[str], of: str = "payload") -> tuple[str, str]:
     """SQL of a field's JSON type (NULL where there is none) and of its value, in the JSON object that `of` is."""
     steps = [[_step(parts[0])]]
-    steps += [[f"[{one}]", _step(one)] if _NUMBER.fullmatch(one) else [_step(one)] for one in parts[1:]]
+    steps += [[f"[{part}]", _step(part)] if _NUMBER.fullmatch(part) else [_step(part)] for part in parts[1:]]
     if "\0" in parts[-1]:  # a path ends at it
         name = "(" + _literal('["' + _escaped(parts[-1]).replace("\0", r"\u0000") + '"]') + " ->> 0)"
         ways = [_literal("$" + "".join(way)) for way in itertools.product(*steps[:-1])]

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from softdb.errors import Closed, CorruptionError, StaleRead
+from softdb.store import fork
 from softdb.store.catalog import Catalog
 from softdb.store.connect import typed_errors
 from softdb.store.directory import Directory
@@ -36,7 +37,8 @@ class Reader:
         connect: Callable[[], Catalog],
     ) -> None:
         """`directory`: what may be changed under a handle that only reads; None for a writer's, and in memory."""
-        self.connected: Catalog | None = catalog  # None: closed
+        self.connected: Catalog | None = catalog  # None: closed, or `inherited`
+        self.inherited = False  # by a forked child, which has closed it and connects at its next call
         self.loader = SnapshotLoader(columns, made)
         self.in_operation = False  # within an operation of the writer: its errors are not of a read
         self.unreadable: CorruptionError | None = None  # why the catalogue is read no more
@@ -45,6 +47,9 @@ class Reader:
     @property
     def catalog(self) -> Catalog:
         """The connection. Raises Closed, and NotADatabase and CorruptionError where its files were replaced."""
+        if self.inherited:
+            with typed_errors():
+                self.connected, self.inherited = self._connect(), False
         if self.connected is None:
             raise Closed("this handle is closed; open the database again")
         if self.unreadable is not None:
@@ -63,10 +68,12 @@ class Reader:
             self.connected = fresh
             old.close()
 
-    @property
-    def snapshot(self) -> Snapshot:
-        """The generation that this handle reads: the newest, for a writer; that of the last `refresh`, for a reader."""
-        return self.loader.snapshot
+    def abandon(self) -> None:
+        """In a forked child: close the inherited connection."""
+        inherited, self.connected, self.in_operation = self.connected, None, False
+        if inherited is not None:
+            self.inherited = True
+            fork.abandon(inherited.connection)
 
     def refresh(self) -> Snapshot:
         """Move to the newest generation."""
@@ -96,7 +103,7 @@ class Reader:
                     transaction.push(tried.pop_all())
                     break
             try:
-                yield self.snapshot
+                yield self.loader.snapshot
             finally:
                 if self._overtaken() and self._directory is not None and self._directory.rewritten():
                     raise StaleRead("a writer came while the catalogue was read without locks; ask again")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import re
 import zlib
@@ -152,10 +153,9 @@ class ColumnFiles:
             if self.directory is None:
                 self._arrays[column, entry.number][entry.used : entry.used + len(data)] = data
             else:
-                dtype, width = self._shapes[column]
-                start = len(header(dtype, (entry.capacity, *width))) + _bytes(dtype, (entry.used, *width))
                 path = self._path(column, entry.number)
                 self.require_unchanged(path)
+                start = self._offset(column, entry.capacity, entry.used)
                 files.write_at(path, _raw(data), start, not self.relaxed, self._folder)
                 self._mark(path)
                 self._written.add(path)
@@ -200,10 +200,10 @@ class ColumnFiles:
                         self._arrays[column, number][done : done + len(data)] = data
                         continue
                     if column not in put:
-                        dtype, width = self._all[column]
-                        start = len(header(dtype, (capacity, *width)))
-                        path = self._path(column, number)
-                        put[column] = open_files.enter_context(files.filling(path, start, folder=self._folder))
+                        filling = files.filling(
+                            self._path(column, number), self._offset(column, capacity), self._folder
+                        )
+                        put[column] = open_files.enter_context(filling)
                     put[column](_raw(data))
                 done += len(part.keys)
 
@@ -212,8 +212,7 @@ class ColumnFiles:
         if self.directory is None:
             self._arrays["keys", number][slot : slot + len(keys)] = keys
             return
-        dtype, width = self._shapes["keys"]
-        start = len(header(dtype, (capacity, *width))) + _bytes(dtype, (slot, *width))
+        start = self._offset("keys", capacity, slot)
         files.write_at(self._path("keys", number), _raw(keys), start, folder=self._folder)
 
     def like(self, schema: Schema) -> ColumnFiles:
@@ -238,10 +237,7 @@ class ColumnFiles:
                     files.remove(self._path(column, number), self._folder)
 
     def open(self, number: int, capacity: int) -> tuple[Array, Array | None]:
-        """A segment's whole keys and values columns, mapped.
-
-        Raises FileNotFoundError when a file is missing, CorruptionError when its header or size is not what it must be.
-        """
+        """A segment's whole keys and values columns, mapped. Raises FileNotFoundError, CorruptionError."""
         keys = self._column("keys", number, capacity)
         return keys, self._column("values", number, capacity) if "values" in self._shapes else None
 
@@ -271,6 +267,10 @@ class ColumnFiles:
                 self._mark(path)
         return known
 
+    def _offset(self, column: str, capacity: int, slot: int = 0) -> int:
+        dtype, width = self._all[column]
+        return len(header(dtype, (capacity, *width))) + _bytes(dtype, (slot, *width))
+
     def _path(self, column: str, number: int) -> Path:
         assert self.directory is not None  # in memory there are no files
         return _file(self.directory, column, number)
@@ -291,10 +291,7 @@ def _raw(data: Array) -> memoryview:
 
 
 def _bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    total = dtype.itemsize
-    for extent in shape:
-        total *= extent
-    return total
+    return math.prod(shape, start=dtype.itemsize)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: int | None) -> Array:

@@ -8,12 +8,14 @@ one operation after the other, where nothing interrupts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import apsw
 
@@ -30,18 +32,51 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.worker import Worker
 from softdb.store.writer import Change, Writer
 
-__all__ = ["Session"]
+__all__ = ["Session", "lookup", "on_thread"]
 
 P = ParamSpec("P")
+S = TypeVar("S", bound="Session")
 T = TypeVar("T")
 
+_IN_MEMORY = "this database is in the memory of the process that opened it; give one with a path to a forked process"
 _WAIT, _WAITS = 0.02, 50  # seconds, and how many of them
+_relaxed: weakref.WeakSet[Session] = weakref.WeakSet()  # to be flushed when the interpreter ends
+
+
+@atexit.register
+def _flush_all() -> None:
+    writer.ending = True
+    for session in list(_relaxed):
+        session.flush_late()
+
+
+def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Run a method on the store's thread: nothing comes between, and nothing interrupts it."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
+        result: T = self.worker.run(functools.partial(method, self, *args, **words))
+        return result
+
+    return call
+
+
+def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Run a method that looks records up in the caller's thread, between two operations."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
+        result: T = self.worker.run_between(functools.partial(method, self, *args, **words))
+        return result
+
+    return call
 
 
 class Session:
     """A connection to the catalogue, the column files, and the snapshot that this handle reads."""
 
     columns: ColumnFiles  # compaction writes to them, too
+    _why_closed = "this handle is closed; open the database again"
     loader: SnapshotLoader  # its `loaded` is what this handle reads, without a call
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
@@ -50,7 +85,7 @@ class Session:
         `relaxed`: see `softdb.store.writer`.
         """
         self.path, self.mode = path, mode
-        self._worker = Worker(self.flush_late)
+        self.worker = Worker(self.flush_late)
         self._relaxed = relaxed and path is not None and mode == "rw"
         self._directory: Directory | None = None
         self._reader: Reader | None = None
@@ -64,11 +99,8 @@ class Session:
 
     def run(self, work: Callable[P, T], *args: P.args, **words: P.kwargs) -> T:
         """Call something on the store's thread, where alone its connection may be used: nothing comes between."""
-        return self._worker.run(functools.partial(work, *args, **words))
-
-    def run_between(self, work: Callable[P, T], *args: P.args, **words: P.kwargs) -> T:
-        """Ask one query in the caller's thread, between operations: that spares two changes of threads."""
-        return self._worker.run_between(functools.partial(work, *args, **words))
+        result: T = self.worker.run(functools.partial(work, *args, **words))
+        return result
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -100,8 +132,8 @@ class Session:
         if writing:
             checkpointed = self.path is None or recovery.bring_to_disk(catalog, self.path)
             if self._relaxed:
-                writer.flush_at_exit(self)
-            later = self._worker.ring if self._relaxed else None
+                _relaxed.add(self)
+            later = self.worker.ring if self._relaxed else None
             self._writer = Writer(self._reader, self.columns, self._directory, later, checkpointed)
             recovery.clean(catalog, self.columns)
             self._writer.note_state()
@@ -139,7 +171,7 @@ class Session:
         try:
             self.run(self._close)
         finally:
-            self._worker.stop()
+            self.worker.stop()
 
     def _close(self) -> None:
         last = self._writer
@@ -154,18 +186,19 @@ class Session:
 
     def __del__(self) -> None:
         if getattr(self, "_writer", None) is not None:
-            self.flush_late()  # the thread still works then: nothing else ends it
-        if hasattr(self, "_worker"):
-            self._worker.stop()
+            self.flush_late()
+        if hasattr(self, "worker"):
+            self.worker.stop()
 
     def _release(self) -> None:
         """Close everything, whatever one of them raises."""
         with contextlib.ExitStack() as rest:
             if self._directory is not None:
                 rest.callback(self._directory.close)
-            if self._reader is not None and self._reader.connected is not None:
-                rest.callback(self._reader.connected.close)
-                self._reader.connected = None
+            if self._reader is not None:
+                if self._reader.connected is not None:
+                    rest.callback(self._reader.connected.close)
+                self._reader.connected, self._reader.inherited = None, False
             if self._writer is not None:
                 rest.callback(self._writer.close)
         self._directory = self._writer = None
@@ -173,22 +206,21 @@ class Session:
     @property
     def closed(self) -> bool:
         """Whether the handle was closed."""
-        return self._reader is None or self._reader.connected is None
+        return self._reader is None or not (self._reader.connected or self._reader.inherited)
 
     def require_open(self) -> None:
         """Raises Closed."""
         if self.closed:
-            raise Closed("this handle is closed; open the database again")
+            raise Closed(self._why_closed)
 
     # -- forking: see `softdb.store.fork.Connected` ----------------------------------------------------------------
 
-    def acquire(self, seconds: float) -> Callable[[], None] | None:
+    def before_fork(self) -> Callable[[], None]:
         """Keep the store's thread still. What waits to be flushed is flushed first: a child sees what is on disk."""
-        return self._worker.park(seconds, self.flush_late)
+        return fork.hold(self.worker, self.flush_late)
 
-    def release_in_child(self, acquired: bool) -> None:
-        """In a forked child: close what was inherited."""
-        self._worker = Worker(self.flush_late)
+    def after_fork(self) -> None:
+        """In a forked child: close what was inherited; the next call opens the directory to be read."""
         self.mode = "r"
         parents, self._writer = self._writer, None
         if parents is not None:
@@ -196,18 +228,11 @@ class Session:
         if self._directory is not None and self._directory.lock is not None:
             self._directory.lock.close()
             self._directory.lock = None
-        inherited = None if self._reader is None else self._reader.connected
-        if inherited is not None and acquired:
-            fork.abandon(inherited)
-        elif self._reader is not None and inherited is not None:
-            fork.keep_unused(inherited)
-            self._reader.connected = None
-
-    def after_fork(self) -> None:
-        """In a forked child: read on through a connection of its own. Memory was copied whole."""
-        if self._reader is not None and self._reader.connected is not None and self.path is not None:
-            self._reader.connected = None
-            self._reader.connected = self._connect()
+        if self._reader is not None:
+            self._reader.abandon()
+            if self.path is None:
+                self._reader.inherited, self._why_closed = False, _IN_MEMORY
+        self.worker = Worker(self.flush_late)
 
     # -- the rooms -------------------------------------------------------------------------------------------------
 
@@ -225,7 +250,7 @@ class Session:
 
     @property
     def snapshot(self) -> Snapshot:
-        """See `Reader.snapshot`; after closing, the last."""
+        """The generation that this handle reads: the newest, for a writer; that of the last `refresh`, for a reader."""
         return self.loader.loaded.snapshot
 
     @property
@@ -238,9 +263,10 @@ class Session:
         """What that snapshot stores."""
         return self.loader.loaded.keyed.schema
 
+    @on_thread
     def refresh(self) -> int:
         """Move to the newest generation, and return it."""
-        return self.run(lambda: self.reader.refresh()).generation
+        return self.reader.refresh().generation
 
     def read_transaction(self) -> contextlib.AbstractContextManager[Snapshot]:
         """See `Reader.transaction`. On the store's thread."""
@@ -266,17 +292,18 @@ class Session:
 
     def write_transaction(self, durable: bool = False) -> contextlib.AbstractContextManager[Change]:
         """See `Writer.transaction`. On the store's thread."""
-        self._worker.require_wanted()
         return self.writer.transaction(durable)
 
+    @on_thread
     def flush(self) -> None:
         """Bring relaxed changes to disk. Raises WriteFailed."""
-        self.run(lambda: self.writer.flush())
+        self.writer.flush()
 
+    @on_thread
     def flush_late(self) -> None:
         """Flush in the background: an error is raised by the next write, or by `close`."""
         if self._writer is not None:
-            self.run(self._writer.flush_late)
+            self._writer.flush_late()
 
     @property
     def waiting(self) -> int:

@@ -6,7 +6,7 @@ concatenation of the segments, `0 … size - 1`, dead ones included. Rows ascend
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -79,13 +79,30 @@ class Snapshot:
     count: int  # live records with a key: all that vectors meet
     keyless: Rows = field(default_factory=NONE.copy)  # rows of the others, ascending
 
-    on_host: ClassVar[bool] = True  # whether kernels read the columns where they lie
+    placed: ClassVar[None] = None  # no device has these columns: kernels read them where they lie
 
     @classmethod
     def of(cls, generation: int, segments: tuple[Segment, ...], live: Live, keyless: Rows = NONE) -> Snapshot:
         """A snapshot of segments in row order, which of their slots are live, and the rows without a key."""
         starts = np.cumsum([0, *(len(s) for s in segments)], dtype=np.int64)
         return cls(generation, segments, starts, live, int(np.count_nonzero(live)), keyless)
+
+    def part(self, low: int, high: int) -> Snapshot:
+        """The records at positions from low to high, as a snapshot of their own."""
+        segments = []
+        for segment, start in zip(self.segments, self.starts.tolist(), strict=False):
+            slots = slice(max(0, low - start), min(len(segment), high - start))
+            if slots.start < slots.stop:
+                rows = None if segment.rows is None else segment.rows[slots]
+                values = None if segment.values is None else segment.values[slots]
+                first = segment.first_row + slots.start if rows is None else int(rows[0])
+                segments.append(Segment(segment.number, first, rows, segment.keys[slots], values))
+        return Snapshot.of(self.generation, tuple(segments), self.live[low:high])
+
+    def first(self, size: int) -> Snapshot:
+        """So many of the first records, all live."""
+        part = self.part(0, size)
+        return Snapshot.of(part.generation, part.segments, np.ones(part.size, np.bool_))
 
     def without(self, dead: Rows) -> Snapshot:
         """This snapshot with some rows (m,) dead, too; rows that it does not hold are passed over."""
@@ -139,8 +156,7 @@ class Snapshot:
     @cached_property
     def value_size(self) -> float:
         """The root mean square of ‖v‖, of about SAMPLED vectors."""
-        some = np.random.default_rng(self.generation).integers(0, self.size, min(self.size, SAMPLED))
-        return float(self.values_at(np.sort(some)).double().square().sum(1).mean().sqrt())
+        return value_size(self.generation, self.size, self.values_at)
 
     def rows(self, positions: Rows) -> Rows:
         """Permanent row numbers of positions (…); -1 stays -1."""
@@ -232,3 +248,9 @@ class Snapshot:
                 inside = home == segment
                 out[inside] = columns[segment][positions[inside] - self.starts[segment]]
         return torch.from_numpy(out)
+
+
+def value_size(generation: int, size: int, values_at: Callable[[Rows], Tensor]) -> float:
+    """The root mean square of ‖v‖, of about SAMPLED vectors."""
+    some = np.random.default_rng(generation).integers(0, size, min(size, SAMPLED))
+    return float(values_at(np.sort(some)).double().square().sum(1).mean().sqrt())

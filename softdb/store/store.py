@@ -5,49 +5,26 @@ They run on the store's thread, one after the other, whoever asks.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, Id, Schema, shown
+from softdb.check import Array, Id, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry
-from softdb.store.fulltext import FullText, TextScores
-from softdb.store.groups import Grouping, Groups
-from softdb.store.matches import Matches, Matching
-from softdb.store.session import Session
+from softdb.store.keyed import Keyed
+from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
 
 __all__ = ["Store"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _by(run: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    def decorator(method: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(method)
-        def call(*args: P.args, **words: P.kwargs) -> T:
-            result: T = run(args[0], method, *args, **words)
-            return result
-
-        return call
-
-    return decorator
-
-
-on_thread = _by(Session.run)  # on the store's thread: nothing comes between, and nothing interrupts it
-lookup = _by(Session.run_between)  # looks records up, in the caller's thread between two operations
 
 
 class Located(NamedTuple):
@@ -59,22 +36,8 @@ class Located(NamedTuple):
     texts: list[str | None]  # n
 
 
-class ByText(NamedTuple):
-    """What a search by text needs, of one generation."""
-
-    snapshot: Snapshot
-    scores: TextScores
-    keep: NDArray[np.bool_] | None  # (m,) which records with a text a filter matches; None: all
-    allowed: NDArray[np.bool_] | None  # (size,) which positions
-    left_out: NDArray[np.int64]  # (e,) rows of ids, -1 where one is not stored
-
-
 class Store(Session):
     """The records of one database. Arguments are checked already; see `softdb.database.SoftDB` for the public face."""
-
-    def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
-        self._matches, self._groups, self._full_text = Matches(), Groups(), FullText()
-        super().__init__(path, mode, create, relaxed)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -127,53 +90,16 @@ class Store(Session):
         with typed_errors():
             return self.catalog.damaged_texts(column, among)
 
-    def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
-        """The snapshot, and which of its positions (size,) hold a record that the filter matches.
-
-        A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
-        Cost: see `Matches.of`.
-        """
-        snapshot, (matching, _) = self._matching(where)
-        return snapshot, matching
-
-    def matching_rows(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.int64]]:
-        """As `matching`, but the rows (m,), ascending, of all records that match, with a key or without."""
-        snapshot, (matching, keyless) = self._matching(where)
-        rows = snapshot.rows(np.flatnonzero(matching))
-        return snapshot, np.sort(np.concatenate([rows, keyless])) if len(keyless) else rows
-
-    @on_thread
-    def _matching(self, where: dict[str, Any]) -> tuple[Snapshot, Matching]:
-        with self.read_transaction() as snapshot:
-            return snapshot, self._matches.of(where, self.catalog, snapshot)
-
-    @on_thread
-    def groups(self, field: str) -> tuple[Snapshot, Grouping]:
-        """The snapshot, and which group each of its positions is in by a field; see `Groups.of`."""
-        with self.read_transaction() as snapshot:
-            found = self._groups.of(field, self.catalog, snapshot)
-            if snapshot.count and found.takes_part is not None and not found.takes_part.any():
-                self._matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
-            return snapshot, found
-
-    @on_thread
-    def by_text(self, texts: list[str], where: dict[str, Any] | None, left_out: list[Id]) -> ByText:
-        """What texts score the records by, who takes part, and where ids are, all of the newest generation.
-
-        Raises BadInput where there is no text index. Cost: see `FullText.scorer`.
-        """
-        with self.read_transaction() as snapshot:
-            scores, rows = self._full_text.scorer(texts, self.catalog, snapshot), self.locate(left_out).rows
-            if where is None:
-                return ByText(snapshot, scores, None, None, rows)
-            keep = scores.among(self.matching_rows(where)[1])
-            return ByText(snapshot, scores, keep, self.matching(where)[1], rows)
-
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch) -> None:
-        """Add records. Raises DuplicateId when an id is stored already; then nothing is written."""
+    def insert(self, batch: Batch, made: Keyed | None = None) -> bool:
+        """Add records, and return True. Raises DuplicateId when an id is stored already; then nothing is written.
+
+        `made`: what the keys were checked for; return False, with nothing written, where all were made anew since.
+        """
+        if made is not None and self.keyed is not made:
+            return False
         with self.write_transaction() as change:
             try:
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
@@ -187,15 +113,19 @@ class Store(Session):
                 raise DuplicateId(
                     f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert replaces"
                 ) from None
+        return True
 
     @on_thread
-    def upsert(self, batch: Batch) -> None:
-        """Add records, replacing those whose ids are stored already."""
+    def upsert(self, batch: Batch, made: Keyed | None = None) -> bool:
+        """As `insert`, but records whose ids are stored already are replaced."""
+        if made is not None and self.keyed is not made:
+            return False
         with self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self._delete(np.fromiter((one.row for one in stored.values()), np.int64))
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
+        return True
 
     @on_thread
     def update(
@@ -285,17 +215,17 @@ class Store(Session):
             raise CorruptionError("; ".join(found) + ": restore them from a copy, or upsert the records whole")
 
     @on_thread
-    def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Delete the records of ids (missing ones are fine), or those that a filter matches; returns how many."""
+    def delete(self, ids: list[Id]) -> int:
+        """Delete the records of ids, missing ones are fine, and return how many."""
         with self.write_transaction():
-            if ids is not None:
-                rows = np.unique(self.locate(ids).rows)
-                rows = rows[rows >= 0]
-            else:
-                rows = self.matching_rows({} if where is None else where)[1]
-            if len(rows):
-                self._delete(rows)
-                self.catalog.advance(0)
+            rows = np.unique(self.locate(ids).rows)
+            return self.delete_rows(rows[rows >= 0])
+
+    def delete_rows(self, rows: NDArray[np.int64]) -> int:
+        """Delete the records of rows in the open transaction, and return how many."""
+        if len(rows):
+            self._delete(rows)
+            self.catalog.advance(0)
         return len(rows)
 
     @on_thread
@@ -326,12 +256,6 @@ class Store(Session):
         with self.write_transaction(durable=True):
             for name in names:
                 self.catalog.index_field(name)
-
-    @on_thread
-    def order_fields(self) -> None:
-        """See `Matches.order_fields`."""
-        with self.read_transaction() as snapshot:
-            self._matches.order_fields(self.catalog, snapshot)
 
     @on_thread
     def drop_field(self, name: str) -> None:

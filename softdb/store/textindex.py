@@ -28,7 +28,7 @@ def phrases(text: str) -> list[str]:
 
 
 def tokenizer(connection: apsw.Connection) -> str | None:
-    """How the index cuts texts, one of `format.TOKENIZERS`; None where there is none."""
+    """Tokenizer of the index, one of `format.TOKENIZERS`; None where there is no index."""
     if not connection.table_exists("main", "texts"):
         return None
     sql = connection.execute("SELECT sql FROM sqlite_schema WHERE name = 'texts'").fetchall()[0][0]
@@ -72,7 +72,7 @@ def replace(connection: apsw.Connection, rows: list[int]) -> None:
 
 
 def unlike(connection: apsw.Connection) -> bool:
-    """Whether the index is not what the texts give. Cost: a second one in a temporary file, and both are compared."""
+    """Return True where the index differs from a second one, made of the texts in a temporary file."""
     name = tokenizer(connection)
     if name is None:
         return False
@@ -82,13 +82,13 @@ def unlike(connection: apsw.Connection) -> bool:
         texts = connection.execute("SELECT row, text FROM records WHERE text NOTNULL ORDER BY row")
         with fresh:
             fresh.executemany("INSERT INTO texts(rowid, text) VALUES(?, ?)", texts)
-        return any(mine != theirs for mine, theirs in zip_longest(_entries(connection), _entries(fresh)))
+        return any(own != other for own, other in zip_longest(_entries(connection), _entries(fresh)))
     finally:
         fresh.close()
 
 
 def _entries(connection: apsw.Connection) -> Iterator[tuple[object, ...]]:
-    """How long each text is, and each word with where it is, in one order."""
+    """The length of each text, and each word with its places, in one order."""
     yield from connection.execute("SELECT id, sz FROM texts_docsize ORDER BY id")
     connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS temp.words USING fts5vocab(main, texts, instance)")
     yield from connection.execute("SELECT term, doc, offset FROM temp.words")

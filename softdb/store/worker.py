@@ -1,199 +1,127 @@
 """The thread that alone uses a database's connection.
 
-Guarantee: an operation runs to its end. Ctrl-C and the exceptions that one thread sets in another come to whoever asked
-for the operation, never to this thread; and who asked waits for the end, interrupted or not, so that afterwards the
-operation has happened whole or not at all, and nothing reads the caller's arrays any more.
+Guarantee: an operation runs to its end. Ctrl-C comes to the caller, never to this thread; the caller waits for the end,
+interrupted or not: then the operation has happened whole or not at all, and nothing reads the caller's arrays any more.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import contextvars
-import math
 import queue
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from softdb.errors import SoftDBError
 
-__all__ = ["Unwanted", "Worker"]
-
-T = TypeVar("T")
-
-
-class Unwanted(BaseException):
-    """Raised within an operation whose caller was interrupted; the caller raises the interrupt."""
+__all__ = ["Worker"]
 
 
 class _Job:
-    """A call on its way to the thread and back."""
+    """A call on its way to the thread and back; by locks that no interrupt leaves half held."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work, self.context = work, contextvars.copy_context()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.taken = _thread.allocate_lock()  # by the thread, or by a caller who no longer wants it
-        self.cancelled = self.over = False
-        self.end = _thread.allocate_lock()  # released when it is over
-        self.end.acquire()
-
-    def run(self, busy: _thread.LockType) -> None:
-        if self.taken.acquire(blocking=False):
-            try:
-                with busy:
-                    self.result = self.context.run(self.work)
-            except BaseException as error:
-                self.error = error
-            self.over = True
-            self.end.release()
-
-    def give_up(self) -> None:
-        """Wait until it is over, or keep it from beginning; a second interrupt is the first one's."""
-        self.cancelled = True
-        while not self.over:
-            with contextlib.suppress(BaseException):
-                if self.taken.acquire(blocking=False):
-                    return
-                self.end.acquire(timeout=1)
-
-
-class _JobQueue:
-    """What a thread works off; it knows nothing else, so that a store may be collected."""
-
-    def __init__(self, late: Callable[[], None]) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.present: _Job | None = None
-        self.busy = _thread.allocate_lock()  # held by whoever uses the connection
-        self.holder = -1  # a thread other than this one that holds it
-        self.thread = -1
-        self.at = math.inf  # when `late` is to be called, by time.monotonic()
-        self._late = weakref.WeakMethod(late)
-
-    def work(self) -> None:
-        self.thread = _thread.get_ident()
-        while True:
-            try:
-                wait = None if self.at == math.inf else max(0.0, self.at - time.monotonic())
-                job = self.jobs.get(timeout=wait)
-            except queue.Empty:
-                self.at, late = math.inf, self._late()
-                job = None if late is None else _Job(late)
-            if job is None:
-                return
-            self.present = job
-            job.run(self.busy)
-            self.present = job = late = None  # what it holds may be collected
+        self.outcome: list[tuple[Any, BaseException | None]] = []
+        self.taken = threading.Lock()  # by the thread, or by a caller who no longer wants it
+        self.over: queue.SimpleQueue[None] = queue.SimpleQueue()  # is given something at the end
 
 
 class Worker:
-    """Calls on a thread of their own, one after the other."""
+    """Calls on a thread of their own, one after the other, until `stop`."""
 
     def __init__(self, late: Callable[[], None]) -> None:
         """`late`: a method, called on the thread when `ring` has said so. Raises SoftDBError: no more threads."""
-        self._queue = _JobQueue(late)
-        self._gate = _thread.allocate_lock()  # between a last call and the end
-        self._stopped = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._busy = threading.Lock()  # held by the thread that uses the connection
+        self._holder = -1  # that thread, where it is a caller's
+        self._late = weakref.WeakMethod(late)
+        self._at: float | None = None  # when to call it, by time.monotonic()
+        self._thread = threading.Thread(target=self._work, name="softdb-store", daemon=True)
+        self.stopped = False
         try:
-            _thread.start_new_thread(self._queue.work, ())
+            self._thread.start()
         except BaseException as error:
-            self._queue.jobs.put(None)
-            if isinstance(error, RuntimeError):
-                raise SoftDBError(f"a database needs a thread of its own ({error}); end some others") from None
-            raise
+            self.stop()
+            if not isinstance(error, RuntimeError) or error.__context__ is not None:  # an interrupt within it
+                raise error.__context__ or error from None
+            raise SoftDBError(f"a database needs a thread of its own ({error}); end some others") from None
 
-    def run(self, work: Callable[[], T]) -> T:
-        """The result of a call on the thread, or its error; on the thread itself, or after its end, of a plain call."""
-        if _thread.get_ident() == self._queue.thread or sys.is_finalizing():  # then no other thread runs any more
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=None if self._at is None else max(0.0, self._at - time.monotonic()))
+            except queue.Empty:
+                self._at, job = None, _Job(self._late() or self.stop)
+            if job is None:
+                return
+            with self._busy:
+                if job.taken.acquire(blocking=False):
+                    try:
+                        job.outcome.append((job.context.run(job.work), None))
+                    except BaseException as error:
+                        job.outcome.append((None, error))
+                    job.over.put(None)
+            del job  # what it holds may be collected
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread uses the connection; a signal's handler may have come into its query."""
+        return threading.get_ident() in (self._thread.ident, self._holder)
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Return the result of a call on the thread, or raise its error; after the thread's end, call it here."""
+        if (
+            threading.get_ident() in (self._thread.ident, self._holder) or sys.is_finalizing()
+        ):  # no thread comes between
             return work()
-        if _thread.get_ident() == self._queue.holder:  # by a signal's handler, which has come into a query
-            with self._released():
-                return self.run(work)
         job = _Job(work)
         try:
-            if not self._put(job):
-                return work()
-            job.end.acquire()
+            self._jobs.put(job)
+            if self.stopped:
+                self._thread.join()
+                if not job.outcome:
+                    return work()
+            job.over.get()
         except BaseException:
-            job.give_up()
+            while not job.outcome:  # wait for its end, or keep it from beginning; more interrupts are the first one's
+                with contextlib.suppress(BaseException):
+                    if job.taken.acquire(blocking=False):
+                        break
+                    job.over.get(timeout=1)
             raise
+        result, error = job.outcome.pop()
         try:
-            if job.error is not None:
-                raise job.error
-            result: T = job.result
+            if error is not None:
+                raise error
             return result
         finally:
-            del job  # its error's traceback leads here
+            del error  # its traceback leads here
 
-    def run_between(self, work: Callable[[], T]) -> T:
-        """A call in the caller's thread, between operations: one query, whose interruption leaves nothing.
-
-        No Python may run within its statement: a signal's handler would ask the connection something else there.
-        """
-        queue, mine = self._queue, _thread.get_ident()
-        if mine in (queue.thread, queue.holder):
+    def run_between(self, work: Callable[[], Any]) -> Any:
+        """Call one query here, between operations. No Python may run within its statement: a signal's handler might."""
+        if self.inside:
             return work()
-        with queue.busy:
+        with self._busy:
             try:
-                queue.holder = mine
+                self._holder = threading.get_ident()
                 return work()
             finally:
-                queue.holder = -1
+                self._holder = -1
 
-    @contextlib.contextmanager
-    def _released(self) -> Iterator[None]:
-        """Let the thread work while this one is in the middle of `run_between`."""
-        queue, mine = self._queue, self._queue.holder
-        try:
-            queue.holder = -1
-            queue.busy.release()
-            yield
-        finally:
-            queue.busy.acquire()
-            queue.holder = mine
-
-    def park(self, seconds: float, last: Callable[[], None]) -> Callable[[], None] | None:
-        """Keep the thread from working, after a `last` call, until the returned function is called.
-
-        None where it does not come to it in time.
-        """
-        if _thread.get_ident() in (self._queue.thread, self._queue.holder):  # nobody else is inside SQLite
-            return lambda: None
-        parked, go = _thread.allocate_lock(), _thread.allocate_lock()
-        parked.acquire()
-        go.acquire()
-
-        def hold() -> None:
-            last()
-            parked.release()
-            go.acquire()
-
-        job = _Job(hold)
-        if self._put(job) and not parked.acquire(timeout=seconds) and job.taken.acquire(blocking=False):
-            return None
-        return go.release
+    def submit(self, work: Callable[[], Any]) -> None:
+        """Have the thread call something for whose end nobody waits."""
+        self._jobs.put(_Job(work))
 
     def ring(self, seconds: float) -> None:
-        """Call `late` in so many seconds, unless it is to be called earlier. On the thread."""
-        self._queue.at = min(self._queue.at, time.monotonic() + seconds)
-
-    def require_wanted(self) -> None:
-        """Raise Unwanted where the caller of the present operation was interrupted."""
-        if self._queue.present is not None and self._queue.present.cancelled:
-            raise Unwanted
+        """Call `late` in so many seconds. On the thread."""
+        self._at = time.monotonic() + seconds
 
     def stop(self) -> None:
         """End the thread when what was asked for is done."""
-        with self._gate:
-            if not self._stopped:
-                self._stopped = True
-                self._queue.jobs.put(None)
-
-    def _put(self, job: _Job) -> bool:
-        with self._gate:
-            if not self._stopped:
-                self._queue.jobs.put(job)
-            return not self._stopped
+        self.stopped = True
+        self._jobs.put(None)

@@ -21,12 +21,9 @@ any moment one whole state that the database was in, and at most about a second 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import apsw
 
@@ -39,7 +36,7 @@ from softdb.store.directory import CATALOG, LOG, Directory, Displaced
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
 
-__all__ = ["DELAY", "Change", "Writer", "flush_at_exit"]
+__all__ = ["DELAY", "Change", "Writer"]
 
 DELAY = 1.0  # seconds that a relaxed change may wait
 PAGES = 1000  # of the WAL from which on a commit is followed by a checkpoint
@@ -49,30 +46,7 @@ PATIENCE = 1000  # milliseconds that it waits
 _FAILURES = (OSError, apsw.Error, MemoryError, Displaced)  # after which a handle takes no more writes
 
 
-class Flushed(Protocol):
-    """Something with relaxed changes."""
-
-    def flush_late(self) -> None:
-        """Bring them to disk, if there are any. An error is raised by the next write, or by `close`."""
-
-
-_open: weakref.WeakSet[Flushed] = weakref.WeakSet()
-_ending = False  # whether the interpreter ends: no thread will flush any more
-
-
-def flush_at_exit(store: Flushed) -> None:
-    """Flush a store when the interpreter ends."""
-    _open.add(store)
-
-
-def _flush_all() -> None:
-    global _ending
-    _ending = True
-    for store in list(_open):
-        store.flush_late()
-
-
-atexit.register(_flush_all)
+ending = False  # whether the interpreter ends: no thread will flush any more
 
 
 class Change:
@@ -161,7 +135,7 @@ class Writer:
             if not self.waiting:
                 self._later(DELAY)
             self.waiting += 1
-        if durable or self._later is None or _ending:
+        if durable or self._later is None or ending:
             self._commit()
 
     def _commit(self) -> None:

@@ -42,7 +42,7 @@ CHUNK = 2000  # records a commit
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo measured."""
+    """Figures that the demo measured."""
 
     records: int
     before: tuple[float, float]  # recall@1 and recall@10 on held-out queries
@@ -75,7 +75,7 @@ def run_demo(
     data = data or load_wordnet()
     with softdb.open(path, dim=data.keys.shape[1]) as db:
         (path / MARK).write_text(json.dumps({"records": len(data.ids), "seed": seed}) + "\n")
-        db.note_encoder(DEMO)
+        db.core.store.note_encoder(DEMO)
         _fill(db, data, console)
         query = _chosen(data)
         _ask(db, data, query, _index(db, console), console)

@@ -1,4 +1,7 @@
-"""Training a projection of the queries, and an encoder of the keys: what `softdb train` does, from Python."""
+"""Training of a projection of the queries and of an encoder of the keys, from Python.
+
+May touch what `nn` may, and the user's files: projections and checkpoints. Begin in `fit.py`.
+"""
 
 from softdb.train.applied import TextTowers, apply
 from softdb.train.fit import Epoch, Fitted, fit

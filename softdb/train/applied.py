@@ -38,7 +38,7 @@ def apply(db: SoftDB, projection: QueryProjection, *, progress: Progress | bool 
     """
     keys = _keys_of(projection)
     if db.encoder_name == projection.name:
-        return ReembedReport(db.keyed, 0, db.dim, projection.name, db.reembedded, 0.0)
+        return ReembedReport(db.core.keyed, 0, db.dim, projection.name, db.core.reembedded, 0.0)
     trained_on = projection.metadata.get("encoder", db.encoder_name)
     if db.dim != projection.in_features or db.encoder_name != trained_on:
         raise BadInput(

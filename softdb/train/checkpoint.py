@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
-from softdb.database import SoftDB, SoftVerbs
+from softdb.database import SoftDB, Verbs
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
 from softdb.train.held_out import Split
@@ -27,7 +27,7 @@ UNNAMED = {"pairs": ("others", "these"), "keys": ("others", "these"), "index": (
 
 
 def identity(
-    db: SoftVerbs,
+    db: Verbs,
     queries: Tensor,  # (m, d)
     positives: list[list[Id]],  # m
     parts: Split,
@@ -52,10 +52,10 @@ def identity(
     return found
 
 
-def _keys(db: SoftVerbs, positives: list[list[Id]]) -> str:
+def _keys(db: Verbs, positives: list[list[Id]]) -> str:
     """A digest of some of the stored keys, and of the rows of the right records."""
-    digest = hashlib.blake2b(db.sample_keys(SAMPLE).cpu().numpy().tobytes(), digest_size=16)
-    rows = db.located([one for mine in positives for one in mine])
+    digest = hashlib.blake2b(db.core.sample_keys(SAMPLE).cpu().numpy().tobytes(), digest_size=16)
+    rows = db.core.located([one for mine in positives for one in mine])
     digest.update((rows if isinstance(db, SoftDB) else rows >= 0).tobytes())  # a cluster's directories number anew
     return digest.hexdigest()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput, TrainingWarning
 from softdb.nn.losses import retrieval_loss
 from softdb.nn.targets import database, listed
@@ -106,7 +106,7 @@ class _Settings:
 
 
 def fit(
-    db: SoftVerbs,
+    db: Verbs,
     queries: Vectors,  # (m, d) numbers, or m texts
     positives: Any,  # m ids, or m lists of ids
     *,
@@ -202,15 +202,15 @@ def fit(
     return found
 
 
-def _hidden(keys: object, db: SoftVerbs) -> int | None:
+def _hidden(keys: object, db: Verbs) -> int | None:
     """The width inside the encoder of keys; None where there is none."""
     if isinstance(keys, bool):
         return db.dim if keys else None
     return check.integer(keys, "keys", 1, check.MAX_DIM)
 
 
-def _asked(db: SoftVerbs, queries: Vectors) -> Tensor:  # (m, d) float32
-    found = db.as_queries(queries).detach().float()
+def _asked(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
+    found = db.core.as_queries(queries).detach().float()
     if found.is_inference():
         found = found.clone()  # autograd may not save the other
     bad = (~found.isfinite().all(1)).nonzero()
@@ -224,7 +224,7 @@ class _Training:
 
     def __init__(
         self,
-        db: SoftVerbs,
+        db: Verbs,
         queries: Tensor,  # (m, d)
         positives: list[list[Id]],  # m
         parts: Split,

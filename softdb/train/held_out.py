@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.nn.targets import handle, listed
 from softdb.nn.view import View
@@ -35,7 +35,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(
-    db: SoftVerbs | View,
+    db: Verbs | View,
     queries: Tensor,  # (m, d)
     positives: Any,  # m ids, or m lists of ids
     projection: torch.nn.Module | None = None,
@@ -56,7 +56,7 @@ def ranking(
 
 @torch.no_grad()
 def ranked(
-    db: SoftVerbs | View,
+    db: Verbs | View,
     queries: Tensor,
     positives: list[list[Id]],
     projection: torch.nn.Module | None,
@@ -72,7 +72,7 @@ def ranked(
             hits = db.indexed_nearest(asked, DEPTH)
         else:
             hits = (view or db).search(asked, DEPTH, exact=True).rows
-        rows = handle(db).located([one for ids in mine for one in ids])
+        rows = handle(db).core.located([one for ids in mine for one in ids])
         # -2: -1 stands in hits where there are none
         right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)
         places.append(_first(hits.cpu().numpy(), right))

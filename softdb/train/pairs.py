@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softdb import check
 from softdb.check import Id
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.formats import Fields, Line, is_vector, read_rows
 
@@ -39,13 +39,13 @@ class Pairs:
         """Whether the queries are texts."""
         return isinstance(self.queries, list) and isinstance(self.queries[0], str)
 
-    def resolve(self, db: SoftVerbs) -> None:
+    def resolve(self, db: Verbs) -> None:
         """Make of ids that came as text the whole numbers that the database knows, and check that it knows them all.
 
         Raises BadInput naming the first unknown ids and their lines, and the first line where queries have another
         width than the keys.
         """
-        dim = db.schema.dim
+        dim = db.core.schema.dim
         if isinstance(self.queries, list) and not self.is_text and len(self.queries[0]) != dim:
             raise BadInput(
                 f"{self.name} line {self.lines[0]}: the query has {len(self.queries[0])} numbers but this database is "
@@ -53,17 +53,17 @@ class Pairs:
             )
         if not self.typed:
             texts = sorted({one for mine in self.positives for one in mine if isinstance(one, str)})
-            rows = db.located(list(texts))
+            rows = db.core.located(list(texts))
             missing = [one for one, row in zip(texts, rows, strict=True) if row < 0 and _WHOLE.fullmatch(one)]
             numbers: dict[Id, Id] = {one: int(one) for one in missing if -(2**63) <= int(one) < 2**63}
             self.positives = [[numbers.get(one, one) for one in mine] for mine in self.positives]
         require_known(db, self.positives, [f"{self.name} line {line}" for line in self.lines])
 
 
-def require_known(db: SoftVerbs, positives: list[list[Id]], places: list[str] | None = None) -> None:
+def require_known(db: Verbs, positives: list[list[Id]], places: list[str] | None = None) -> None:
     """BadInput naming the first ids that are not in the database, and their places; None: the queries' numbers."""
     flat = [(name, i) for i, mine in enumerate(positives) for name in mine]
-    missing = np.flatnonzero(db.located([name for name, _ in flat]) < 0)
+    missing = np.flatnonzero(db.core.located([name for name, _ in flat]) < 0)
     if len(missing):
         first = [flat[i] for i in missing[:NAMED]]
         named = ", ".join(f"{check.shown(name)} ({f'query {i}' if places is None else places[i]})" for name, i in first)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.database import SoftVerbs
+from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.store.files import write_whole
 from softdb.train.keys import KeyEncoder
@@ -65,12 +65,12 @@ class QueryProjection(torch.nn.Linear):
         return f"{TRAINED} {digest.hexdigest()}"
 
     @torch.no_grad()
-    def of(self, db: SoftVerbs, queries: Vectors) -> Tensor:  # (q, d)
+    def of(self, db: Verbs, queries: Vectors) -> Tensor:  # (q, d)
         """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width.
 
         Texts that are asked of a database with an encoder of these two (`TextTowers`) come projected from it.
         """
-        asked = db.as_queries(queries)
+        asked = db.core.as_queries(queries)
         if self.keys is not None and db.encoder_name == self.name and check.are_texts(queries):
             return asked
         if asked.shape[1] != self.in_features:

@@ -196,7 +196,7 @@ def test_an_export_holds_the_same_and_makes_the_same_database(places: tuple[Path
     with softdb.open(places[0], mode="r") as right, softdb.open(tmp_path / "again", mode="r") as again:
         names = [one.id for one in right.get([f"r{i}" if i % 2 else str(i) for i in range(N)])] + ["bare"]
         mine, own = again.get(names), right.get(names)
-        assert (again.header, len(again)) == (right.header, len(right))
+        assert (again.core.header, len(again)) == (right.core.header, len(right))
         assert torch.equal(mine.keys, own.keys)
         assert torch.equal(mine.keyed, own.keyed)
         assert own.values is not None

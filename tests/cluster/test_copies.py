@@ -70,7 +70,7 @@ def test_a_copy_of_shards_without_a_table(tmp_path: Path) -> None:
     for i, part in enumerate(parts):
         part.insert(IDS[i::2], KEYS[i::2], VALUES[i::2], [{"n": n} for n in range(i, N, 2)],
                     texts=[f"text {n}" for n in range(i, N, 2)])  # fmt: skip
-        part.note_encoder("words")
+        part.core.store.note_encoder("words")
     parts[0].insert(["bare"], [None], [None], texts=["no key"])
     with Cluster(Local([DatabaseShard(part, i, 2) for i, part in enumerate(parts)])) as db:
         assert db.snapshot(tmp_path / "copy").records == N + 1

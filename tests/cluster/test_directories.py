@@ -16,6 +16,7 @@ from lance_tables import DIM, batch, contents, hydrated, made, told
 
 import softdb
 from softdb import cluster, errors
+from softdb.cluster.placement import parts_of
 from softdb.cluster.shard import directory_of
 from softdb.cluster.truth import Truth
 
@@ -55,7 +56,7 @@ def test_directories_that_have_changed_places_are_made_anew(truth: Truth, tmp_pa
     followed = hydrated(truth, tmp_path / "cache")
     assert contents(followed) == told(truth)
     for shard, db in followed.databases.items():
-        assert {*followed._parts([name for part in db.scan() for name in part.ids])} == {shard}
+        assert {*parts_of([name for part in db.scan() for name in part.ids], 2)} == {shard}
     followed.close()
 
 

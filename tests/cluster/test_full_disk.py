@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +84,32 @@ def test_a_late_flush_that_fails_takes_the_version_back_with_the_records(
     assert held(db) == told(db.table)
     assert db.verify() == (2 * N if room else 2 * N - 1)
     np.testing.assert_allclose(db.attend(KEYS[:3]).output.shape, (3, DIM))
+
+
+def test_two_shards_that_fail_at_once_are_both_mended(
+    db: TableCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, before, failed, apply = directories(db), db.version, threading.Event(), Hydrated._apply
+
+    def last(self: Hydrated, shard: int, *words: Any) -> None:
+        if shard and not failed.is_set():
+            failed.wait(60)
+            time.sleep(0.3)
+        try:
+            apply(self, shard, *words)
+        finally:
+            failed.set()
+
+    db.insert([f"new {i}" for i in range(N)], KEYS + 1)
+    with monkeypatch.context() as patch:
+        full(patch, tmp_path / "cache")
+        flush_late(db)
+    assert {shards.version(shard) for shard in shards.mine} == {before}, "both have lost what was not flushed"
+    monkeypatch.setattr(Hydrated, "_apply", last)
+    assert len(db) == 2 * N
+    db.refresh()
+    assert held(db) == told(db.table)
+    assert {shards.version(shard) for shard in shards.mine} == {db.version}
 
 
 def test_a_growth_that_fails_leaves_the_old_shards_at_what_they_hold(

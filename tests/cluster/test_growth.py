@@ -19,12 +19,13 @@ import torch
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
 from softdb import cluster, errors
-from softdb.cluster import table_cluster
+from softdb.cluster import table_core
 from softdb.cluster.directories import Directories
 from softdb.cluster.local import Local
 from softdb.cluster.placement import shard_of
 from softdb.cluster.shard import directory_of
 from softdb.cluster.table_cluster import TableCluster
+from softdb.cluster.table_core import TableCore
 from softdb.cluster.truth import Truth
 
 N, DIM = 400, 8
@@ -159,7 +160,7 @@ def test_where_no_directory_can_be_split_the_table_is_read(tmp_path: Path, how: 
             case "catalogue":
                 (path / "catalog.sqlite").write_bytes(b"no catalogue" * 999)
             case "another table's":
-                transport.hydrated.databases[1].apply([], [], '{"url": "another"}')
+                transport.hydrated.databases[1].core.store.apply([], [], '{"url": "another"}')
             case _:
                 transport.hydrated._anew(1)
         if how == "another table's":
@@ -246,13 +247,13 @@ def refused(*_: Any, **__: Any) -> Any:
 
 def noted(db: cluster.TableCluster) -> list[Any]:
     """The transports that a handle makes from now on."""
-    connect, found = db._connect, list[Any]()
+    connect, found = db.core._connect, list[Any]()
 
     def connected(table: Truth) -> Any:
         found.append(connect(table))
         return found[-1]
 
-    db._connect = connected
+    db.core._connect = connected
     return found
 
 
@@ -271,7 +272,7 @@ def test_closing_lets_go_of_the_old_shards(tmp_path: Path) -> None:
     assert closed(after)
 
 
-@pytest.mark.parametrize("where", [(table_cluster, "Caller"), (Truth, "put_shards"), (TableCluster, "_go_on")], ids=str)
+@pytest.mark.parametrize("where", [(table_core, "Caller"), (Truth, "put_shards"), (TableCore, "_go_on")], ids=str)
 def test_growing_that_fails_lets_go_of_the_new_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
@@ -292,7 +293,7 @@ def test_opening_that_fails_lets_go_of_its_shards(tmp_path: Path, monkeypatch: p
         transports = noted(db)
         monkeypatch.setattr(TableCluster, "refresh", refused)
         with pytest.raises(errors.DatabaseLocked, match="refused"):
-            TableCluster(db._connect, db.table, 30.0, False, "r", None)
+            TableCluster(db.core._connect, db.table, 30.0, False, "r", None)
         (new,) = transports
         assert closed(new)
 
@@ -319,7 +320,7 @@ STEPS = {  # where the kill comes: before the call of a function, or after it
     "one shard placed": ("softdb.cluster.directories:Directories._split", True),
     "all placed, not noted": ("softdb.cluster.truth:Truth.put_shards", False),
     "noted, not used": ("softdb.cluster.truth:Truth.put_shards", True),
-    "used, the old ones there": ("softdb.cluster.table_cluster:TableCluster._take", True),
+    "used, the old ones there": ("softdb.cluster.table_core:TableCore._take", True),
 }
 
 

@@ -24,7 +24,7 @@ from softdb import errors
 from softdb.answers import Records
 from softdb.cluster import hydrate
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.hydrated_shard import HydratedShard
+from softdb.cluster.local import HydratedShard
 from softdb.cluster.placement import power_of_two, shard_of
 from softdb.cluster.shard import NEWEST, CallVerb, Describe, Refresh, ScanRows
 from softdb.cluster.truth import Truth, stored

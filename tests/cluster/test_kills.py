@@ -37,8 +37,8 @@ LOST, HALF, WRONG = "cluster: acknowledged records lost", "cluster: half-applied
 
 STEPS = {  # where the kill comes: before the call of a function, or after it
     "before the commit": ("softdb.cluster.truth:Truth._written", False),
-    "committed, not synced": ("softdb.cluster.synced:Synced.sync", False),
-    "synced, not seen": ("softdb.cluster.table_cluster:TableCluster._seen", False),
+    "committed, not synced": ("softdb.cluster.storage:Synced.sync", False),
+    "synced, not seen": ("softdb.cluster.table_core:TableCore.seen", False),
     "seen, nothing read": ("softdb.cluster.hydrate:Hydrated.follow", False),
     "nothing taken in": ("softdb.cluster.hydrate:Hydrated._catch_up", False),
     "changes read, not taken in": ("softdb.cluster.hydrate:Hydrated._apply", False),
@@ -51,7 +51,7 @@ STEPS = {  # where the kill comes: before the call of a function, or after it
     "a directory filled in part": ("softdb.cluster.hydrate:Hydrated._fill", True),
     "new shards made, not noted": ("softdb.cluster.truth:Truth.put_shards", False),
     "new shards noted, not used": ("softdb.cluster.truth:Truth.put_shards", True),
-    "acknowledged": ("softdb.cluster.table_cluster:TableCluster._seen", True),
+    "acknowledged": ("softdb.cluster.table_core:TableCore.seen", True),
 }
 BETWEEN = tuple(STEPS)[1:9]  # committed to the table, and not yet in every shard
 ONCE = ("new shards", "a half", "a directory")  # steps that few turns pass

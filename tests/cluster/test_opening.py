@@ -17,7 +17,7 @@ import pyarrow as pa
 
 import softdb
 from softdb import cluster, errors
-from softdb.cluster.own_rows import RowWindow
+from softdb.cluster.placement import RowWindow
 from softdb.cluster.shard import ROW_BITS
 
 N, DIM = 300, 8
@@ -198,7 +198,7 @@ def test_columns_that_are_not_named_are_never_read(
     without("pages")
     with cluster.serve(url, shards=2, payload=["title"]) as db, cluster.serve(url, payload=[]) as bare:
         assert (len(db), db[7].payload, bare[7].payload) == (40, {"title": "title 7"}, None)
-        directory = db.located([5]) >> ROW_BITS
+        directory = db.core.located([5]) >> ROW_BITS
         lance.dataset(url).delete("id = 7")
         lance.write_dataset(rows(40, 50).append_column("pages", pa.array([0] * 10)), url, mode="append")
         without("prices")
@@ -207,7 +207,7 @@ def test_columns_that_are_not_named_are_never_read(
             one.refresh()
             assert (len(one), 7 in one, one[45].payload) == (49, False, payload)
         assert db.search([[45.0, 1.0]], k=1, where={"title": "title 45"}).ids == [[45]]
-        assert (db.located([5]) >> ROW_BITS == directory) == stable, "else it is made anew"
+        assert (db.core.located([5]) >> ROW_BITS == directory) == stable, "else it is made anew"
     with pytest.raises(errors.CorruptionError, match="lacks its file"):
         cluster.serve(url, shards=2)
 

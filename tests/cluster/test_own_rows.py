@@ -15,10 +15,9 @@ import pyarrow as pa
 from lance_tables import batch, contents, made, told
 
 from softdb import cluster, errors
-from softdb.cluster import own_rows
+from softdb.cluster import placement
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.own_rows import RowWindow
-from softdb.cluster.placement import shard_of
+from softdb.cluster.placement import RowWindow, shard_of
 from softdb.formats.lines import Fields
 
 
@@ -33,7 +32,7 @@ def test_both_ways_bring_the_same_rows(
         truth.insert(batch(truth, [f"{i} {j}" for j in range(80)], seed=i))
     truth.delete([f"{i} {j}" for i in range(3) for j in range(0, 80, 7)])
     truth.insert(batch(truth, ["bare"], keyed=False))
-    monkeypatch.setattr(own_rows, "WINDOW", 50)
+    monkeypatch.setattr(placement, "WINDOW", 50)
     monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
     followed = Hydrated(truth, tmp_path / "cache", mine, truth.newest())
@@ -50,7 +49,7 @@ def test_every_row_is_told_of_once(
     """Also of the rows that other shards have, and where a directory is gone on with."""
     truth = made(str(tmp_path / "t.lance"))
     truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
-    monkeypatch.setattr(own_rows, "WINDOW", 50)
+    monkeypatch.setattr(placement, "WINDOW", 50)
     monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
     told = list[tuple[str, int, int]]()
@@ -78,14 +77,14 @@ def test_every_row_is_told_of_once(
 def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = made(str(tmp_path / "t.lance"))
     truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
-    monkeypatch.setattr(own_rows, "WINDOW", 50)
-    found = [(one.low, len(one.parts)) for one in own_rows.windows(truth, truth.now(), 30)]
+    monkeypatch.setattr(placement, "WINDOW", 50)
+    found = [(one.low, len(one.parts)) for one in placement.windows(truth, truth.now(), 30)]
     assert found == [(30, 50), (80, 40)]
 
 
 def test_what_is_no_id_lies_in_one_shard_also_when_shards_double() -> None:
     for shards in (2, 4, 8):
-        parts = own_rows.parts_of([None, "a", 2**63, None, -(2**63) - 1, 7], shards)
+        parts = placement.parts_of([None, "a", 2**63, None, -(2**63) - 1, 7], shards)
         assert {*parts[[0, 2, 3, 4]]} == {*shard_of([0], shards)}
         assert parts[[1, 5]].tolist() == shard_of(["a", 7], shards).tolist()
 

@@ -89,8 +89,9 @@ def test_a_job_that_is_refused_leaves_the_table_as_it_was(
     data = rows(ids)
     if -1 in ids:
         data = data.map(lambda row: {**row, "key": [float("nan")] * DIM} if row["id"] == -1 else row)
-    with pytest.raises(error, match=match):
-        cluster.ingest(db.url, data)
+    for upsert in (False, True) if error is errors.BadInput else (False,):
+        with pytest.raises(error, match=match):
+            cluster.ingest(db.url, data, upsert=upsert)
     assert (db.refresh(), len(db)) == (version, 1)
 
 

@@ -19,9 +19,9 @@ from lance_tables import DIM, batch, made
 
 import softdb
 from softdb import errors
-from softdb.cluster import table_cluster
+from softdb.cluster import table_core
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.hydrated_shard import Here
+from softdb.cluster.local import Here
 from softdb.cluster.shard import (
     NEWEST,
     Backward,
@@ -98,8 +98,8 @@ def world(tmp_path: Path) -> Iterator[World]:
             one.insert(part.ids, part.keys, part.values, part.payloads)
         replicas: Any = db.caller.transport
         early, late = (here.hydrated.databases[0] for here in replicas.copies)
-        some = [name for name in one.search(np.ones(DIM), N).ids[0] if (early.stored([name]))[0]]
-        assert (early.located(some) != late.located(some)).any()
+        some = [name for name in one.search(np.ones(DIM), N).ids[0] if (early.core.stored([name]))[0]]
+        assert (early.core.located(some) != late.core.located(some)).any()
         yield World(db, replicas, one, torch.from_numpy(random.standard_normal((4, DIM))))
 
 
@@ -178,10 +178,10 @@ def test_hits_mean_the_records_that_they_met(world: World) -> None:
     with pytest.raises(errors.StaleRead, match="numbered otherwise"):
         _ = hits.payloads
     with pytest.raises(errors.StaleRead, match="numbered otherwise"):
-        world.db.values_at(hits.rows.numpy())
+        world.db.core.values_at(hits.rows.numpy())
     world.replicas.first = 0
     with pytest.raises(errors.StaleRead, match="deleted or replaced"):
-        world.db.values_at(hits.rows.numpy())
+        world.db.core.values_at(hits.rows.numpy())
 
 
 def test_draws_are_of_the_directory_that_drew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_replica_that_is_behind_catches_up(world: World, at: type[Message], mo
         with pytest.raises(errors.StaleRead, match="made anew, or a replica answers"):
             next(world.db.scan())
     elif at is Locate:
-        assert (world.db.located(["new"]) >= 0).all()
+        assert (world.db.core.located(["new"]) >= 0).all()
     elif at is Draw:
         indexed(world, monkeypatch)
         assert not world.db.attend(world.queries, rtol=1e-9, max_draws=20).exact.any()
@@ -275,7 +275,7 @@ def test_a_refresh_ends_with_every_shard_at_one_version(world: World, monkeypatc
     version = world.db.refresh()
     assert {of_records(one.version) for one in world.db.caller.known.values()} == {version}
     assert version == world.db.table.newest()
-    monkeypatch.setattr(table_cluster, "_TRIES", 2)
+    monkeypatch.setattr(table_core, "_TRIES", 2)
     turns = iter(range(3))
     with pytest.raises(errors.StaleRead, match="went on 2 times"):
         world.db.refresh()

@@ -173,7 +173,7 @@ def test_a_write_whose_request_fails(
 
 def directories(db: cluster.TableCluster, *ids: str) -> set[int]:
     """The numbers of those that hold these records, or all: one that is made anew has another."""
-    rows: Any = db.located([*ids] or [f"r{i}" for i in range(N)])
+    rows: Any = db.core.located([*ids] or [f"r{i}" for i in range(N)])
     return set((rows >> ROW_BITS).tolist())
 
 
@@ -274,7 +274,7 @@ def test_shards_are_made_anew_where_a_version_is_gone_alone(
         with cluster.open(folder, cache=folder.parent / "cache") as db:
             db.upsert(["r2"], keys(1, 1), payloads=[1])
         with monkeypatch.context() as patch:
-            patch.setattr(import_module("softdb.cluster.truth"), "written_since", fails)
+            patch.setattr(import_module("softdb.cluster.changes"), "written_since", fails)
             if error is None:
                 reader.refresh()
             else:

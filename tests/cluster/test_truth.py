@@ -17,8 +17,8 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from lance_tables import DIM, batch, made, told
 
 from softdb import errors
-from softdb.cluster import columns as held
-from softdb.cluster.appending import append
+from softdb.cluster import changes as held
+from softdb.cluster.ingest import append
 from softdb.cluster.truth import Truth, stored
 from softdb.formats import import_records, read_records
 from softdb.store import files
@@ -251,7 +251,7 @@ def test_files_of_a_job_that_is_overtaken_are_checked_against_what_came(
 def test_files_of_a_job_that_is_overtaken_without_end_are_given_up(
     truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("softdb.cluster.appending"), "_TRIES", 2)
+    monkeypatch.setattr(import_module("softdb.cluster.ingest"), "_TRIES", 2)
     names = iter("xyz")
     overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)
     with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written"):

@@ -1,4 +1,4 @@
-"""softdb.gpu and a database on a device at real sizes against float64; the same at small sizes on the CPU."""
+"""softdb.device and a database on a device at real sizes against float64; the same at small sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import softdb
-from softdb import gpu
+from softdb import device as gpu
 from softdb.check import Metric
 from softdb.errors import DeviceFailed
 from softdb.nn import Memory
@@ -149,7 +149,7 @@ def test_a_memory_on_a_full_device_loses_nothing(device: torch.device, monkeypat
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "nearest", full)
+        patch.setattr("softdb.nn.parameters.nearest_on_device", full)
         with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate"):
             memory(torch.randn(2, 4))
     assert memory(torch.randn(2, 4)).output.isfinite().all()

@@ -142,7 +142,7 @@ def test_what_is_built_on_a_database_uses_its_public_and_its_inner_face() -> Non
 
 def test_the_walk_sees_reaches(tmp_path: Path) -> None:
     sample = tmp_path / "sample.py"
-    sample.write_text("class A:\n    def f(self): self._x = 1\ndef f(db, a): return db._store, a._x, db.schema\n")
+    sample.write_text("class A:\n    def f(self): self._x = 1\ndef f(db, a): return db._store, a._x, db.core.schema\n")
     assert reaches(sample, private(sample)) == ["sample.py:3 db._store"]
 
 

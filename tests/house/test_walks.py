@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -13,6 +14,8 @@ import pytest
 
 import softdb
 import softdb.train
+from softdb.cluster.cluster_core import ClusterCore
+from softdb.database import Core, DatabaseCore
 
 ROOT = Path(softdb.__file__).parent
 ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
@@ -74,3 +77,53 @@ def test_a_walk_is_what_runs(db: softdb.SoftDB, heading: str) -> None:
     run = iter(called(db, WAYS[heading]))
     missed = [step for step in told if step not in run]  # `in` goes on from the last one that was found
     assert missed == [], "not called, or not in this order"
+
+
+MOST = {"A search by an index": 9, "An exact soft query": 8, "An insert": 10}  # frames of softdb down to the last step
+
+
+def depths(db: softdb.SoftDB, run: Callable[[softdb.SoftDB], object]) -> dict[Step, int]:
+    """Frames of softdb on the stack where each function is first called; a call of the store's thread goes on there."""
+    frames: dict[Step, int] = {}
+    home, caller, waiting = str(ROOT.parent), threading.get_ident(), [0]
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(str(ROOT)):
+            return
+        depth = 0 if threading.get_ident() == caller else waiting[0]
+        above: FrameType | None = frame
+        while above is not None:
+            depth += above.f_code.co_filename.startswith(str(ROOT))
+            above = above.f_back
+        code = frame.f_code
+        if threading.get_ident() == caller:
+            waiting[0] = depth if code.co_filename.endswith("worker.py") else 0
+        frames.setdefault((code.co_filename[len(home) + 1 :], code.co_name), depth)
+
+    try:
+        sys.setprofile(note)
+        db._store.run(sys.setprofile, note)
+        run(db)
+    finally:
+        sys.setprofile(None)
+        db._store.run(sys.setprofile, None)
+    return frames
+
+
+@pytest.mark.parametrize("heading", MOST)
+def test_a_walk_is_short(db: softdb.SoftDB, heading: str) -> None:
+    WAYS[heading](db)
+    frames = depths(db, WAYS[heading])
+    deepest = max((frames[step], step) for step in walk(heading) if step in frames)
+    assert deepest[0] <= MOST[heading], deepest
+
+
+def test_a_database_and_a_cluster_provide_a_core(db: softdb.SoftDB) -> None:
+    """Each defines whatever `Core` declares, so that the verbs are written once."""
+    declared = [name for name in vars(Core) if not name.startswith("_")]
+    assert len(declared) > 20
+    for kind in (DatabaseCore, ClusterCore):
+        missing = [name for name in declared if getattr(kind, name) is getattr(Core, name)]
+        assert set(missing) <= {"device", "device_failed", "header", "as_queries", "request"}, kind
+    assert isinstance(db.core, DatabaseCore)
+    assert db.core.header == {**db.core.schema.described, "fields": (), "encoder": None}

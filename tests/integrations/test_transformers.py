@@ -30,9 +30,9 @@ from transformers import (
 
 import softdb
 from softdb.errors import BadInput, Closed
-from softdb.integrations.transformers import KNNLanguageModel, corpus
+from softdb.integrations.transformers import KNNLanguageModel
 from softdb.integrations.transformers import language_model as under_test
-from softdb.integrations.transformers.hidden import windows_of
+from softdb.integrations.transformers.hidden import SAMPLE, records_of, windows_of
 from softdb.integrations.transformers.mixture import Mixture
 
 V, D, CONTEXT = 24, 16, 12
@@ -125,7 +125,7 @@ def test_windows_overlap_by_half() -> None:
 
 def test_the_first_temperature_is_that_of_the_eighth_neighbour(lm: KNNLanguageModel) -> None:
     keys = torch.as_tensor(lm.db.get(list(range(len(lm.db)))).keys).double()
-    some = torch.linspace(0, len(keys) - 1, min(corpus.SAMPLE, len(keys))).long()
+    some = torch.linspace(0, len(keys) - 1, min(SAMPLE, len(keys))).long()
     nearest = torch.cdist(keys[some], keys).square().sort(dim=1).values[:, 8]  # the record itself comes first
     assert lm.mixture.temperature == pytest.approx(float(nearest.median()), rel=1e-3)
 
@@ -279,9 +279,9 @@ def test_texts_are_asked_and_told(tokenizer: Any) -> None:
 
 
 def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.integrations.transformers.corpus.COMMIT", 50)
+    monkeypatch.setattr("softdb.integrations.transformers.hidden.COMMIT", 50)
     texts, model, seen = texts_of(30), gpt2(), 0
-    plain = corpus.records_of
+    plain = records_of
 
     def counting(*given: Any) -> Any:
         nonlocal seen

@@ -104,13 +104,13 @@ def other(work: Callable[..., None], *args: Any) -> Iterator[Other]:
 
 def when_a_fork_waits(patch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as a fork asks a handle to stand still."""
-    asked, acquire = threading.Event(), Session.acquire
+    asked, before = threading.Event(), Session.before_fork
 
-    def acquires(session: Session, seconds: float) -> Callable[[], None] | None:
+    def waits(session: Session) -> Callable[[], None]:
         asked.set()
-        return acquire(session, seconds)
+        return before(session)
 
-    patch.setattr(Session, "acquire", acquires)
+    patch.setattr(Session, "before_fork", waits)
     return asked
 
 

@@ -1,6 +1,6 @@
 """Small valid files of every format that is imported, and the same with bytes changed, read in a child that may crash.
 
-What a library reads which is not made for strangers' files is opened here by `softdb.formats.reader` itself, without
+What a library reads which is not made for strangers' files is opened here by `softdb.formats.sandbox` itself, without
 its process: that takes a third of a second a file. Its crash is one that the caller would be told of.
 """
 
@@ -122,14 +122,14 @@ def changed(draw: Draw, data: bytes, other: bytes) -> bytes:
 
 def _read(path: Path) -> None:
     """All records of a file, as an import takes them; of the guarded kinds as their process reads them."""
-    from softdb.formats import read_records, reader
+    from softdb.formats import read_records, sandbox
 
     kind = GUARDED.get(path.suffix[1:])
     if kind is None:
         for rows in read_records(path, batch_size=16):
             assert len(rows) <= 16
         return
-    for part in reader.opened(kind, path, reader.content(kind, path), 64, None):
+    for part in sandbox.opened(kind, path, sandbox.content(kind, path), 64, None):
         assert (part.nbytes if isinstance(part, np.ndarray) else len(json.dumps(part))) <= 1 << 26
 
 

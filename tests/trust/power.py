@@ -159,7 +159,7 @@ def _go_on(path: Path) -> None:
         with softdb.open(path) as db:
             before = held(db)
             db.reembed(model, field=text_of)
-            check(db, model.of(before, {"value_dim": 1} if db.schema.has_values else {}))
+            check(db, model.of(before, {"value_dim": 1} if db.core.schema.has_values else {}))
             assert not folder.exists()
 
 

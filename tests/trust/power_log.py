@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,8 +56,7 @@ class Record(Tap):
         self.history.steps.append(self._step(op))
 
     def _step(self, op: Op) -> Step:
-        point = re.sub(r"index\.key\.\S+", "index.key.tmp", op.point)
-        label, path = f"{self.phase}: {point}", self._relative(op.path)
+        label, path = f"{self.phase}: {op.point}", self._relative(op.path)
         if op.name in ("sync", "sync_directory"):
             return Step(label, "sync", self.names.node(path))
         if op.name in ("write", "truncate"):

@@ -53,6 +53,7 @@ NOT_NEEDED = {
     "compact: write keys before compact: sync_directory *": _ALL_BEFORE,
     "compact: create keys before compact: commit of * and its mark": "that commit takes a number, which may go unused",
     "index: make directory before index: sync_directory *": _CACHE,
+    "index: create .softdb before index: sync_directory *": _CACHE,
     "index: create index* before index: sync_directory *": _CACHE,
     "index: rename index before index: sync index *": _CACHE,
     "index: commit of catalog.sqlite-wal before index: sync_directory *": _CACHE,

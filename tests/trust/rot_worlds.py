@@ -84,7 +84,7 @@ def plain(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[St
         db.update([0, "r1", 4], texts=["a fox", None, "the fox and the dog"])
         db.index_text()
         _change(db, rng, schema)
-        db.note_encoder("ngrams")
+        db.core.store.note_encoder("ngrams")
     return schema, []
 
 

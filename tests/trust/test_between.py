@@ -20,7 +20,6 @@ from crowd_process import SECONDS, when_a_fork_waits
 import softdb
 from softdb.store import budget, catalog, files, keyed, segments
 from softdb.store import writer as writing
-from softdb.store.worker import Worker
 
 DIM = 4
 
@@ -275,15 +274,15 @@ def test_an_interrupted_caller_s_waiting_write_never_begins(path: Path, monkeypa
         thread = threading.Thread(target=put, args=(db, "b"))
         thread.start()
         assert within.wait(SECONDS)
-        asked = Worker._put
+        jobs = db._store.worker._jobs
 
-        def interrupted(worker: Worker, job: Any) -> bool:
-            there = asked(worker, job)
-            signalled()  # as it begins to wait
-            return there
+        class Interrupted:
+            def put(self, job: Any) -> None:
+                jobs.put(job)
+                signalled()  # as it begins to wait
 
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "_put", interrupted)
+            patch.setattr(db._store.worker, "_jobs", Interrupted())
             with pytest.raises(KeyboardInterrupt, match=r"^$"):
                 put(db, "c")
         go.set()

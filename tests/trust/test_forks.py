@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
 import multiprocessing
 import os
 import signal
@@ -25,13 +23,12 @@ from crowd_process import SECONDS, Failure, Forked, other, when_a_fork_waits
 from reports import index_report
 
 import softdb
-from softdb.store import fork
 from softdb.store.catalog import Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
 
-def made(path: Path | None, count: int = 20) -> softdb.SoftDB:
+def made(path: Path, count: int = 20) -> softdb.SoftDB:
     db = batches.open_empty(path)
     for batch in range(count):
         batches.write(db, batch)
@@ -175,6 +172,21 @@ def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
         assert batches.seen(again) == {0, 1, 2, 3, 50}
 
 
+def test_a_database_in_memory_says_that_it_is_its_parents() -> None:
+    with batches.open_empty(None) as db:
+        batches.write(db, 0)
+
+        def child() -> bool:
+            with pytest.raises(softdb.Closed, match="memory of the process that opened it; give one with a path"):
+                db.get(batches.ids(0))
+            db.close()
+            return db.closed
+
+        assert Forked(child).found()
+        batches.write(db, 1)
+        assert batches.seen(db) == {0, 1}
+
+
 def test_children_of_children_read_too(path: Path) -> None:
     with made(path, 4) as db:
         deepest = Forked(lambda: Forked(lambda: Forked(lambda: sorted(batches.seen(db))).found()).found())
@@ -229,10 +241,9 @@ def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: s
 # -- forked while other threads are at it ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_a_fork_waits_for_the_write_of_another_thread(path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a child in memory has half of it for ever, and SQLite's own locks are held by nobody."""
-    with made(path if place == "disk" else None, 3) as db:
+def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else SQLite's own locks are held by nobody."""
+    with made(path, 3) as db:
         inside, real = threading.Event(), Catalog.put_segment
 
         waits = when_a_fork_waits(monkeypatch)
@@ -356,50 +367,19 @@ def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
         batches.write(db, 3)
 
 
-def test_a_child_whose_directory_is_gone_has_a_closed_handle(path: Path) -> None:
+def test_a_child_whose_directory_is_gone_is_refused(path: Path) -> None:
     """Not the parent's connection, which it would use in place of its own."""
     with made(path, 2) as db:
         path.rename(path.with_name("elsewhere"))
 
         def child() -> str:
-            with pytest.raises(softdb.Closed, match="closed"):
+            with pytest.raises(softdb.SoftDBError, match=r"cannot be read|replaced"):
                 db.get(batches.ids(0))
-            return "closed"
+            return "refused"
 
-        assert Forked(child).found() == "closed"
+        assert Forked(child).found() == "refused"
         path.with_name("elsewhere").rename(path)
         assert batches.seen(db) == {0, 1}
-
-
-def imports(line: Connection, path: Path) -> None:
-    """Forks while its first index, in a thread, imports FAISS, which the child needs, too."""
-    db, within, go, keep = clustered(path), threading.Event(), threading.Event(), fork._Fork._keep_from_importing
-
-    class Held(importlib.abc.MetaPathFinder):
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name.startswith("faiss."):  # within FAISS
-                within.set()
-                assert go.wait(SECONDS)
-
-    def keeps(self: Any, deadline: float) -> None:
-        go.set()
-        keep(self, deadline)
-
-    sys.meta_path.insert(0, Held())
-    fork._Fork._keep_from_importing = keeps  # type: ignore[method-assign]
-    thread = threading.Thread(target=db.build_index, args=("ivf",))
-    thread.start()
-    assert within.wait(SECONDS), "the first index has imported nothing"
-    assert fork._importing()
-    line.send(Forked(lambda: bool(importlib.import_module("faiss")) and len(db)).found())
-    thread.join()
-
-
-@pytest.mark.slow
-def test_a_fork_while_another_thread_imports_faiss(path: Path) -> None:
-    pytest.importorskip("faiss")
-    with other(imports, path) as process:
-        assert process.hear() == 8000
 
 
 # -- started anew ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hostile_files import npy, npz, refused
 
-from softdb.formats import read_records, reader
+from softdb.formats import read_records, sandbox
 
 KEYS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 SECRET = np.full((40, 4), 7, np.float32)
@@ -139,7 +139,7 @@ def test_points_of_qdrant_that_are_no_plain_table(qdrant: tuple[Path, sqlite3.Co
 def test_a_pickle_of_qdrant_that_would_take_all_memory(
     qdrant: tuple[Path, sqlite3.Connection], memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "SECONDS", 2)
+    monkeypatch.setattr(sandbox, "SECONDS", 2)
     if memory == "memo":  # a place in a table that the unpickler would make as long
         blob = b"\x80\x02]r" + (0xFFFFFFF0).to_bytes(4, "little") + b"."
         qdrant[1].execute(PLAIN)
@@ -251,9 +251,9 @@ def test_an_archive_that_unpacks_to_more_than_memory(tmp_path: Path, monkeypatch
 
 
 def test_wide_vectors_come_in_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from softdb.formats import records
+    from softdb.formats import recordfiles
 
-    monkeypatch.setattr(records, "_BATCH", 160)
+    monkeypatch.setattr(recordfiles, "_BATCH", 160)
     np.save(tmp_path / "x.npy", KEYS)
     assert [len(rows) for rows in read_records(tmp_path / "x.npy")] == [10] * 4
 

@@ -69,7 +69,7 @@ def test_a_note_in_the_directory_loads_no_model(
     model_folder(db / "model", tmp_path / "mark")
     name = note.format(db=db)
     with softdb.open(db) as handle:
-        handle.note_encoder(name)
+        handle.core.store.note_encoder(name)
     monkeypatch.chdir(tmp_path / here)
     with pytest.raises(softdb.BadInput, match="load it with --encoder"):
         opened(db, True)
@@ -103,7 +103,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
     import importlib.util
 
-    from softdb.tools.cli.encoders import named_encoder
+    from softdb.tools.cli.places import named_encoder
 
     model_folder(tmp_path / folder, tmp_path / "mark")
     monkeypatch.chdir(tmp_path)
@@ -166,7 +166,7 @@ def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None
     path, out = tmp_path / "db", tmp_path / "x.jsonl"
     with softdb.open(path, dim=2, fields=[evil.replace("\x00", "")]) as db:
         db.insert([evil, "b"], [[1, 0], [0, 1]], payloads=[{evil: evil}, evil])
-        db.note_encoder(evil.replace("\x00", ""))
+        db.core.store.note_encoder(evil.replace("\x00", ""))
     runner = CliRunner()
     arguments = [
         ("search", str(path), "[1, 0]"), ("search", str(path), "[1, 0]", "--json"), ("attend", str(path), "[1, 0]"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hostile_files import refused
 
-from softdb.formats import read_records, reader
+from softdb.formats import read_records, sandbox
 from softdb.formats.guarded import parts
 
 h5py = pytest.importorskip("h5py", reason="to write hostile files")
@@ -107,13 +107,13 @@ def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path
 )
 def test_a_reader_that_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, match: str) -> None:
     """Whatever it does, the caller lives and gets an error that names the file."""
-    text = Path(reader.__file__).read_text()
+    text = Path(sandbox.__file__).read_text()
     start = text.index("    import h5py\n")
     changed = f"{text[:start]}    {does}\n{text[start:]}".replace("import json", "import json, socket")
     (tmp_path / "reader.py").write_text(changed)
     (tmp_path / "x.h5").write_bytes(b"anything")
-    monkeypatch.setattr(reader, "__file__", str(tmp_path / "reader.py"))
-    monkeypatch.setattr(reader, "SECONDS", 1)
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "reader.py"))
+    monkeypatch.setattr(sandbox, "SECONDS", 1)
     refused(tmp_path / "x.h5", rf"x\.h5 cannot be read \(.*({match})")
     assert not (tmp_path / "new").exists()
 

@@ -17,8 +17,9 @@ from model_machine import DatabaseMachine
 from tap import Failing, step, tapped
 
 import softdb
+from softdb.filters import masks, matching
 from softdb.index import finder
-from softdb.store import backup, catalog, compact, matches, segments, soundness
+from softdb.store import backup, catalog, compact, segments, soundness
 from softdb.store import writer as writing
 
 exhaustive = pytest.mark.exhaustive
@@ -64,10 +65,10 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         (segments, "BACKGROUND_BYTES", 64),
         (catalog, "CHUNK", 32),
         (backup, "SLOTS", 8),
-        (matches, "FILTERS_KEPT", 3),
-        (matches, "FEW", 2),
-        (matches, "LOOKUP", 1),
-        (matches, "MANY", 4),
+        (matching, "FILTERS_KEPT", 3),
+        (masks, "FEW", 2),
+        (masks, "LOOKUP", 1),
+        (matching, "MANY", 4),
         (finder, "ABSORB_ROWS", 100),
     ]
     monkeypatch.setattr(writing, "DELAY", 3600)  # what is flushed must be the same every time, not a matter of time

@@ -112,7 +112,7 @@ def test_draws_need_a_generator(folder: Path) -> Steps:
 def test_a_record_gets_a_key(folder: Path) -> Steps:
     with three() as db:
         db.insert(["d"], keys=[None])
-        yield lambda: db.locate(["d"], required=True)
+        yield lambda: db.core.locate(["d"], required=True)
         db.update(["d"], keys=[[3, 3]])
         assert db.search([[1, 1]], k=1).ids == [["d"]]
 

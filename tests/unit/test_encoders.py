@@ -18,7 +18,7 @@ from softdb.encoders import name_of, ngrams
 from softdb.formats import export_records, import_records, read_header, read_records
 from softdb.store.format import setting_crc
 from softdb.text import HashedNGrams, SentenceEncoder
-from softdb.tools.cli.encoders import chosen, named_encoder
+from softdb.tools.cli.places import chosen, named_encoder
 
 BOOK = ["Schumacher", "Schneider", "Fischer", "Weber", "Schuler"]
 
@@ -153,7 +153,7 @@ def test_a_name_that_cannot_be_stored_is_refused(tmp_path: Path, name: str) -> N
 
 def test_a_model_is_not_loaded_by_its_name_alone(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
-        db.note_encoder("stranger/model")
+        db.core.store.note_encoder("stranger/model")
     with softdb.open(tmp_path / "db") as db:
         message = r"search: texts are encoded by 'stranger/model'.*SentenceEncoder\('stranger/model'\)"
         with pytest.raises(softdb.BadInput, match=message):
@@ -167,7 +167,7 @@ def test_a_model_is_not_loaded_by_its_name_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ngrams(0)", "ngrams(99)", "ngrams\n", "ngrams(2, 65)"])
 def test_what_only_looks_like_ngrams_makes_nothing(tmp_path: Path, name: str) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
-        db.note_encoder(name)
+        db.core.store.note_encoder(name)
     with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.BadInput, match="models are not loaded"):
         db.search("a text")
 
@@ -209,7 +209,7 @@ def test_keys_of_another_encoder_are_not_imported(tmp_path: Path) -> None:
     with book(None, HashedNGrams(64)) as db:
         export_records(db, tmp_path / "out.jsonl")
     with softdb.open(None, dim=64, metric="cosine") as db:
-        db.note_encoder("other")
+        db.core.store.note_encoder("other")
         with pytest.raises(softdb.BadInput, match="keys were made by the encoder 'ngrams', this one's by 'other'"):
             import_records(db, read_records(tmp_path / "out.jsonl"))
         assert not len(db)

@@ -17,7 +17,7 @@ import torch
 
 import softdb
 from softdb.nn import Memory, View, retrieval_loss
-from softdb.store import reembed
+from softdb.store import switching
 from softdb.text import HashedNGrams
 from softdb.train import QueryProjection
 
@@ -109,11 +109,11 @@ def test_it_is_a_database_of_the_new_encoder(tmp_path: Path, schema: dict[str, A
     model = Model("b", dim)
     with worn(path, Model(), schema) as db:
         ids = sorted(record.id for records in db.scan() for record in records)
-        rows = {record.id: row for record, row in zip(db.get(ids), db.locate(ids)[1].tolist(), strict=True)}
+        rows = {record.id: row for record, row in zip(db.get(ids), db.core.locate(ids)[1].tolist(), strict=True)}
         report = db.reembed(model, batch_size=64)
         assert (report.records, report.embedded, report.dim, report.encoder) == (len(ids), len(ids), dim, "b")
         assert sorted(model.seen) == sorted(map(text, ids))
-        assert dict(zip(ids, db.locate(ids)[1].tolist(), strict=True)) == rows  # permanent
+        assert dict(zip(ids, db.core.locate(ids)[1].tolist(), strict=True)) == rows  # permanent
         with filled(None, model, schema, ids) as fresh:
             same(db, fresh, ["record 5", "of 96"])
         for one in (db, db if path is None else softdb.open(path, mode="r", verify=True, encoder=model)):
@@ -372,7 +372,7 @@ def test_a_damaged_value_is_not_carried_over_and_a_damaged_key_is_made_anew(tmp_
 def test_what_is_written_at_the_last_moment_is_embedded_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int, where: str, schema: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(reembed, "TRIES", tries)
+    monkeypatch.setattr(switching, "TRIES", tries)
     model, happened = Model("b", 6), list[str]()
     db = worn(tmp_path / "db" if where == "disk" else None, Model(), schema)
 
@@ -384,13 +384,13 @@ def test_what_is_written_at_the_last_moment_is_embedded_too(
         db.delete([5, 40 + len(happened)])
         db.upsert([9, 10], [text(9), text(10)], values(schema, [9, 8]), [payload(9), payload(first + 4)])
 
-    original = reembed.Switch.write_aside
+    original = switching.Switch.write_aside
 
     def write_aside(self: Any) -> None:
         original(self)
         change("aside")
 
-    monkeypatch.setattr(reembed.Switch, "write_aside", write_aside)
+    monkeypatch.setattr(switching.Switch, "write_aside", write_aside)
     with db:
         db.reembed(model, progress=lambda what, done, whole: change(what) if what not in happened else None)
         assert happened == (["embed", "switch", "aside"] if where == "disk" else ["embed", "switch"])

@@ -144,7 +144,7 @@ def test_an_encoder_cannot_embed_nothing() -> None:
         with pytest.raises(softdb.BadInput, match="keys are missing"):
             db.insert([1], payloads=[{"text": "a"}])
         db.insert([1, 2], [None, [1.0] * 8], texts=["a", None])
-        assert (db[1].key, db.keyed, len(db)) == (None, 1, 2)
+        assert (db[1].key, db.core.keyed, len(db)) == (None, 1, 2)
         db.update([1], texts=["b"])
         assert db.search("b", k=1).ids == [[1]]
 
@@ -168,7 +168,7 @@ def everything(db: SoftDB) -> dict[Any, Any]:
 
 def test_vectors_never_meet_a_record_without_a_key(mixed: SoftDB) -> None:
     db = mixed
-    assert (len(db), db.count(), db.keyed, db.stats().records, db.stats().keyless) == (5, 5, 3, 5, 2)
+    assert (len(db), db.count(), db.core.keyed, db.stats().records, db.stats().keyless) == (5, 5, 3, 5, 2)
     assert sorted(db.search([[0, 0, 0]], k=10).ids[0]) == ["a", "c", "e"]
     assert db.search([[0, 0, 0]], k=10, where={"kind": "x"}).ids == [[]]
     assert sorted(db.search([[0, 0, 0]], radius=0, exclude_ids=["b", "a"]).ids[0]) == ["c", "e"]
@@ -178,8 +178,8 @@ def test_vectors_never_meet_a_record_without_a_key(mixed: SoftDB) -> None:
     assert db.count_within([[0, 0, 0]], 0).value.tolist() == [3]
     assert set(db.sample([[0, 0, 0]], 50).hits.ids[0]) == {"a", "c", "e"}
     with pytest.raises(softdb.BadInput, match="id 'b' has no key; give it one with update"):
-        db.locate(["a", "b"], required=True)
-    assert db.locate(["a", "b"])[1].tolist() == [0, -1]
+        db.core.locate(["a", "b"], required=True)
+    assert db.core.locate(["a", "b"])[1].tolist() == [0, -1]
 
 
 def test_a_record_without_a_key_is_found_by_id_and_filter(mixed: SoftDB) -> None:
@@ -271,7 +271,7 @@ def test_reembed_makes_keys_of_texts(tmp_path: Path, compacted: bool) -> None:
             db.compact()
         db.insert(["late"], texts=["later"])
         report = db.reembed(HashedNGrams(32), batch_size=4)
-        assert (report.records, report.embedded, db.keyed, len(db)) == (12, 12, 12, 13)
+        assert (report.records, report.embedded, db.core.keyed, len(db)) == (12, 12, 12, 13)
         assert db["none"].key is None
         for _ in range(2):
             assert db.verify() == 13

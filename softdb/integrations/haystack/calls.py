@@ -5,27 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from softdb.cluster import TableCluster
-from softdb.database import SoftDB
 from softdb.integrations.documents import settled
 
 __all__ = ["awaited", "of_one_state"]
 
 
-class _DocumentStore(Protocol):
-    """Who has a database, or a cluster."""
-
-    @property
-    def db(self) -> SoftDB | TableCluster:
-        """It."""
-        ...
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound=_DocumentStore)
 
 
 def awaited(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -38,11 +26,11 @@ def awaited(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
     return call
 
 
-def of_one_state(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def of_one_state(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """The method, asked again where another thread of a cluster's handle writes meanwhile."""
 
     @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return settled(self.db, lambda: method(self, *args, **kwargs))
 
     return call

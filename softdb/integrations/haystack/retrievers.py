@@ -47,9 +47,7 @@ class _Retriever:
         """Close the document store, as a pipeline's `close()` asks."""
         self.document_store.close()
 
-    async def close_async(self) -> None:
-        """As `close`, in another thread."""
-        await self.document_store.close_async()
+    close_async = awaited(close)
 
     def _asked(self, filters: Any, top_k: int | None, scale_score: bool | None) -> dict[str, Any]:
         return {

@@ -15,12 +15,12 @@ from softdb.cluster import TableCluster
 from softdb.cluster import open as open_table
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, Closed, DuplicateId, MissingDependency, UnknownId
+from softdb.filters import parse
 from softdb.integrations.documents import found, opened, own_ids, relevance, settled, stored
 from softdb.integrations.haystack.calls import awaited, of_one_state
-from softdb.integrations.haystack.documents import document, payload_of, plain_meta, require_documents
+from softdb.integrations.haystack.conversion import document, payload_of, plain_meta, require_documents
 from softdb.integrations.haystack_filters import PARTS, where_of
 from softdb.opening import table_at
-from softdb.store.filters import parse
 from softdb.store.paths import field_names
 
 try:
@@ -46,8 +46,7 @@ class _Shared:
     """One database, or cluster, that writes, and the stores of this process that use it."""
 
     def __init__(self, db: SoftDB | TableCluster, own: bool = True) -> None:
-        self.db = db
-        self.own = own  # whether it is closed with the last of them
+        self.db, self.own = db, own  # `own`: it is closed with the last of them
         self.users: weakref.WeakSet[SoftDBDocumentStore] = weakref.WeakSet()
 
 
@@ -98,13 +97,13 @@ class SoftDBDocumentStore:
                 place = os.path.realpath(place)
             held = None if place is None else _shared.get(place)
             if given is not None:
-                given.require_open()
+                given.core.require_open()
                 held = _Shared(given, own=False)
             if held is None or held.db.closed:
                 held = _Shared(self._opened())
                 if place is not None:
                     _shared[place] = held
-            check.schema(embedding_dim, None, None, None, metric, held.db.schema)
+            check.schema(embedding_dim, None, None, None, metric, held.db.core.schema)
             if missing := set(declared) - set(held.db.fields):
                 if isinstance(held.db, TableCluster):
                     raise BadInput(f"fields are {shown(fields)}, but a cluster declares none; leave them away")
@@ -143,8 +142,7 @@ class SoftDBDocumentStore:
 
     def to_dict(self) -> dict[str, Any]:
         """How the store is made; one in memory comes back empty."""
-        names = ("path", "embedding_dim", "metric", "text_index", "mode")
-        settings = {name: getattr(self, name) for name in names}
+        settings = {name: getattr(self, name) for name in ("path", "embedding_dim", "metric", "text_index", "mode")}
         fields = None if self.fields is None else list(self.fields)
         return default_to_dict(self, **settings, fields=fields)  # type: ignore[no-any-return]
 
@@ -195,7 +193,7 @@ class SoftDBDocumentStore:
         while True:
             ids = own_ids(db, [one.id for one in documents])
             if policy is DuplicatePolicy.SKIP:
-                there = settled(db, lambda: db.stored(ids))  # noqa: B023
+                there = settled(db, lambda: db.core.stored(ids))  # noqa: B023
                 new = [i for i, one in enumerate(there) if not one]
                 documents, ids = [documents[i] for i in new], [ids[i] for i in new]
             if not documents:

@@ -102,7 +102,7 @@ class DatabaseEvaluator(BaseEvaluator):
 
     def get_config_dict(self) -> dict[str, Any]:
         """What the library writes into a model card."""
-        return {"queries": len(self.queries), "records": handle(self.db).keyed}
+        return {"queries": len(self.queries), "records": handle(self.db).core.keyed}
 
 
 class RefreshCallback(TrainerCallback):

@@ -95,7 +95,7 @@ class DatabaseLoss(torch.nn.Module):
         if encode_keys and rtol is not None:
             raise BadInput("rtol estimates over stored keys, which encode_keys trains; give one of them")
         self.rtol, self.max_draws, self.where = rtol, max_draws, where
-        self.model, self._handle, self._reembedded = model, SharedHandle(db), db.reembedded
+        self.model, self._handle, self._reembedded = model, SharedHandle(db), db.core.reembedded
         self.view: View | None = None
         if encode_keys:
             self.view = View(
@@ -116,14 +116,14 @@ class DatabaseLoss(torch.nn.Module):
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Any = None) -> Tensor:  # ()
         """The mean over a batch of texts, tokenised, whose labels are ids."""
-        self.db.require_open()
+        self.db.core.require_open()
         features = list(sentence_features)
         if len(features) != 1:
             raise BadInput(
                 f"the dataset has {len(features)} columns of texts; give one, of queries, and the ids of their right "
                 "records as the column 'label': texts of records are in the database"
             )
-        if self.view is None and self.db.reembedded != self._reembedded:
+        if self.view is None and self.db.core.reembedded != self._reembedded:
             raise StaleRead("all keys of the database were made anew since this loss was made; make another")
         positives = self._ids(labels)
         queries = self.model(features[0])["sentence_embedding"]
@@ -151,7 +151,7 @@ class DatabaseLoss(torch.nn.Module):
                 "column) makes of ids that are str, or several for a query"
             )
         rows = labels[:, 1:].cpu().numpy()
-        known = self.db.resolve(np.unique(rows[rows >= 0]), payloads=False)
+        known = self.db.core.store.read(np.unique(rows[rows >= 0]), payloads=False)
         if gone := {row for row in rows[rows >= 0].tolist() if row not in known}:
             raise StaleRead(
                 f"{len(gone)} right records of the batch were deleted or replaced since labelled() was called; call it "
@@ -227,7 +227,7 @@ def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
         raise BadInput("the dataset is empty; give queries with the ids of their right records")
     ids: list[list[Id]] = listed(list(dataset[column]), len(dataset))
     require_known(db, ids)
-    rows = db.locate([one for mine in ids for one in mine])[1]
+    rows = db.core.locate([one for mine in ids for one in mine])[1]
     padded = check.padded(rows, [len(mine) for mine in ids])
     labels = np.concatenate([np.full((len(ids), 1), MARK), padded], 1)
     return dataset.remove_columns({column, "label"} & set(names)).add_column("label", list(labels))
@@ -254,5 +254,5 @@ def _width(model: SentenceTransformer) -> int:
 def _require(db: object) -> SoftDB:
     if not isinstance(db, SoftDB):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-    db.require_open()
+    db.core.require_open()
     return db

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from softdb.check import shown
 from softdb.database import SoftDB
-from softdb.database.reembedding import TextOf
+from softdb.database.reembedding import TextOf, require_field, texts_at
 from softdb.errors import BadInput, StaleRead
 from softdb.integrations.sentence_transformers.loss import require_model
 from softdb.scoring import unit
@@ -98,10 +98,10 @@ def mine_hard_negatives(
 
 def _corpus(db: SoftDB, where: dict[str, Any] | None, field: TextOf) -> tuple[list[str], list[int]]:
     """Texts and rows of every record with a key that a filter allows, in the order of the rows."""
-    db.require_field(field)
-    snapshot, allowed = db.view(where)
+    require_field(field)
+    snapshot, allowed = db.core.view(where)
     rows = snapshot.rows(np.flatnonzero(snapshot.live if allowed is None else snapshot.live & allowed))
-    parts = [db.texts_at(rows[low : low + AT_ONCE], field) for low in range(0, len(rows), AT_ONCE)]
+    parts = [texts_at(db.core, rows[low : low + AT_ONCE], field) for low in range(0, len(rows), AT_ONCE)]
     return [text for part in parts for text in part], rows.tolist()
 
 
@@ -130,7 +130,7 @@ class _StoredCorpus:
     def encode_document(self, texts: list[str], **words: Any) -> NDArray[np.float32]:
         """The stored keys of texts, of length 1."""
         rows = np.array([self._known[text] for text in texts], np.int64)
-        snapshot = self._db.view()[0]
+        snapshot = self._db.core.view()[0]
         positions = snapshot.positions(rows)
         if (gone := (positions < 0) | ~snapshot.live[positions]).any():
             raise StaleRead(f"{int(gone.sum())} records were deleted or replaced during the call; call again")

@@ -41,7 +41,7 @@ class NeighborEstimator(SampleEstimator):
         check_is_fitted(self)
         count = self._count(n_neighbors if n_neighbors is not None else self.n_neighbors, among=int(X is None))
         if X is None:
-            snapshot, _ = self.db_.view()
+            snapshot, _ = self.db_.core.view()
             queries = snapshot.keys_at(np.arange(snapshot.size)).double().numpy()
             hits = self.db_.search(queries, count, exclude_ids=[[i] for i in range(len(queries))])
         else:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammainc
-from sklearn.base import DensityMixin, RegressorMixin
+from sklearn.base import DensityMixin
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted
 
 from softdb.check import integer, number, one_of, positive, shown
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.samples import SampleEstimator, halves, rounded, whole
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, rounded, whole
 from softdb.nn import KernelRegressor
 from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
 from softdb.scoring.distance import Bandwidth
@@ -29,7 +29,7 @@ KERNELS: dict[str, type[Kernel]] = {  # by scikit-learn's names
 SEARCHED = 2048  # samples among whose distances one bandwidth is searched
 
 
-class NadarayaWatsonRegressor(RegressorMixin, SampleEstimator):
+class NadarayaWatsonRegressor(TargetEstimator):
     """Kernel regression, with one bandwidth or one for each coordinate, learnt by leave-one-out.
 
         ŷ(x) = Σ_i K(‖(x - x_i) / h‖) y_i / Σ_j K(‖(x - x_j) / h‖)     (Nadaraya 1964, Watson 1964)
@@ -87,16 +87,12 @@ class NadarayaWatsonRegressor(RegressorMixin, SampleEstimator):
             raise BadInput(
                 "kernel 'tophat' has no gradient to train a bandwidth for each coordinate by; choose another"
             )
-        samples, targets = self._validated(
-            X, y, reset=True, multi_output=True, y_numeric=True, ensure_min_samples=1 if h is not None else 2
-        )
+        samples, targets = self._pairs(X, y, reset=True, ensure_min_samples=1 if h is not None else 2)
         if h is not None and h.ndim and len(h) != samples.shape[1]:
             raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give one, or one for each")
-        self._flat = targets.ndim == 1
-        table = targets.astype(np.float64).reshape(len(targets), -1)
-        values = halves(table)
+        values = halves(targets)
         if h is None:
-            h = _searched(rounded(samples), table, kind)
+            h = _searched(rounded(samples), targets, kind)
         self.db_ = self._open(samples, values, value_dim=values.shape[1], metric="l2")
         trains = self.bandwidth is None and (self.per_coordinate or (len(samples) > SEARCHED and kind is not Boxcar))
         found = self._trained(kind, h) if trains else h
@@ -110,18 +106,13 @@ class NadarayaWatsonRegressor(RegressorMixin, SampleEstimator):
         found = self.db_.attend(self._queries(X), score=kernel)
         told = whole(found.output.numpy())
         told[np.isneginf(found.lse.numpy())] = np.nan
-        return told[:, 0] if self._flat else told
+        return self._as_given(told)
 
     def _trained(self, kind: type[Kernel], start: torch.Tensor) -> torch.Tensor:  # () -> () or (d,)
         model = KernelRegressor(self.db_, kind, start, per_coordinate=self.per_coordinate)
         seed = int(check_random_state(self.random_state).randint(1 << 31))
         model.fit(steps=self.steps, lr=self.learning_rate, batch_size=self.batch_size, seed=seed)
         return model.kernel.bandwidth.detach().double()
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output = True
-        return tags
 
 
 class KernelDensity(DensityMixin, SampleEstimator):
@@ -205,7 +196,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
         count = integer(n_samples, "n_samples")
         if self.kernel not in ("gaussian", "tophat"):
             raise BadInput(f"sample: there is no sampling for the kernel {self.kernel!r}; use 'gaussian' or 'tophat'")
-        snapshot, _ = self.db_.view()
+        snapshot, _ = self.db_.core.view()
         every = np.arange(snapshot.size)
         rng = check_random_state(random_state)
         drawn = rng.uniform(0, 1, size=count)
@@ -252,9 +243,7 @@ def _searched(X: NDArray[Any], y: NDArray[np.float64], kind: type[Kernel]) -> to
     n, d = X.shape
     chosen = np.unique(np.linspace(0, n - 1, min(n, SEARCHED), dtype=np.int64))
     h = leave_one_out(torch.from_numpy(X[chosen]), torch.from_numpy(y[chosen]), kind)
-    return torch.tensor(
-        h * (len(chosen) / n) ** (1 / (d + 4)), dtype=torch.float64
-    )  # more samples want less: this rate
+    return torch.tensor(h * (len(chosen) / n) ** (1 / (d + 4)), dtype=torch.float64)  # more samples want less
 
 
 def _weights(given: ArrayLike, count: int) -> NDArray[np.float64]:  # (n,)

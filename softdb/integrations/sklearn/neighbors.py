@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
-from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from softdb.check import integer, one_of, positive
 from softdb.errors import BadInput
 from softdb.integrations.sklearn.graph import NeighborEstimator, metric_of
-from softdb.integrations.sklearn.samples import halves, rounded, whole
+from softdb.integrations.sklearn.samples import TargetEstimator, halves, rounded, whole
 from softdb.scoring import weighting
 
 __all__ = ["SoftKNeighborsClassifier", "SoftKNeighborsRegressor"]
@@ -74,8 +74,7 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
         queries = self._queries(X)
         k = None if self.n_neighbors is None else self._count(self.n_neighbors)
         found = self.db_.attend(queries, temperature=self.temperature_, weights=self.weights, k=k)
-        told: NDArray[np.float64] = found.output.double().numpy()
-        return told
+        return found.output.double().numpy()
 
     def _learnt(self) -> float:
         """The temperature under which samples are best told by all others; 1 where that says nothing.
@@ -85,7 +84,7 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
         n = self.n_samples_fit_
         if n < 2 or self.weights in ("uniform", "argmax"):
             return 1.0
-        snapshot, _ = self.db_.view()
+        snapshot, _ = self.db_.core.view()
         chosen = np.unique(np.linspace(0, n - 1, min(n, LEFT_OUT, max(1, MASKED // n)), dtype=np.int64))
         keys, true = snapshot.keys_at(chosen), snapshot.values_at(chosen).numpy()
         told = self._told_by_others(keys, chosen)
@@ -102,7 +101,7 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
             others[torch.arange(len(keys)), torch.from_numpy(places)] = False
             return lambda T: self.db_.attend(keys, temperature=T, weights=by, mask=others).output
         hits = self.db_.search(keys.double(), min(self.n_neighbors, n - 1), exclude_ids=[[i] for i in places.tolist()])
-        values = self.db_.view()[0].values_at(hits.rows.flatten().numpy())
+        values = self.db_.core.view()[0].values_at(hits.rows.flatten().numpy())
         if values.ndim == 1:
             values = torch.nn.functional.one_hot(values.long(), self.db_.num_classes or -1)
         near, live = values.reshape(*hits.rows.shape, -1).double(), torch.ones_like(hits.rows, dtype=torch.bool)
@@ -176,7 +175,7 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # (q, d) -> (q,)
         """The most probable class, the first of several."""
-        best = self._told(X).argmax(axis=1)
+        best = self._told(X).argmax(axis=1)  # which says first that nothing was fitted
         found: NDArray[Any] = self.classes_[best]
         return found
 
@@ -190,7 +189,7 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         return -float(np.log(told[np.arange(len(true)), true].clip(np.finfo(np.float64).eps)).mean())
 
 
-class SoftKNeighborsRegressor(RegressorMixin, _SoftNeighbors):
+class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     """The softmax-weighted mean of the samples' targets; arguments and attributes as `SoftKNeighborsClassifier`.
 
         ŷ(x) = Σ_i w_i y_i,    w = softmax(-‖x - x_i‖² / T)
@@ -205,9 +204,8 @@ class SoftKNeighborsRegressor(RegressorMixin, _SoftNeighbors):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
         """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
-        samples, targets = self._validated(X, y, reset=True, multi_output=True, y_numeric=True)
-        self._flat = targets.ndim == 1
-        values = halves(_table(targets))
+        samples, targets = self._pairs(X, y, reset=True)
+        values = halves(targets)
         self._start(samples, values, value_dim=values.shape[1])
         return self
 
@@ -215,26 +213,16 @@ class SoftKNeighborsRegressor(RegressorMixin, _SoftNeighbors):
         """Add samples; T stays as the first call learnt it. Raises BadInput for targets of another width."""
         if not hasattr(self, "db_"):
             return self.fit(X, y)
-        samples, targets = self._validated(X, y, reset=False, multi_output=True, y_numeric=True)
-        self._add(samples, halves(_table(targets)))
+        samples, targets = self._pairs(X, y, reset=False)
+        self._add(samples, halves(targets))
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
         """The weighted means."""
-        told = whole(self._told(X))
-        return told[:, 0] if self._flat else told
+        return self._as_given(whole(self._told(X)))
 
     def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
         return float(np.square(whole(told - true)).mean())
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output = True
-        return tags
-
-
-def _table(y: NDArray[Any]) -> NDArray[np.float64]:  # (n,) or (n, v) -> (n, v)
-    return y.astype(np.float64).reshape(len(y), -1)
 
 
 def _least(loss: Callable[[float], float], middle: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import validate_data
 
 from softdb.check import Schema
@@ -15,7 +15,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.opening import open as open_database
 
-__all__ = ["SampleEstimator", "halves", "rounded", "whole"]
+__all__ = ["SampleEstimator", "TargetEstimator", "halves", "rounded", "whole"]
 
 FLOATS = [np.float64, np.float32]  # what X may be; anything else becomes the first
 MOST = float(np.finfo(np.float32).max)
@@ -37,7 +37,7 @@ class SampleEstimator(BaseEstimator):
     @property
     def n_samples_fit_(self) -> int:
         """How many samples the database holds."""
-        return self.db_.keyed
+        return self.db_.core.keyed
 
     def _validated(self, X: ArrayLike, y: Any = "no_validation", *, reset: bool, **how: Any) -> Any:
         """X as float64, or as float32 where it is; y likewise, where given. Raises ValueError as scikit-learn does."""
@@ -64,18 +64,17 @@ class SampleEstimator(BaseEstimator):
         db = state.get("db_")
         if db is None or db.path is not None:
             return state
-        snapshot, _ = db.view()
+        snapshot, _ = db.core.view()
         every = np.arange(snapshot.size)
-        values = snapshot.values_at(every).numpy() if db.schema.has_values else None
-        return {**state, "db_": _Pickled(db.schema, snapshot.keys_at(every).numpy(), values)}
+        values = snapshot.values_at(every).numpy() if db.core.schema.has_values else None
+        return {**state, "db_": _Pickled(db.core.schema, snapshot.keys_at(every).numpy(), values)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As `__getstate__` tells it."""
         super().__setstate__(state)
         kept = state.get("db_")
         if isinstance(kept, _Pickled):
-            how: dict[str, Any] = {"num_classes": kept.schema.num_classes, "metric": kept.schema.metric.value}
-            self.db_ = open_database(None, dim=kept.schema.dim, value_dim=kept.schema.value_dim, **how)
+            self.db_ = open_database(None, **kept.schema.described)
             self.db_.insert(range(len(kept.keys)), kept.keys, kept.values)
             self._index()
 
@@ -84,6 +83,27 @@ class SampleEstimator(BaseEstimator):
         recall = getattr(self, "recall", None)
         if recall is not None:
             self.db_.build_index(recall=recall)
+
+
+class TargetEstimator(RegressorMixin, SampleEstimator):
+    """A regressor for one output or several, whose targets are the values of the records, as `halves`."""
+
+    def _pairs(
+        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **how: Any
+    ) -> tuple[NDArray[Any], NDArray[np.float64]]:
+        """Samples (n, d) and targets (n, outputs)."""
+        samples, targets = self._validated(X, y, reset=reset, multi_output=True, y_numeric=True, **how)
+        if reset:
+            self._flat = targets.ndim == 1
+        return samples, targets.astype(np.float64).reshape(len(targets), -1)
+
+    def _as_given(self, targets: NDArray[np.float64]) -> NDArray[np.float64]:  # (q, outputs) -> (q,) or (q, outputs)
+        return targets[:, 0] if self._flat else targets
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
 
 
 def rounded(X: NDArray[Any]) -> NDArray[Any]:  # (n, d)

@@ -1,16 +1,17 @@
-"""Tokens of texts, windows of them, and what enters a model's output head there."""
+"""Tokens of texts, windows of them, what enters a model's output head there, and the database of these."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from softdb import check
+from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.encoded import evaluating
 
@@ -19,18 +20,25 @@ __all__ = [
     "Text",
     "Window",
     "context_of",
+    "first_temperature",
     "forward",
     "head_of",
     "padded",
     "predicting",
     "prompts_of",
+    "records_of",
+    "require_made_by",
     "tokens_of",
+    "unstored",
     "windows_of",
 ]
 
 Text: TypeAlias = "str | Sequence[int]"
 
 LONGEST = 1024  # tokens in one window, of models that see more
+COMMIT = 1 << 14  # tokens of whole texts that are stored together
+SAMPLE = 256  # stored keys from whose distances the first temperature is taken
+NEAR = 8  # the neighbour whose distance that is
 
 
 class Window(NamedTuple):
@@ -159,3 +167,69 @@ def padded(tokens: list[list[int]], device: Any) -> dict[str, Tensor]:
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in tokens], device=device)
     mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in tokens], device=device)
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def records_of(model: Any, head: Any, tokens: list[list[int]], size: int) -> tuple[Tensor, list[int]]:
+    """Keys (m, d) and labels (m,) of some texts, in their order."""
+    windows = windows_of(tokens, context_of(model))
+    order = sorted(range(len(windows)), key=lambda i: len(windows[i].tokens))
+    keys: list[Tensor] = [torch.empty(0)] * len(windows)
+    for low in range(0, len(order), size):
+        some = order[low : low + size]
+        hidden, _ = forward(model, head, [windows[i].tokens for i in some], False)
+        for i, states in zip(some, hidden, strict=True):
+            keys[i] = predicting(states, windows[i]).float().cpu()
+    return torch.cat(keys), [token for one in windows for token in one.tokens[one.first :]]
+
+
+def unstored(db: SoftDB, tokens: list[list[int]], lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of texts that are stored together, without those that are in the database already."""
+    low, start, stored = 0, 0, len(db)
+    if stored > sum(lengths):
+        raise BadInput(f"the database holds {stored} records but these texts make {sum(lengths)}; give another path")
+    while low < len(tokens):
+        high, end = low, start
+        while high < len(tokens) and end - start < COMMIT:
+            end, high = end + lengths[high], high + 1
+        if stored < end > start:
+            if stored > start:
+                raise BadInput(f"the database was begun with other texts: {stored} records; give another path")
+            yield low, high
+            stored = len(db)
+        elif end > start:
+            labels = torch.tensor([token for one in tokens[low:high] for token in one[1:]])
+            if not torch.equal(torch.as_tensor(db.get(range(start, end)).values), labels):
+                raise BadInput(f"the database was begun with other texts: records {start} to {end}; give another path")
+        low, start = high, end
+
+
+def require_made_by(db: SoftDB, made: HiddenStates, head: Any) -> None:
+    """BadInput where a database is not of this model's hidden states and vocabulary."""
+    if not isinstance(db, SoftDB):
+        raise BadInput(f"db is {check.shown(db)}; expected an open softdb database, or call from_corpus")
+    classes, dim = head.weight.shape
+    if db.dim != dim:
+        raise BadInput(
+            f"the model's hidden states are {dim} wide but the keys {db.dim}; give the database of this model"
+        )
+    if db.num_classes != classes:
+        raise BadInput(
+            f"the model tells {classes} tokens apart but num_classes of the database is {db.num_classes}; make it with "
+            "from_corpus"
+        )
+    if not len(db):
+        raise BadInput("the database holds no records, so it remembers nothing; make it with from_corpus")
+    if db.encoder_name not in (None, made.name):
+        raise BadInput(
+            f"the keys are by {check.shown(db.encoder_name)}, the model is {check.shown(made.name)}, whose hidden "
+            "states are others; give the model that made them, or build the database anew with from_corpus"
+        )
+
+
+def first_temperature(db: SoftDB) -> float:
+    """The median squared distance of some records to the 8th nearest other one."""
+    snapshot, _ = db.core.view()
+    live = snapshot.live.nonzero()[0]
+    some = live[torch.linspace(0, len(live) - 1, min(SAMPLE, len(live))).long().numpy()]
+    found = -db.search(snapshot.keys_at(some).float(), NEAR + 1).scores[:, -1]
+    return float(found.median()) or float(found.max()) or 1.0

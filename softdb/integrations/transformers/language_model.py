@@ -24,17 +24,20 @@ from softdb import check
 from softdb.answers import Pooled
 from softdb.database import SoftDB
 from softdb.errors import BadInput
-from softdb.integrations.transformers.corpus import first_temperature, records_of, require_made_by, unstored
 from softdb.integrations.transformers.hidden import (
     HiddenStates,
     Text,
     context_of,
+    first_temperature,
     forward,
     head_of,
     padded,
     predicting,
     prompts_of,
+    records_of,
+    require_made_by,
     tokens_of,
+    unstored,
     windows_of,
 )
 from softdb.integrations.transformers.mixture import Mixture

@@ -1,4 +1,4 @@
-"""The benchmark tool, `softdb bench`: engines over a dataset, answers checked before a clock starts.
+"""The harness of `softdb bench` and of the repository's benchmarks: answers are checked before a clock starts.
 
-datasets (and files) -> truth -> engines (and peers) -> grid -> report -> draw.
+It asks a database by its public calls and other engines by theirs. Begin at `grid.run`.
 """

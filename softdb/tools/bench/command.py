@@ -52,10 +52,9 @@ def bench(
 ) -> None:
     """Measure recall, speed, build time and memory of softdb and others on the same queries."""
     from softdb.tools.bench.datasets import load
-    from softdb.tools.bench.draw import can_draw, draw
     from softdb.tools.bench.grid import CURVE, DEFAULT, Ask, run
     from softdb.tools.bench.peers import ENGINES
-    from softdb.tools.bench.report import write_json
+    from softdb.tools.bench.report import can_draw, draw, write_json
 
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
@@ -63,8 +62,6 @@ def bench(
     if plot is not None:
         can_draw(plot)
     named = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
-    if efforts is not None:
-        named = tuple(name for name in named if engines not in (None, ALL) or name != "faiss-refine")
     ask = Ask(
         engines=tuple(dict.fromkeys(named)),
         recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
@@ -78,8 +75,8 @@ def bench(
     console = Console(file=StringIO()) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
     console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
-    with progress("bench", console) as say:
-        result = run(data, ask, lambda line: console.print(escape(line)), say)
+    with progress("bench", console) as bar:
+        result = run(data, ask, lambda line: console.print(escape(line)), bar)
     if as_json:
         print_json(result)
     else:
@@ -98,13 +95,14 @@ def _numbers(text: str, kind: type[float] | type[int], name: str) -> list[Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """A table for each goal, the best variants of each engine, and softdb beside the best peers."""
-    from softdb.tools.bench.report import MIB, goals, leading
+    """Print a table for each goal, the best variants of each engine, and softdb beside the best peers."""
+    from softdb.tools.bench.report import MIB, leading
 
-    rows = leading(result["rows"])
     columns = "recall", "queries/s", "one query", "build", "with tuning", "index"
-    for goal, threads in goals(rows):
-        shown = [
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for row in leading(result["rows"]):
+        title = f"{row['goal']}, {counted(row['threads'], 'thread')}"
+        tables.setdefault(title, []).append(
             (
                 row["label"],
                 f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
@@ -114,40 +112,19 @@ def _show(result: dict[str, Any]) -> None:
                 f"{row['build_s']['with_tuning']:.1f} s",
                 f"{row['index_bytes'] / MIB:,.1f} MiB",
             )
-            for row in rows
-            if (row["goal"], row["threads"]) == (goal, threads)
-        ]
-        title = f"{goal}, {counted(threads, 'thread')}"
-        print_table(("engine", *columns), shown, numbers=columns, title=title)
+        )
+    for title, rows in tables.items():
+        print_table(("engine", *columns), rows, numbers=columns, title=title)
     for facts in result["compared"]:
-        for line in in_words(facts):
-            terminal().print(escape(f"{facts['goal']}, {counted(facts['threads'], 'thread')}: {line}"))
-
-
-def in_words(facts: dict[str, Any]) -> list[str]:
-    """A comparison of `softdb.tools.bench.report.compared` in words, losses as losses."""
-    lines = []
-    if "batch" in facts:
-        batch, single = facts["batch"], facts["single"]
-        lines.append(f"{batch['softdb']} has {batch['ratio']} times the queries/s of {batch['peer']}, the fastest peer")
-        lines.append(
-            f"{single['softdb']} takes {single['ratio']} times as long for one query as {single['peer']}, the fastest "
-            "peer in that"
-        )
-    if "hnswlib" in facts:
-        graph = facts["hnswlib"]
-        lines.append(
-            f"{facts['softdb']} has {graph['index_bytes_ratio']} times the index of {graph['peer']}, "
-            f"{graph['build_ratio']} times its build time, {graph['build_with_tuning_ratio']} times with tuning"
-        )
-    if "over_faiss" in facts:
-        over = facts["over_faiss"]
-        lines.append(
-            f"{over['softdb']} takes {_more(over['batch_cost'], '.1%')} time in batches and "
-            f"{_more(over['single_cost_ms'], '.3f', ' ms')} for one query than FAISS with the same index"
-        )
-    return lines
-
-
-def _more(amount: float, form: str, unit: str = "") -> str:
-    return f"{abs(amount):{form}}{unit} {'more' if amount >= 0 else 'less'}"
+        if "batch" in facts:
+            goal = f"{facts['goal']}, {counted(facts['threads'], 'thread')}"
+            terminal().print(
+                f"{goal}: {{softdb}} has {{ratio}} times the queries/s of {{peer}}, the fastest peer".format(
+                    **facts["batch"]
+                ),
+                "{softdb} takes {ratio} times as long for one query as {peer}, the fastest peer in that".format(
+                    **facts["single"]
+                ),
+                sep=f"\n{goal}: ",
+                markup=False,
+            )

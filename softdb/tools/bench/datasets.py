@@ -1,4 +1,4 @@
-"""What is searched: seeded worlds, folders with keys.npy and queries.npy, and the files of other benchmarks."""
+"""Datasets of benchmarks: seeded worlds, folders with keys.npy and queries.npy, the files of `formats.vectors`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORLDS = ("clustered", "uniform")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Keys, queries, how they are compared, and the true neighbours where a file holds them."""
+    """Keys, queries, their metric, and the true neighbours where a file holds them."""
 
     name: str
     keys: NDArray[Any]  # (n, d) numbers of any kind, in memory or in a mapped file
@@ -37,7 +37,7 @@ class Dataset:
 
     @property
     def n(self) -> int:
-        """How many keys."""
+        """Number of keys."""
         return int(self.keys.shape[0])
 
     @property
@@ -51,7 +51,7 @@ class Dataset:
             yield low, prepared(self.keys[low : low + size], self.metric)
 
     def half(self, second: bool) -> Dataset:
-        """With every other query only: one half is tuned on, the other measured."""
+        """Every other query only: one half is tuned on, the other measured."""
         part = slice(int(second), None, 2)
         neighbours = None if self.neighbours is None else self.neighbours[part]
         return replace(self, queries=np.ascontiguousarray(self.queries[part]), neighbours=neighbours)
@@ -109,73 +109,57 @@ def load(
         BadInput: nothing is there by that name, or the file is not what it should be.
     """
     count = None if n is None else integer(n, "n")
-    asked = None if metric is None else Metric.parse(metric)
+    given = None if metric is None else Metric.parse(metric)
     if name in WORLDS:
         if queries is not None:
             raise BadInput(f"{name} makes its own queries; leave out the file {os.fspath(queries)}")
-        return _world(name, count or SIZE, WIDTH if dim is None else integer(dim, "dim", 2), asked, most)
+        size, width = count or SIZE, WIDTH if dim is None else integer(dim, "dim", 2)
+        keys = world(size, width) if name == "clustered" else None
+        vectors = uniform(size, width, most) if keys is None else (keys, queries_near(keys, most))
+        return Dataset(name, *vectors, given or Metric.DOT)
     if dim is not None:
         raise BadInput(f"dim is {shown(dim)}, but {shown(name)} has a width of its own; leave it out")
     path = Path(name.removeprefix(PREFIX))
-    source = _source(path, name)
+    file = _read(path, name)
     if queries is not None:
-        source = replace(source, queries=read_queries(Path(queries)), neighbours=None)
-    if source.queries is None:
-        raise BadInput(f"{path} holds keys only; name the file with the queries, too (--queries FILE)")
-    _fitting(source, path)
-    return _chosen(source, name, count, asked or source.metric, most)
+        file = replace(file, queries=read_queries(Path(queries)), neighbours=None)
+    shown_name = path.name if ":" not in name else name.split(":")[0]
+    return _chosen(file, path, shown_name, count, given or file.metric, most)
 
 
-def _world(name: str, n: int, dim: int, metric: Metric | None, most: int) -> Dataset:
-    if name == "clustered":
-        keys = world(n, dim)
-        queries = queries_near(keys, most)
-    else:
-        keys, queries = uniform(n, dim, most)
-    return Dataset(name, keys, queries, metric or Metric.DOT)
-
-
-def _source(path: Path, name: str) -> KeyFile:
+def _read(path: Path, name: str) -> KeyFile:
+    ends = ", ".join(end for end in READERS if end)
     if not path.exists():
         raise BadInput(
             f"there is no dataset {shown(name)}; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
-            f"and queries.npy, or a file that ends in {', '.join(end for end in READERS if end)}"
+            f"and queries.npy, or a file that ends in {ends}"
         )
     kind = "" if path.is_dir() else path.suffix.lower()
     if kind not in READERS or (kind == "" and not path.is_dir()):
-        raise BadInput(f"{path} ends in {kind!r}; expected one of {', '.join(end for end in READERS if end)}")
+        raise BadInput(f"{path} ends in {kind!r}; expected one of {ends}")
     return READERS[kind](path)
 
 
-def _fitting(source: KeyFile, path: Path) -> None:
-    """BadInput unless queries and neighbours go with the keys."""
-    assert source.queries is not None
-    if source.queries.shape[1] != source.keys.shape[1]:
+def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric, most: int) -> Dataset:
+    """The first n keys and some of the queries; the file's neighbours hold for all keys and its own metric only."""
+    keys, queries, near = file.keys, file.queries, file.neighbours
+    if queries is None:
+        raise BadInput(f"{path} holds keys only; name the file with the queries, too (--queries FILE)")
+    if queries.shape[1] != keys.shape[1]:
         raise BadInput(
-            f"the queries are {source.queries.shape[1]} wide but the keys of {path} are {source.keys.shape[1]} wide; "
+            f"the queries are {queries.shape[1]} wide but the keys of {path} are {keys.shape[1]} wide; "
             "give queries of the same embedding"
         )
-    if len(source.queries) < 2:
-        raise BadInput(
-            f"{len(source.queries)} queries are too few: half are tuned on, half are measured; give 2 or more"
-        )
-    near = source.neighbours
-    if near is not None and (len(near) != len(source.queries) or near.size == 0):
-        raise BadInput(f"{path} holds neighbours of shape {near.shape} for {len(source.queries)} queries; make it anew")
-    if near is not None and (near.min() < 0 or near.max() >= len(source.keys)):
-        raise BadInput(f"{path} names neighbours from {near.min()} to {near.max()}, of {len(source.keys)} keys")
-
-
-def _chosen(source: KeyFile, name: str, n: int | None, metric: Metric, most: int) -> Dataset:
-    """The first n keys and some of the queries; the file's neighbours hold for all keys and its own metric only."""
-    assert source.queries is not None
-    if n is not None and n > len(source.keys):
-        raise BadInput(f"n is {n}, but there are {len(source.keys)} keys; ask for at most that many")
-    whole = n is None or n == len(source.keys)
-    which = np.random.default_rng(2).permutation(len(source.queries))[:most]
-    queries = prepared(np.asarray(source.queries)[which], metric)
-    finite(queries, "queries")
-    kept = source.neighbours if whole and metric is source.metric else None
-    neighbours = None if kept is None else np.asarray(kept, np.int64)[which]
-    shown_name = Path(name).name if ":" not in name else name.split(":")[0]
-    return Dataset(shown_name, source.keys[:n], queries, metric, neighbours)
+    if len(queries) < 2:
+        raise BadInput(f"{len(queries)} queries are too few: half are tuned on, half are measured; give 2 or more")
+    if near is not None and (len(near) != len(queries) or near.size == 0):
+        raise BadInput(f"{path} holds neighbours of shape {near.shape} for {len(queries)} queries; make it anew")
+    if near is not None and (near.min() < 0 or near.max() >= len(keys)):
+        raise BadInput(f"{path} names neighbours from {near.min()} to {near.max()}, of {len(keys)} keys")
+    if n is not None and n > len(keys):
+        raise BadInput(f"n is {n}, but there are {len(keys)} keys; ask for at most that many")
+    sample = np.random.default_rng(2).permutation(len(queries))[:most]
+    taken = prepared(np.asarray(queries)[sample], metric)
+    finite(taken, "queries")
+    holds = near is not None and n in (None, len(keys)) and metric is file.metric
+    return Dataset(name, keys[:n], taken, metric, np.asarray(near, np.int64)[sample] if holds else None)

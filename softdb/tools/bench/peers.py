@@ -1,248 +1,231 @@
-"""The peers: libraries that are not softdb's, each imported only when it is built. All of them hold the keys.
-
-voyager, annoy and pynndescent are what `vicinity` offers beyond the others. They are called directly: going through it
-would only add its own time.
-"""
+"""The libraries that softdb is compared with, each imported only when it is built. All of them hold the keys."""
 
 from __future__ import annotations
 
 import pickle
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Rows
 from softdb.tools.bench.datasets import Dataset
-from softdb.tools.bench.engines import (
-    Engine,
-    FaissHNSW,
-    FaissRefine,
-    Say,
-    SoftDBAuto,
-    SoftDBFlat,
-    SoftDBHNSW,
-    SoftDBIVF,
-)
+from softdb.tools.bench.engines import SOFTDB, Engine, Progress
 
-__all__ = ["ENGINES", "Annoy", "Hnswlib", "PyNNDescent", "Usearch", "Voyager"]
+__all__ = ["ENGINES"]
 
 
-class Hnswlib(Engine):
-    """The HNSW of its authors."""
+class _Calls(NamedTuple):
+    """The calls of one library's index."""
 
-    name = "hnswlib"
-    modules = packages = ("hnswlib",)
+    add: Callable[[int, Floats], object]  # first row and keys of a block
+    search: Callable[[Floats, int], Any]  # queries and effort -> rows (q, k)
+    size: Callable[[], int]
+    finish: Callable[[], object] = lambda: None  # after the last block
+
+
+class _Peer(Engine):
+    """A library's index over the keys, which `make` opens."""
+
     variants, varied = (16, 32), "M"
     effort_name, efforts = "ef", (10, 8192)
+    make: ClassVar[Callable[[Any, Any, bool], _Calls]]  # the engine, its module, whether L2 compares
 
-    def build(self, recall: float, say: Say) -> dict[str, float]:
-        """Block by block."""
-        space = "l2" if self.data.metric is Metric.L2 else "ip"
-        self.index: Any = import_module("hnswlib").Index(space, self.data.dim)
-        self.index.init_index(self.data.n, M=self.variant, ef_construction=self.setup.construction)
-        threads = self.setup.threads
-        return {"adding": self._added(say, lambda low, block: self.index.add_items(block, num_threads=threads))}
-
-    def search(self, queries: Floats, effort: int) -> Rows:
-        """Labels, which are rows: none were given, so they count from 0."""
-        self.index.set_ef(max(effort, self.setup.k))
-        found = self.index.knn_query(queries, self.setup.k, num_threads=self._one_or_all(queries))[0]
-        return np.asarray(found, np.int64)
-
-    def bytes(self) -> int:
-        """As it would save itself."""
-        return int(self.index.index_file_size())
-
-
-class Usearch(Engine):
-    """HNSW in usearch."""
-
-    name = "usearch"
-    modules = packages = ("usearch",)
-    variants, varied = (16, 32), "connectivity"
-    effort_name, efforts = "expansion", (10, 8192)
-
-    def build(self, recall: float, say: Say) -> dict[str, float]:
-        """Block by block."""
-        metric = "l2sq" if self.data.metric is Metric.L2 else "ip"
-        module, construction = import_module("usearch.index"), self.setup.construction
-        self.index: Any = module.Index(
-            ndim=self.data.dim, metric=metric, dtype="f32", connectivity=self.variant, expansion_add=construction
-        )
-
-        def add(low: int, block: Floats) -> None:
-            self.index.add(np.arange(low, low + len(block)), block, threads=self.setup.threads)
-
-        return {"adding": self._added(say, add)}
-
-    def search(self, queries: Floats, effort: int) -> Rows:
-        """Keys, which are rows."""
-        self.index.expansion_search = max(effort, self.setup.k)
-        found = self.index.search(queries, self.setup.k, threads=self._one_or_all(queries)).keys
-        return np.asarray(found).astype(np.int64).reshape(len(queries), self.setup.k)
-
-    def bytes(self) -> int:
-        """Its own account."""
-        return int(self.index.memory_usage)
-
-
-class Voyager(Engine):
-    """Spotify's HNSW, after hnswlib."""
-
-    name = "voyager"
-    modules = packages = ("voyager",)
-    variants, varied = (16, 32), "M"
-    effort_name, efforts = "ef", (10, 8192)
-
-    def build(self, recall: float, say: Say) -> dict[str, float]:
-        """Block by block, with rows for ids: it keeps no order of its own."""
-        module, threads = import_module("voyager"), self.setup.threads
-        space = module.Space.Euclidean if self.data.metric is Metric.L2 else module.Space.InnerProduct
-        self.index: Any = module.Index(
-            space, self.data.dim, M=self.variant, ef_construction=self.setup.construction, max_elements=self.data.n
-        )
-
-        def add(low: int, block: Floats) -> None:
-            self.index.add_items(block, ids=np.arange(low, low + len(block)), num_threads=threads)
-
-        return {"adding": self._added(say, add)}
-
-    def search(self, queries: Floats, effort: int) -> Rows:
-        """Ids, which are rows."""
-        ef, threads = max(effort, self.setup.k), self._one_or_all(queries)
-        found = self.index.query(queries, self.setup.k, num_threads=threads, query_ef=ef)[0]
-        return np.asarray(found).astype(np.int64)
-
-    def bytes(self) -> int:
-        """As it would save itself."""
-        return len(self.index.as_bytes())
-
-
-class Annoy(Engine):
-    """Random trees. It takes one query at a time; a batch is spread over threads."""
-
-    name = "annoy"
-    modules = packages = ("annoy",)
-    variants, varied = (50, 100), "trees"
-    effort_name, efforts = "search_k", (100, 1 << 22)
-
-    def build(self, recall: float, say: Say) -> dict[str, float]:
-        """All keys one by one, then the trees."""
-        metric = "euclidean" if self.data.metric is Metric.L2 else "dot"
-        self.index: Any = import_module("annoy").AnnoyIndex(self.data.dim, metric)
-
-        def add(low: int, block: Floats) -> None:
-            for row, key in enumerate(block, low):
-                self.index.add_item(row, key)
-
-        seconds = self._added(say, add)
-        start = time.perf_counter()
-        self.index.build(self.variant, n_jobs=self.setup.threads)
+    def build(self, recall: float, progress: Progress) -> dict[str, float]:
+        self.calls = self.make(import_module(self.modules[0]), self.data.metric is Metric.L2)
+        seconds, start = self.added(progress, self.calls.add), time.perf_counter()
+        self.calls.finish()
         return {"adding": seconds + time.perf_counter() - start}
 
     def search(self, queries: Floats, effort: int) -> Rows:
-        """Rows, filled up with -1 where it found fewer."""
-
-        def one(query: Floats) -> list[int]:
-            return list(self.index.get_nns_by_vector(query, self.setup.k, effort))
-
-        if self._one_or_all(queries) == 1:
-            answers = [one(query) for query in queries]
-        else:
-            with ThreadPoolExecutor(self.threads) as pool:
-                answers = list(pool.map(one, queries, chunksize=64))
-        found = np.full((len(queries), self.setup.k), -1, np.int64)
-        for rows, answer in zip(found, answers, strict=True):
-            rows[: len(answer)] = answer
-        return found
+        rows = self.calls.search(queries, max(effort, self.setup.k))
+        return np.asarray(rows).astype(np.int64).reshape(len(queries), self.setup.k)
 
     def bytes(self) -> int:
-        """As it saves itself; from then on it is mapped from that file."""
+        return self.calls.size()
+
+    def threads_for(self, queries: Floats) -> int:
+        return self.threads if len(queries) > 1 else 1  # for a single query a pool only costs
+
+
+def _faiss(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
+    faiss.omp_set_num_threads(peer.setup.threads)
+    index = faiss.IndexHNSWFlat(peer.data.dim, peer.variant, faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = peer.setup.construction
+
+    def search(queries: Floats, effort: int) -> Any:
+        return index.search(queries, peer.setup.k, params=faiss.SearchParametersHNSW(efSearch=effort))[1]
+
+    def write(file: _Counter) -> object:
+        return faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
+
+    return _Calls(lambda low, block: index.add(block), search, lambda: _written(write))
+
+
+def _hnswlib(peer: _Peer, module: Any, l2: bool) -> _Calls:
+    index = module.Index("l2" if l2 else "ip", peer.data.dim)
+    index.init_index(peer.data.n, M=peer.variant, ef_construction=peer.setup.construction)
+
+    def search(queries: Floats, effort: int) -> Any:
+        index.set_ef(effort)
+        return index.knn_query(queries, peer.setup.k, num_threads=peer.threads_for(queries))[0]
+
+    return _Calls(
+        lambda low, block: index.add_items(block, num_threads=peer.setup.threads), search, index.index_file_size
+    )
+
+
+def _usearch(peer: _Peer, _: Any, l2: bool) -> _Calls:
+    index = import_module("usearch.index").Index(
+        ndim=peer.data.dim, metric="l2sq" if l2 else "ip", dtype="f32", connectivity=peer.variant,
+        expansion_add=peer.setup.construction,
+    )  # fmt: skip
+
+    def search(queries: Floats, effort: int) -> Any:
+        index.expansion_search = effort
+        return index.search(queries, peer.setup.k, threads=peer.threads_for(queries)).keys
+
+    return _Calls(
+        lambda low, block: index.add(np.arange(low, low + len(block)), block, threads=peer.setup.threads),
+        search,
+        lambda: int(index.memory_usage),
+    )
+
+
+def _voyager(peer: _Peer, module: Any, l2: bool) -> _Calls:
+    space = module.Space.Euclidean if l2 else module.Space.InnerProduct
+    index = module.Index(
+        space, peer.data.dim, M=peer.variant, ef_construction=peer.setup.construction, max_elements=peer.data.n
+    )
+
+    def add(low: int, block: Floats) -> object:
+        return index.add_items(block, ids=np.arange(low, low + len(block)), num_threads=peer.setup.threads)
+
+    def search(queries: Floats, effort: int) -> Any:
+        return index.query(queries, peer.setup.k, num_threads=peer.threads_for(queries), query_ef=effort)[0]
+
+    return _Calls(add, search, lambda: len(index.as_bytes()))
+
+
+def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
+    """Random trees, asked one query at a time; a batch is spread over threads."""
+    index, k = module.AnnoyIndex(peer.data.dim, "euclidean" if l2 else "dot"), peer.setup.k
+
+    def add(low: int, block: Floats) -> None:
+        for row, key in enumerate(block, low):
+            index.add_item(row, key)
+
+    def search(queries: Floats, effort: int) -> Any:
+        def rows(query: Floats) -> list[int]:
+            found = index.get_nns_by_vector(query, k, effort)
+            return [*found, *[-1] * (k - len(found))]
+
+        if peer.threads_for(queries) == 1:
+            return [rows(query) for query in queries]
+        with ThreadPoolExecutor(peer.threads) as pool:
+            return list(pool.map(rows, queries, chunksize=64))
+
+    def size() -> int:
         with tempfile.TemporaryDirectory(prefix="softdb-bench-") as folder:
             path = Path(folder) / "trees.ann"
-            self.index.save(str(path))
+            index.save(str(path))  # from then on it is mapped from that file
             return path.stat().st_size
 
+    return _Calls(add, search, size, lambda: index.build(peer.variant, n_jobs=peer.setup.threads))
 
-class PyNNDescent(Engine):
+
+class _FaissHNSW(_Peer):
+    name, effort_name, make = "faiss-hnsw", "efSearch", _faiss
+    modules, packages = ("faiss",), ("faiss-cpu", "faiss-gpu")
+
+
+class _Hnswlib(_Peer):
+    name, make = "hnswlib", _hnswlib
+    modules = packages = ("hnswlib",)
+
+
+class _Usearch(_Peer):
+    name, varied, effort_name, make = "usearch", "connectivity", "expansion", _usearch
+    modules = packages = ("usearch",)
+
+
+class _Voyager(_Peer):
+    name, make = "voyager", _voyager
+    modules = packages = ("voyager",)
+
+
+class _Annoy(_Peer):
+    name, varied, effort_name, make = "annoy", "trees", "search_k", _annoy
+    variants, efforts = (50, 100), (100, 1 << 22)
+    modules = packages = ("annoy",)
+
+
+class _PyNNDescent(Engine):
     """A graph by nearest-neighbour descent, compiled by numba when it is first used."""
 
     name = "pynndescent"
     modules = packages = ("pynndescent",)
     variants, varied = (15, 30), "n_neighbors"
     effort_name, efforts = "epsilon_percent", (1, 100)
-    EQUAL: ClassVar[float] = 1e-3  # lengths that differ by less are the same
 
     @classmethod
     def unfit(cls, data: Dataset) -> str:
-        """Its inner product is for keys of length 1."""
-        if data.metric is not Metric.DOT:
-            return ""
         lengths = np.linalg.norm(np.asarray(data.keys[:: max(1, data.n // 1000)], np.float64), axis=1)
-        return "" if np.abs(lengths - 1).max() < cls.EQUAL else "its dot product needs keys of length 1"
+        fit = data.metric is not Metric.DOT or np.abs(lengths - 1).max() < 1e-3
+        return "" if fit else "its dot product needs keys of length 1"
 
-    def build(self, recall: float, say: Say) -> dict[str, float]:
-        """All at once; a small one before, which is not counted, compiles it."""
-        say(f"{self.label}: compiling", 0, 1)
+    def build(self, recall: float, progress: Progress) -> dict[str, float]:
+        progress(f"{self.label}: compiling", 0, 1)
         keys = np.concatenate([block for _, block in self.data.blocks()])
-        self._made(keys[:500]).query(keys[:20], self.setup.k)
-        say(f"{self.label}: adding", 0, 1)
+        self._made(keys[:500]).query(keys[:20], self.setup.k)  # a small graph compiles the code, which is not counted
+        progress(f"{self.label}: adding", 0, 1)
         start = time.perf_counter()
-        self.index: Any = self._made(keys)
+        self.index = self._made(keys)
         return {"adding": time.perf_counter() - start}
 
     def _made(self, keys: Floats) -> Any:
-        metric = "euclidean" if self.data.metric is Metric.L2 else "dot"
         index = import_module("pynndescent").NNDescent(
-            keys,
-            metric=metric,
-            n_neighbors=self.variant,
-            random_state=0,
-            n_jobs=self.setup.threads,
-            parallel_batch_queries=True,
-        )
+            keys, metric="euclidean" if self.data.metric is Metric.L2 else "dot", n_neighbors=self.variant,
+            random_state=0, n_jobs=self.setup.threads, parallel_batch_queries=True,
+        )  # fmt: skip
         index.prepare()
         return index
 
     def pin(self, threads: int) -> None:
-        """numba's own setting, too."""
-        super().pin(threads)
         numba = import_module("numba")
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
     def search(self, queries: Floats, effort: int) -> Rows:
-        """Rows only."""
         return np.asarray(self.index.query(queries, self.setup.k, epsilon=effort / 100)[0], np.int64)
 
     def bytes(self) -> int:
-        """As it would pickle itself."""
-        sink = _Sink()
-        pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL).dump(self.index)
-        return sink.size
+        return _written(lambda file: pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self.index))
 
 
-class _Sink:
-    """A file that only counts."""
+class _Counter(RawIOBase):
+    """A file that only counts its bytes."""
 
     size = 0
 
-    def write(self, part: bytes) -> int:
-        """Count it."""
+    def write(self, part: Any) -> int:
         length = memoryview(part).nbytes
         self.size += length
         return length
 
 
-ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine
-    for engine in (
-        SoftDBAuto, SoftDBIVF, SoftDBHNSW, SoftDBFlat, FaissRefine, FaissHNSW,
-        Hnswlib, Usearch, Voyager, Annoy, PyNNDescent,
-    )
-}  # fmt: skip
+def _written(write: Callable[[_Counter], object]) -> int:
+    """Bytes of an index as it is saved."""
+    counter = _Counter()
+    write(counter)
+    return counter.size
+
+
+PEERS: tuple[type[Engine], ...] = (_FaissHNSW, _Hnswlib, _Usearch, _Voyager, _Annoy, _PyNNDescent)
+ENGINES = {engine.name: engine for engine in (*SOFTDB, *PEERS)}

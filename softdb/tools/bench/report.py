@@ -1,4 +1,4 @@
-"""What every benchmark reports beside its numbers, the machine, the versions, the command; and who won by how much."""
+"""The facts that every benchmark reports beside its numbers, and the rows of `softdb bench`: who won by how much."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from softdb.errors import BadInput
 
 __all__ = [
     "MIB",
-    "best",
+    "can_draw",
     "command",
     "commit",
     "compared",
-    "goals",
-    "is_peer",
+    "draw",
+    "frontier",
+    "in_turn",
     "leading",
     "machine",
     "spread",
@@ -30,7 +34,9 @@ __all__ = [
 ]
 
 MIB = 1 << 20  # sizes are in mebibytes, as memory is sold
+ENDS = (".png", ".svg", ".pdf")
 Row = dict[str, Any]
+Name = TypeVar("Name")
 
 
 def machine() -> dict[str, Any]:
@@ -50,31 +56,30 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """The installed version of each package; one used from its source tree has none."""
-    found = {}
+    installed = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def commit() -> str | None:
     """The commit that is measured, with `+` when files differ from it; None where softdb is no checkout."""
-    here = Path(__file__).resolve()
+    source = Path(__file__).resolve()
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *words], cwd=source.parent, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", here.name)  # installed, it may lie within another project's repository
+        git("ls-files", "--error-unmatch", source.name)  # installed, it may lie within another project's repository
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -89,11 +94,20 @@ def command() -> str:
         words = [Path(sys.executable).name, *sys.argv]
     else:
         words = [program.name, *sys.argv[1:]]
-    return shlex.join(":".join(_name(part) if part.startswith("/") else part for part in w.split(":")) for w in words)
+    cut = (":".join(Path(p).name if p.startswith("/") else p for p in word.split(":")) for word in words)
+    return shlex.join(cut)
 
 
-def _name(path: str) -> str:
-    return Path(path).name
+def in_turn(ways: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
+    """Seconds of each way, in rounds over all of them; a first round warms up and is thrown away."""
+    seconds: dict[Name, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -109,86 +123,95 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 # -- the rows of `softdb bench` ----------------------------------------------------------------------------------------
 
 
-def is_peer(row: Row) -> bool:
-    """Whether an engine is neither softdb nor FAISS over softdb's own index."""
-    return not row["engine"].startswith("softdb") and row["engine"] != "faiss-refine"
-
-
-def goals(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Every goal and number of threads, in their order."""
-    return list(dict.fromkeys((row["goal"], row["threads"]) for row in rows))
-
-
-def best(rows: Sequence[Row], alone: bool = False) -> list[Row]:
-    """The better variant of each engine for each goal: one that meets it, then the faster in batches (or `alone`)."""
-    found: dict[tuple[str, int, str], Row] = {}
-    for row in rows:
-        place = row["goal"], row["threads"], row["engine"]
-        if place not in found or _rank(row, alone) > _rank(found[place], alone):
-            found[place] = row
-    return list(found.values())
-
-
 def leading(rows: Sequence[Row]) -> list[Row]:
     """The better variants of each engine, in batches and alone: every row that `compared` names is among them."""
-    kept = {id(row) for row in (*best(rows), *best(rows, alone=True))}
-    return [row for row in rows if id(row) in kept]
+    best = {id(row) for speed in (_rate, _rate_alone) for row in _best(rows, speed)}
+    return [row for row in rows if id(row) in best]
 
 
-def _rank(row: Row, alone: bool) -> tuple[bool, float]:
-    return row["met"], -_latency(row) if alone else _rate(row)
+def _best(rows: Sequence[Row], speed: Callable[[Row], float]) -> list[Row]:
+    """The better variant of each engine for each goal: one that meets it, then the faster."""
+    best: dict[tuple[str, int, str], Row] = {}
+    for row in sorted(rows, key=lambda row: (row["met"], speed(row))):
+        best[row["goal"], row["threads"], row["engine"]] = row
+    return list(best.values())
 
 
 def _rate(row: Row) -> float:
     return float(row["batch_queries_s"]["median"])
 
 
-def _latency(row: Row) -> float:
-    return float(row["single_ms"]["median"])
+def _rate_alone(row: Row) -> float:
+    return 1e3 / float(row["single_ms"]["median"])
 
 
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """softdb beside the peers that meet the goal: for each measure the best of both.
+    """softdb beside the fastest peer that meets the goal, in batches and in single queries.
 
     Ratios are softdb's over the other's. Without a recall to reach there is nothing to compare at.
     """
-    found = []
-    for goal, threads in goals(rows):
-        these = [row for row in rows if (row["goal"], row["threads"]) == (goal, threads) and row["met"]]
-        ours = [row for row in these if row["engine"].startswith("softdb") and row["target"] is not None]
-        if ours:
-            label = max(ours, key=_rate)["label"]
-            found.append({"goal": goal, "threads": threads, "softdb": label, **_beside(ours, these)})
-    return found
-
-
-def _beside(ours: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    fastest, peers = max(ours, key=_rate), [row for row in rows if is_peer(row)]
-    if peers:
-        for name, measure, choose in (("batch", _rate, max), ("single", _latency, min)):
-            mine, other = choose(ours, key=measure), choose(peers, key=measure)
-            ratio = _ratio(measure(mine), measure(other))
-            facts[name] = {"softdb": mine["label"], "peer": other["label"], "ratio": ratio}
-    graph = next((row for row in best(rows) if row["engine"] == "hnswlib"), None)
-    if graph is not None:
-        whole = graph["build_s"]["without_tuning"]
-        facts["hnswlib"] = {
-            "peer": graph["label"],
-            "index_bytes_ratio": _ratio(fastest["index_bytes"], graph["index_bytes"]),
-            "build_ratio": _ratio(fastest["build_s"]["without_tuning"], whole),
-            "build_with_tuning_ratio": _ratio(fastest["build_s"]["with_tuning"], whole),
-        }
-    over = next((row for row in rows if row["engine"] == "faiss-refine"), None)
-    same = over and next((row for row in rows if row["label"] == over["facts"].get("index")), None)
-    if over and same:
-        facts["over_faiss"] = {
-            "softdb": same["label"],
-            "batch_cost": round(_rate(over) / _rate(same) - 1, 3),
-            "single_cost_ms": round(_latency(same) - _latency(over), 4),
-        }
+    facts = []
+    for goal, threads in dict.fromkeys((row["goal"], row["threads"]) for row in rows):
+        fit = [row for row in rows if (row["goal"], row["threads"], row["met"]) == (goal, threads, True)]
+        ours = [row for row in fit if row["engine"].startswith("softdb") and row["target"] is not None]
+        peers = [row for row in fit if not row["engine"].startswith("softdb")]
+        if not ours:
+            continue
+        facts.append({"goal": goal, "threads": threads, "softdb": max(ours, key=_rate)["label"]})
+        if peers:
+            for name, speed in (("batch", _rate), ("single", _rate_alone)):
+                first, second = max(ours, key=speed), max(peers, key=speed)
+                ratio = speed(first) / speed(second) if name == "batch" else speed(second) / speed(first)
+                facts[-1][name] = {"softdb": first["label"], "peer": second["label"], "ratio": round(ratio, 3)}
     return facts
 
 
-def _ratio(mine: float, theirs: float) -> float | None:
-    return round(mine / theirs, 3) if theirs else None
+def can_draw(path: Path) -> None:
+    """BadInput or MissingDependency where a picture could not be written there, before anything is measured."""
+    from softdb.plots import figure
+
+    if path.suffix.lower() not in ENDS:
+        raise BadInput(f"the picture's name ends in {path.suffix!r}; expected one of {', '.join(ENDS)}")
+    figure()
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write the picture of a report, of its first number of threads: recall against speed, build times, sizes."""
+    from softdb.plots import figure, save
+
+    threads = result["setup"]["threads"][0]
+    rows = [row for row in result["rows"] if row["threads"] == threads]
+    drawn, axes = figure(columns=4, width=4.6)
+    colours = {row["engine"]: "" for row in rows}
+    colours = {name: f"C{place % 10}" for place, name in enumerate(colours)}
+    for ax, speed, title in ((axes[0], _rate, f"in batches, {threads} threads"), (axes[1], _rate_alone, "one by one")):
+        for name, colour in colours.items():
+            recalls, speeds = zip(*frontier([row for row in rows if row["engine"] == name], speed), strict=True)
+            ax.plot(recalls, speeds, marker="o", color=colour, label=name, linewidth=2.5 if "softdb" in name else 1.2)
+        ax.set(yscale="log", xlabel="recall", title=f"queries/s {title}")
+        ax.grid(True, which="both", color="0.92")
+    axes[0].legend(frameon=False, fontsize="small")
+    last = [row for row in _best(rows, _rate) if row["goal"] == rows[-1]["goal"]]
+    names, shades = [row["label"] for row in last], [colours[row["engine"]] for row in last]
+    for part, shade in (("with_tuning", "0.75"), ("without_tuning", shades)):  # grey: the seconds that tuning adds
+        axes[2].barh(names, [row["build_s"][part] for row in last], color=shade)
+    axes[3].barh(
+        [name if row["holds_keys"] else f"{name} (without keys)" for name, row in zip(names, last, strict=True)],
+        [row["index_bytes"] / MIB for row in last],
+        color=shades,
+    )
+    for ax, unit, title in ((axes[2], "seconds", "build"), (axes[3], "MiB", "index")):
+        ax.invert_yaxis()
+        ax.set(xlabel=unit, title=title)
+    data = result["data"]
+    drawn.suptitle(f"{data['name']}: {data['n']:,} × {data['dim']}, {data['metric']}, k = {result['setup']['k']}")
+    save(drawn, path)
+
+
+def frontier(rows: Sequence[Row], speed: Callable[[Row], float] = _rate) -> list[tuple[float, float]]:
+    """Recall and queries a second of the rows that no other of them beats in both, by recall."""
+    points: list[tuple[float, float]] = []
+    for point in sorted(((row["recall"], speed(row)) for row in rows), reverse=True):
+        if not points or point[1] > points[-1][1]:
+            points.append(point)
+    return points[::-1]

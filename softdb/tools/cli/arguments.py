@@ -19,7 +19,7 @@ from softdb.errors import BadInput
 
 if TYPE_CHECKING:
     from softdb.cluster import Cluster
-    from softdb.database import SoftDB, SoftVerbs
+    from softdb.database import SoftDB, Verbs
 
 __all__ = [
     "STDIN",
@@ -103,7 +103,7 @@ def _asked(typed: str, what: str) -> Any:
     return _json(typed, f"{what} starts with [ but") if typed.startswith("[") else typed
 
 
-def projected(db: SoftVerbs, asked: Any, file: Path | None) -> Any:
+def projected(db: Verbs, asked: Any, file: Path | None) -> Any:
     """A query, projected where a projection's file is given."""
     if file is None:
         return asked
@@ -171,8 +171,8 @@ def meant_ids(db: SoftDB | Cluster, words: list[str]) -> list[str | int]:
     """
     found = [_typed_id(word) for word in words]
     numbers: list[str | int] = [one for one in found if isinstance(one, int)]
-    texts = {str(one) for one, is_number in zip(numbers, db.stored(numbers), strict=True) if not is_number}
-    also = {one for one, is_text in zip(texts, db.stored(list(texts)), strict=True) if is_text}
+    texts = {str(one) for one, is_number in zip(numbers, db.core.stored(numbers), strict=True) if not is_number}
+    also = {one for one, is_text in zip(texts, db.core.stored(list(texts)), strict=True) if is_text}
     return [str(one) if isinstance(one, int) and str(one) in also else one for one in found]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from softdb.answers import Pooled
-    from softdb.database import SoftVerbs
+    from softdb.database import Verbs
 
 __all__ = ["attend", "search", "soft_answers"]
 
@@ -73,16 +73,16 @@ def search(
             exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k, offset=offset, group_by=group_by,
             group_size=group_size, texts=texts or None, **_hybrid(mode, fusion),
         )  # fmt: skip
-        answers = [[(hit.id, hit.score, hit.payload, hit.text) for hit in mine] for mine in hits]
+        answers = [[_fields("score", hit, hit.score) for hit in row] for row in hits]
     if as_json:
-        print_json([_facts("score", answer) for answer in answers])
+        print_json(answers)
         return
     for answer in answers:
         _show_hits("score", answer)
 
 
 def _hybrid(mode: Mode | None, fusion: str | None) -> dict[str, Any]:
-    """How a search takes words: a fusion is a word or a number."""
+    """Arguments of a search by words; a fusion is a word or a number."""
     try:
         weight = None if fusion is None else float(fusion)
     except ValueError:
@@ -105,45 +105,44 @@ def attend(
     asked, has_text = query_of(query)
     with answering(path, has_text, encoder, projection, quiet=as_json) as db:
         asked, filter_ = projected(db, asked, projection), filter_of(where)
-        found = soft_answers(db, asked, temperature, k, rtol, filter_)
+        answers = soft_answers(db, asked, temperature, k, rtol, filter_)
         is_label = db.num_classes is not None
-    facts = [{**fact, "hits": _facts("weight", answer)} for fact, answer in found]
     if as_json:
-        print_json(facts)
+        print_json(answers)
         return
-    for fact, answer in found:
-        _show_attended(fact, answer, temperature, is_label)
+    for answer in answers:
+        _show_attended(answer, temperature, is_label)
 
 
-def _facts(name: str, hits: list[Any]) -> list[dict[str, Any]]:
-    """Hits (id, number, payload, text) as JSON; `name` is that of the number."""
-    return [dict(zip(("id", name, "payload", "text"), hit, strict=True)) for hit in hits]
+def _fields(name: str, hit: Any, number: float) -> dict[str, Any]:
+    """A hit as JSON; `name` is that of its number."""
+    return {"id": hit.id, name: number, "payload": hit.payload, "text": hit.text}
 
 
 def soft_answers(
-    db: SoftVerbs,
+    db: Verbs,
     queries: Any,
     temperature: float,
     k: int | None = None,
     rtol: float | None = None,
     where: Any = None,
     shown: int = 10,
-) -> list[tuple[dict[str, Any], list[Any]]]:
-    """For each query the facts of its soft answer, and the records that weigh most: id, weight, payload, text."""
+) -> list[dict[str, Any]]:
+    """The soft answer to each query as JSON; "hits" are the records that weigh most."""
     pooled = db.attend(queries, temperature=temperature, k=k, rtol=rtol, where=where)
     # Σ w² = exp(lse(T/2) - 2 lse(T)); its inverse is the number of equal weights that would be as spread out
     half = db.attend(queries, temperature=temperature / 2, k=k, rtol=rtol, where=where)
     effective = (2 * pooled.lse - half.lse).exp().tolist()
     hits = db.search(queries, min(k or shown, shown), where=where)
     weighed = [
-        [(hit.id, math.exp(hit.score / temperature - lse), hit.payload, hit.text) for hit in mine]
-        for mine, lse in zip(hits, pooled.lse.tolist(), strict=True)
+        [_fields("weight", hit, math.exp(hit.score / temperature - lse)) for hit in row]
+        for row, lse in zip(hits, pooled.lse.tolist(), strict=True)
     ]
     missed = _missed(db, queries, pooled, temperature, where).tolist()
-    return [(_attended(pooled, i, effective[i], missed[i]), weighed[i]) for i in range(len(weighed))]
+    return [{**_attended(pooled, i, effective[i], missed[i]), "hits": hits} for i, hits in enumerate(weighed)]
 
 
-def _missed(db: SoftVerbs, queries: Any, pooled: Pooled, temperature: float, where: Any) -> Tensor:  # (q,)
+def _missed(db: Verbs, queries: Any, pooled: Pooled, temperature: float, where: Any) -> Tensor:  # (q,)
     """The share of the weight beyond the k nearest; where the answer does not tell, as a cluster's, by a pass."""
     unknown = pooled.missed_mass.isnan()
     if not bool(unknown.any()):
@@ -167,7 +166,7 @@ def _attended(pooled: Pooled, i: int, effective: float, missed: float) -> dict[s
     }
 
 
-def _show_attended(answer: dict[str, Any], hits: list[Any], temperature: float, is_label: bool) -> None:
+def _show_attended(answer: dict[str, Any], temperature: float, is_label: bool) -> None:
     """The answer to one soft query, in words and a table of the records that weigh most."""
     console = terminal()
     if not answer["candidates"]:
@@ -180,7 +179,7 @@ def _show_attended(answer: dict[str, Any], hits: list[Any], temperature: float, 
         f"{counted(answer['candidates'], 'record')} weighed at temperature {temperature:g}{missed}; "
         f"the answer is a mean of about {answer['effective_records']:,.1f} of them"
     )
-    _show_hits("weight", hits)
+    _show_hits("weight", answer["hits"])
     output = answer["output"]
     if is_label:
         best = sorted(range(len(output)), key=lambda label: -output[label])[:SHOWN]
@@ -190,15 +189,15 @@ def _show_attended(answer: dict[str, Any], hits: list[Any], temperature: float, 
         console.print("output   " + ", ".join(f"{number:.4f}" for number in output[:SHOWN]) + more)
 
 
-def _show_hits(name: str, hits: list[Any]) -> None:
-    """Hits (id, number, payload, text) as a table; `name` is that of the number. A text is shown after the payload."""
+def _show_hits(name: str, hits: list[dict[str, Any]]) -> None:
+    """Print hits as a table; `name` is that of their number. A text is shown after the payload."""
     if not hits:
         terminal().print("nothing found")
         return
-    longest = max(len(str(hit[0])) for hit in hits)
+    longest = max(len(str(hit["id"])) for hit in hits)
     room = max(20, terminal().width - longest - len(name) - 8)  # one line a hit on a terminal, all of it in a pipe
-    parts = [", ".join(filter(None, (_line(payload), text))) for _, _, payload, text in hits]
-    rows = [(f"{hit[1]:.4f}", safe(str(hit[0])), safe(part, room)) for hit, part in zip(hits, parts, strict=True)]
+    parts = [", ".join(filter(None, (_line(hit["payload"]), hit["text"]))) for hit in hits]
+    rows = [(f"{hit[name]:.4f}", safe(str(hit["id"])), safe(part, room)) for hit, part in zip(hits, parts, strict=True)]
     print_table((name, "id", "payload"), rows, numbers=(name,))
 
 

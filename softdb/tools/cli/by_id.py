@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
-from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
+from softdb.terminal import counted, dumps, print_json, print_result, print_table, safe
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -22,13 +22,13 @@ from softdb.tools.cli.arguments import (
     input_lines,
     typed_ids,
 )
-from softdb.tools.cli.places import answering, described, place, read, writing
+from softdb.tools.cli.places import answering, chosen, described, named_encoder, place, read, writing
 
 if TYPE_CHECKING:
     from softdb.answers import Record
     from softdb.cluster import TableCluster
     from softdb.database import SoftDB
-    from softdb.store import Store
+    from softdb.filters import FilteredStore
 
 __all__ = ["count", "delete", "get", "insert", "record_facts"]
 
@@ -68,14 +68,11 @@ def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
     """How many records there are, or how many a filter matches."""
     only = filter_of(where)
 
-    def stored(store: Store) -> int:
+    def stored(store: FilteredStore) -> int:
         return store.snapshot.records if only is None else len(store.matching_rows(only)[1])
 
     number = read(path, "count", stored, lambda db: db.count(only), as_json)
-    if as_json:
-        print_json({"count": number})
-    else:
-        terminal().print(number)
+    print_result({"count": number}, as_json, str(number))
 
 
 def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: AsJson = False) -> None:
@@ -85,10 +82,11 @@ def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: A
     with writing(path, quiet=as_json) as db:
         gone = db.delete(typed_ids(db, ids) if ids else None, filter_of(where))
         left = len(db)
-    if as_json:
-        print_json({"deleted": gone, "records": left})
-    else:
-        terminal().print(f"{counted(gone, 'record')} deleted, {left:,} in {escape(place(path))}")
+    print_result(
+        {"deleted": gone, "records": left},
+        as_json,
+        f"{counted(gone, 'record')} deleted, {left:,} in {escape(place(path))}",
+    )
 
 
 class _Piped(NamedTuple):
@@ -122,8 +120,6 @@ def insert(
     A text without a key is embedded where the database has an encoder; "key": null, or no key in an export, is a
     record without one. Fields beside id, key, value, payload and text are the payload.
     """
-    from softdb.tools.cli.encoders import chosen, named_encoder
-
     dim, noted = described(path)
     made = None if encoder is None else named_encoder(chosen(path, noted, encoder), dim)
     done, number = 0, 0
@@ -147,10 +143,11 @@ def insert(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{counted(done, 'record')} inserted, on disk") from None
         total = len(db)
-    if as_json:
-        print_json({"inserted": done, "records": total})
-    else:
-        terminal().print(f"{counted(done, 'record')} inserted, {total:,} in {escape(place(path))}")
+    print_result(
+        {"inserted": done, "records": total},
+        as_json,
+        f"{counted(done, 'record')} inserted, {total:,} in {escape(place(path))}",
+    )
 
 
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_Piped]:

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and where it failed one line on standard error."""
+"""The end of a command: its exit code, and one line on standard error where it failed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def exit_code(error: BaseException, as_json: bool) -> int:
         _tell("Interrupted", f"interrupted: {error}".removesuffix(": "), INTERRUPTED, as_json)
         return INTERRUPTED
     if hasattr(error, "format_message"):  # of the parser: a command, an option or an argument that is wrong
-        _tell("Usage", _usage(error), USAGE, as_json)
+        context = getattr(error, "ctx", None)
+        program = "softdb" if context is None else context.command_path
+        _tell("Usage", f"{error.format_message().rstrip('.')}; see {program} --help", USAGE, as_json)
         return USAGE
     message, code = str(error), FAILED
     if isinstance(error, OSError) and error.strerror and not isinstance(error, SoftDBError):
@@ -69,15 +71,8 @@ def warn_in_one_line(as_json: bool) -> None:
     warnings.showwarning = show
 
 
-def _usage(error: Any) -> str:
-    """What the parser says, and whose help tells more."""
-    context = getattr(error, "ctx", None)
-    place = "softdb" if context is None else context.command_path
-    return f"{error.format_message().rstrip('.')}; see {place} --help"
-
-
 def _drop_output() -> None:
-    """What is still to be written goes nowhere: when Python ends it would be tried, and reported, again."""
+    """Drop unwritten output: when Python ends it would write, and report, again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):  # where it is no file of the system
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,28 +1,39 @@
-"""What a command's PATH names, opened: a database's directory or, of the commands that take one, a cluster's table."""
+"""The databases of a command's PATH, opened: a directory, or a cluster's table where the command takes one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from softdb.errors import SoftDBError
+from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import progress
 
 if TYPE_CHECKING:
     from softdb.check import Encoder
     from softdb.cluster import TableCluster
     from softdb.database import SoftDB
+    from softdb.filters import FilteredStore
     from softdb.index.choose import Progress
-    from softdb.store import Store
 
     Place: TypeAlias = SoftDB | TableCluster
 
 T = TypeVar("T")
 
-__all__ = ["answering", "described", "opened", "place", "read", "writing"]
+__all__ = [
+    "answering",
+    "chosen",
+    "described",
+    "named_encoder",
+    "opened",
+    "place",
+    "read",
+    "require_outside",
+    "writing",
+]
 
 PATIENCE = 600.0  # seconds for a cluster's shards; a person can end it before
 
@@ -51,14 +62,16 @@ def answering(
     return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None, quiet)
 
 
-def read(path: Path, verb: str, of_store: Callable[[Store], T], of_handle: Callable[[Place], T], quiet: bool) -> T:
+def read(
+    path: Path, verb: str, of_store: Callable[[FilteredStore], T], of_handle: Callable[[Place], T], quiet: bool
+) -> T:
     """Ask a database's store, which imports no torch; where there is none, or it refuses to open, ask the handle."""
     import apsw
 
-    from softdb.store import Store
+    from softdb.filters import FilteredStore
 
     try:
-        store = Store(path, "r", None)
+        store = FilteredStore(path, "r", None)
     except (SoftDBError, OSError, apsw.Error):  # a table of a cluster; or an error that the handle names
         with answering(path, quiet=quiet) as db:
             return of_handle(db)
@@ -119,9 +132,7 @@ def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None, quie
 
 
 def _asking(path: Path, encoder: str | None, projection: Path | None) -> Encoder:
-    """What makes queries of texts."""
-    from softdb.tools.cli.encoders import chosen, named_encoder
-
+    """Return the encoder of a command's texts."""
     dim, noted = described(path)
     if projection is not None:
         from softdb.train import TextTowers, load
@@ -131,3 +142,54 @@ def _asking(path: Path, encoder: str | None, projection: Path | None) -> Encoder
             base = chosen(path, trained.metadata.get("encoder"), encoder)
             return TextTowers(trained, named_encoder(base, dim, path))
     return named_encoder(chosen(path, noted, encoder), dim, path)
+
+
+def _lies_in(one: Path, folder: Path) -> bool:
+    return one.absolute().is_relative_to(folder.absolute()) or one.resolve().is_relative_to(folder.resolve())
+
+
+def _is_ours(name: str) -> bool:
+    """Return True for a name that loads nothing a stranger could have put in a model's place."""
+    from softdb.data.encoder import DEMO
+    from softdb.encoders import ngrams
+
+    return name == DEMO or ngrams(name) is not None
+
+
+def require_outside(path: Path, name: str) -> str:
+    """The name of an encoder. BadInput where that is a model in the database's own directory."""
+    if not _is_ours(name) and Path(name).exists() and _lies_in(Path(name), path):
+        raise BadInput(f"the model {name!r} lies in the database's own directory, and models run code; move it out")
+    return name
+
+
+def chosen(path: Path, noted: str | None, asked: str | None, default: str | None = None) -> str:
+    """The name of a database's encoder: asked for, noted there, or else the default. BadInput where they differ."""
+    from softdb.train.projection import TRAINED
+
+    if asked is not None and noted not in (None, require_outside(path, asked)):
+        raise BadInput(f"the keys of {path} were made by the encoder {noted!r}, not {asked!r}; leave --encoder out")
+    if noted is not None and noted.startswith(TRAINED):
+        raise BadInput(f"the keys of {path} were trained; texts are asked with what that wrote: --projection FILE.pt")
+    if asked is None and noted is not None and not _is_ours(noted):
+        # what a stranger has noted must not choose which model is loaded
+        remedy = f"load it with --encoder {shlex.quote(noted)}"
+        raise BadInput(f"the keys of {path} were made by the model {noted!r}; {remedy}")
+    name = asked or noted or default
+    if name is None:
+        raise BadInput(
+            f"{path} does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers"
+        )
+    return name
+
+
+def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -> Encoder:
+    """The encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
+
+    `demo` with the path of a demo database is the encoder of its queries, as trained.
+    """
+    from softdb.data.encoder import DEMO, demo_encoder
+    from softdb.encoders import ngrams
+    from softdb.text import SentenceEncoder
+
+    return demo_encoder(path) if name == DEMO else ngrams(name, dim) or SentenceEncoder(name)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from softdb.database import SoftDB
 from softdb.errors import BadInput, MissingDependency
 from softdb.tools.cli.places import opened
 
-__all__ = ["Served"]
+if TYPE_CHECKING:
+    from softdb.database import SoftDB
+
+__all__ = ["HOST", "PORT", "Served"]
+
+HOST, PORT = "127.0.0.1", 8730  # of the page
 
 
 class Served:
@@ -35,12 +40,7 @@ class Served:
             if self._encoder is not None:
                 raise
             self._db, self.takes_text = opened(path), False
-        self._file = self._identity(path)
-
-    @staticmethod
-    def _identity(path: Path) -> tuple[int, int]:
-        facts = (path / "catalog.sqlite").stat()
-        return facts.st_dev, facts.st_ino
+        self._file = _identity(path)
 
     def newest(self) -> SoftDB:
         """The database with all that was committed before; another may lie there meanwhile, or none.
@@ -51,7 +51,7 @@ class Served:
             return self._db
         with self._lock:
             try:
-                same = self._identity(self._path) == self._file
+                same = _identity(self._path) == self._file
             except OSError:
                 same = False
             if same and not self._db.closed:
@@ -60,3 +60,8 @@ class Served:
                 self._db.close()
                 self._open(self._path)
             return self._db
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    facts = (path / "catalog.sqlite").stat()
+    return facts.st_dev, facts.st_ino

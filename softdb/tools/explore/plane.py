@@ -35,7 +35,7 @@ class Temperatures:
 
 @dataclass(frozen=True)
 class Plane:
-    """Where a sample of the records lies.
+    """A sample of the records on a plane.
 
     The sample are the rows with the smallest hashes, so that it changes little as the database does; the axes keep
     their signs. A cosine does not see lengths, so a query is drawn as long as keys are.
@@ -55,34 +55,46 @@ class Plane:
     @classmethod
     def of(cls, db: SoftDB, before: Plane | None = None) -> Plane:
         """Of the generation that a handle sees; the last one's axes keep their signs. Cost m d min(m, d)."""
-        snapshot, _ = db.view()
+        snapshot, _ = db.core.view()
         live = np.flatnonzero(snapshot.live)
         rows, whole = snapshot.rows(live), len(live)
         if len(rows) > SAMPLE:
             chosen = np.sort(np.argpartition(_hashed(rows), SAMPLE)[:SAMPLE])
             live, rows = live[chosen], rows[chosen]
-        found = db.resolve(rows, texts=True)
+        found = db.core.store.read(rows, texts=True)
         there = np.array([row in found for row in rows.tolist()], np.bool_)
         positions = live[there]
         keys = snapshot.keys_at(positions).float() if len(positions) else torch.zeros(0, db.dim)
         wide = keys.double().numpy()
         centre = wide.mean(0) if len(wide) else np.zeros(db.dim)
         axes, share = _axes(wide - centre)
-        made = db.reembedded
+        made = db.core.reembedded
         if before is not None and before.axes.shape == axes.shape:
             axes = axes * np.where((before.axes * axes).sum(0) < 0, -1, 1)
         length = float(np.linalg.norm(wide, axis=1).mean()) if db.metric == "cosine" and len(wide) else None
         entries = [found[row] for row in rows[there].tolist()]
-        hot = _temperatures(score_of(db.schema.metric)(keys[:QUERIES], keys), whole)
+        hot = _temperatures(score_of(db.core.schema.metric)(keys[:QUERIES], keys), whole)
         return cls(snapshot.generation, made, entries, rows[there], keys, centre, axes, share, length, hot)
 
     def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
-        """Where vectors lie."""
+        """Coordinates of vectors."""
         found: Floats = (np.asarray(vectors, np.float64) - self.centre) @ self.axes
         return found
 
+    def lights(self, db: SoftDB, query: Tensor | None, where: Any) -> list[float | None]:  # (1, d) -> m
+        """The scores of the map's records; None without a query, and of those that the filter leaves out."""
+        if query is None:
+            return [None] * len(self.keys)
+        scores = score_of(db.core.schema.metric)(query, self.keys)[0].tolist()
+        if where is None:
+            return list(scores)
+        snapshot, allowed = db.core.view(where)
+        positions = snapshot.positions(self.rows)
+        keep = (positions >= 0) & (True if allowed is None else allowed[positions])
+        return [score if own else None for score, own in zip(scores, keep.tolist(), strict=True)]
+
     def query_at(self, query: Tensor) -> Floats:  # (d,) -> (2,)
-        """Where a query lies."""
+        """Coordinates of a query."""
         vector = query.double().numpy()
         norm = float(np.linalg.norm(vector))
         return self.at(vector if self.length is None or not norm else vector * (self.length / norm))
@@ -129,8 +141,9 @@ def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m), of the q f
 
 
 def _start(scores: Tensor, n: int, low: float, high: float) -> float | None:
-    """Where a question by a stored record is answered by about FEW records, itself among them, or by √n where that is
-    less: a soft query to begin with, whatever the keys. None where no temperature is that one.
+    """The temperature at which about FEW records, or √n where that is less, answer a question by a stored record.
+
+    None where there is no such temperature.
     """
     few = min(FEW, math.sqrt(n))
     each = torch.full(scores.shape, (n - 1) / max(1, scores.shape[1] - 1))  # records that one of the sample stands for

@@ -1,15 +1,17 @@
-"""The server behind the page: routes, a few threads that answer, and an end for what nobody waits for any more."""
+"""The server behind the page: routes, a few threads that answer, and an end for answers that nobody waits for."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,11 +19,12 @@ from starlette.routing import Route
 
 from softdb.errors import BadInput, Closed, SoftDBError, StaleRead, UnknownId
 from softdb.terminal import dumps
-from softdb.tools.explore.answers import Answers, Wanted
-from softdb.tools.explore.asked import Question, Weighing
-from softdb.tools.explore.guard import Guard, told_error
+from softdb.tools.cli.served import HOST, PORT
+from softdb.tools.explore.guard import LONGEST, Connection, Guard, failure
+from softdb.tools.explore.questions import Question, Weighing
+from softdb.tools.explore.replies import Answers, Wanted
 
-__all__ = ["Desk", "application"]
+__all__ = ["Desk", "application", "configured", "listening"]
 
 THREADS = 2  # that answer at once
 WAITING = 32  # questions that may wait for them
@@ -42,21 +45,28 @@ class Desk:
     """Answers in a few threads. What the browser no longer waits for is not begun, or ends at its next step."""
 
     def __init__(self, answers: Answers) -> None:
-        self._answers, self._pool, self._open = answers, ThreadPoolExecutor(THREADS, "explore"), 0
+        self._pool, self._open = ThreadPoolExecutor(THREADS, "explore"), 0
         self.overtaken = 0  # questions that ended so
+        self.calls: dict[str, Callable[[dict[str, str], Wanted], dict[str, Any]]] = {
+            "about": lambda given, wanted: answers.about(),
+            "map": lambda given, wanted: answers.map(),
+            "ask": lambda given, wanted: answers.ask(Question.of(given), Weighing.of(given), wanted),
+            "weigh": lambda given, wanted: answers.weigh(Question.of(given), Weighing.of(given), wanted),
+            "compare": lambda given, wanted: answers.compare(Question.of(given), wanted),
+        }
 
-    async def answered(self, request: Request, work: Callable[[Wanted], dict[str, Any]]) -> Response:
-        """What a piece of work finds, as JSON; or its error."""
+    async def answered(self, request: Request) -> Response:
+        """The answer of the call that a path names, as JSON; or its error."""
         if self._open >= THREADS + WAITING:
-            return told_error("Busy", "too many questions at once; ask again in a moment", 503)
-        left = threading.Event()
+            return failure("Busy", "too many questions at once; ask again in a moment", 503)
+        left, call = threading.Event(), self.calls[request.url.path.rpartition("/")[2]]
 
         def wanted() -> None:
             if left.is_set():
                 raise Overtaken
 
         self._open += 1
-        future: asyncio.Future[Any] = asyncio.wrap_future(self._pool.submit(_in_words, work, wanted))
+        future: asyncio.Future[Any] = asyncio.wrap_future(self._pool.submit(_answer, call, request, wanted))
         future.add_done_callback(self._done)
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
@@ -78,33 +88,6 @@ class Desk:
         """Begin nothing more."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    async def about(self, request: Request) -> Response:
-        """The facts of the database."""
-        return await self.answered(request, lambda _: self._answers.about())
-
-    async def map(self, request: Request) -> Response:
-        """The map."""
-        return await self.answered(request, lambda _: self._answers.map())
-
-    async def ask(self, request: Request) -> Response:
-        """The nearest records and their weights."""
-        given = _given(request)
-        return await self.answered(
-            request, lambda wanted: self._answers.ask(Question.of(given()), Weighing.of(given()), wanted)
-        )
-
-    async def weigh(self, request: Request) -> Response:
-        """The weights at another temperature."""
-        given = _given(request)
-        return await self.answered(
-            request, lambda wanted: self._answers.weigh(Question.of(given()), Weighing.of(given()), wanted)
-        )
-
-    async def compare(self, request: Request) -> Response:
-        """The recall of one answer."""
-        given = _given(request)
-        return await self.answered(request, lambda wanted: self._answers.compare(Question.of(given()), wanted))
-
 
 def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
     """The page and its answers, for requests that name one of these hosts."""
@@ -113,25 +96,43 @@ def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in pages:
-            return told_error("NotFound", f"there is no {name[:80]!a} here", 404)
+            return failure("NotFound", f"there is no {name[:80]!a} here", 404)
         return Response(pages[name], media_type=_FILES[name])
 
-    calls = ("about", "map", "ask", "weigh", "compare")
-    routes = [Route(f"/api/{one}", getattr(desk, one), methods=["GET"]) for one in calls]
+    routes = [Route(f"/api/{name}", desk.answered, methods=["GET"]) for name in desk.calls]
     routes += [Route("/", file, methods=["GET"]), Route("/{name:path}", file, methods=["GET"])]
     return Guard(Starlette(routes=routes), hosts), desk
 
 
-def _given(request: Request) -> Callable[[], dict[str, str]]:
-    """The parameters of a URL, each given once."""
+def configured(app: Guard) -> uvicorn.Config:
+    """The settings of the server: plain HTTP/1.1, short requests that come in soon, nothing logged but errors."""
+    return uvicorn.Config(
+        app, log_level="error", access_log=False, server_header=False, lifespan="off", ws="none", http=Connection,
+        proxy_headers=False, h11_max_incomplete_event_size=2 * LONGEST, timeout_graceful_shutdown=1,
+    )  # fmt: skip
 
-    def given() -> dict[str, str]:
-        found = request.query_params.multi_items()
-        if len(dict(found)) < len(found):
-            raise BadInput("a parameter is given twice; give each once")
-        return dict(found)
 
-    return given
+def listening(port: int | None) -> socket.socket:
+    """A socket of this machine alone: at the port, or at the usual one or any that is free."""
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # said, so that asyncio sends the end of an answer at once
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, PORT if port is None else port))
+        listener.listen()  # now, so that whoever reads the address can connect
+    except OSError as error:
+        if port is not None:
+            listener.close()
+            raise BadInput(f"port {port} cannot be had ({error.strerror}); give another, or leave --port out") from None
+        listener.bind((HOST, 0))
+        listener.listen()
+    return listener
+
+
+def _parameters(request: Request) -> dict[str, str]:
+    items = request.query_params.multi_items()
+    if len(dict(items)) < len(items):
+        raise BadInput("a parameter is given twice; give each once")
+    return dict(items)
 
 
 async def _disconnected(request: Request) -> None:
@@ -139,20 +140,20 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _in_words(work: Callable[[Wanted], dict[str, Any]], wanted: Wanted) -> Response:
-    """What a piece of work finds, or what went wrong, as JSON. In a thread."""
+def _answer(call: Callable[[dict[str, str], Wanted], dict[str, Any]], request: Request, wanted: Wanted) -> Response:
+    """The answer of a call as JSON, or its error. Runs in a thread."""
     try:
         wanted()
         try:
-            found = work(wanted)
+            answer = call(_parameters(request), wanted)
         except (StaleRead, Closed):  # another process wrote meanwhile, or made another database in its place
-            found = work(wanted)
+            answer = call(_parameters(request), wanted)
     except Overtaken:
         return Response(status_code=499)
     except (SoftDBError, OSError) as error:
         status = 404 if isinstance(error, UnknownId) else 400 if isinstance(error, BadInput) else 503
-        return told_error(type(error).__name__, str(error), status)
+        return failure(type(error).__name__, str(error), status)
     except Exception as error:
         _log.exception("the explorer met an error that it did not expect")
-        return told_error(type(error).__name__, "an error that should not be; the terminal says more", 500)
-    return Response(dumps(found), media_type="application/json")
+        return failure(type(error).__name__, "an error that should not be; the terminal says more", 500)
+    return Response(dumps(answer), media_type="application/json")

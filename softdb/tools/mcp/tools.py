@@ -7,7 +7,6 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any
 
 from mcp.server.mcpserver.exceptions import ToolError
@@ -46,14 +45,8 @@ K = Annotated[int, Field(ge=1, le=MOST, description="How many records.")]
 class Tools:
     """The tools over one database. Calls take turns; each sees what was committed before it."""
 
-    def __init__(self, path: Path, encoder: str | None) -> None:
-        self._served, self._turn = Served(path, encoder), threading.Lock()
-
-    def __enter__(self) -> Tools:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._served.__exit__()
+    def __init__(self, served: Served) -> None:
+        self._served, self._turn = served, threading.Lock()
 
     def server(self) -> Server:
         """The server with its tools."""
@@ -113,7 +106,7 @@ class Tools:
     ) -> dict[str, Any]:  # fmt: skip
         """Records by their ids, with payload and text; those that are not stored are named as missing."""
         db = self._served.newest()
-        stored = db.stored(ids)
+        stored = db.core.stored(ids)
         found = db.get([one for one, there in zip(ids, stored, strict=True) if there]) if stored.any() else ()
         records = ({"id": one.id, "payload": one.payload, "text": one.text} for one in found)
         missing = [one for one, there in zip(ids, stored, strict=True) if not there]
@@ -136,11 +129,9 @@ class Tools:
         describe says num_classes. effective_records says over how many records the weights are spread.
         """
         db = self._served.newest()
-        ((fact, hits),) = soft_answers(db, _query(text, vector), temperature, where=where, shown=k)
-        output = fact.pop("output")
-        told = {"output": output[:NUMBERS], "output_width": len(output), **fact}
-        parts = ({"id": one[0], "weight": one[1], "payload": one[2], "text": one[3]} for one in hits)
-        return told | _bounded("hits", parts)
+        (answer,) = soft_answers(db, _query(text, vector), temperature, where=where, shown=k)
+        output, hits = answer.pop("output"), answer.pop("hits")
+        return {"output": output[:NUMBERS], "output_width": len(output), **answer} | _bounded("hits", hits)
 
 
 def _query(text: str | None, vector: list[float] | None) -> Any:

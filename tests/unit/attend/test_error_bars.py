@@ -17,7 +17,7 @@ import softdb
 from softdb.attend.error import ErrorEstimate, bars, joined, pooled_at, spread_at, sure
 from softdb.check import Metric
 from softdb.index.contract import prepared
-from softdb.index.tail import Tail, _Drawing
+from softdb.index.tail import Drawing, Tail
 
 Array = np.ndarray[Any, Any]
 N = 12_000  # a little more than are worth an estimate
@@ -118,9 +118,9 @@ def test_what_a_gradient_is_wanted_of_is_looked_at_once(monkeypatch: pytest.Monk
     looks: list[int] = []
     draw = Tail.draw
 
-    def spied(self: Tail, snapshot: Any, queries: Any, factor: float, near: int, *more: Any) -> Any:
-        looks.append(near)
-        return draw(self, snapshot, queries, factor, near, *more)
+    def spied(self: Tail, ask: Drawing) -> Any:
+        looks.append(ask.near)
+        return draw(self, ask)
 
     monkeypatch.setattr(Tail, "draw", spied)
     asked = torch.from_numpy(world.queries).requires_grad_()
@@ -142,7 +142,7 @@ def test_records_score_no_more_than_their_caps(name: str) -> None:
     tail, snapshot = tail_of(db), db._store.snapshot
     asked = prepared(world.queries, tail.index.metric)
     lists = tail._seen_by(asked)
-    found = tail._near(_Drawing(snapshot, asked, 1.0, 300, 400, 0, 0.05, np.nan), lists)
+    found = tail._near(Drawing(snapshot, asked, 1.0, 300, 400, 0, 0.05, np.nan), lists)
     keys = prepared(world.keys, tail.index.metric).astype(np.float64)
     above = 0
     for i, query in enumerate(asked.astype(np.float64)):
@@ -218,7 +218,7 @@ def test_draws_that_contradict_the_caps_say_nothing(monkeypatch: pytest.MonkeyPa
 
 def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> ErrorEstimate:
     output, lse = pooled_at(logits, snapshot, positions, 5)
-    found, _ = spread_at(logits, logs, snapshot, positions, output.numpy(), lse.numpy(), salt)
+    found, _ = spread_at(logits, logs, snapshot, positions, (output.numpy(), lse.numpy()), salt)
     none = np.full(len(logits), 0.01)
     return found._replace(unseen=none, hidden=none**2, thinned=none, reach=np.full(len(logits), 4.0))
 

@@ -15,7 +15,7 @@ from sklearn.neighbors import KernelDensity
 
 import softdb
 from softdb.attend.error import bars, f_quantile, pooled_at, spread_at
-from softdb.index.tail import Tail
+from softdb.index.tail import Drawing, Tail
 from softdb.scores import Gaussian, Laplacian, NegativeL2
 
 Array = np.ndarray[Any, Any]
@@ -92,7 +92,7 @@ def test_every_record_is_drawn_with_the_probability_stated(db: softdb.SoftDB, qu
     hits, chances = np.zeros(N), np.zeros(N)
     draws = 300
     for seed in range(draws):
-        found = tail.draw(snapshot, queries[:1], 10.0, 200, 1500, seed, 0.05)
+        found = tail.draw(Drawing(snapshot, queries[:1], 10.0, 200, 1500, seed, 0.05))
         rows, logs = found.positions[0], found.log_weights[0]
         rows, logs = rows[rows >= 0], logs[rows >= 0]
         assert len(set(rows.tolist())) == len(rows)
@@ -115,7 +115,7 @@ def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries
     tail, _ = db._finder.tail(db._store.snapshot)
     assert tail is not None
     for near, budget in ((500, 2 * N), (N // 2, 10)):  # so many draws, or so many near that all are
-        found = tail.draw(db._store.snapshot, queries[:2], 10.0, near, budget, 0, 0.05)
+        found = tail.draw(Drawing(db._store.snapshot, queries[:2], 10.0, near, budget, 0, 0.05))
         for rows, logs in zip(found.positions, found.log_weights, strict=True):
             assert sorted(rows[rows >= 0].tolist()) == list(range(N))
             assert (logs[rows >= 0] == 0).all()
@@ -156,7 +156,7 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     keys, logits, logs = random.standard_normal((400, width)), random.random((1, 400)), 3 * random.random((1, 400))
     world, all_of_them = worlds.snapshot(keys), np.arange(400)[None]
     output, lse = pooled_at(logits, world, all_of_them, width)
-    spread, _ = spread_at(logits, logs.astype(np.float32), world, all_of_them, output.numpy(), lse.numpy())
+    spread, _ = spread_at(logits, logs.astype(np.float32), world, all_of_them, (output.numpy(), lse.numpy()))
     found = bars(spread, 0.95)
     weights = np.exp(logits[0] - lse.numpy())
     noise = (1 - np.exp(-logs[0])) * weights**2
@@ -184,7 +184,7 @@ def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
     scores[positions < 0] = -np.inf
     logits = (scores / 0.3 + logs).astype(kind)
     output, lse = pooled_at(logits, world, positions, classes or 7)
-    spread, weights = spread_at(logits, logs, world, positions, output.numpy(), lse.numpy())
+    spread, weights = spread_at(logits, logs, world, positions, (output.numpy(), lse.numpy()))
     found = bars(spread, 0.95)
     state = sampled(
         torch.from_numpy(scores), 0.3, torch.from_numpy(positions >= 0), torch.from_numpy(logs).double(),
@@ -409,7 +409,7 @@ def test_counts_end_within_their_tolerance_or_exactly(
     found = db.count_within(queries, 0.4, rtol=0.01)
     assert found.exact.all()  # of so few records
     assert torch.equal(found.value, truth)
-    monkeypatch.setattr("softdb.attend.count.SLOWER", 2)
+    monkeypatch.setattr("softdb.index.planner.SLOWER", 2)
     found = db.count_within(queries, 0.4, rtol=0.1)
     assert found.met.all()
     assert not found.exact.all()

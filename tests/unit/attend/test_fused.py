@@ -15,7 +15,7 @@ from worlds import snapshot
 
 from softdb import kernels
 from softdb.attend import Columns, fused
-from softdb.attend import streaming as exact
+from softdb.attend import blocks as exact
 from softdb.check import Metric
 from softdb.errors import BadInput
 from softdb.kernels import threads
@@ -123,7 +123,7 @@ def check_level(one: World, truth: Answer, bound: float) -> None:
     with np.errstate(divide="ignore"):
         lse = np.log(state.total) + state.top / one.ask.temperature
     np.testing.assert_allclose(lse, truth.lse, rtol=1e-6, atol=bound)
-    grad = fused.backward(one.queries, one.ask, state, one.output_grad, one.lse_grad)
+    grad = fused.backward(one.queries, one.ask, state, (one.output_grad, one.lse_grad))
     np.testing.assert_allclose(grad, truth.queries, atol=2 * bound * max(1.0, float(np.abs(truth.queries).max())))
 
 
@@ -182,7 +182,7 @@ def test_keys_and_values_learn(q: int) -> None:
             alone = one.ask._replace(columns=columns, keep=one.ask.keep[part])
             key_grad, value_grad = (np.zeros_like(column) for column in (segment.keys, segment.values))
             # the state of the whole, so that the parts' gradients are those of the whole
-            fused.backward(one.queries, alone, state, one.output_grad, one.lse_grad, key_grad, value_grad)
+            fused.backward(one.queries, alone, state, (one.output_grad, one.lse_grad), (key_grad, value_grad))
             for found, right in ((key_grad, truth.keys), (value_grad, truth.values)):
                 assert right is not None
                 np.testing.assert_allclose(found, right[part], atol=2e-5 * max(1.0, float(np.abs(right).max())))
@@ -232,7 +232,7 @@ def test_near_duplicates_far_out_keep_their_distances(rng: np.random.Generator) 
     one = World(stored, np.ones((6, 500), np.bool_), ask, keys[:6] + np.float32(1e-3), *grads)
     truth, state = expected(one), fused.forward(one.queries, one.ask)
     np.testing.assert_allclose(state.output, truth.output, atol=1e-4)
-    found = fused.backward(one.queries, one.ask, state, *grads)
+    found = fused.backward(one.queries, one.ask, state, grads)
     np.testing.assert_allclose(found, truth.queries, atol=2e-3 * float(np.abs(truth.queries).max()))
 
 
@@ -249,7 +249,7 @@ def test_blocks_that_cannot_matter_are_not_read(rng: np.random.Generator) -> Non
     truth = weights @ stored.segments[0].values[:512] / weights.sum()  # type: ignore[index]
     state = fused.forward(queries, ask)
     np.testing.assert_allclose(state.output, np.tile(truth, (2, 1)), rtol=1e-5)
-    grad = fused.backward(queries, ask, state, np.ones((2, 3), np.float32), np.zeros(2, np.float32))
+    grad = fused.backward(queries, ask, state, (np.ones((2, 3), np.float32), np.zeros(2, np.float32)))
     assert np.isfinite(grad).all()
 
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import pretend
+from given_costs import GivenCosts
 
 import softdb
-from softdb import gpu
 from softdb.answers import Hits
-from softdb.attend import exact
-from softdb.attend.pace import Pace, PassRate
-from softdb.index import resident
-from softdb.index.device import Board
+from softdb.device import Board, availability, compare, nearest, resident
+from softdb.index.planner import EstimateCosts, PassRate
 from softdb.scores import Gaussian, Laplacian
 from softdb.store.compact import compact
 
@@ -73,9 +71,9 @@ ASKED: dict[str, Callable[[softdb.SoftDB, torch.Tensor], tuple[Any, ...]]] = {
     "groups": lambda db, q: hits(db.search(q, 2, group_by="g", group_size=2)),
     "attend": lambda db, q: pooled(db.attend(q, temperature=0.7)),
     "attend, filter": lambda db, q: pooled(db.attend(q, where=WHERE)),
-    "attend, mask": lambda db, q: pooled(db.attend(q, mask=torch.arange(db.keyed) % 3 > 0)),
+    "attend, mask": lambda db, q: pooled(db.attend(q, mask=torch.arange(db.core.keyed) % 3 > 0)),
     "attend, k": lambda db, q: pooled(db.attend(q, k=5)),
-    "attend, k, mask": lambda db, q: pooled(db.attend(q, k=5, mask=torch.arange(db.keyed) % 2 > 0)),
+    "attend, k, mask": lambda db, q: pooled(db.attend(q, k=5, mask=torch.arange(db.core.keyed) % 2 > 0)),
     "weights": lambda db, q: pooled(db.attend(q, need_weights=True)),
     "sparse": lambda db, q: pooled(db.attend(q, weights="sparsemax")),
     "mean": lambda db, q: pooled(db.attend(q, weights="uniform")),
@@ -195,10 +193,10 @@ def test_it_follows_every_change(
         for name in rng.choice(names, 4, replace=False):
             assert_alike(asked(reader, queries, name), asked(writer, queries, name))
         there = reader if on[1] else writer
-        request, source = there.request(queries)
-        kept.append((request, source, exact(request, source)))
+        request, source = there.core.request(queries)
+        kept.append((request, source, source.exact(request)))
         for before, seen, answer in kept[-6:]:  # what saw an older generation sees it still
-            assert_alike(pooled(exact(before, seen)), pooled(answer))
+            assert_alike(pooled(seen.exact(before)), pooled(answer))
     assert there.stats().device.keys == ("resident" if fits else "streamed")  # type: ignore[union-attr]
 
 
@@ -226,7 +224,7 @@ def one(found: softdb.Estimate) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", ["dot", "distances, labels"])
 def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
-    monkeypatch.setattr("softdb.attend.rounds.measured", lambda *_: Pace(1.0, 1.0, 1e-9, 1e-9))  # a pass is dear
+    monkeypatch.setattr(GivenCosts, "estimates", EstimateCosts(PassRate(1.0, 1.0), 1e-9, 1e-9))  # a pass is dear
     db = filled(None, kind, rng, 30_000)
     db.build_index("ivf")
     insert(db, kind, rng, range(30_000, 30_100))  # which the index lacks
@@ -247,19 +245,9 @@ def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.G
         torch.testing.assert_close(ESTIMATED[name](db, queries), answer, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cheap", ["device", "host"])
-def test_what_does_not_fit_goes_where_it_is_faster(cheap: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_what_does_not_fit_streams(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
     monkeypatch.setattr(resident, "room", lambda device: 0)
-    times = iter([1.0, 2.0] if cheap == "device" else [2.0, 1.0])  # of what is sent, and of what the CPU reads
-    measured: list[int] = []
-
-    def rated(pass_over: Callable[[int], object], numbers: int) -> PassRate:
-        pass_over(3)
-        measured.append(numbers)
-        return PassRate(next(times), 0.0)
-
-    monkeypatch.setattr("softdb.attend.on_host.rate", rated)
     db = filled(None, "dot", rng, 5000)
     queries = torch.from_numpy(rng.standard_normal((4, D)).astype(np.float32))
     names = ["attend", "attend, filter", "attend, mask", "kernel"]
@@ -268,8 +256,7 @@ def test_what_does_not_fit_goes_where_it_is_faster(cheap: str, rng: np.random.Ge
     for name in names:
         assert_alike(asked(db, queries, name), expected[name])
     answer = db.attend(queries)
-    assert answer.finder == ("all streamed to cpu:0" if cheap == "device" else "all")
-    assert measured == [5000 * (D + V)] * 2  # once
+    assert answer.finder == "all streamed to cpu:0"
     assert_alike(
         (torch.tensor(answer.explain(3)[0].weights),),
         (torch.tensor(db.to("cpu").attend(queries).explain(3)[0].weights),),
@@ -289,13 +276,12 @@ def test_the_kernels_of_a_device_find_the_same(
     expected = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
     request.getfixturevalue("interpreted")
     found: list[int] = []
-    nearest = gpu.nearest
 
     def counted(*given: Any, **words: Any) -> Any:
         found.append(given[2])
         return nearest(*given, **words)
 
-    monkeypatch.setattr(gpu, "nearest", counted)
+    monkeypatch.setattr(compare, "kernel_nearest", counted)
     db.to("cpu:0")
     answers = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
     for answer, other in zip(answers, expected, strict=True):
@@ -309,7 +295,7 @@ FULL, LOST = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), torch.Acc
 
 
 @pytest.mark.parametrize(("error", "way"), [(FULL, "fewer queries at once"), (LOST, "comes back in a new process")])
-@pytest.mark.parametrize("where", ["softdb.attend.on_device.pooled", "softdb.index.resident.DeviceView.keys_at"])
+@pytest.mark.parametrize("where", ["softdb.device.placed.pooled", "softdb.device.resident.Shard.keys_at"])
 def test_a_device_that_fails_loses_nothing(
     error: Exception, way: str, where: str, rng: np.random.Generator, monkeypatch: Any
 ) -> None:
@@ -362,13 +348,29 @@ def test_a_forked_process_is_told(rng: np.random.Generator, monkeypatch: Any) ->
     pretend(monkeypatch)
     db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     expected = pooled(db.attend(queries))
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr("softdb.device.board.forked", lambda device: True)
     for ask in (db.search, db.attend, db.sample):
         with pytest.raises(softdb.DeviceFailed, match="forked from one that used CUDA, and cannot use cpu:0"):
             ask(queries)
     insert(db, "dot", rng, [1000])
     db.delete([1000])
     assert_alike(pooled(db.to("cpu").attend(queries)), expected)
+
+
+def test_a_process_that_cannot_use_cuda(monkeypatch: Any) -> None:
+    def refused() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    device, begun = torch.device("cuda", 0), False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+    monkeypatch.setattr(torch.cuda, "init", refused)
+    assert availability.forked(device)
+    assert not availability.forked(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert not availability.forked(device)
+    begun = True
+    monkeypatch.setattr(torch.cuda, "init", refused)
+    assert not availability.forked(device)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +422,7 @@ def test_a_tensor_elsewhere_is_answered_where_it_lies(rng: np.random.Generator, 
     pretend(monkeypatch)
     db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     beside = db.attend(queries)
-    monkeypatch.setattr(Board, "holds", lambda self, device: False)
+    monkeypatch.setattr(Board, "_holds", lambda self, device: False)
     asked_elsewhere = torch.from_numpy(queries)
     assert_alike(pooled(db.attend(asked_elsewhere)), pooled(beside))
     assert (beside.finder, db.attend(asked_elsewhere).finder) == ("all on cpu:0", "all")

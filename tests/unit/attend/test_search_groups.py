@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 import softdb
 from softdb import BadInput, SoftDB, UnknownField
+from softdb.attend import grouped
 
 Array = np.ndarray[Any, Any]
 WORDS = ["a", "b", "1", 1, 2, True, False, 1.5, 2.0]  # 2 and 2.0 are one, "1", 1 and True are three
@@ -56,8 +56,8 @@ def lines(hits: softdb.Hits) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed >= 4:  # look at few records, so that every query has to look again and again
-        monkeypatch.setattr(import_module("softdb.attend.grouped"), "FETCHED", (1,))
-    monkeypatch.setattr(import_module("softdb.attend.grouped"), "GATHERED", 600)
+        monkeypatch.setattr(grouped, "FETCHED", (1,))
+    monkeypatch.setattr(grouped, "GATHERED", 600)
     payloads, keys = world(seed, groups=[1, 2, 9, 60][seed % 4])
     queries = np.random.default_rng(seed).standard_normal((5, 6)).astype(np.float32)
     scores = queries @ keys.T

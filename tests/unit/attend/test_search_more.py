@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,14 @@ from worlds import awkward, snapshot
 
 import softdb
 from softdb import BadInput, SoftDB
+from softdb.attend import hits as hits_file
 from softdb.check import Metric
-from softdb.index import search
+from softdb.index import planner, search
 from softdb.index.flat import nearest, radius_search
+from softdb.index.query import Query
 
 Array = np.ndarray[Any, Any]
 METRICS = ["dot", "cosine", "l2"]
-hits_file = import_module("softdb.attend.hits")  # the package has a function of that name
 
 
 def scored(metric: str, queries: Array, keys: Array) -> Array:
@@ -129,7 +129,9 @@ def test_rounding_hides_no_record_and_shows_none_too_many(metric: str, rng: np.r
     db, truth = filled(metric, keys), scored(metric, queries, keys)
     for i in range(20):
         least = float(truth[i, i])
-        found = radius_search(db._store.snapshot, torch.from_numpy(queries[i : i + 1]), least, Metric(metric))
+        found = radius_search(
+            db._store.snapshot, Query(torch.from_numpy(queries[i : i + 1]), 0, Metric(metric), least=least)
+        )
         assert set(np.flatnonzero(truth[i] >= least)) <= set(found[0].tolist())
         radius = float(np.sqrt(-least)) if metric == "l2" else least
         scores = db.search(queries[i], radius=radius).scores
@@ -142,7 +144,9 @@ def test_far_from_the_origin_a_radius_is_exact(rng: np.random.Generator) -> None
     world = snapshot(keys)
     distances = np.linalg.norm(keys[:1].astype(np.float64) - keys.astype(np.float64), axis=1)
     radius = float(np.sort(distances)[20]) * (1 + 1e-9)
-    found = radius_search(world, torch.from_numpy(np.concatenate([keys[:1], -keys[:1]])), -(radius**2), Metric.L2)
+    found = radius_search(
+        world, Query(torch.from_numpy(np.concatenate([keys[:1], -keys[:1]])), 0, Metric.L2, least=-(radius**2))
+    )
     assert set(np.flatnonzero(distances <= radius)) <= set(found[0].tolist())
     assert (found[0] >= 0).sum() <= 23
     assert (found[1] == -1).all()
@@ -285,17 +289,20 @@ def filtered(keys: Array, share: float, side: str, random: np.random.Generator) 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["anywhere", "near", "opposite"])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01, 0.001])
-@pytest.mark.parametrize("few", [search.FEW, 20])  # few matches are compared exactly; and as if they were many
+@pytest.mark.parametrize("few", [planner.FEW, 20])  # few matches are compared exactly; and as if they were many
 def test_a_filter_keeps_the_recall_wherever_its_matches_lie(
     share: float, side: str, few: int, world: tuple[SoftDB, Array], rng: np.random.Generator, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(search, "FEW", few)
+    for module in (planner, search):
+        monkeypatch.setattr(module, "FEW", few)
     db, keys = world
     asked, allowed = filtered(keys, share, side, rng)
     snapshot, queries = db._store.snapshot, torch.from_numpy(asked)
-    truth = nearest(snapshot, queries, 10, Metric.L2, allowed)
-    together = db._finder.find(snapshot, queries, 10, allowed).positions
-    alone = np.concatenate([db._finder.find(snapshot, one, 10, allowed).positions for one in torch.split(queries, 1)])
+    truth = nearest(snapshot, Query(queries, 10, Metric.L2, allowed))
+    together = db._finder.find(snapshot, Query(queries, 10, Metric.L2, allowed)).positions
+    alone = np.concatenate(
+        [db._finder.find(snapshot, Query(one, 10, Metric.L2, allowed)).positions for one in torch.split(queries, 1)]
+    )
     for found in (together, alone):
         there = truth >= 0
         assert ((found >= 0) == there).all()  # full k
@@ -315,8 +322,8 @@ def test_young_records_deletions_and_filters_together(rng: np.random.Generator) 
         patch.setattr(search, "FEW", 20)
         for share in (0.8, 0.1, 0.01):
             allowed = rng.random(9000) < share
-            truth = nearest(snapshot, queries, 10, Metric.L2, allowed)
-            found = db._finder.find(snapshot, queries, 10, allowed).positions
+            truth = nearest(snapshot, Query(queries, 10, Metric.L2, allowed))
+            found = db._finder.find(snapshot, Query(queries, 10, Metric.L2, allowed)).positions
             assert (allowed & snapshot.live)[found].all()
             assert all(len(set(row)) == 10 for row in found.tolist())
             assert (found[:, :, None] == truth[:, None, :]).any(1).mean() >= 0.92

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch import Tensor
 import softdb
 from softdb import SoftDB, scores
 from softdb.attend import Request
+from softdb.attend import exact as whole
 from softdb.attend.scoring import scan
 from softdb.store import Snapshot
 from softdb.weights import Entmax15, Sparsemax, Weighed, weighting
 
-whole = import_module("softdb.attend.exact")  # the package has a function of that name
 Array = np.ndarray
 N, D, V = 300, 6, 4
 WEIGHTINGS = ["softmax", "sparsemax", "entmax15", "uniform", "argmax"]
@@ -382,9 +381,9 @@ def test_scanning_breaks_ties_by_row(rng: np.random.Generator) -> None:
 
     keys = rng.integers(0, 3, (200, 1)).astype(np.float32)
     request = Request.of(torch.ones(2, 1), scores.Dot())
-    found = scan(request, stored(snapshot(keys, cuts=[70])), 90)
+    found = scan(request.top(90), stored(snapshot(keys, cuts=[70])))
     np.testing.assert_array_equal(found[0], np.argsort(-keys[:, 0], kind="stable")[:90])
-    short = scan(request, stored(snapshot(keys[:5], live=[True, False, True, True, False])), 4)
+    short = scan(request.top(4), stored(snapshot(keys[:5], live=[True, False, True, True, False])))
     assert short.shape == (2, 3)  # there are no more
     assert set(short[0]) == {0, 2, 3}
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import softdb
 from softdb.check import Metric
 from softdb.tools.bench.datasets import Dataset, load, queries_near, world
-from softdb.tools.bench.truth import Exam, WrongAnswer, exact_scores, nearest, true_nearest
+from softdb.tools.bench.exam import Exam, WrongAnswer, exact_scores, nearest, true_nearest
 
 Array = NDArray[Any]
 

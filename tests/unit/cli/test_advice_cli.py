@@ -28,7 +28,7 @@ def texts(tmp_path: Path) -> Path:
 def by_model(path: Path) -> Path:
     """A database whose keys a model made that no command loads by itself."""
     with softdb.open(path, dim=D) as db:
-        db.note_encoder("a model")
+        db.core.store.note_encoder("a model")
         db.insert(["a"], HashedNGrams(D)(["a red fox"]), texts=["a red fox"])
     return path
 

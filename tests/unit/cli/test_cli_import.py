@@ -26,14 +26,14 @@ N = 900
 
 HELD = """
 import sys, threading
-from softdb.database.records import RecordVerbs
-plain, batches = RecordVerbs.insert, []
+from softdb.database import Verbs
+plain, batches = Verbs.insert, []
 def held(self, *args, **words):
     batches.append(plain(self, *args, **words))
     if len(batches) == 4:
         print("held", flush=True)
         threading.Event().wait()
-RecordVerbs.insert = held
+Verbs.insert = held
 sys.argv[0] = "softdb"
 from softdb.tools.cli import main
 main()
@@ -54,7 +54,7 @@ def source(folder: Path, kind: str) -> list[object]:
         return [lines(folder / "rows.jsonl", rows), "--text", "text", "--dim", 32]
     if kind in ("export", "parquet"):
         with softdb.open(None, dim=5, value_dim=2, metric="cosine", fields=["n"], dtype="float16") as db:
-            db.note_encoder("some model")
+            db.core.store.note_encoder("some model")
             db.insert([f"r{i}" for i in range(N)], keys, random.standard_normal((N, 2)), [{"n": i} for i in range(N)])
             name = "out.parquet" if kind == "parquet" else "out.jsonl.gz"
             export_records(db, folder / name)
@@ -70,7 +70,7 @@ def stored(path: Path) -> tuple[dict[str, bytes], list[str], tuple[object, ...]]
         records = [
             json.dumps([record.id, record.payload, row])
             for some in db.scan()
-            for record, row in zip(some, db.locate(some.ids)[1].tolist(), strict=True)
+            for record, row in zip(some, db.core.locate(some.ids)[1].tolist(), strict=True)
         ]
         facts = (db.dim, db.value_dim, db.num_classes, db.metric, db.dtype, db.fields, db.encoder_name)
     return columns, records, facts

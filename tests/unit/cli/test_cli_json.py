@@ -211,7 +211,7 @@ def test_what_an_insert_says_of_encoders_and_exports(book: Path, plane: Path, tm
     header = json.dumps({"softdb": {"metric": "l2"}})
     assert "exported from a database that compares by l2, this one does by dot" in fails("insert", plane, stdin=header)
     with softdb.open(tmp_path / "model", dim=2) as db:
-        db.note_encoder("stranger/model")
+        db.core.store.note_encoder("stranger/model")
     message = fails("insert", tmp_path / "model", stdin='{"id": 1, "text": "x"}')
     assert "load it with --encoder stranger/model" in message  # else the record would silently be without a key
     run("insert", tmp_path / "model", stdin='{"id": 1, "key": [1, 2], "text": "x"}')

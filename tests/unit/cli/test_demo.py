@@ -21,7 +21,7 @@ from rich.console import Console
 import softdb
 from softdb.data import DemoData, load_wordnet
 from softdb.text import HashedNGrams
-from softdb.tools.cli.encoders import named_encoder
+from softdb.tools.cli.places import named_encoder
 from softdb.tools.demo import DemoReport, run_demo
 from softdb.train import QueryProjection, load, save
 

@@ -301,7 +301,7 @@ def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
     with softdb.open(None, dim=2, value_dim=1, dtype="float16", metric="cosine") as db:
         db.insert(["a"], [[1, 2]], [[3]], [{"softdb": {}}])
         db.index_field("year")
-        db.note_encoder("ngrams")
+        db.core.store.note_encoder("ngrams")
         export_records(db, tmp_path / "r.jsonl.gz")
     header = read_header(tmp_path / "r.jsonl.gz")
     assert header == Header(2, 1, None, "float16", "cosine", ("year",), "ngrams")

@@ -30,7 +30,7 @@ def filled(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> s
     """A database with everything that a record can have, and records that lack it."""
     random = np.random.default_rng(0)
     db = softdb.open(path, dim=3, dtype=dtype, metric="cosine", fields=["n"], **SHAPES[value])
-    db.note_encoder("some model")
+    db.core.store.note_encoder("some model")
     keys: list[Any] = [None if i in (2, 5) else key for i, key in enumerate(random.normal(size=(8, 3)))]
     own: list[Any] = list(random.normal(size=(8, 2)) if value == "vector" else random.integers(0, 5, 8))
     values = None if value == "none" else [None if key is None else one for key, one in zip(keys, own, strict=True)]

@@ -214,8 +214,8 @@ def test_the_texts_of_an_export_are_embedded_anew(tmp_path: Path, suffix: str) -
     """The way from one encoder to another: the vectors stay behind, and nothing else."""
     file = tmp_path / f"out{suffix}"
     with softdb.open(None, encoder=HashedNGrams(7)) as db, softdb.open(None, encoder=HashedNGrams(D)) as new:
-        db.note_encoder("a model")
-        new.note_encoder("another")
+        db.core.store.note_encoder("a model")
+        new.core.store.note_encoder("another")
         db.insert(["r0", "r1"], texts=TEXTS[:2], payloads=[{"n": 0}, {"n": 1}])
         export_records(db, file, note=lambda text: None)
         if suffix != ".csv":  # which does not say what made its keys

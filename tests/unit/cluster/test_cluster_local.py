@@ -224,7 +224,7 @@ def test_a_verb_at_another_version_does_nothing() -> None:
 def test_a_hit_that_goes_before_it_is_named_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     db = filled(None, np.arange(40), "dot")
     shard, question = DatabaseShard(db, 0, 1), ShardQuery(np.ones((1, D), np.float32), softdb.check.Metric.DOT)
-    monkeypatch.setattr(db, "resolve", lambda *_, **__: {})
+    monkeypatch.setattr(db.core.store, "read", lambda *_, **__: {})
     with pytest.raises(StaleRead, match="deleted or replaced"):
         shard.answer(Nearest(db.generation, question, 3))
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from softdb.cluster.gate import Gate
+from softdb.cluster.directories import Gate
 
 
 class Way:

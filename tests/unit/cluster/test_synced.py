@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from softdb.cluster.synced import Synced
+from softdb.cluster.storage import Synced
 from softdb.errors import WriteFailed
 from softdb.store import files
 

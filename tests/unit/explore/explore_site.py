@@ -15,9 +15,8 @@ from urllib.parse import urlencode
 import uvicorn
 
 from softdb.tools.cli.served import Served
-from softdb.tools.explore.answers import Answers
-from softdb.tools.explore.command import _listening, configured
-from softdb.tools.explore.server import Desk, application
+from softdb.tools.explore.replies import Answers
+from softdb.tools.explore.server import Desk, application, configured, listening
 
 
 class Site:
@@ -42,7 +41,7 @@ class Site:
 
 @contextlib.contextmanager
 def served(path: Path | None, encoder: str | None = None, db: Any = None, first: str | None = None) -> Iterator[Site]:
-    with Served(path, encoder, db) as database, _listening(0) as listener:
+    with Served(path, encoder, db) as database, listening(0) as listener:
         port = listener.getsockname()[1]
         app, desk = application(Answers(database, first), frozenset({f"127.0.0.1:{port}"}))
         server = uvicorn.Server(configured(app))

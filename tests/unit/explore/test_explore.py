@@ -25,13 +25,12 @@ from explore_site import Site, served
 import softdb
 from softdb.text import HashedNGrams
 from softdb.tools.cli.served import Served
-from softdb.tools.explore.answers import Answers
-from softdb.tools.explore.asked import Question, Weighing
-from softdb.tools.explore.command import _listening
-from softdb.tools.explore.connection import WAITING
-from softdb.tools.explore.guard import LONGEST
+from softdb.tools.explore.display import fields_of, named_id, title
+from softdb.tools.explore.guard import LONGEST, WAITING
 from softdb.tools.explore.plane import Plane
-from softdb.tools.explore.told import fields_of, named_id, title
+from softdb.tools.explore.questions import Question, Weighing
+from softdb.tools.explore.replies import Answers
+from softdb.tools.explore.server import listening
 
 ROOT = Path(softdb.__file__).parents[1]
 HOSTILE = '<img src=x onerror="alert(1)"></script>\x1b[2J\u202e{{1}}'
@@ -62,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, options: Any, where: Any) -> None:
     with softdb.open(place, mode="r") as db:
-        query, t = db.as_queries(["rabbit"]), 0.2
+        query, t = db.core.as_queries(["rabbit"]), 0.2
         pooled = db.attend(query, temperature=t, where=where, **options)
         hits = db.search(query, 5, where=where)
         asked: dict[str, Any] = {"text": "rabbit", "way": way, "temperature": t, "shown": 5, **options}
@@ -80,15 +79,60 @@ def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, opti
         squares = sum(one * one for one in weights)  # all that take part are shown
         assert soft["effective"] == pytest.approx(1 / squares, rel=1e-3)
         # what the map's records weigh, as the page computes it
-        keys, (snapshot, allowed) = site.call("map"), db.view(where)
-        assert len(keys["points"]) == len(found["lights"]) == db.keyed
+        keys, (snapshot, allowed) = site.call("map"), db.core.view(where)
+        assert len(keys["points"]) == len(found["lights"]) == db.core.keyed
         lit = {one[0]: light for one, light in zip(keys["records"], found["lights"], strict=True)}
         assert lit["1"] == pytest.approx(torch.cosine_similarity(query, db.get([1]).keys).item(), abs=1e-6) or where
         assert sum(one is None for one in lit.values()) == (
-            0 if allowed is None else db.keyed - int((snapshot.live & allowed).sum())
+            0 if allowed is None else db.core.keyed - int((snapshot.live & allowed).sum())
         )
         again = site.call("weigh", **(asked | {"temperature": 100}))
         assert again["soft"]["effective"] == pytest.approx(2 if way == "nearest" else len(hits.ids[0]), rel=1e-2)
+
+
+def question(**given: Any) -> tuple[Question, Weighing]:
+    words = {name: str(value) for name, value in given.items()}
+    return Question.of(words), Weighing.of(words)
+
+
+def test_the_effective_number_is_that_of_the_weights(rng: np.random.Generator) -> None:
+    keys = rng.normal(size=(3000, 4)).astype(np.float32)
+    with softdb.open(None, dim=4, metric="l2", fields=["x"]) as db:
+        db.insert(range(3000), keys, payloads=[{"x": i} for i in range(3000)])
+        answers = Answers(Served(None, db=db))
+        for where, least in (({}, 0), ({"where": '{"x": {"$gte": 500}}'}, 500)):
+            for t in (0.01, 0.5, 20):
+                soft = answers.ask(*question(vector="1 0 0 1", temperature=t, **where), lambda: None)["soft"]
+                scores = -((keys[least:].astype(np.float64) - [1, 0, 0, 1]) ** 2).sum(1)
+                weights = np.exp((scores - scores.max()) / t)
+                assert soft["effective"] == pytest.approx(weights.sum() ** 2 / np.square(weights).sum(), rel=1e-4)
+
+
+def test_the_end_of_an_answer_does_not_wait_for_the_browser() -> None:
+    """asyncio switches Nagle's algorithm off where a socket says that it is TCP; else an answer may take 40 ms more."""
+    with listening(0) as listener, contextlib.closing(socket.create_connection(listener.getsockname())):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP
+
+
+def test_a_map_comes_with_the_order_of_declared_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.filters.masks.LARGE", 0)
+    with softdb.open(None, dim=2, fields=["x"]) as db:
+        db.insert(range(40), np.ones((40, 2)), payloads=[{"x": i} for i in range(40)])
+        answers = Answers(Served(None, db=db))
+        asked = list[str]()
+
+        def trace(_: object, sql: str, __: object) -> bool:
+            asked.append(sql)
+            return True
+
+        answers.map()
+        db._store.catalog.connection.exec_trace = trace
+        assert db.count({"x": {"$lt": 20}}) == 20
+        listed = [sql for sql in asked if "payload" in sql and "row IN (SELECT value" not in sql]
+        assert listed == []
+        assert len(asked) > 1
 
 
 def test_an_estimated_effective_number_is_no_more_than_there_are(
@@ -104,7 +148,6 @@ def test_an_estimated_effective_number_is_no_more_than_there_are(
     with softdb.open(None, dim=4) as db:
         db.insert(range(30), rng.normal(size=(30, 4)))
         answers = Answers(Served(None, db=db))
-        monkeypatch.setattr(answers._compared, "effective", lambda *_: None)
         given = {"vector": "1 2 3 4", "way": "estimate", "temperature": "1e6"}
         assert answers.ask(Question.of(given), Weighing.of(given), lambda: None)["soft"]["effective"] == 30
 
@@ -276,7 +319,7 @@ def test_a_header_that_decides_comes_once(site: Site, name: str, second: str) ->
 
 
 def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.tools.explore.connection.SECONDS", 600.0)
+    monkeypatch.setattr("softdb.tools.explore.guard.SECONDS", 600.0)
     half = b"GET /api/about HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nX: " % site.port
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(600)]
@@ -287,7 +330,7 @@ def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monke
         ended = [one for one in strangers if hung_up(one, 0)]
         assert len(strangers) - len(ended) <= WAITING
         assert not hung_up(strangers[-1], 0)  # the oldest go first
-    monkeypatch.setattr("softdb.tools.explore.connection.SECONDS", 0.2)
+    monkeypatch.setattr("softdb.tools.explore.guard.SECONDS", 0.2)
     with contextlib.ExitStack() as stack:
         late = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(3)]
         late[1].sendall(half)
@@ -311,7 +354,7 @@ def hung_up(connection: socket.socket, seconds: float) -> bool:
 
 
 def test_nobody_else_can_connect() -> None:
-    with _listening(None) as first, _listening(None) as second:  # where the port is taken, by another
+    with listening(None) as first, listening(None) as second:  # where the port is taken, by another
         assert {one.getsockname()[0] for one in (first, second)} == {"127.0.0.1"}
         assert first.getsockname()[1] != second.getsockname()[1]
 
@@ -430,11 +473,9 @@ def test_recall_of_an_answer(site: Site) -> None:
 def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
     with Served(place) as database:
         answers = Answers(database)
-        for _ in range(2):  # a handle warns once, the page tells each time
+        for noted in (["no record has the field 'yeer'"], []):  # a handle warns once, the page tells each time
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    "softdb.tools.explore.answers.noted", iter([["no record has the field 'yeer'"], []]).__next__
-                )
+                patch.setattr("softdb.tools.explore.replies._WARNINGS", noted)
                 told = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
             assert told["notes"] == ["no record has the field 'yeer'"]
             answers._kept.clear()
@@ -442,7 +483,7 @@ def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
 
 def test_a_model_is_not_loaded_because_a_database_says_so(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=2) as db:
-        db.note_encoder("stranger/model")
+        db.core.store.note_encoder("stranger/model")
         db.insert([1], [[1, 0]], texts=["a thief in space"])
         db.index_text()
     with served(tmp_path / "db") as site:

@@ -221,7 +221,7 @@ def test_from_words_to_a_record_and_its_soft_query(visit: Visit) -> None:
 def test_a_newer_question_overtakes_an_older_one(visit: Visit, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from softdb.tools.explore.answers import Answers
+    from softdb.tools.explore.replies import Answers
 
     page, gate, before, asked = visit.page, threading.Event(), site.desk.overtaken, Answers.ask
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,13 @@ from torch import Tensor
 from worlds import awkward
 
 from softdb import attention
-from softdb.attend import Columns, Request, stream
-from softdb.attend.on_device import find_on_device
+from softdb.attend import Columns, Request
 from softdb.attend.scoring import scan
 from softdb.check import Metric
+from softdb.device import launch, nearest, placed_tensors, pooled, usable
+from softdb.device.passes import DevicePass
+from softdb.device.plan import Plan, Way
 from softdb.errors import BadInput
-from softdb.gpu import launch, nearest, pooled, usable
-from softdb.gpu.asked import DevicePass
-from softdb.gpu.plan import Plan, Way
 from softdb.scores import Cosine, Dot, Gaussian, NegativeL2, Score
 
 EQUATIONS = {Metric.DOT: reference.dot, Metric.COSINE: reference.cosine, Metric.L2: reference.negative_l2}
@@ -52,8 +52,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
         request.getfixturevalue("kernels")
     else:
-        monkeypatch.setattr("softdb.gpu.twin.SCORED", 200)
+        monkeypatch.setattr("softdb.device.twin.SCORED", 200)
     return str(request.param)
+
+
+def placed(keys: Tensor, values: Tensor) -> Columns:
+    """Tensors as `attention` asks them: on their device, if it serves."""
+    return Columns(keys, values, placed=placed_tensors(keys, values))
 
 
 class World:
@@ -181,19 +186,13 @@ def test_who_takes_part_and_what_is_pooled(pooling: str, keep: bool, mask: bool,
         ]
 
 
-@pytest.mark.parametrize("shared", ["nothing", "keys", "records", "queries"])
-def test_heads(way: str, shared: str) -> None:
+def test_heads(way: str) -> None:
     world = World(2, 20, 6, 4, heads=3)
     given = [world.queries, world.keys, world.values]
-    for place in {"nothing": (), "keys": (1,), "records": (1, 2), "queries": (0,)}[shared]:
-        given[place] = given[place][0]
     given = [one.transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for one in given]  # strides
     found = pooled(*given, metric=Metric.DOT, mask=world.mask, keep=world.keep)
     each = [
-        pooled(
-            *(one if one.ndim == 2 else one[i] for one in given), metric=Metric.DOT, mask=world.mask[i], keep=world.keep
-        )
-        for i in range(3)
+        pooled(*(one[i] for one in given), metric=Metric.DOT, mask=world.mask[i], keep=world.keep) for i in range(3)
     ]
     expected = [torch.stack(one) for one in zip(*each, strict=True)]
     grads = [torch.autograd.grad(o.sin().sum() + lse.sum(), given) for o, lse in (found, expected)]
@@ -390,7 +389,7 @@ def test_shapes_that_do_not_fit(shapes: tuple[Any, ...]) -> None:
 
 
 def test_tensors_on_several_devices() -> None:
-    with pytest.raises(BadInput, match="lie on cpu, meta; move them to one device"):
+    with pytest.raises(BadInput, match=r"queries \(1, 2\) on cpu, keys \(3, 2\) on meta; .* on one device"):
         nearest(torch.zeros(1, 2), torch.zeros(3, 2, device="meta"), 1, metric=Metric.DOT)
 
 
@@ -442,9 +441,8 @@ def test_columns_on_a_device_are_asked_there(
     found = []
     for _ in on_and_off(request):
         given = [torch.from_numpy(one).requires_grad_() for one in (keys[:6] + 0.5, keys, keys[:, :3].copy())]
-        asked = Request.of(given[0], score, allowed=np.arange(40) % 3 > 0, mask=mask)
-        asked = Request(**{**vars(asked), "pools": pools})
-        output, lse = stream(asked, Columns(*given[1:]))  # type: ignore[arg-type]
+        asked = replace(Request.of(given[0], score), allowed=np.arange(40) % 3 > 0, mask=mask, pools=pools)
+        output, lse = placed(*given[1:]).stream(asked)
         loss = output.sum() + lse.sum()
         found.append((output, lse, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)))
     for one, other in zip(*found, strict=True):
@@ -472,11 +470,8 @@ def test_attention_with_heads_is_one_pass(
 @pytest.mark.usefixtures("interpreted")
 def test_the_nearest_of_columns(launched: list[str]) -> None:
     world = World(4, 60, 5, 2)
-    source, asked = Columns(world.keys, world.values), Request.of(world.queries, Dot(), mask=world.mask)
-    found = find_on_device(asked, source, 70)
-    assert found is not None
-    np.testing.assert_array_equal(found[:, :60], scan(asked, source, 60))
-    assert (found[:, 60:] == -1).all()
+    source, asked = placed(world.keys, world.values), replace(Request.of(world.queries, Dot()), mask=world.mask)
+    np.testing.assert_array_equal(source.find(asked.top(70)).positions, scan(asked.top(60), source))
     assert launched == ["nearest"]
 
 
@@ -484,4 +479,4 @@ def test_the_nearest_of_columns(launched: list[str]) -> None:
 def test_an_overflow_on_a_device_is_told_as_elsewhere() -> None:
     keys = torch.tensor([[3e38, 3e38], [1.0, 1.0]])
     with pytest.raises(BadInput, match="the score returned NaN"):
-        stream(Request.of(torch.tensor([[3e38, -3e38]]), Dot()), Columns(keys, keys))
+        placed(keys, keys).stream(Request.of(torch.tensor([[3e38, -3e38]]), Dot()))

@@ -25,7 +25,7 @@ import softdb
 from softdb.errors import Cancelled
 from softdb.index import finder
 from softdb.index.background import Build, Step
-from softdb.index.build import tuned
+from softdb.index.build import Target, tuned
 from softdb.reports import IndexReport
 
 ROOT = Path(softdb.__file__).parent.parent
@@ -137,7 +137,7 @@ def test_what_is_written_meanwhile_is_right_afterwards(
         assert not {one for ids in hits.ids for one in ids} & {*gone[::2], *range(100)}
         agrees(db, queries)
         assert len(db.search(queries[:1], k=len(db)).ids[0]) == len(set(db.search(queries[:1], k=len(db)).ids[0]))
-        index = db.finder.index
+        index = db.core.finder.index
         assert index is not None
         if compacted and kind == "ivf":  # codes of what compaction removed are taken out
             assert index.inner.ntotal == N - 100 - len(gone)
@@ -238,7 +238,7 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
     _, queries = world()
     with filled(tmp_path / "db") as db:
         db.build_index("ivf-sq8")
-        before, stats = db.finder.index, db.stats().index
+        before, stats = db.core.finder.index, db.stats().index
         said = rf"build_index: the build was cancelled while {moment} \d+ %: cancel\(\) was called; the old index"
         with building(db, moment=moment) as build:
             build.cancel()
@@ -246,7 +246,7 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
         with pytest.raises(Cancelled, match=said):
             build.result()
         assert repr(build) == "<Build: cancelled>"
-        assert db.finder.index is before
+        assert db.core.finder.index is before
         assert db.stats().index == stats
         found = db.search(queries, k=5).rows.tolist()
         assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
@@ -400,7 +400,8 @@ def test_the_queries_given_may_change_afterwards(monkeypatch: pytest.MonkeyPatch
 
     def takes(*arguments: Any) -> None:
         assert changed.wait(SECONDS)
-        seen.extend(one.tolist() for one in arguments if isinstance(one, torch.Tensor))
+        targets = [one for one in arguments if isinstance(one, Target)]
+        seen.extend(target.queries.tolist() for target in targets if target.queries is not None)
         raise softdb.BadInput("seen enough")
 
     monkeypatch.setattr(finder, "build", takes)
@@ -419,12 +420,12 @@ def test_a_search_does_not_wait_while_another_thread_saves(monkeypatch: pytest.M
     with filled() as db:
         db.build_index("ivf")
         db.insert([f"n{i}" for i in range(1000)], world(2)[0][:1000])
-        before = db.finder.index
+        before = db.core.finder.index
         with db._finder._lock:  # as if it saved
             agrees(db, queries)
-            assert db.finder.index is before
+            assert db.core.finder.index is before
         agrees(db, queries)
-        assert db.finder.index is not before
+        assert db.core.finder.index is not before
 
 
 def test_a_reader_from_before_an_index_searches_exactly(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clock import Clock
+from given_costs import GivenCosts
 
 import softdb
-from softdb.attend.pace import DEAR, Pace, measured
-from softdb.index import costs
-from softdb.index.costs import Costs
+from softdb.index import planner, timing
+from softdb.index.planner import DEAR, Costs, Planner, estimate_costs
+from softdb.index.query import Query
 
 pytest.importorskip("faiss")
 
@@ -39,9 +41,12 @@ def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
 def anew(request: pytest.FixtureRequest) -> None:
     """What was measured before, or set, counts no more."""
     if "db" in request.fixturenames:
-        index = request.getfixturevalue("db").finder.index
-        assert index is not None
-        index.costs = None
+        planner_of(request.getfixturevalue("db")).costs = None
+
+
+def planner_of(db: softdb.SoftDB) -> Planner:
+    assert db.core.finder.index is not None
+    return db.core.finder.searcher(db.core.finder.index).planner
 
 
 def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, rng: np.random.Generator) -> None:
@@ -84,79 +89,78 @@ def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
 
 @pytest.mark.measured
 def test_costs_are_measured_once_for_an_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
-    runs, seconds = list[float](), costs._seconds
+    db.core.finder._searcher = None
+    runs, timed = list[float](), timing.timed
 
-    def timed(run: Any) -> float:
-        runs.append(seconds(run))
-        return runs[-1]
+    def counted(run: Any) -> Any:
+        result, seconds = timed(run)
+        runs.append(seconds)
+        return result, seconds
 
-    monkeypatch.setattr(costs, "_seconds", timed)
+    monkeypatch.setattr(timing, "timed", counted)
     db.search(np.ones((1, 24), np.float32))
-    assert len(runs) == 7 * (costs.TURNS + 1)  # seven ways to find
-    found: Any = index.costs
+    assert len(runs) == 7 * planner.TURNS  # seven ways to find
+    found = planner_of(db).costs
     assert isinstance(found, Costs)
     assert min(found.code, found.scored, found.compared) > 0
     assert min(found.called, found.fetched, found.asked) > -1e-12  # a difference of equals may be rounded
-    assert found.search(index, index.effort) < found.search(index, index.effort_most)
-    monkeypatch.setattr(costs, "measured", lambda *_: pytest.fail("measured again"))
+    assert found.search(index.codes_at(index.effort)) < found.search(index.codes_at(index.effort_most))
     db.search(np.ones((1, 24), np.float32))
-    assert index.costs is found
+    assert len(runs) == 7 * planner.TURNS
+    assert planner_of(db).costs is found
+
+
+DEAR_INDEX = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
 
 
 def test_what_is_tuned_is_the_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where comparing records costs less, that finds everything: the effort would be too low for larger batches."""
-    dear = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
-    monkeypatch.setattr(costs, "measured", lambda *_: dear)
+    monkeypatch.setattr(GivenCosts, "searches", DEAR_INDEX)
     found = db.tune(recall=0.9)
     assert found.recall < 1
-    assert db.finder.index is not None
-    assert db.finder.index.costs is None
+    assert planner_of(db).costs is None
 
 
 @pytest.mark.parametrize("dear", ["index", "records"])
 def test_what_costs_less_is_taken(db: softdb.SoftDB, dear: str, rng: np.random.Generator) -> None:
-    index, snapshot = db.finder.index, db.view()[0]
+    index, snapshot = db.core.finder.index, db.core.view()[0]
     assert index is not None
-    index.costs = Costs(called=1, code=0, scored=1, fetched=1, compared=1)
-    if dear == "index":
-        index.costs = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
+    dear_records = Costs(called=1, code=0, scored=1, fetched=1, compared=1)
+    planner_of(db).costs = DEAR_INDEX if dear == "index" else dear_records
     for q in (1, 100):
         queries = torch.from_numpy(rng.standard_normal((q, 24)).astype(np.float32))
-        finder = db.finder.find(snapshot, queries, 10, None).finder
+        finder = db.core.finder.find(snapshot, Query(queries, 10, index.metric)).finder
         assert finder == ("flat" if dear == "index" else index.kind)
-        plain = db.finder.find_among_all(snapshot, queries.numpy(), 10)
+        plain = db.core.finder.find_among_all(snapshot, queries.numpy(), 10)
         assert (plain is None) == (dear == "index")
 
 
-def test_a_pace_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("softdb.attend.pace.time.perf_counter", lambda: clock[0])
+def test_estimates_cost_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock.module)
 
     def taking(called: float, each: float) -> Any:
-        def run(queries: int) -> None:
-            clock[0] += called + each * queries
+        return lambda queries: clock.spend(called + each * queries)
 
-        return run
-
-    pace = measured(taking(100.0, 20.0), 10, taking(3.0, 0.5))
-    assert pace.exact(1000, 4) == pytest.approx(100 * (100 + 4 * 20))
-    assert pace.round(6) == pytest.approx(3 + 6 * 0.5)
+    costs = estimate_costs(taking(100.0, 20.0), 10, taking(3.0, 0.5))
+    assert costs.exact.seconds(1000, 4) == pytest.approx(100 * (100 + 4 * 20))
+    assert costs.round(6) == pytest.approx(3 + 6 * 0.5)
 
 
-@pytest.mark.measured
-def test_estimates_that_take_longer_than_a_pass_are_left_alone_for_a_while() -> None:
-    pace = Pace(1, 1, 1, 1)
+def test_estimates_that_take_longer_than_a_pass_are_left_alone_for_a_while(db: softdb.SoftDB) -> None:
+    assert db.core.finder.index is not None
+    planner = Planner(db.core.finder.index)
     for _ in range(20):
-        pace.tell("dear", 1.9)
-        pace.tell("cheap", 0.3)
-        pace.tell("alike", DEAR - 0.01)
-    assert pace.hopeless("dear")
-    assert not any(pace.hopeless(kind) for kind in ("cheap", "alike", "new"))
+        planner.learn("dear", 1.9)
+        planner.learn("cheap", 0.3)
+        planner.learn("alike", DEAR - 0.01)
+    assert planner.hopeless("dear")
+    assert not any(planner.hopeless(kind) for kind in ("cheap", "alike", "new"))
     left_alone = 1
-    while pace.hopeless("dear"):
+    while planner.hopeless("dear"):
         left_alone += 1
     assert 50 < left_alone < 500
-    pace.tell("dear", 1.9)
-    assert pace.hopeless("dear")
+    planner.learn("dear", 1.9)
+    assert planner.hopeless("dear")

@@ -19,10 +19,12 @@ from worlds import awkward, snapshot
 
 import softdb
 from softdb.check import Metric
-from softdb.index import cache, flat, gpu, gpu_search, resident
-from softdb.index.contract import Selected
-from softdb.index.device import Board
-from softdb.index.resident import DeviceColumn
+from softdb.device import Board, compare, faiss_lists, probe, resident
+from softdb.device.faiss_lists import OnGPU
+from softdb.device.resident import DeviceColumn
+from softdb.index import cache, flat
+from softdb.index.contract import Index, Rows, Selected
+from softdb.index.query import Query
 from softdb.store.snapshot import Segment, Snapshot
 
 __all__ = ["fake"]
@@ -50,7 +52,7 @@ class TestPretendedIVFSQ8(IndexContract):
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every database on the first GPU."""
-    monkeypatch.setattr(gpu_search, "FEW", 500)
+    monkeypatch.setattr(probe, "FEW", 500)
     monkeypatch.setattr(
         Board, "of", classmethod(lambda cls, devices, dtype=None: cls(torch.device("cuda", 0), dtype=dtype))
     )
@@ -94,9 +96,9 @@ def test_exact_search_is_that_of_the_flat_finder(
             for k in (1, 10, 250, 400):
                 queries = torch.from_numpy(rng.standard_normal((9, 6)).astype(np.float32))
                 queries[0], queries[1] = 0, torch.from_numpy(keys[20])
-                found = board.nearest(records, queries.to(device), k, metric, allowed)
-                assert found.tolist() == flat.nearest(records, queries, k, metric, allowed).tolist()
-        assert (board.view(records).seen.keys is None) is not fits
+                found = board.nearest(records, Query(queries.to(device), k, metric, allowed))
+                assert found.tolist() == flat.nearest(records, Query(queries, k, metric, allowed)).tolist()
+        assert (board.shards(records)[0].keys is None) is not fits
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,18 +106,18 @@ def test_exact_search_of_the_younger_part_and_in_float64(device: torch.device, r
     records, board = snapshot(awkward(rng, 90, 4), cuts=(33,)), Board(device)
     queries = torch.from_numpy(rng.standard_normal((5, 4)))
     for start in (1, 40, 88):
-        found = board.nearest(records, queries.to(device), 5, Metric.DOT, None, start)
-        assert found.tolist() == flat.nearest(records, queries, 5, Metric.DOT, None, start).tolist()
+        found = board.nearest(records, Query(queries.to(device), 5, Metric.DOT), start)
+        assert found.tolist() == flat.nearest(records, Query(queries, 5, Metric.DOT), start).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_coarse_products_do_not_mislead(device: torch.device, rng: np.random.Generator) -> None:
     records, board = snapshot(awkward(rng, 4000, 64)), Board(device)
     queries = torch.from_numpy(rng.standard_normal((20, 64)).astype(np.float32))
-    expected = flat.nearest(records, queries, 10, Metric.L2).tolist()
+    expected = flat.nearest(records, Query(queries, 10, Metric.L2)).tolist()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert board.nearest(records, queries.to(device), 10, Metric.L2).tolist() == expected
+        assert board.nearest(records, Query(queries.to(device), 10, Metric.L2)).tolist() == expected
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -133,12 +135,12 @@ def test_only_what_the_bound_leaves_open_is_asked_again(rng: np.random.Generator
     keys[100:160] = keys[7]
     queries = torch.from_numpy(np.concatenate([rng.standard_normal((30, 32)).astype(np.float32), keys[7:8]]))
     live = np.ones(2000, np.bool_)
-    live[flat.nearest(snapshot(keys), queries[:30], 5, Metric.L2)] = False  # no reason to ask again
+    live[flat.nearest(snapshot(keys), Query(queries[:30], 5, Metric.L2))] = False  # no reason to ask again
     again.clear()
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
         try:
-            Board(DEVICE).nearest(snapshot(keys, live=live), queries, 5, Metric.L2)
+            Board(DEVICE).nearest(snapshot(keys, live=live), Query(queries, 5, Metric.L2))
         finally:
             torch.set_float32_matmul_precision("highest")
     assert again == [1, 1]  # the query with sixty nearest
@@ -146,12 +148,12 @@ def test_only_what_the_bound_leaves_open_is_asked_again(rng: np.random.Generator
 
 def test_many_queries_and_small_blocks(rng: np.random.Generator, monkeypatch: Any) -> None:
     for name, size in {"QUERIES": 4, "GATHERED": 500, "SCORED": 16384, "CONVERTED": 1}.items():
-        monkeypatch.setattr(f"softdb.index.device.{name}", size)
+        monkeypatch.setattr(f"softdb.device.compare.{name}", size)
     records, board = snapshot(awkward(rng, 9000, 5), live=np.arange(9000) % 3 > 0, cuts=(5000,)), Board(DEVICE)
     queries = torch.from_numpy(rng.standard_normal((11, 5)).astype(np.float32))
     for metric in Metric:
-        found = board.nearest(records, queries, 12, metric)
-        assert found.tolist() == flat.nearest(records, queries, 12, metric).tolist()
+        found = board.nearest(records, Query(queries, 12, metric))
+        assert found.tolist() == flat.nearest(records, Query(queries, 12, metric)).tolist()
 
 
 @pytest.mark.parametrize("metric", list(Metric))
@@ -168,10 +170,10 @@ def test_candidates_are_ordered_as_exact_search_orders_them(
     for c, k in [(1, 1), (30, 30), (60, 10), (4, 9)]:
         candidates = np.stack([rng.permutation(60)[:c] for _ in range(6)])
         candidates[rng.random((6, c)) < 0.2] = -1
-        found = board.ordered(board.view(records), queries, torch.from_numpy(candidates), k, metric)
+        found = compare.ordered(board.shards(records)[0], queries, torch.from_numpy(candidates), k, metric)
         for i in range(6):
             allowed = np.isin(np.arange(60), candidates[i])
-            assert found[i].tolist() == flat.nearest(records, queries[i : i + 1], k, metric, allowed)[0].tolist()
+            assert found[i].tolist() == flat.nearest(records, Query(queries[i : i + 1], k, metric, allowed))[0].tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,11 +184,12 @@ def test_products_that_overflow_bring_no_dead_record_back(device: torch.device) 
         keys[~live] = 1e10
         for k in (3, 5, 400):
             records = snapshot(keys, live=live)
-            found = Board(device).nearest(records, queries.to(device), k, Metric.DOT)
+            found = Board(device).nearest(records, Query(queries.to(device), k, Metric.DOT))
             assert live[found[found >= 0]].all()
-            assert found.tolist() == flat.nearest(records, queries, k, Metric.DOT).tolist()
+            assert found.tolist() == flat.nearest(records, Query(queries, k, Metric.DOT)).tolist()
     records = snapshot(np.full((20, 4), -3e38), live=np.arange(20) % 3 == 1)  # as few as are kept
-    assert Board(device).nearest(records, queries.to(device), 9, Metric.DOT)[0, :7].tolist() == list(range(1, 20, 3))
+    nine = Board(device).nearest(records, Query(queries.to(device), 9, Metric.DOT))
+    assert nine[0, :7].tolist() == list(range(1, 20, 3))
 
 
 # -- the keys there ----------------------------------------------------------------------------------------------------
@@ -231,7 +234,10 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
     queries = torch.from_numpy(keys[:3])
     board = Board(DEVICE)
     board.cards[0].keys = column
-    assert board.nearest(before, queries, 2, Metric.L2).tolist() == flat.nearest(before, queries, 2, Metric.L2).tolist()
+    assert (
+        board.nearest(before, Query(queries, 2, Metric.L2)).tolist()
+        == flat.nearest(before, Query(queries, 2, Metric.L2)).tolist()
+    )
 
 
 def test_keys_that_do_not_fit_stay_where_they_are(rng: np.random.Generator, monkeypatch: Any) -> None:
@@ -258,7 +264,7 @@ def test_an_old_snapshot_is_not_kept_alive(rng: np.random.Generator) -> None:
     import weakref
 
     board, records = Board(DEVICE), snapshot(awkward(rng))
-    board.nearest(records, torch.zeros(1, 5), 3, Metric.DOT)
+    board.nearest(records, Query(torch.zeros(1, 5), 3, Metric.DOT))
     gone = weakref.ref(records)
     del records
     gc.collect()
@@ -268,12 +274,19 @@ def test_an_old_snapshot_is_not_kept_alive(rng: np.random.Generator) -> None:
 def test_masks_of_the_latest_filters_stay(rng: np.random.Generator) -> None:
     board, records = Board(DEVICE), snapshot(awkward(rng))
     allowed = rng.random(40) < 0.5
-    kept = board.view(records).kept(allowed)
-    assert board.view(records).kept(allowed) is kept
+    kept = board.shards(records)[0].kept(allowed)
+    assert board.shards(records)[0].kept(allowed) is kept
     others = [allowed.copy() for _ in range(12)]
     for one in others:
-        board.view(records).kept(one)
-    assert len(board.view(records).seen._filtered._known) <= 4
+        board.shards(records)[0].kept(one)
+    assert len(board.cards[0].masks._known) <= 4
+
+
+def nearest_by(records: Snapshot, index: Index, query: Query) -> Rows:
+    """Positions by an index on a device, or by comparing all."""
+    assert index.devices is not None
+    found = index.devices.find(records, index, query)
+    return index.devices.nearest(records, query) if found is None else found.positions
 
 
 # -- the index there ---------------------------------------------------------------------------------------------------
@@ -293,7 +306,7 @@ def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: 
     fake.stream, fake.asked[:] = 12, []  # the pretended index refuses any other
     db.search(queries)
     assert len(fake.asked) == 1
-    assert gpu._resources().inner.stream == "FAISS' own"
+    assert faiss_lists._resources().inner.stream == "FAISS' own"
     assert db.attend(queries, k=20).finder == "ivf on cpu:0"
     assert len(fake.asked) == 2
 
@@ -301,19 +314,19 @@ def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: 
 @pytest.mark.slow
 def test_a_search_that_fails_gives_the_stream_back(fake: FakeGpu) -> None:
     db, _, queries = opened()
-    index = db.finder.index
-    assert isinstance(index, gpu.OnGPU)
+    index = db.core.finder.index
+    assert isinstance(index, OnGPU)
     with pytest.raises(AssertionError):
         index.near(torch.from_numpy(queries), 3000)
-    assert gpu._resources().inner.stream == "FAISS' own"
-    assert gpu._resources().lock.acquire(blocking=False)
+    assert faiss_lists._resources().inner.stream == "FAISS' own"
+    assert faiss_lists._resources().lock.acquire(blocking=False)
 
 
 @pytest.mark.slow
 def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
     db, keys, queries = opened()
-    index = db.finder.index
-    assert isinstance(index, gpu.OnGPU)
+    index = db.core.finder.index
+    assert isinstance(index, OnGPU)
     index.covered = 10**6  # k is small for it
     fake.asked.clear()
     index.fetch_k = 10
@@ -349,30 +362,30 @@ def test_filters_that_go_with_the_keys(fake: FakeGpu, side: int) -> None:
 def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generator) -> None:
     """Coarse codes need many candidates; a filter must not leave a few of them."""
     keys, _ = world()
-    index = gpu.engines(Board(DEVICE))["ivf"].train(Metric.L2, keys, N, "PQ2")
+    index = Board(DEVICE).engines["ivf"].train(Metric.L2, keys, N, "PQ2")
     index.add(np.arange(N), keys)
     index.effort, index.fetch_k = index.effort_most, 20
     order = np.argsort(keys[:, 0])
     allowed = np.zeros(N, np.bool_)
     allowed[order[: N // 2]] = True
     queries = torch.from_numpy(keys[order[N - 500 : N - 300]])
-    found = gpu_search.find(snapshot(keys), index, queries, 10, Metric.L2, allowed).positions
+    found = nearest_by(snapshot(keys), index, Query(queries, 10, Metric.L2, allowed, pairwise=False))
     assert fake.asked
     assert allowed[found].all()
-    assert recall(found, flat.nearest(snapshot(keys), queries, 10, Metric.L2, allowed)) >= 0.99
+    assert recall(found, flat.nearest(snapshot(keys), Query(queries, 10, Metric.L2, allowed))) >= 0.99
 
 
 @pytest.mark.slow
 def test_more_is_fetched_where_less_counts(fake: FakeGpu) -> None:
     db, keys, queries = opened()
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
     fake.asked.clear()
     db.search(queries)
     db.delete(range(0, N, 2))
     hits = db.search(queries)
     (_, plain, lists), (_, fetched, probed) = fake.asked
-    assert plain == max(gpu_search.FLOOR, index.fetch_k * 10)
+    assert plain == max(probe.FLOOR, index.fetch_k * 10)
     assert 2 * plain < fetched < 3.5 * plain
     assert probed >= min(2 * lists, index.effort_most)
     assert bool((hits.rows % 2 == 1).all())
@@ -384,15 +397,15 @@ def test_more_is_fetched_where_less_counts(fake: FakeGpu) -> None:
 def test_a_snapshot_with_gaps_and_one_older_than_the_index(fake: FakeGpu, rng: np.random.Generator) -> None:
     keys, queries = world()
     board = Board(DEVICE)
-    index = gpu.engines(board)["ivf-sq8"].train(Metric.DOT, keys, N, "SQ8")
+    index = board.engines["ivf-sq8"].train(Metric.DOT, keys, N, "SQ8")
     index.add(np.arange(N), keys)
     index.effort = index.effort_most
     asked = torch.from_numpy(queries)
     rows = np.flatnonzero(rng.random(N) < 0.8)
     gaps = Snapshot.of(2, (Segment(7, 0, rows, keys[rows], None),), np.ones(len(rows), np.bool_))
     for records in (gaps, snapshot(keys[: N // 2]), snapshot(np.concatenate([keys, 3 * queries]), cuts=(N,))):
-        found = gpu_search.find(records, index, asked, 10, Metric.DOT, None).positions
-        assert recall(found, flat.nearest(records, asked, 10, Metric.DOT)) > 0.99
+        found = nearest_by(records, index, Query(asked, 10, Metric.DOT, pairwise=False))
+        assert recall(found, flat.nearest(records, Query(asked, 10, Metric.DOT))) > 0.99
         assert all(len(set(line)) == 10 for line in found.tolist())
 
 
@@ -428,14 +441,14 @@ def test_gradients_and_one_query(fake: FakeGpu) -> None:
 @pytest.mark.slow
 def test_keys_that_do_not_fit_are_read_from_the_segments(fake: FakeGpu, monkeypatch: Any) -> None:
     db, _, queries = opened()
-    expected, board = db.search(queries).rows.tolist(), db._finder._board
-    assert board is not None
+    expected, board = db.search(queries).rows.tolist(), db._finder.devices
+    assert isinstance(board, Board)
     monkeypatch.setattr(resident, "room", lambda device: 0)
     board.forget()
     fake.asked.clear()
     assert db.search(queries).rows.tolist() == expected
     assert fake.asked
-    assert board.view(db._store.snapshot).seen.keys is None
+    assert board.shards(db._store.snapshot)[0].keys is None
     db.insert(["young"], 5 * queries[:1])
     assert db.search(queries[:1]).ids[0][0] == "young"
 
@@ -491,8 +504,8 @@ def test_compaction_takes_codes_out(fake: FakeGpu, tmp_path: Path) -> None:
     db, keys, queries = opened(tmp_path / "db")
     db.delete(range(0, N, 2))
     db.compact()
-    index = db.finder.index
-    assert isinstance(index, gpu.OnGPU)
+    index = db.core.finder.index
+    assert isinstance(index, OnGPU)
     assert index.inner.ntotal == len(db) == N // 2
     truth = scores("dot", queries, keys)
     truth[:, ::2] = -np.inf
@@ -505,8 +518,8 @@ def test_young_records_are_taken_in(fake: FakeGpu, monkeypatch: Any) -> None:
     db, keys, queries = opened()
     db.insert([f"new{i}" for i in range(1000)], keys[:1000] * np.float32(1.2))
     db.search(queries)
-    index = db.finder.index
-    assert isinstance(index, gpu.OnGPU)
+    index = db.core.finder.index
+    assert isinstance(index, OnGPU)
     assert index.inner.ntotal == N + 1000
     truth = scores("dot", queries, np.concatenate([keys, keys[:1000] * np.float32(1.2)]))
     assert recall(db.search(queries).rows.numpy(), np.argsort(-truth, axis=1)[:, :10]) >= 0.9
@@ -518,14 +531,14 @@ def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
         db.insert(range(N), keys)
         few = db.build_index()
         assert (few.kind, few.device) == ("flat", "cpu:0")
-        monkeypatch.setattr("softdb.index.device.SMALL", 1)
+        monkeypatch.setattr("softdb.device.board.SMALL", 1)
         told: list[tuple[str, int, int]] = []
         asked: list[int] = []
         exact = flat.nearest
 
-        def counted(records: Snapshot, queries: torch.Tensor, *rest: Any) -> Any:
-            asked.append(len(queries))
-            return exact(records, queries, *rest)
+        def counted(records: Snapshot, query: Query, *rest: Any) -> Any:
+            asked.append(len(query.queries))
+            return exact(records, query, *rest)
 
         monkeypatch.setattr(flat, "nearest", counted)
         report = db.build_index(recall=0.9, queries=queries, progress=lambda *step: told.append(step))
@@ -553,7 +566,7 @@ def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
     ],
 )
 def test_codes_that_faiss_knows(dim: int, codes: tuple[str, ...]) -> None:
-    engine = gpu.engines(Board(DEVICE))["ivf"]
+    engine = Board(DEVICE).engines["ivf"]
     assert engine.codes(dim) == codes
     assert [engine.record_bytes(dim, one) for one in codes] == [
         (dim if one == "SQ8" else int(one[2:])) + 8 for one in codes
@@ -562,7 +575,7 @@ def test_codes_that_faiss_knows(dim: int, codes: tuple[str, ...]) -> None:
 
 def test_an_index_with_wide_codes_has_tables_of_float16(fake: FakeGpu, rng: np.random.Generator) -> None:
     keys = rng.standard_normal((1000, 96)).astype(np.float32)
-    index = gpu.engines(Board(DEVICE))["ivf"].train(Metric.L2, keys, 1000, "PQ96")  # the pretended one asks for them
+    index = Board(DEVICE).engines["ivf"].train(Metric.L2, keys, 1000, "PQ96")  # the pretended one asks for them
     index.add(np.arange(1000), keys)
     assert index.find(keys[:5], 3)[:, 0].tolist() == list(range(5))
 
@@ -647,14 +660,14 @@ def test_back_to_the_cpu(fake: FakeGpu, monkeypatch: Any) -> None:
     monkeypatch.setattr(Board, "of", classmethod(lambda cls, devices, dtype=None: None))
     assert db.build_index("hnsw", device="cpu").device == "cpu"
     assert bool(db.search(queries).live.all())
-    assert db._finder._board is None
+    assert db._finder.devices is None
 
 
 @pytest.mark.slow
 def test_a_board_is_kept_with_its_keys(fake: FakeGpu, db: softdb.SoftDB) -> None:
-    board = db._finder._board
+    board = db._finder.devices
     db.build_index("ivf", device="cpu")
-    assert db._finder._board is board
+    assert db._finder.devices is board
 
 
 def test_what_a_cached_file_holds(fake: FakeGpu, tmp_path: Path) -> None:
@@ -673,7 +686,7 @@ class TestOnAGPU:
     @pytest.mark.parametrize("kind", ["ivf", "ivf-sq8", "flat"])
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
     def test_queries_that_lie_there(self, kind: str, metric: Any, monkeypatch: Any) -> None:
-        monkeypatch.setattr(gpu_search, "FEW", 500)
+        monkeypatch.setattr(probe, "FEW", 500)
         db, keys, queries = opened(None, kind, device="cuda", metric=metric)
         asked = torch.from_numpy(queries).cuda().requires_grad_()
         hits = db.search(asked, k=10)
@@ -687,7 +700,7 @@ class TestOnAGPU:
 
     def test_a_stream_of_the_caller_s_own(self, monkeypatch: Any) -> None:
         """Queries that are still being computed on another stream."""
-        monkeypatch.setattr(gpu_search, "FEW", 500)
+        monkeypatch.setattr(probe, "FEW", 500)
         db, _, queries = opened(None, "ivf", device="cuda")
         expected, there = db.search(queries).rows.tolist(), torch.from_numpy(queries).cuda()
         torch.cuda.synchronize()
@@ -702,12 +715,12 @@ class TestOnAGPU:
                 assert db.search(late).rows.tolist() == expected
 
     def test_nothing_but_positions_travels(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(gpu_search, "FEW", 500)
+        monkeypatch.setattr(probe, "FEW", 500)
         db, _, queries = opened(None, "ivf", device="cuda")
-        index, records = db.finder.index, db._store.snapshot
+        index, records = db.core.finder.index, db._store.snapshot
         assert index is not None
         asked = torch.from_numpy(queries).cuda()
-        gpu_search.find(records, index, asked, 10, Metric.DOT, None)
+        nearest_by(records, index, Query(asked, 10, Metric.DOT, pairwise=False))
         sizes: list[int] = []
         copied = torch.Tensor.cpu
 
@@ -716,5 +729,5 @@ class TestOnAGPU:
             return copied(self, *rest)
 
         monkeypatch.setattr(torch.Tensor, "cpu", watched)
-        gpu_search.find(records, index, asked, 10, Metric.DOT, None)
+        nearest_by(records, index, Query(asked, 10, Metric.DOT, pairwise=False))
         assert sum(sizes) <= len(queries) * (10 * 8 + 1)

@@ -14,6 +14,7 @@ from worlds import awkward, snapshot
 
 from softdb.check import Metric
 from softdb.index.flat import nearest
+from softdb.index.query import Query
 from softdb.kernels import available
 from softdb.store.snapshot import Segment, Snapshot
 
@@ -43,7 +44,7 @@ def best(scores: Array, k: int, allowed: Array | None = None) -> Array:
 
 def flat(world: Snapshot, queries: torch.Tensor, k: int, metric: Metric, *where: Any) -> Array:
     """Rows instead of positions."""
-    return world.rows(nearest(world, queries, k, metric, *where))
+    return world.rows(nearest(world, Query(queries, k, metric, *where[:1]), *where[1:]))
 
 
 def same(found: Array, metric: Metric, queries: Array, keys: Array, k: int, allowed: Array | None = None) -> None:
@@ -180,7 +181,7 @@ def test_rows_are_permanent_and_positions_are_not(rng: np.random.Generator) -> N
     segments = (Segment(0, 0, rows, keys[:30], None), Segment(1, 1000, None, keys[30:], None))
     world = Snapshot.of(1, segments, np.ones(60, np.bool_))
     queries = torch.from_numpy(rng.standard_normal((4, 3)))
-    places = nearest(world, queries, 70, Metric.DOT)
+    places = nearest(world, Query(queries, 70, Metric.DOT))
     named = np.concatenate([rows, np.arange(1000, 1030)])
     expected = np.where(places < 0, -1, named[places])
     np.testing.assert_array_equal(flat(world, queries, 70, Metric.DOT), expected)

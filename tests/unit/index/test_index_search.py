@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -12,12 +13,13 @@ from with_kernels import WITH_AND_WITHOUT
 from worlds import awkward, snapshot
 
 from softdb.check import Metric
-from softdb.index import gpu_search, search
-from softdb.index.build import build
+from softdb.index import search
+from softdb.index.build import Target, build
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
+from softdb.index.query import Query
 from softdb.index.rerank import ordered
-from softdb.index.search import indexed_until
+from softdb.index.search import Searcher, indexed_until
 from softdb.scores import score_of
 from softdb.store.snapshot import Segment, Snapshot
 
@@ -36,14 +38,18 @@ def clusters(rng: np.random.Generator) -> tuple[Array, Array]:
 
 
 def indexed(world: Snapshot, metric: Metric, kind: str = "ivf") -> Index:
-    index, report = build(world, metric, kind, 0.95, 10, None, None)
+    index, report = build(world, metric, Target(0.95, 10, kind=kind))
     assert index is not None
     assert report["met"]
     return index
 
 
+searcher_of = functools.lru_cache(maxsize=1)(Searcher)
+
+
 def find(seen: Snapshot, index: Index, queries: torch.Tensor, k: int, metric: Metric, allowed: Array | None) -> Array:
-    return gpu_search.find(seen, index, queries, k, metric, allowed).positions
+    assert metric is index.metric
+    return searcher_of(index).nearest(seen, Query(queries, k, metric, allowed, pairwise=False)).positions
 
 
 def recall(found: Array, exact: Array) -> float:
@@ -72,7 +78,7 @@ def test_candidates_are_ordered_as_exact_search_orders_them(
         found = ordered(world, queries, candidates, k, metric)[0]
         for i in range(q):
             allowed = np.isin(np.arange(60), candidates[i])
-            exact = nearest(world, torch.from_numpy(queries[i : i + 1]), k, metric, allowed)[0]
+            exact = nearest(world, Query(torch.from_numpy(queries[i : i + 1]), k, metric, allowed))[0]
             if metric is Metric.COSINE:  # lengths are rounded: parallel keys may change places
                 assert set(found[i] < 0) == set(exact < 0)
                 scores = (keys @ queries[i]) / np.maximum(np.linalg.norm(keys, axis=1), 1e-9)
@@ -101,7 +107,7 @@ def test_candidates_are_scored_in_parts_with_and_without_compiled_loops(
     world, queries = snapshot(keys, cuts=(33,)), rng.standard_normal((11, 37)).astype(np.float32)
     candidates = np.tile(np.arange(90), (11, 1))
     found, scores = ordered(world, queries, candidates, 100, metric)
-    exact = nearest(world, torch.from_numpy(queries), 100, metric)
+    exact = nearest(world, Query(torch.from_numpy(queries), 100, metric))
     assert recall(found[:, :7], exact[:, :7]) == 1
     assert (found >= 0).sum() == 11 * 90
     true = score_of(metric)(torch.from_numpy(queries).double(), torch.from_numpy(keys).double()).numpy()
@@ -134,9 +140,9 @@ def test_after_compaction_rows_have_gaps(kind: str, metric: Metric, rng: np.rand
         2, (Segment(7, 0, rows, keys[rows], None), Segment(8, N + 5, None, young, None)), np.ones(len(rows) + 30, bool)
     )
     assert indexed_until(after, index) == len(rows)
-    exact = nearest(after, torch.from_numpy(queries), 10, metric)
+    exact = nearest(after, Query(torch.from_numpy(queries), 10, metric))
     assert recall(find(after, index, torch.from_numpy(queries), 10, metric, None), exact) >= 0.9
-    again = nearest(before, torch.from_numpy(queries), 10, metric)
+    again = nearest(before, Query(torch.from_numpy(queries), 10, metric))
     assert recall(find(before, index, torch.from_numpy(queries), 10, metric, None), again) >= 0.9
 
 
@@ -147,7 +153,7 @@ def test_a_snapshot_older_than_the_index_sees_its_own_records_only(rng: np.rando
     found = find(old, index, torch.from_numpy(queries), 10, Metric.DOT, None)
     assert found.max() < 6000
     assert found.min() >= 0
-    assert recall(found, nearest(old, torch.from_numpy(queries), 10, Metric.DOT)) >= 0.9
+    assert recall(found, nearest(old, Query(torch.from_numpy(queries), 10, Metric.DOT))) >= 0.9
 
 
 @pytest.mark.few(1)
@@ -163,7 +169,7 @@ def test_a_filter_that_goes_with_the_keys(kind: str, side: str, rng: np.random.G
     queries = torch.from_numpy(keys[order[:40] if side == "near" else order[-40:]])
     found = find(snapshot(keys), index, queries[:20], 10, Metric.L2, allowed)
     assert allowed[found].all()
-    assert recall(found, nearest(snapshot(keys), queries[:20], 10, Metric.L2, allowed)) >= 0.8
+    assert recall(found, nearest(snapshot(keys), Query(queries[:20], 10, Metric.L2, allowed))) >= 0.8
 
 
 def test_when_every_match_is_younger_than_the_index(rng: np.random.Generator) -> None:
@@ -172,7 +178,7 @@ def test_when_every_match_is_younger_than_the_index(rng: np.random.Generator) ->
     world = snapshot(np.concatenate([keys, keys * 2]), cuts=(N,))
     allowed = np.arange(2 * N) >= N
     found = find(world, index, torch.from_numpy(queries), 10, Metric.COSINE, allowed)
-    exact = nearest(world, torch.from_numpy(queries), 10, Metric.COSINE, allowed)
+    exact = nearest(world, Query(torch.from_numpy(queries), 10, Metric.COSINE, allowed))
     assert recall(found, exact) == 1
 
 
@@ -196,10 +202,10 @@ def test_what_may_be_found_is_worked_out_once(rng: np.random.Generator, monkeypa
     assert len(worked) == 2
     for _ in range(12):
         find(world, index, asked, 10, Metric.DOT, allowed.copy())
-    coverage = search._coverage(world, index)
+    coverage = searcher_of(index)._coverage_of(world)
     assert len(coverage._filtered._known) <= 4
     find(snapshot(keys), index, asked, 10, Metric.DOT, None)
-    assert search._coverage(world, index) is not coverage
+    assert searcher_of(index)._coverage_of(world) is not coverage
 
 
 def test_a_filter_that_was_freed_is_not_taken_for_a_new_one(rng: np.random.Generator) -> None:

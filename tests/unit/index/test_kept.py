@@ -17,7 +17,9 @@ from with_kernels import NEEDS_KERNELS
 
 import softdb
 from softdb.index import cache, reach
-from softdb.index.kept import _FORM, packed, unpacked
+from softdb.index.contract import Reach
+from softdb.index.planner import Planner
+from softdb.index.reach import FORM, packed, unpacked
 from softdb.index.tail import Tail
 
 pytest.importorskip("faiss")
@@ -43,7 +45,7 @@ def tail_of(db: softdb.SoftDB) -> Tail:
     return tail
 
 
-def same(one: reach.Reach, other: reach.Reach) -> None:
+def same(one: Reach, other: Reach) -> None:
     for name, mine, theirs in zip(one._fields, one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
@@ -85,7 +87,7 @@ def test_what_is_loaded_is_what_is_measured(tmp_path: Path, kind: str, shape: di
         loaded, index = tail_of(db).reach, db._finder.index
         assert index is not None
         index.reach = None
-        same(loaded, Tail(index, db._store.snapshot).reach)
+        same(loaded, Tail(index, db._store.snapshot, Planner(index)).reach)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -124,6 +126,7 @@ def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
     with softdb.open(path) as db:  # kept as it was measured
         index = db._finder._current(db._store.snapshot)
         assert index is not None
+        assert index.reach is not None
         same(index.reach, after)
 
 
@@ -144,7 +147,7 @@ def test_what_is_not_of_such_an_index_is_refused(path: Path, change: dict[str, A
         found, index = tail_of(db).reach, tail_of(db).index
         same(unpacked(packed(found), index), found)
         file = io.BytesIO()
-        for name in _FORM:
+        for name in FORM:
             np.save(file, change.get(name, getattr(found, name)))
         with pytest.raises(ValueError, match=r"is not|has not|pickle"):
             unpacked(file.getvalue(), index)

@@ -17,11 +17,13 @@ from worlds import snapshot
 
 import softdb
 from softdb.check import Metric
-from softdb.index import build, cache, finder, gpu_search, outliers
+from softdb.index import build, cache, finder, outliers, timing
 from softdb.index.contract import Index
 from softdb.index.flat import nearest
 from softdb.index.ivf import IVF
 from softdb.index.outliers import Outliers, lengths_of, longest_of
+from softdb.index.query import Query
+from softdb.index.search import Searcher
 from softdb.store.snapshot import Snapshot
 
 Array = np.ndarray[Any, Any]
@@ -46,7 +48,8 @@ def directions(n: int, d: int, random: np.random.Generator) -> Array:
 
 
 def find(seen: Snapshot, index: Index, queries: torch.Tensor, k: int, metric: Metric, allowed: Array | None) -> Array:
-    return gpu_search.find(seen, index, queries, k, metric, allowed).positions
+    assert metric is index.metric
+    return Searcher(index).nearest(seen, Query(queries, k, metric, allowed, pairwise=False)).positions
 
 
 class World(NamedTuple):
@@ -135,7 +138,7 @@ def test_outliers_take_their_places_among_the_best(
         places = some.positions(here, mine)
         assert set(places[places >= 0]) == set(np.flatnonzero(counts[:75]))
         for k in (1, 4, 20):
-            among = nearest(here, torch.from_numpy(queries), k, Metric.DOT, counts & (rng.random(400) < 0.3))
+            among = nearest(here, Query(torch.from_numpy(queries), k, Metric.DOT, counts & (rng.random(400) < 0.3)))
             scores = np.einsum("qd,qkd->qk", queries, keys[among]).astype(np.float32)
             expected = union(queries, keys, among, places, k)
             some.take_part(queries, places, among, scores)
@@ -166,7 +169,7 @@ def test_filters_and_deletions_are_kept_to(rng: np.random.Generator) -> None:
         counts = allowed & ~gone
         found = find(seen, index, here.queries, 5, Metric.DOT, None if share == 1 else allowed)
         assert counts[found].all()
-        truth = nearest(seen, here.queries, 1, Metric.DOT, counts)[:, 0]
+        truth = nearest(seen, Query(here.queries, 1, Metric.DOT, counts))[:, 0]
         long = here.rank[truth] < N // 1000
         assert long.sum() > Q // 6
         assert (found[long, 0] == truth[long]).mean() >= 0.99
@@ -245,7 +248,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
         db.insert(range(5000), keys)
         report = db.build_index("ivf-rabitq", recall=0.3)
         db.search(keys[:5], k=3)
-        index = db.finder.index
+        index = db.core.finder.index
         assert index is not None
         assert index.longest is None or not len(index.longest)
         assert report.outliers == 0
@@ -270,7 +273,7 @@ def test_they_take_no_more_time_than_is_theirs(rng: np.random.Generator, monkeyp
         clock.spend(1e-8 * one.count * len(asked))
         take_part(one, asked, *rest)
 
-    monkeypatch.setattr(outliers, "time", clock.module)
+    monkeypatch.setattr(timing, "time", clock.module)
     monkeypatch.setattr(Outliers, "take_part", compared)
 
     def search(seconds: float) -> Any:
@@ -310,7 +313,7 @@ def check(db: softdb.SoftDB, **words: Any) -> None:
     """The largest inner product is found wherever it is that of one of the longest keys."""
     queries = items()[1]
     found, exact = (db.search(queries, k=1, exact=way, **words) for way in (False, True))
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
     assert index.longest is not None
     long = np.isin(exact.rows[:, 0].numpy(), index.longest[: outliers.LEAST])
@@ -328,7 +331,7 @@ def test_search_and_attention_find_them() -> None:
     assert pooled.hits is not None
     hit = pooled.hits.rows[:, 0] == exact.rows[:, 0]
     assert hit.float().mean() > 0.9
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
     index.longest = NONE
     with pytest.raises(AssertionError):
@@ -344,7 +347,7 @@ def test_deleted_ones_never_come_back_and_others_follow() -> None:
     db.delete(order[10:200].tolist())
     assert not np.isin(db.search(items()[1], k=20).rows.numpy(), order[:200]).any()
     check(db)
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
     assert index.longest is not None
     assert index.longest[:10].tolist() == order[200:210].tolist()

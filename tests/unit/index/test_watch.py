@@ -23,7 +23,7 @@ TRUTH = np.arange(10)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the watch measures checks by."""
     clock = Clock()
-    monkeypatch.setattr("softdb.index.watch.time", clock.module)
+    monkeypatch.setattr("softdb.index.timing.time", clock.module)
     return clock
 
 
@@ -82,8 +82,6 @@ def test_bad_searches_warn_once_and_name_the_remedy() -> None:
     assert watch.report(again) == {"live_recall": None, "live_checked": 0}
     with pytest.warns(RecallWarning, match="last 20 searches"):
         saw(watch, again, 0.6, 20)
-    again.report["recall"] = 0.7  # tuned in place
-    assert watch.report(again)["live_checked"] == 0
 
 
 def test_a_few_bad_ones_are_no_proof() -> None:

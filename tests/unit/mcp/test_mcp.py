@@ -23,6 +23,7 @@ import softdb
 from softdb.terminal import dumps
 from softdb.text import HashedNGrams
 from softdb.tools.cli.commands import app
+from softdb.tools.cli.served import Served
 from softdb.tools.mcp.tools import MOST, WHOLE, Tools
 
 ROOT = Path(softdb.__file__).parents[1]
@@ -88,8 +89,8 @@ def asked(path: Path, ask: Callable[[Client, Call], Awaitable[None]], over: Any 
             await ask(client, call)
 
     if over is None:
-        with Tools(path, encoder) as tools:
-            anyio.run(converse, tools.server())
+        with Served(path, encoder) as served:
+            anyio.run(converse, Tools(served).server())
     else:
         anyio.run(converse, over)
 
@@ -209,7 +210,7 @@ def test_an_answer_is_bounded(tmp_path: Path) -> None:
 
 def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: Path, tmp_path: Path) -> None:
     with softdb.open(tmp_path / "model", dim=2) as db:
-        db.note_encoder("stranger/model")  # models run code: it is not loaded because a database says so
+        db.core.store.note_encoder("stranger/model")  # models run code: it is not loaded because a database says so
 
     async def ask(_: Client, call: Call) -> None:
         assert not (await call("describe"))["takes_text"]
@@ -217,7 +218,7 @@ def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: 
 
     asked(tmp_path / "model", ask)
     with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
-        Tools(library, "demo")
+        Served(library, "demo")
 
 
 def test_a_text_index_is_searched_by_words(tmp_path: Path, library: Path) -> None:

@@ -123,7 +123,7 @@ def test_overfetched_candidates_get_no_gradient() -> None:
 def test_the_search_is_as_hard_as_for_k_however_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     db, efforts = large(), []
     db.build_index("ivf", k=10)
-    index = db.finder.index
+    index = db.core.finder.index
     assert index is not None
     search = type(index).find
 

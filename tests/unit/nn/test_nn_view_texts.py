@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import softdb
+from softdb.database.reembedding import texts_at
 from softdb.errors import BadInput, StaleRead
 from softdb.nn import View, retrieval_loss
 from softdb.text import HashedNGrams
@@ -84,7 +85,7 @@ def test_texts_that_are_missing_are_told() -> None:
             View(db, OfTexts(), texts=True, field="gloss").attend(torch.ones(1, 6))
         with pytest.raises(BadInput, match="field is 3"):
             View(db, OfTexts(), texts=True, field=3)  # type: ignore[arg-type]
-        rows = db.locate([1, 2])[1]
+        rows = db.core.locate([1, 2])[1]
         db.delete([2])
         with pytest.raises(StaleRead, match="1 of 2 records were deleted"):
-            db.texts_at(rows)
+            texts_at(db.core, rows)

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from reference_filters import meets, parts_of, spelled
 
 import softdb
+from softdb.filters import fieldorder, masks, matching, parse
+from softdb.filters.conditions import statement
 from softdb.store import format, paths
-from softdb.store import matches as matches_file
-from softdb.store import order as order_file
-from softdb.store.filters import parse, statement
 
 FILTERS: list[dict[str, Any]] = [
     {"year": 3},
@@ -154,7 +153,7 @@ def test_negations_ask_the_index_for_what_they_leave_out(where: dict[str, Any]) 
 def test_where_most_records_match_the_index_lists_the_others(
     where: dict[str, Any], comparisons: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matches_file, "LARGE", 100)
+    monkeypatch.setattr(masks, "LARGE", 100)
     odd: list[Any] = [None, {"year": "5", "lang": 5, "new": None}]
     payloads = [{"year": i, "lang": "fr" if i == 7 else "de", "new": i != 3} for i in range(98)] + odd
     with softdb.open(None, dim=1, fields=["year", "lang", "new"]) as db:
@@ -341,10 +340,10 @@ def test_any_order_of_changes_agrees_with_brute_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: list[str], seed: int
 ) -> None:
     rng, truth, fresh = np.random.default_rng(seed), dict[int, Any](), iter(range(10**6))
-    monkeypatch.setattr(matches_file, "MANY", 15)  # so that both ways of catching up are taken
-    monkeypatch.setattr(matches_file, "LARGE", 20)  # and both of asking an index
-    monkeypatch.setattr(order_file, "APPENDED", 50)  # and all of keeping its order
-    monkeypatch.setattr(order_file, "RUNS", 2)
+    monkeypatch.setattr(matching, "MANY", 15)  # so that both ways of catching up are taken
+    monkeypatch.setattr(masks, "LARGE", 20)  # and both of asking an index
+    monkeypatch.setattr(fieldorder, "APPENDED", 50)  # and all of keeping its order
+    monkeypatch.setattr(fieldorder, "RUNS", 2)
     with softdb.open(tmp_path / "db", dim=2, fields=fields) as db, softdb.open(tmp_path / "db", mode="r") as reader:
         for step in range(40):
             change(db, truth, fresh, rng)
@@ -381,7 +380,7 @@ def test_after_a_commit_only_appended_rows_are_asked() -> None:
 def test_after_many_appended_rows_an_index_is_quicker(
     monkeypatch: pytest.MonkeyPatch, fields: list[str], anew: bool
 ) -> None:
-    monkeypatch.setattr(matches_file, "MANY", 3)
+    monkeypatch.setattr(matching, "MANY", 3)
     with softdb.open(None, dim=1, fields=fields) as db:
         db.insert([9], np.ones((1, 1)), payloads=[{"x": 1}])
         assert db.count({"x": 1}) == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reference_filters import MISSING, meets
 
 import softdb
-from softdb.store import matches, order
+from softdb.filters import fieldorder, masks
 
 PAYLOADS: list[Any] = [
     None,
@@ -82,9 +82,8 @@ def ordered() -> Iterator[softdb.SoftDB]:
 def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
     """As if there were many records, and all fields were kept in order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matches, "LARGE", 0)
-        patch.setattr(matches, "KEPT", 100)
-        patch.setattr(order, "KEPT", 100)
+        patch.setattr(masks, "LARGE", 0)
+        patch.setattr(fieldorder, "KEPT", 100)
         db._store.order_fields()
         yield
 
@@ -93,8 +92,8 @@ def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
 def asked_for_others() -> Iterator[None]:
     """As if most records matched every filter, and there were many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matches, "LARGE", 0)
-        patch.setattr(matches._Evaluation, "share", lambda *_: 1.0)
+        patch.setattr(masks, "LARGE", 0)
+        patch.setattr(masks.Evaluation, "share", lambda *_: 1.0)
         yield
 
 

@@ -15,9 +15,8 @@ from reference_filters import meets
 from test_filter_fields import Trace
 
 import softdb
-from softdb.store import matches
-from softdb.store import order as order_file
-from softdb.store.filters import parse, statement
+from softdb.filters import fieldorder, masks, parse
+from softdb.filters.conditions import statement
 from softdb.store.paths import field_sql
 
 NUMBERS = [0, 1, 2, -1, 2**53, 2**53 + 1, -(2**53) - 1, 2**62, 2**63 - 1, -(2**63), 0.5, 2.0**53, -0.0, 1e308, 5e-324]
@@ -66,9 +65,9 @@ CHANGES = st.one_of(
 def small(runs: int = 1) -> Iterator[None]:
     """As if there were many records, and few of them appended."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matches, "LARGE", 0)
-        patch.setattr(order_file, "APPENDED", 20)
-        patch.setattr(order_file, "RUNS", runs)
+        patch.setattr(masks, "LARGE", 0)
+        patch.setattr(fieldorder, "APPENDED", 20)
+        patch.setattr(fieldorder, "RUNS", runs)
         yield
 
 
@@ -107,7 +106,7 @@ def agrees(db: softdb.SoftDB, where: dict[str, Any]) -> None:
     for one in [where, *ALWAYS]:
         db._store._matches._known.clear()  # so that the filter is asked anew
         assert db._store.matching_rows(one)[1].tolist() == by_sqlite(db, one), one
-    for known in db._store._matches._orders._known.values():
+    for known in db._store._matches.orders._known.values():
         if known.generation == db.generation:
             assert np.sort(np.concatenate(known.runs)).tolist() == db._store.snapshot.all_rows.tolist()
 
@@ -183,7 +182,7 @@ def test_the_orders_of_the_last_fields_are_kept() -> None:
     with small(), softdb.open(None, dim=1, fields=[*"abcdef"]) as db:
         db.insert(range(10), np.ones((10, 1)), payloads=[dict.fromkeys("abcdef", i) for i in range(10)])
         db.order_fields()
-        known = db._store._matches._orders._known
+        known = db._store._matches.orders._known
         assert list(known) == [*"abcd"]
         db.count({"a": {"$lt": 5}})
         for stop in (4, 5):

@@ -14,7 +14,7 @@ from softdb.salvaging import run as salvaging
 from softdb.store import backup, disk, files
 from softdb.store.ours import entries, remove_database, require_ours
 from softdb.text import HashedNGrams
-from softdb.tools.cli import records
+from softdb.tools.cli import transfer
 from softdb.train import QueryProjection, checkpoint, save
 
 Put = Callable[[Path, Path], None]
@@ -223,7 +223,7 @@ def test_an_import_that_fails_leaves_what_came_meanwhile(tmp_path: Path, put: Pu
     stranger, path = Stranger(tmp_path, put), tmp_path / "new"
     db = softdb.open(path, dim=2)
     stranger.take(path, "notes.txt", "unfinished")
-    with pytest.raises(softdb.BadInput, match="bad"), records._removing(db, path, there):
+    with pytest.raises(softdb.BadInput, match="bad"), transfer._ending(db, path, True, there):
         raise softdb.BadInput("bad")
     assert {one.name for one in path.iterdir()} == {"notes.txt", "unfinished"}
     stranger.is_untouched()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import errno
 import gc
 import os
@@ -19,7 +18,6 @@ import pytest
 import softdb
 from softdb.store import disk
 from softdb.store import writer as writing
-from softdb.store.worker import Worker
 
 
 @pytest.fixture
@@ -248,30 +246,6 @@ def test_a_handle_that_is_forgotten_flushes(path: Path) -> None:
     assert flushed(path) == {"a"}
 
 
-@pytest.mark.usefixtures("never")
-def test_a_handle_that_is_collected_after_its_thread_flushes(path: Path) -> None:
-    """Python finalises the objects of one cycle by age; here the worker is older than the store."""
-
-    class Ringing:
-        def late(self) -> None: ...
-
-    gc.disable()
-    older = Worker(Ringing().late)
-    gc.collect()  # which makes it the older of the two
-    db = relaxed(path)
-    put(db, "a")
-    store = db._store
-    store._worker.stop()
-    store._worker, older.store = older, store  # type: ignore[attr-defined]
-    del db, store, older
-    collecting = threading.Thread(target=gc.collect, daemon=True)
-    collecting.start()
-    collecting.join(60)
-    gc.enable()
-    assert not collecting.is_alive()
-    assert flushed(path) == {"a"}
-
-
 def test_what_is_written_while_the_interpreter_ends_comes_to_disk(path: Path) -> None:
     late = "import atexit; atexit.register(lambda: db.insert(['last'], [[1, 2]], [[3]]))"  # before softdb's: runs after
     subprocess.run([sys.executable, "-c", late + SCRIPT, str(path)], check=True)
@@ -302,11 +276,11 @@ def test_a_snapshot_while_another_thread_writes(path: Path, tmp_path: Path) -> N
 
 
 def test_where_no_thread_can_be_had_opening_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> int:
+    def none(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_thread, "start_new_thread", none)
+        patch.setattr(threading.Thread, "start", none)
         with pytest.raises(softdb.SoftDBError, match="needs a thread of its own"):
             relaxed(path)
     relaxed(path).close()

@@ -209,14 +209,14 @@ def test_texts_after_it_go_through_both(path: Path) -> None:
         keys = projection.keys(plain).detach()
         torch.testing.assert_close(torch.as_tensor(db.get([1, 2, 3]).keys), keys)
         asked = projection(plain).detach()
-        torch.testing.assert_close(db.as_queries(texts), asked)
+        torch.testing.assert_close(db.core.as_queries(texts), asked)
         torch.testing.assert_close(projection.of(db, texts), asked)
         torch.testing.assert_close(projection.of(db, plain), asked)
         assert db.search(texts).ids == db.search(asked).ids
         again = trained(projection.name)  # another training upon this one
         apply(db, again)
     with softdb.open(path, encoder=TextTowers(again, TextTowers(projection, encoder))) as db:
-        torch.testing.assert_close(db.as_queries(texts), again(asked).detach())
+        torch.testing.assert_close(db.core.as_queries(texts), again(asked).detach())
 
 
 def test_what_cannot_be_applied_is_refused() -> None:

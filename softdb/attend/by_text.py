@@ -1,0 +1,118 @@
+"""Hits by text, and by text and vector together: two lists of candidates, one order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb.attend.request import Live, Positions
+from softdb.attend.scoring import score_rows
+from softdb.check import Fusion
+from softdb.filters import TextScores
+from softdb.index.placement import RecordColumns
+from softdb.index.query import Query
+from softdb.scoring import score_of
+
+__all__ = ["TextQuery", "fused_hits", "text_hits"]
+
+RANKED = 60  # the constant of reciprocal ranks
+SHARE = 0.2  # of the text's score in a sum of scores that are scaled to 0 … 1
+
+Floats = NDArray[np.float64]
+
+
+class TextQuery(NamedTuple):
+    """Texts, how many records each wants, and which take part."""
+
+    texts: TextScores
+    k: int
+    keep: Live | None  # (m,) which records with a text take part; None: all
+    left_out: Positions | None  # (q, e) rows, or (1, e) for every query; -1 = none
+
+    def best(self, i: int, k: int) -> tuple[Positions, Floats]:  # (≤ k,), (m,)
+        """Places of the k best records of the i-th text, and the scores of all."""
+        scores, keep, rows = self.texts.scores(i), self.keep, self.texts.rows
+        if self.left_out is not None:
+            others = ~np.isin(rows, self.left_out[min(i, len(self.left_out) - 1)])
+            keep = others if keep is None else others & keep
+        return _best(scores, k, keep), scores
+
+
+def text_hits(query: TextQuery) -> tuple[Tensor, Tensor]:  # (q, k) rows, (q, k) float64
+    """Rows and BM25 scores, best first, equal ones by row."""
+    rows = np.full((len(query.texts.words), query.k), -1)
+    scores = np.full(rows.shape, -np.inf)
+    for i in range(len(rows)):
+        best, every = query.best(i, query.k)
+        rows[i, : len(best)], scores[i, : len(best)] = query.texts.rows[best], every[best]
+    return torch.from_numpy(rows), torch.from_numpy(scores)
+
+
+def _best(scores: Floats, k: int, keep: Live | None) -> Positions:
+    """Where the k best scores above 0 are, (m,) -> (≤ k,)."""
+    places = np.flatnonzero(scores if keep is None else scores * keep)
+    if len(places) > k:
+        found = scores[places]
+        places = places[found >= np.partition(found, -k)[-k]]
+    return places[np.argsort(-scores[places], kind="stable")[:k]]
+
+
+def fused_hits(
+    fusion: Fusion,
+    by_text: TextQuery,
+    query: Query,  # by vector
+    nearest: Positions,  # (q, c) rows of the nearest by vector, best first, -1 = none; c ≥ k
+    columns: RecordColumns,
+) -> tuple[Tensor, Tensor]:  # (q, ≤ k) rows, (q, ≤ k) scores
+    """The k best of both lists, each c deep, with exact scores of both kinds; see `SoftDB.search`.
+
+    A record without a text has text score 0, one without a key the least vector score of the candidates.
+    """
+    count, queries, texts = nearest.shape[1], query.queries, by_text.texts
+    if not count:
+        return torch.from_numpy(nearest).to(queries.device), queries[:, :0]
+    rows = np.concatenate([nearest, np.full_like(nearest, -1)], 1)  # (q, 2 c), none twice
+    scores, ranks = np.zeros(rows.shape), np.full((2, *rows.shape), np.inf)
+    ranks[0, :, :count] = np.arange(1, count + 1)
+    for i, mine in enumerate(rows):
+        best, found = by_text.best(i, count)
+        new = ~np.isin(texts.rows[best], mine)
+        mine[count : count + np.count_nonzero(new)] = texts.rows[best[new]]
+        places = np.minimum(texts.rows.searchsorted(mine), len(texts.rows) - 1)
+        scores[i] = np.where(texts.rows[places] == mine, found[places], 0) if len(found) else 0
+        place = dict(zip(texts.rows[best].tolist(), range(1, count + 1), strict=False))
+        ranks[1, i] = [place.get(row, np.inf) for row in mine.tolist()]
+    there = torch.from_numpy(rows >= 0).to(queries.device)
+    if fusion.ranks:
+        fused = torch.from_numpy((1 / (RANKED + ranks)).sum(0)).to(queries)
+    else:
+        fused = _summed(fusion, query, torch.from_numpy(scores).to(queries), rows, columns)
+    fused, order = fused.masked_fill(~there, -torch.inf).sort(dim=1, descending=True, stable=True)
+    return torch.from_numpy(rows).to(queries.device).gather(1, order)[:, : by_text.k], fused[:, : by_text.k]
+
+
+def _summed(
+    fusion: Fusion,
+    query: Query,
+    scores: Tensor,  # (q, c) BM25
+    rows: Positions,  # (q, c)
+    columns: RecordColumns,
+) -> Tensor:  # (q, c)
+    """Vector scores with gradient, plus the weight times the text's."""
+    positions = columns.positions(rows)
+    positions[(positions >= 0) & ~columns.live[positions]] = -1
+    vectors = score_rows(score_of(query.metric), query.queries, columns, positions)
+    plain = vectors.detach()
+    high = plain.amax(1, keepdim=True)
+    low = plain.masked_fill(plain.isinf(), torch.inf).amin(1, keepdim=True)
+    some = high.isfinite()
+    vectors = torch.where(plain.isinf(), torch.where(some, low, 0), vectors)
+    if fusion.weight is not None:
+        return vectors + fusion.weight * scores
+    vectors = (vectors - torch.where(some, low, 0)) / torch.where(some & (high > low), high - low, 1)
+    most = scores.amax(1, keepdim=True)
+    return (1 - SHARE) * vectors + SHARE * scores / torch.where(most > 0, most, 1)

@@ -1,0 +1,154 @@
+"""Arguments of searches and estimates: k or a radius, tolerance, excluded ids, diversity, generator."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from softdb.check.ids import Id, identifiers
+from softdb.check.plain import dense, integer, is_tensor, number, share, shown
+from softdb.check.schemas import Metric
+from softdb.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+__all__ = ["DEFAULT_K", "Extent", "Tolerance", "excluded", "extent", "generator", "least_score", "tolerance"]
+
+DEFAULT_K = 10
+
+
+class Extent(TypedDict):
+    """How many of the nearest records a search wants, as keywords of a `Query`."""
+
+    k: int
+    least: float | None
+    offset: int
+    diversity: float
+    fetch_k: int
+    group_size: int
+
+
+def extent(metric: Metric, k: object, radius: object, offset: object = 0, **others: object) -> Extent:
+    """Return k, a radius, k diverse ones among more, or k groups; BadInput where they contradict each other.
+
+    The others are diversity, fetch_k, group_by and group_size.
+    """
+    passed = integer(offset, "offset", 0)
+    if radius is None:
+        count = integer(DEFAULT_K if k is None else k, "k")
+        diversity, fetch_k = _diversity(others.get("diversity"), others.get("fetch_k"), count, passed)
+        size = _group_size(others.get("group_by"), others.get("group_size"), others.get("diversity"))
+        return Extent(k=count, least=None, offset=passed, diversity=diversity, fetch_k=fetch_k, group_size=size)
+    for name, value in {"k": k, "offset": passed or None, **others}.items():
+        if value is not None:
+            raise BadInput(
+                f"radius and {name} are both given ({shown(radius)}, {shown(value)}); a radius finds every record "
+                f"that is near enough: give one of them"
+            )
+    return Extent(k=0, least=least_score(radius, metric), offset=0, diversity=0.0, fetch_k=0, group_size=1)
+
+
+class Tolerance(NamedTuple):
+    """What error of a soft query is small enough: bar ≤ atol + rtol max(‖o‖, 0.1 rms‖v‖)."""
+
+    rtol: float
+    atol: float
+    confidence: float  # the share of answers whose error shall be within their bar
+    most: int | None  # records pooled for it at most; None: every record, where it takes that
+
+
+def tolerance(rtol: object, atol: object, confidence: object, max_draws: object, k: object) -> Tolerance | None:
+    """A tolerance, None where none is asked for; BadInput where it makes no sense or k is given, too."""
+    absolute = number(atol, "atol", "a number of at least 0", lambda found: found >= 0)
+    if rtol is None and not absolute:
+        if max_draws is not None:
+            raise BadInput("max_draws bounds an estimate, but no tolerance is asked for; give rtol or atol, too")
+        return None
+    if k is not None:
+        raise BadInput(
+            f"k and a tolerance are both given (k {shown(k)}, rtol {shown(rtol)}, atol {shown(atol)}); k truncates, a "
+            "tolerance estimates what truncation would miss: give one of them"
+        )
+    expected = "a number above 0 and below 1, or 0 with an atol above 0"
+    relative = 0.0 if rtol is None else number(rtol, "rtol", expected, lambda found: 0 <= found < 1)
+    if relative == absolute == 0:
+        raise BadInput(f"rtol is {relative}; expected {expected}")
+    expected = "a number between 0 and 1, such as 0.95"
+    sure = number(confidence, "confidence", expected, lambda found: 0 < found < 1)
+    most = None if max_draws is None else integer(max_draws, "max_draws")
+    return Tolerance(relative, absolute, sure, most)
+
+
+def excluded(value: object, queries: int) -> list[list[Id]]:
+    """Ids to leave out: one list for all queries, or one for each of several; empty where none are."""
+    if value is None:
+        return []
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    elif is_tensor(value):
+        value = dense(value, "exclude_ids").tolist()
+    several = (list, tuple, set, frozenset)
+    each: list[Any] = list(value) if isinstance(value, several) else [value]
+    nested = [isinstance(one, (*several, np.ndarray)) or is_tensor(one) for one in each]
+    if not any(nested):
+        return [identifiers(value, unique=False)]
+    if not all(nested):
+        raise BadInput("exclude_ids mix ids and lists of ids; give one list of ids, or one list for each query")
+    if len(each) != queries:
+        raise BadInput(
+            f"exclude_ids are {len(each)} lists for {queries} queries; give one list for each, or one list of ids"
+        )
+    return [identifiers(one, unique=False) for one in each]
+
+
+def generator(value: object) -> Generator | None:
+    """torch's random numbers, or None."""
+    import torch
+
+    if value is None or isinstance(value, torch.Generator):
+        return value
+    raise BadInput(f"generator is {shown(value)}; expected a torch.Generator, such as torch.Generator().manual_seed(3)")
+
+
+def least_score(radius: object, metric: Metric) -> float:
+    """The least score that a radius asks for: -r² for a distance r, else the radius itself."""
+    expected, fits = {
+        Metric.L2: ("a distance of at least 0", lambda found: found >= 0),
+        Metric.COSINE: ("a similarity from -1 to 1", lambda found: abs(found) <= 1),
+        Metric.DOT: ("the least score, a finite number", math.isfinite),
+    }[metric]
+    found = number(radius, "radius", f"{expected}, for the metric {metric.value!r}", fits)
+    if metric is not Metric.L2:
+        return found
+    if not math.isfinite(found * found):
+        raise BadInput(f"radius is {found}, whose square is not finite; expected {expected}, of at most 1e154")
+    return -found * found
+
+
+def _diversity(value: object, fetch_k: object, k: int, passed: int) -> tuple[float, int]:
+    """Diversity, 0 where none is asked for, and among how many the k are chosen."""
+    if value is None:
+        if fetch_k is not None:
+            raise BadInput(f"fetch_k is {shown(fetch_k)} without diversity; give both, or leave fetch_k out")
+        return 0.0, passed + k
+    count = 4 * (passed + k) if fetch_k is None else integer(fetch_k, "fetch_k")
+    if count < passed + k:
+        after = f" and offset {passed}" if passed else ""
+        raise BadInput(f"fetch_k is {count} but k is {shown(k)}{after}; choose the k among at least as many")
+    return share(value, "diversity"), count
+
+
+def _group_size(field: object, size: object, diversity: object) -> int:
+    """Return how many records of a group are wanted, 1 where no field groups them."""
+    if field is None:
+        if size is not None:
+            raise BadInput(f"group_size is {shown(size)} without group_by; give both, or leave group_size out")
+        return 1
+    if not isinstance(field, str):
+        raise BadInput(f'group_by is {shown(field)}; expected the name of a field of the payload, such as "doc"')
+    if diversity is not None:
+        raise BadInput(f"group_by and diversity are both given ({shown(field)}, {shown(diversity)}); give one of them")
+    return integer(1 if size is None else size, "group_size")

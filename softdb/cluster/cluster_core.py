@@ -1,0 +1,224 @@
+"""`ClusterCore`: the shards of a cluster as the records that softdb's verbs and modules ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb import check
+from softdb.answers import Hits, Records
+from softdb.attend import Request
+from softdb.check import Id, Schema
+from softdb.cluster import shard as messages
+from softdb.cluster.caller import Caller
+from softdb.cluster.merge import joined_records
+from softdb.cluster.sharded import Sharded
+from softdb.database import Core
+from softdb.database.core import SearchArguments
+from softdb.database.incoming import Given, WriteKind
+from softdb.encoders import of_name
+from softdb.errors import BadInput, Closed, ReadOnly, UnknownId
+from softdb.index.choose import Progress
+from softdb.index.query import Query
+from softdb.reports import Stats
+
+__all__ = ["ClusterCore"]
+
+_ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # of one database's search
+
+Rows = NDArray[np.int64]
+
+
+class ClusterCore(Core[Sharded]):
+    """Shards, each with its own database."""
+
+    mode = "r"
+    path = None
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller, self._closed = caller, False
+
+    # -- the handle ------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    def require_open(self) -> None:
+        """Raises Closed."""
+        if self._closed:
+            raise Closed("the cluster was closed; open it again")
+
+    def close(self) -> None:
+        """Close the transport; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.caller.transport.close()
+
+    @property
+    def schema(self) -> Schema:
+        """Widths, dtype and metric, alike in every shard."""
+        return self.caller.first.schema
+
+    @property
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that made the keys; None if none is remembered."""
+        return self.caller.first.encoder
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """No fields: a cluster declares none."""
+        return ()
+
+    @property
+    def id_types(self) -> set[str]:
+        """Types of the stored ids: "integer", "text" or both."""
+        return set().union(*self._called("id_types", {}))
+
+    @property
+    def keyed(self) -> int:
+        """Number of records with a key."""
+        return self.caller.count
+
+    @property
+    def version(self) -> int:
+        """The newest version of the shards."""
+        return max(shard.version for shard in self.caller.known.values())
+
+    def encoder(self) -> check.Encoder | None:
+        """Return the encoder of the keys, or None."""
+        name = self.encoder_name
+        return None if name is None else of_name(name, self.schema.dim)
+
+    def stats(self) -> Stats:
+        """Sums over all shards, and the index of the first."""
+        shards = self._called("stats", {})
+        sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("records", "keyless", "dead", "bytes")}
+        whole: Stats = dataclasses.replace(
+            shards[0], path=None, mode=self.mode, generation=self.version, **sums,
+            segments=sum(shard.segments for shard in shards), unflushed=0,
+        )  # fmt: skip
+        return whole
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def _called(self, name: str, words: dict[str, Any], caller: Caller | None = None) -> list[Any]:
+        answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), whole=True)
+        return [reply for _, reply in sorted(answers.replies.items())]
+
+    def get(self, ids: list[Id]) -> Records:
+        """Records of ids, in that order. Raises UnknownId."""
+        caller = self.caller  # grown meanwhile, the shards are others
+        home = np.full(len(ids), -1)
+        for shard, stored in enumerate(self._called("stored", {"ids": ids}, caller)):
+            home[stored] = shard
+        if (home < 0).any():
+            raise UnknownId(f"id {check.shown(ids[int((home < 0).argmax())])} is not stored; check it with `in`")
+        places = {shard: np.flatnonzero(home == shard) for shard in np.unique(home).tolist()}
+
+        def own(shard: int, version: int) -> messages.CallVerb:
+            return messages.CallVerb(version, "get", {"ids": [ids[i] for i in places.get(shard, ())]})
+
+        replies = caller.ask(own, places, whole=True).replies
+        parts = [(places[shard], records) for shard, records in replies.items() if shard in places]
+        if not parts:
+            return self._called("get", {"ids": []})[0]  # type: ignore[no-any-return]
+        order = np.argsort(np.concatenate([where for where, _ in parts]))
+        return joined_records([records for _, records in parts], order)
+
+    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
+        """Return True for each id that is stored, with a key or without."""
+        stored: NDArray[np.bool_] = np.any(self._called("stored", {"ids": ids}), axis=0)
+        return stored
+
+    def count(self, where: dict[str, Any] | None) -> int:
+        """Number of records that match a filter, with a key or without."""
+        return sum(self._called("count", {"where": where}))
+
+    def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
+        """Records that match a filter, shard by shard. Raises StaleRead where a shard goes on to another version."""
+        caller = self.caller  # grown meanwhile, the shards are others
+        for shard in range(caller.shards):
+            after, first = -1, caller.known.get(shard)
+            while after is not None:
+                message = functools.partial(_scan, first=first, after=after, size=size, where=where)
+                batch, after = caller.ask(message, [shard], whole=True).replies[shard]
+                if len(batch):
+                    yield batch
+
+    def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
+        """Rows (n,) of ids; -1, or UnknownId if required, for those not stored, without a key, or not matched."""
+        answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), whole=True)
+        rows: Rows = np.max([np.full(len(ids), -1), *answers.replies.values()], axis=0)
+        if required and (rows < 0).any():
+            raise UnknownId(f"id {check.shown(ids[int((rows < 0).argmax())])} is not stored, or has no key")
+        return rows
+
+    def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
+        """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+        return Sharded(self.caller, None).gathered(rows, keys=False)[1]
+
+    def sample_keys(self, count: int) -> Tensor:
+        """At most `count` of the keys: the first of each shard."""
+        caller = self.caller
+        each = -(-count // caller.shards)
+        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, each), whole=True)
+        return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
+
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+        """Raises ReadOnly."""
+        raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
+
+    def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
+        """Raises ReadOnly."""
+        raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def request(self, *positional: Any, need_weights: bool = False, **named: Any) -> tuple[Request, Sharded]:
+        """As `Core.request`. Raises BadInput for the weights of all records."""
+        if need_weights:
+            raise BadInput("need_weights holds the weights of all records, which no cluster gathers; give k")
+        return super().request(*positional, **named)
+
+    def taking_part(
+        self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
+    ) -> tuple[Tensor, None, None, Sharded]:
+        """Return checked queries (q, width) and the source, which filters in every shard. No mask is taken."""
+        if mask is not None:
+            raise BadInput(
+                "mask says by row order who takes part, which a cluster does not have; give a filter, where="
+            )
+        return self.as_queries(queries, width), None, None, Sharded(self.caller, where)
+
+    def search(self, search: SearchArguments) -> Hits:
+        """Records near to queries: k scores and ids travel from each shard, keys where queries want a gradient."""
+        if refused := [name for name in _ALONE if getattr(search, name) is not None]:
+            raise BadInput(
+                f"{' and '.join(refused)}: a cluster does not search by text, by group or with diversity; pass queries "
+                "as vectors without it, or ask one database"
+            )
+        if search.queries is None:
+            raise BadInput("queries are missing; a cluster searches by vector")
+        metric = self.schema.metric
+        extent = check.extent(metric, search.k, search.radius, search.offset)
+        query = Query(self.as_queries(search.queries), metric=metric, exact=search.exact, **extent)
+        excluded = check.excluded(search.exclude_ids, len(query.queries)) or None
+        return Sharded(self.caller, search.where).hits(query, excluded)
+
+
+def _scan(
+    _: int, version: int, first: messages.Description | None, after: int, size: int, where: dict[str, Any] | None
+) -> messages.ScanRows:
+    """Ask for the next records of the directory that the scan began in: another numbers its rows otherwise."""
+    if first is not None and messages.directory_of(version) != messages.directory_of(first.version):
+        version = first.version
+    return messages.ScanRows(version, after, size, where)

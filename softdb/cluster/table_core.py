@@ -1,0 +1,181 @@
+"""`TableCore`: shards that follow a Lance table, and writes to that table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from softdb import check
+from softdb.check import Id
+from softdb.cluster import shard as messages
+from softdb.cluster.caller import Caller
+from softdb.cluster.cluster_core import ClusterCore
+from softdb.cluster.invariant import is_kept
+from softdb.cluster.truth import Truth
+from softdb.database.embedding import telling
+from softdb.database.incoming import Given, RecordChecker, WriteKind
+from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, SoftDBError, StaleRead
+from softdb.index.choose import Progress
+from softdb.reports import Stats
+
+__all__ = ["TableCore"]
+
+PATIENCE = 3600.0  # seconds that new shards may take to be made
+_TRIES = 20  # of a refresh that others overtake
+
+
+class TableCore(ClusterCore):
+    """Shards of a Lance table; `table` is the truth with as many shards as this handle asks."""
+
+    def __init__(
+        self,
+        connect: Callable[[Truth], messages.Transport],
+        truth: Truth,
+        timeout: float,
+        partial: bool,
+        mode: str,
+        encoder: check.Encoder | None,
+    ) -> None:
+        self.table, self.mode = truth, mode
+        self._connect, self._encoder = connect, encoder
+        self._before = weakref.WeakSet[messages.Transport]()  # of fewer shards, which answers still refer to
+        self.moving = threading.RLock()
+        super().__init__(Caller(connect(truth), timeout, partial, functools.partial(is_kept, truth)))
+
+    @property
+    def id_types(self) -> set[str]:
+        """{"integer"} or {"text"}, as the table has them."""
+        return {self.table.id_type}
+
+    @property
+    def version(self) -> int:
+        """The version of the table that this handle sees."""
+        return max(map(_version, self.caller.known.values()))
+
+    def encoder(self) -> check.Encoder | None:
+        """Return the encoder that this handle was opened with, else the one of that name."""
+        return super().encoder() if self._encoder is None else self._encoder
+
+    def close(self) -> None:
+        """Close all transports; safe to call twice."""
+        for transport in list(self._before):
+            transport.close()
+        super().close()
+
+    def stats(self) -> Stats:
+        """Sums over all shards; the path is the table's address."""
+        return dataclasses.replace(super().stats(), path=self.table.url, durability="full")
+
+    # -- following the table ---------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring the shards to the newest version."""
+        with self.moving:
+            shards = self.table.stored_shards()
+            caller = self.caller if shards == self.table.shards else self._joined(shards, self.caller.timeout)
+            self._go_on(caller)
+            self._take(caller)
+
+    def _go_on(self, caller: Caller) -> None:
+        """Bring shards to the newest version, and make them anew where they break `softdb.cluster.invariant`."""
+        table, anew = self.table.with_shards(caller.shards), False
+        for _ in range(_TRIES):
+            newest = table.newest()
+            if newest < self.version:
+                raise StaleRead(f"another table has taken the place of {self.table.url}; open it again")
+            caller.look(lambda _: messages.Refresh(newest, anew))  # noqa: B023
+            if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
+                continue
+            if is_kept(table, caller.known):
+                return
+            if anew:
+                raise CorruptionError(
+                    f"the shards hold other records than {self.table.url}, made anew, too; verify() names them"
+                )
+            anew = True
+        raise StaleRead(f"the shards went on {_TRIES} times while they were looked at; refresh() again")
+
+    def grow(self) -> int:
+        """Ask twice as many shards from now on, and return how many."""
+        self.require_writable()
+        with self.moving:
+            table, shards = self.table, 2 * self.table.shards
+            caller = self._joined(shards, max(PATIENCE, self.caller.timeout))
+            try:
+                table.put_shards(shards)
+                self._go_on(caller)
+            except BaseException:
+                caller.transport.close()
+                raise
+            self._take(caller)
+        return shards
+
+    def _joined(self, shards: int, timeout: float) -> Caller:
+        """So many shards of the table, ready to be asked."""
+        table = self.table.with_shards(shards)
+        transport = self._connect(table)
+        try:
+            caller = Caller(transport, timeout, self.caller.partial, functools.partial(is_kept, table))
+        except BaseException:
+            transport.close()
+            raise
+        caller.timeout = self.caller.timeout
+        return caller
+
+    def _take(self, caller: Caller) -> None:
+        """Ask these shards from now on. The old ones stay open for what refers to them: questions, hits, gradients."""
+        if caller is self.caller:
+            return
+        self._before.add(self.caller.transport)
+        self.table = self.table.with_shards(caller.shards)
+        self.caller = caller
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+        """Check records, write them in one commit of the table, and bring the shards on."""
+        self.require_writable()
+        checker, table = RecordChecker(self.schema, lambda: self._encoder), self.table
+        with telling(progress) as tell:
+            if change is WriteKind.UPDATE:
+                parts = checker.parts(*given, tell)
+                columns = {"key": parts.keys, "value": parts.values, "payload": parts.payloads, "text": parts.texts}
+                table.update(parts.ids, {name: column for name, column in columns.items() if column is not None})
+            else:
+                write = table.insert if change is WriteKind.INSERT else table.upsert
+                write(checker.batch(*given, tell))
+        self.seen()
+
+    def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
+        """Delete records by id, or those of the version that this handle sees that a filter matches."""
+        self.require_writable()
+        if ids is None:
+            ids = [id for records in self.scan(10_000, where) for id in records.ids]
+        count, _ = self.table.delete(ids)
+        self.seen()
+        return count
+
+    def require_writable(self) -> None:
+        """Raises ReadOnly."""
+        if self.mode != "rw" or not self.table.own:
+            way = "open it with mode='rw'" if self.table.own else "write to it with what made it, then refresh()"
+            raise ReadOnly(f"this handle of {self.table.url} only reads; {way}")
+
+    def seen(self) -> None:
+        """Bring the shards on. What fails now has been written all the same, and the error says so."""
+        try:
+            self.refresh()
+        except SoftDBError as error:
+            message = f"it is written and safe, but not yet seen here: {error.args[0]}"
+            if isinstance(error, Closed | ShardUnavailable | StaleRead):
+                error.args = (message, *error.args[1:])
+                raise
+            raise StaleRead(message) from error  # of another type it would tell of a write that was refused
+
+
+def _version(one: messages.Description) -> int:
+    return messages.of_records(one.version)

@@ -1,0 +1,106 @@
+"""Records as Arrow tables (`softdb[arrow]`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from softdb import check
+from softdb.answers import Records
+from softdb.database.core import Core
+from softdb.errors import BadInput, MissingDependency
+
+__all__ = ["reader", "table"]
+
+COLUMNS = ("id", "key", "value", "text", "payload")
+
+
+def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | None) -> Any:
+    """Return records as a `pyarrow.Table`; see `Verbs.to_arrow`."""
+    names = None if columns is None else _names(columns)
+    taken = [name for name in names or () if name not in COLUMNS]
+    parts, fields = [], {name: list[Any]() for name in taken}
+    made = _Made(core, None if names is None else [name for name in names if name in COLUMNS])
+    for records in batches:
+        parts.append(made.batch(records))
+        for name, column in fields.items():
+            column.extend(one.get(name) if isinstance(one, dict) else None for one in records.payloads)
+    pyarrow = _pyarrow()
+    table = pyarrow.Table.from_batches(parts, made.schema)
+    for name, column in fields.items():
+        try:
+            table = table.append_column(name, pyarrow.array(column))
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise BadInput(f"field {name!r} is no column ({error}); take the whole payload instead") from None
+    if names is None:
+        return table
+    also = ["id_is_int"] if made.mixed and "id" in names else []
+    return table.select([name for name in [*names, *also] if name in table.column_names])
+
+
+def reader(core: Core[Any], batches: Iterable[Records]) -> Any:
+    """Return records as a `pyarrow.RecordBatchReader`."""
+    made = _Made(core, None)
+    return _pyarrow().RecordBatchReader.from_batches(made.schema, map(made.batch, batches))
+
+
+class _Made:
+    """Makes record batches of one schema."""
+
+    def __init__(self, core: Core[Any], names: list[str] | None) -> None:
+        pa = _pyarrow()
+        kinds, made = core.id_types, core.schema
+        self.mixed, self.integers = len(kinds) == 2, kinds == {"integer"}
+        number = pa.from_numpy_dtype(made.dtype)
+        vector = None if made.value_dim is None else pa.list_(number, made.value_dim)
+        whole = {
+            "id": pa.int64() if self.integers else pa.string(),
+            **({"id_is_int": pa.bool_()} if self.mixed else {}),
+            "key": pa.list_(number, made.dim),
+            **({"value": vector or pa.int64()} if made.has_values else {}),
+            "text": pa.string(),
+            "payload": pa.string(),
+        }
+        kept = [name for name in whole if names is None or name in names or (name == "id_is_int" and "id" in names)]
+        said = {"softdb": json.dumps(core.header, ensure_ascii=False)}
+        self.schema = pa.schema([pa.field(name, whole[name]) for name in kept], said)
+
+    def batch(self, records: Records) -> Any:
+        """Some records."""
+        pa = _pyarrow()
+        return pa.record_batch([self._column(name, records) for name in self.schema.names], schema=self.schema)
+
+    def _column(self, name: str, records: Records) -> Any:
+        pa, kind = _pyarrow(), self.schema.field(name).type
+        if name == "id":
+            if not self.mixed and any((type(one) is int) is not self.integers for one in records.ids):
+                raise BadInput("ids of another kind came in meanwhile; read the table again")
+            return pa.array([str(one) for one in records.ids] if self.mixed else records.ids, kind)
+        if name == "id_is_int":
+            return pa.array([type(one) is int for one in records.ids], kind)
+        if name in ("text", "payload"):
+            return pa.array(records.texts if name == "text" else records.payload_texts, kind)
+        column, without = records.keys if name == "key" else records.values, ~records.keyed.numpy()
+        assert column is not None
+        mask = pa.array(without) if without.any() else None
+        if not pa.types.is_fixed_size_list(kind):
+            return pa.array(column.numpy(), kind, mask=None if mask is None else np.asarray(without))
+        flat = pa.array(np.ascontiguousarray(column.numpy()).reshape(-1), kind.value_type)
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=mask)
+
+
+def _names(columns: object) -> list[str]:
+    if isinstance(columns, str) or not isinstance(columns, Sequence) or not all(type(one) is str for one in columns):
+        raise BadInput(f'columns are {check.shown(columns)}; expected a list of names such as ["id", "year"]')
+    return list(dict.fromkeys(columns))
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise MissingDependency("tables need pyarrow; pip install 'softdb[arrow]'") from None
+    return pyarrow

@@ -1,0 +1,185 @@
+"""`Core`: the inner face of whatever holds records, which `softdb.nn`, `train`, `formats`, `cluster` and `tools` use.
+
+`db.core` is a `DatabaseCore`, that of a cluster a `softdb.cluster.core.ClusterCore`; `Verbs` is written once over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb import check
+from softdb.answers import Hits, Records
+from softdb.attend import Request, Source
+from softdb.check import Id, Schema
+from softdb.database.incoming import Given, WriteKind
+from softdb.errors import BadInput, DeviceFailed
+from softdb.filters import FilteredStore
+from softdb.index.choose import Progress
+from softdb.reports import Stats
+from softdb.scoring import Score, ScoreFunction, Weighting, query_width, score_of
+from softdb.typing import IdsPerQuery, Vectors
+
+__all__ = ["Core", "SearchArguments", "as_made"]
+
+Rows = NDArray[np.int64]
+Allowed = NDArray[np.bool_]
+T = TypeVar("T")
+S = TypeVar("S", bound=Source, covariant=True)
+
+
+class SearchArguments(NamedTuple):
+    """The arguments of `search`, as they came."""
+
+    queries: Vectors | None
+    k: int | None
+    texts: Any
+    mode: str | None
+    fusion: Any
+    where: dict[str, Any] | None
+    exact: bool
+    radius: float | None
+    exclude_ids: IdsPerQuery | None
+    diversity: float | None
+    fetch_k: int | None
+    offset: int
+    group_by: str | None
+    group_size: int | None
+
+
+class Core(Protocol[S]):
+    """Records that can be asked: of one database, or of a cluster's shards."""
+
+    device: torch.device | None = None  # of queries that are no tensors; None: the CPU
+
+    @property
+    def schema(self) -> Schema:
+        """Widths, dtype and metric."""
+
+    @property
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that made the keys; None if none is remembered."""
+
+    @property
+    def path(self) -> Path | None:
+        """Directory; None in memory, and for several."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Declared fields of the payload, sorted."""
+
+    @property
+    def id_types(self) -> set[str]:
+        """Types of the stored ids: "integer", "text" or both."""
+
+    @property
+    def keyed(self) -> int:
+        """Number of records with a key."""
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+
+    def require_open(self) -> None:
+        """Raises Closed."""
+
+    def encoder(self) -> check.Encoder | None:
+        """Return the encoder of the keys, or None."""
+
+    def stored(self, ids: list[Id]) -> Allowed:  # n -> (n,)
+        """Return True for each id that is stored, with a key or without."""
+
+    def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:  # n -> (n,)
+        """Rows of ids; -1, or an error if required, for those not stored, without a key, or not matched."""
+
+    def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
+        """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+
+    def sample_keys(self, count: int) -> Tensor:
+        """At most `count` of the keys, by which one database is told from another."""
+
+    def get(self, ids: list[Id]) -> Records:
+        """Records of ids, in that order. Raises UnknownId."""
+
+    def count(self, where: dict[str, Any] | None) -> int:
+        """Number of records that match a filter, with a key or without."""
+
+    def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
+        """Records that match a filter, in batches of at most `size`."""
+
+    def search(self, search: SearchArguments) -> Hits:
+        """Records near to queries. Raises BadInput."""
+
+    def stats(self) -> Stats:
+        """Size and state of the database."""
+
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+        """Check records and write them, all or none. Raises as the verb of the change."""
+
+    def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
+        """Delete records by id, or those that a filter matches, and return how many there were."""
+
+    def taking_part(
+        self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
+    ) -> tuple[Tensor, Allowed | None, Tensor | None, S]:
+        """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
+
+    def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
+        """Return the error of a device as one of softdb's."""
+        return DeviceFailed(f"{verb}: a device failed ({str(error).splitlines()[0]}); ask fewer queries at once")
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Description of the database in an export: schema, declared fields, and the encoder's name."""
+        return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
+
+    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
+        """Return queries (q, width), checked, texts encoded. Raises BadInput."""
+        vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self.encoder()))
+        dim = self.schema.dim
+        if width in (None, dim):
+            return check.queries(vectors, dim, self.device)
+        return check.queries(vectors, width, self.device, "this score takes queries")
+
+    def request(
+        self,
+        queries: Any,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        weights: str | Weighting | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        *,
+        k: int | None = None,
+        tolerance: check.Tolerance | None = None,
+        generator: torch.Generator | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Request, S]:
+        """Return a soft question, checked, and its source; arguments as `attend`. Raises BadInput."""
+        if score is not None and not callable(score):
+            raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        by = score_of(self.schema.metric) if score is None else score
+        temperature = check.temperature(temperature)
+        tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
+        generator = check.generator(generator)
+        seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+        request = Request.of(tensor, by, weights, temperature)
+        wanted = replace(request, k=k or 0, tolerance=tolerance, seed=seed, need_weights=need_weights)
+        return replace(wanted, allowed=allowed, mask=mask), source
+
+
+def as_made(store: FilteredStore, ask: Callable[[], T]) -> T:
+    """Return what `ask` makes of queries and a generation, again if all keys were made anew between the two."""
+    loader = store.loader
+    while True:
+        made = loader.loaded.keyed
+        answer = ask()
+        if loader.loaded.keyed is made:
+            return answer

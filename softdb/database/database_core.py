@@ -1,0 +1,385 @@
+"""`DatabaseCore`: store, finder and encoders of one database, and the records that they give to other rooms."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softdb import check
+from softdb.answers import Hits, Records
+from softdb.attend import Stored
+from softdb.check import Id, Schema
+from softdb.database.core import Core, SearchArguments, as_made
+from softdb.database.embedding import telling
+from softdb.database.incoming import Given, RecordChecker, RecordParts, WriteKind
+from softdb.database.texts import search_by_text
+from softdb.device import Board
+from softdb.encoders import of_name
+from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
+from softdb.filters import FilteredStore
+from softdb.index import Finder
+from softdb.index.choose import Progress
+from softdb.index.query import Query
+from softdb.reports import CompactReport, Stats
+from softdb.store import Snapshot
+from softdb.store.compact import compact
+from softdb.store.entry import RecordEntry
+from softdb.store.keyed import Keyed
+from softdb.store.stats import stats
+from softdb.typing import Vectors
+
+__all__ = ["DatabaseCore"]
+
+_log = logging.getLogger("softdb")
+
+Rows = NDArray[np.int64]
+
+
+class DatabaseCore(Core[Stored]):
+    """Store, finder and encoders of one database. Callers check arguments, except those of `search` and `request`."""
+
+    def __init__(
+        self,
+        store: FilteredStore,
+        encoder: check.Encoder | None,
+        devices: Sequence[torch.device] | None = None,
+        dtype: torch.dtype | None = None,  # of the columns on a device
+    ) -> None:
+        self.store, self.finder = store, Finder(store, Board.of(devices, dtype))
+        self.encoders = {store.keyed.since: encoder}  # by the generation that they made the keys of
+        self.devices = devices
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        """First of the devices where the columns lie; None: the CPU."""
+        return None if self.devices is None else self.devices[0]
+
+    @property
+    def schema(self) -> Schema:
+        """Widths, dtype and metric of the generation that this handle sees."""
+        return self.store.schema
+
+    @property
+    def encoder_name(self) -> str | None:
+        """The name of the encoder that made the keys; None if none is remembered."""
+        return self.store.keyed.encoder
+
+    @property
+    def path(self) -> Path | None:
+        """Directory; None in memory."""
+        return self.store.path
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Declared fields of the payload, sorted."""
+        self.store.require_open()
+        return tuple(self.store.fields())
+
+    @property
+    def id_types(self) -> set[str]:
+        """Types of the stored ids: "integer", "text" or both."""
+        return self.store.id_types()
+
+    @property
+    def keyed(self) -> int:
+        """Number of records with a key."""
+        return self.store.snapshot.count
+
+    @property
+    def reembedded(self) -> int:
+        """The generation that made all keys anew, 0 if none did."""
+        return self.store.keyed.since
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self.store.closed
+
+    def require_open(self) -> None:
+        """Raises Closed."""
+        self.store.require_open()
+
+    def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
+        """Return the error of a device as one of softdb's, with the way round."""
+        reason = str(error).split("\n")[0]
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            way = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
+        else:
+            way = "a device that was lost comes back in a new process alone; go on with db.to('cpu')"
+        return DeviceFailed(f"{verb.strip('_')}: {self.finder.place} failed ({reason}); nothing is lost: {way}")
+
+    def encoder(self) -> check.Encoder | None:
+        """Return the encoder of the keys of the generation that this handle sees, or None."""
+        made = self.store.keyed
+        encoder = self.encoders.get(made.since)
+        if encoder is None and made.encoder is not None:
+            encoder = self.encoders[made.since] = of_name(made.encoder, made.schema.dim)
+        return encoder
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
+        """Return queries (q, width), checked, texts encoded. Raises BadInput."""
+        if self.finder.devices is not None:
+            self.finder.devices.require_process()
+        return super().as_queries(queries, width)
+
+    def search(self, search: SearchArguments) -> Hits:
+        """Records near to queries. Raises BadInput."""
+        (
+            queries, k, texts, mode, fusion, where, exact, radius, exclude_ids, diversity, fetch_k, offset, group_by,
+            group_size,
+        ) = search  # fmt: skip
+        if texts is not None or mode is not None or fusion is not None or queries is None:
+            words = check.words(queries, texts, mode, fusion, lambda: self.encoder() is not None)
+            if words.mode is not check.Mode.VECTOR:
+                words.require_none(radius=radius, diversity=diversity, group_by=group_by, group_size=group_size)
+                return search_by_text(self.store, self.source, self.as_queries, words, search)
+            queries = words.queries
+        if (where is None and radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
+            group_by is None and group_size is None and type(offset) is int and offset == 0
+        ):
+            plain = None if exact else self._found_plainly(queries, k)
+            if plain is not None:
+                return plain
+        extent = check.extent(
+            self.schema.metric, k, radius, offset, diversity=diversity, fetch_k=fetch_k, group_by=group_by,
+            group_size=group_size,
+        )  # fmt: skip
+        query, source = as_made(self.store, lambda: self.query(queries, extent, where, exclude_ids, group_by, exact))
+        return source.hits(query)
+
+    def _found_plainly(self, queries: Vectors, k: int | None) -> Hits | None:
+        """A search that asks for nothing but k, in the few steps that one query needs; None: it has to take them all.
+
+        What is wrong with an argument is for those to say.
+        """
+        snapshot, keyed = self.store.loader.loaded
+        vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None
+        count = check.DEFAULT_K if k is None else k
+        if vectors is None or type(count) is not int or count < 1 or not check.all_finite(vectors):
+            return None
+        found = self.finder.find_among_all(snapshot, vectors, count)
+        if found is None or found.scores is None:
+            return None
+        return Hits(torch.from_numpy(snapshot.rows(found.positions)), torch.from_numpy(found.scores), self.store.read)
+
+    def query(
+        self,
+        queries: Any,
+        extent: check.Extent,
+        where: dict[str, Any] | None = None,
+        exclude_ids: Any = None,
+        group_by: str | None = None,
+        exact: bool = False,
+    ) -> tuple[Query, Stored]:
+        """Return a checked query and the records that it asks, all of one generation; arguments as `search`."""
+        tensor, metric = self.as_queries(queries), self.store.loader.loaded.keyed.schema.metric
+        ids = check.excluded(exclude_ids, len(tensor))
+        if not ids and group_by is None:
+            snapshot, allowed = self.view(where)
+            query = Query(tensor, metric=metric, allowed=allowed, exact=exact, **extent)
+            return query, self.source(snapshot, tensor.device)
+
+        def looked_up() -> tuple[Snapshot, Query]:
+            with self.store.read_transaction():
+                groups = None if group_by is None else self.store.groups(group_by)[1]
+                snapshot, allowed = self.view(where)
+                rows = self.store.locate([name for names in ids for name in names])[1]
+                excluded = snapshot.positions(check.padded(rows, [len(names) for names in ids])) if ids else None
+            query = Query(tensor, metric=metric, allowed=allowed, exact=exact, **extent)
+            return snapshot, replace(query, groups=groups, excluded=excluded)
+
+        snapshot, query = self.store.run(looked_up)
+        return query, self.source(snapshot, tensor.device)
+
+    def taking_part(
+        self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
+    ) -> tuple[Tensor, NDArray[np.bool_] | None, Tensor | None, Stored]:
+        """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
+
+        def asked() -> tuple[Tensor, NDArray[np.bool_] | None, Stored]:
+            tensor = self.as_queries(queries, width)
+            snapshot, allowed = self.view(where)
+            return tensor, allowed, self.source(snapshot, tensor.device)
+
+        tensor, allowed, source = as_made(self.store, asked)
+        if mask is not None:
+            mask = check.mask(mask, (len(tensor), source.snapshot.count)).to(tensor.device)
+        return tensor, allowed, mask, source
+
+    def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:
+        """Return the records of a generation as a source for queries on a device; None: the CPU."""
+        there = None if device is None else self.finder.columns(snapshot, device)
+        return Stored(snapshot, self.store.schema, self.finder, self.store.read, there)
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
+        """Return the generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
+        return (self.store.loader.loaded.snapshot, None) if where is None else self.store.matching(where)
+
+    def matching(self, where: dict[str, Any] | None = None) -> Rows:
+        """Rows of the records that a filter matches, with a key or without, ascending."""
+        return self.store.snapshot.all_rows if where is None else self.store.matching_rows(where)[1]
+
+    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
+        """Return True for each id that is stored, with a key or without."""
+        return self.store.locate(ids).rows >= 0
+
+    def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, Rows]:
+        """Return the newest generation and the rows (n,) of ids in it; -1 for those not stored, or without a key.
+
+        Raises, if required, UnknownId or BadInput for those.
+        """
+        snapshot, rows, *_ = (self.store.require if required else self.store.locate)(ids)
+        without = ~snapshot.keyed(rows)
+        if required and without.any():
+            raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
+        return snapshot, np.where(without, -1, rows)
+
+    def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
+        """Rows (n,) of ids; -1 for those not matched and, unless required, not stored or without a key."""
+        snapshot, rows = self.locate(ids, required)
+        if where is None:
+            return rows
+        allowed = self.view(where)[1]
+        if allowed is None:
+            return rows
+        positions = snapshot.positions(rows)
+        return np.where((positions >= 0) & allowed[positions], rows, -1)
+
+    def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
+        """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+        snapshot, schema = self.store.snapshot, self.store.schema
+        if not snapshot.size:
+            return torch.zeros(*rows.shape, schema.pooled_dim)
+        positions = snapshot.positions(rows)
+        if ((positions < 0) & (rows >= 0)).any():
+            raise StaleRead("a record was deleted while the query was answered; attend again")
+        return snapshot.values_at(positions)
+
+    def sample_keys(self, count: int) -> Tensor:
+        """At most `count` of the keys, spread evenly."""
+        snapshot = self.store.snapshot
+        live = np.flatnonzero(snapshot.live)
+        if not len(live):
+            return torch.zeros(0, self.store.schema.dim)
+        return snapshot.keys_at(live[np.linspace(0, len(live) - 1, min(count, len(live))).astype(np.int64)])
+
+    def get(self, ids: list[Id]) -> Records:
+        """Records of ids, in that order. Raises UnknownId."""
+        snapshot, rows, *parts = self.store.require(ids, whole=True)
+        return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts)))
+
+    def count(self, where: dict[str, Any] | None) -> int:
+        """Number of records that match a filter, with a key or without."""
+        return self.store.snapshot.records if where is None else len(self.store.matching_rows(where)[1])
+
+    def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
+        """Records of the generation of the call, less those deleted or replaced before the scan reaches them."""
+        snapshot = self.store.snapshot
+        snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self.store.matching_rows(where)
+        return self._scan(size, snapshot, rows)
+
+    def _scan(self, size: int, snapshot: Snapshot, rows: Rows) -> Iterator[Records]:
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            entries = self.store.read(part, texts=True)
+            if entries:
+                yield self.records(snapshot, [entries[row] for row in part.tolist() if row in entries])
+
+    def records(self, snapshot: Snapshot, entries: list[RecordEntry]) -> Records:
+        """Records of a generation."""
+        schema, rows = self.store.schema, np.array([entry.row for entry in entries], np.int64)
+        keyed = snapshot.keyed(rows)
+        positions = np.where(keyed, snapshot.positions(rows), -1)
+        if keyed.any():
+            keys, values = snapshot.keys_at(positions), snapshot.values_at(positions) if schema.has_values else None
+        else:  # the snapshot may have no columns to gather from
+            keys = torch.from_numpy(np.zeros((len(entries), schema.dim), schema.dtype))
+            labels = torch.zeros(len(entries), dtype=torch.int64)
+            none = labels if schema.value_dim is None else keys.new_zeros(len(entries), schema.value_dim)
+            values = none if schema.has_values else None
+        payloads, texts = [entry.payload for entry in entries], [entry.text for entry in entries]
+        return Records([entry.id for entry in entries], keys, values, payloads, texts, torch.from_numpy(keyed))
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+        """Check records and write them, again if all keys were made anew meanwhile, maybe of another width."""
+        store, done = self.store, False
+        with telling(progress) as tell:
+            while not done:
+                made = store.keyed
+                checker = RecordChecker(made.schema, self.encoder)
+                if change is WriteKind.UPDATE:
+                    done = store.run(self._update_if, made, checker.parts(*given, tell))
+                else:
+                    write = store.insert if change is WriteKind.INSERT else store.upsert
+                    done = write(checker.batch(*given, tell), made)
+
+    def _update_if(self, made: Keyed, parts: RecordParts) -> bool:
+        """Update if the keys are still those of `made`. On the store's thread."""
+        if self.store.keyed is not made:
+            return False
+        self.store.update(*parts)
+        return True
+
+    def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
+        """Delete records by id, or those that a filter matches, and return how many there were."""
+        if ids is not None:
+            return self.store.delete(ids)
+        return self.store.delete_matching({} if where is None else where)
+
+    def rewrite(self, rows: Rows, keys: Tensor | None, values: Tensor | None) -> tuple[Snapshot, Rows]:
+        """Update the records at rows (m,) in one transaction; the generation after, and their new rows (m,).
+
+        Raises StaleRead, and writes nothing, where one of them was deleted or replaced.
+        """
+
+        def update() -> tuple[Snapshot, Rows]:
+            entries = self.store.read(rows)
+            if len(entries) < len(rows):
+                raise StaleRead(
+                    f"{len(rows) - len(entries)} of {len(rows)} records were deleted or replaced meanwhile; reload()"
+                )
+            ids = [entries[row].id for row in rows.tolist()]
+            self.put(WriteKind.UPDATE, Given(ids, keys, values, None, None), None)
+            return self.locate(ids)
+
+        return self.store.run(update)  # what another thread writes comes before all of this or after it
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Size and state of the database."""
+        return stats(self.store, self.finder.report(), self.finder.device_report())
+
+    def compact(self) -> CompactReport:
+        """Compact the store, then the index."""
+        report = compact(self.store)
+        try:
+            self.finder.compact()
+        except OSError as error:  # a cache: it serves this handle, and is written again at the end
+            _log.warning("the index of what is left could not be kept: %s", error)
+        return dataclasses.replace(report, bytes=self.store.occupied())
+
+    def close(self) -> None:
+        """Close the finder, then the store. Raises WriteFailed."""
+        try:
+            if not self.store.closed:
+                self.finder.close()
+        except (OSError, SoftDBError) as error:  # a cache: the records do not need it
+            _log.warning("the index could not be kept, build_index() makes it anew: %s", error)
+        finally:
+            self.store.close()

@@ -1,0 +1,300 @@
+"""Questions: `search`, and the soft queries over all records, of a database or a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from softdb import check
+from softdb.answers import Estimate, Hits, Pooled, Samples
+from softdb.attend import Source
+from softdb.database.core import Core, SearchArguments
+from softdb.errors import BadInput, SoftDBError
+from softdb.index.placement import DEVICE_ERRORS
+from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
+from softdb.typing import IdsPerQuery, Vectors
+
+__all__ = ["Questions", "verb"]
+
+MOST_SAMPLED = 2**31  # records that one call of `sample` may draw
+
+SearchMode: TypeAlias = Literal["hybrid", "text", "vector"]
+Fuse: TypeAlias = Literal["scores", "ranks"] | float | Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
+V = TypeVar("V", bound="Questions")
+
+
+def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
+    """A public method: a closed handle is refused first, and every error names the method, once."""
+
+    @functools.wraps(method)
+    def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files: torch.compile runs the verb as it is
+            return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+        try:
+            self.core.require_open()
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with check.precise():
+                    return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+        except DEVICE_ERRORS as error:
+            raise self.core.device_failed(method.__name__, error) from error
+        except SoftDBError as error:
+            if not hasattr(error, "verb"):
+                error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
+                error.args = (f"{error.verb}: {error.args[0]}", *error.args[1:])  # type: ignore[attr-defined]
+            raise
+
+    return call
+
+
+class Questions:
+    """The verbs that ask, written once for a database and a cluster: `core` says who answers."""
+
+    core: Core[Source]
+
+    @verb
+    def search(
+        self,
+        queries: Vectors | None = None,
+        k: int | None = None,
+        *,
+        texts: str | Sequence[str] | None = None,
+        mode: SearchMode | None = None,
+        fusion: Fuse | None = None,
+        where: dict[str, Any] | None = None,
+        exact: bool = False,
+        radius: float | None = None,
+        exclude_ids: IdsPerQuery | None = None,
+        diversity: float | None = None,
+        fetch_k: int | None = None,
+        offset: int = 0,
+        group_by: str | None = None,
+        group_size: int | None = None,
+    ) -> Hits:
+        """The k nearest records of each query, best first, as an answer min(k, n) wide, n the records with a key.
+
+        Where fewer records take part, a line ends in row -1, score -inf.
+
+        Args:
+            queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
+                `hits.scores` carry the gradient. Answers are in the queries' precision; a list is float32.
+            k: how many; 10 where nothing else is asked for.
+            texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
+                Texts are q str. "text": those with the best BM25 score, as FTS5's `bm25()` gives it, float64; records
+                without a key, too. "hybrid": of the `fetch_k` (4 k) best of each kind. "vector": texts through the
+                encoder alone. None: by vector for queries alone; for texts hybrid, where there are queries or an
+                encoder, else text. With mode "text" or "hybrid" queries may be those texts.
+            fusion: of "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's, each
+                scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or a
+                weight w, a number or a tensor to learn: score + w BM25.
+            where: a filter on the payload; see `softdb.filters.grammar`.
+            exact: pass the index by.
+            radius: in place of k, every record that is near enough, always exact: for "l2" a largest distance,
+                ‖q - k‖ ≤ radius, though scores are -‖q - k‖²; for "dot" and "cosine" a least score, s ≥ radius. The
+                answer is as wide as the query with the most hits.
+            exclude_ids: ids to leave out, one list for all queries or one for each of them; unknown ids are fine.
+            diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
+                nearest `fetch_k` (4 k where not given) by maximal marginal relevance, and come in the order of
+                choosing, with the scores of the query. See `softdb.index.diverse`.
+            offset: the best so many are passed over: the next page. An index looks farther for a later page, so it may
+                find there what it missed before; with `exact` pages are those of one long answer.
+            group_by: a field of the payload, whose value says which group a record is in: the best record of each of
+                the k best groups; `offset` counts groups. Records where it is missing, null, a list or an object are
+                in none and are not found. See `softdb.attend.grouped` for the cost.
+            group_size: the best so many of each group in place of one, group after group; the answer is as wide as the
+                query with the most hits.
+
+        Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
+
+            db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
+            db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
+            db.search(queries, k=5, diversity=0.3)
+            db.search(queries, k=10, group_by="doc")                     # the best passage of each of 10 documents
+        """
+        search = SearchArguments(
+            queries, k, texts, mode, fusion, where, exact, radius, exclude_ids, diversity, fetch_k, offset, group_by,
+            group_size,
+        )  # fmt: skip
+        return self.core.search(search)
+
+    @verb
+    def attend(
+        self,
+        queries: Any,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        weights: str | Weighting | None = None,
+        k: int | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        need_weights: bool = False,
+    ) -> Pooled:
+        """The soft query: the mean of the values, weighted by softmax(score / temperature) or another weighting.
+
+            w_i = exp(s(q, k_i) / T) / Σ_j exp(s(q, k_j) / T),  output = Σ_i w_i v_i,  lse = log Σ_j exp(s(q, k_j) / T)
+
+        Over every record that takes part (exact; cost q n (d + v), memory O(block)); or with `k=` over the k nearest:
+        `exact` tells where that is proven to be the same, `missed_mass` estimates the weight of the others. Output and
+        lse are differentiable in the queries and in the score's parameters.
+
+        Args:
+            queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder. As wide as
+                the keys, unless the score compares other widths.
+            temperature: towards 0 the nearest record's value, towards infinity the mean of all values.
+            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, by
+                which its index finds. `softdb.attention` has ScaledDot instead, as torch has: score=scores.ScaledDot()
+                gives that here.
+            weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
+                (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
+            k: truncate to the k nearest. A score that no index can find for is compared with every record.
+            rtol, atol: estimate to a tolerance, from records that are drawn through the index: the error ‖ô - o‖ shall
+                be at most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` tells how large it is, `met` where that fits. Exact
+                where that costs less, and where nothing can be drawn: no IVF index, one of another metric than the
+                score's, a mask. BadInput for weights other than softmax, and scores without an index form.
+            confidence: the share of answers whose error shall be within their `bar`.
+            max_draws: pool so many records for a query at most, whether the tolerance is met or not; `bar` is inf
+                where nothing can be said of what was not drawn. More may be scored to narrow the bar, unless the
+                queries want a gradient.
+            generator: draws anew with each call, as training wants; None: the same draw every time.
+            where: a filter on the payload.
+            mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) serves every query.
+            need_weights: hold the weights of an exact answer: `weights` (q, n) of `hits`, every record that takes part,
+                in row order. Memory q n; without it they are never held. With `k` and tolerances they always are.
+
+        An empty set of records gives zeros and lse = -inf, with gradient zero.
+        """
+        tolerance = check.tolerance(rtol, atol, confidence, max_draws, k)
+        count = None if k is None else check.integer(k, "k")
+        request, source = self.core.request(
+            queries, temperature, score, weights, where, mask, k=count, tolerance=tolerance, generator=generator,
+            need_weights=need_weights,
+        )  # fmt: skip
+        if tolerance is not None:
+            return source.estimate(request)
+        return source.exact(request) if count is None else source.nearest(request)
+
+    @verb
+    def log_partition(
+        self,
+        queries: Any,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        rtol: float = 0.05,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """log Z = log Σ exp(score / temperature) over every record, estimated so that |Ẑ / Z - 1| ≤ rtol.
+
+        What normalises a softmax; `log_density` is the same for a kernel. Z itself is estimated without bias, and so is
+        its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
+        """
+        tolerance = _tolerance(rtol, 0.0, confidence, max_draws)
+        request, source = self.core.request(
+            queries, temperature, score, where=where, tolerance=tolerance, generator=generator
+        )
+        return source.log_partition(request)
+
+    @verb
+    def log_density(
+        self,
+        queries: Any,
+        kernel: Kernel,
+        *,
+        rtol: float = 0.05,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """Kernel density estimate log p(q) = log Σ_i K(q, k_i) - log n - log ∫K (Rosenblatt 1956; Parzen 1962).
+
+        Differentiable in the queries and the bandwidth. -inf where no record takes part, or none within a compact
+        kernel. Drawn through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
+
+            db.log_density(queries, scores.Gaussian(0.3)).value
+        """
+        if not isinstance(kernel, Kernel):
+            raise BadInput(f"kernel is {check.shown(kernel)}; expected one of softdb.scores, such as Gaussian(0.3)")
+        tolerance = _tolerance(rtol, 0.0, confidence, max_draws)
+        request, source = self.core.request(
+            queries, score=kernel, where=where, tolerance=tolerance, generator=generator
+        )
+        found = source.log_partition(request)
+        volume = kernel.log_volume(request.queries.shape[1])
+        shift = request.taking_part(source).clamp(min=1).to(found.value).log() + volume
+        return dataclasses.replace(found, value=found.value - shift.to(found.value))
+
+    @verb
+    def count_within(
+        self,
+        queries: Any,
+        radius: float,
+        *,
+        rtol: float = 0.05,
+        atol: float = 0.0,
+        confidence: float = 0.95,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> Estimate:
+        """How many records are near enough, estimated: `value` (q,) float64, its `bar`, `met`, `exact`.
+
+        A count has no gradient. Exact where that costs less, such as for few records or few that are near.
+
+        Args:
+            radius: the largest distance for "l2" (not its score, which is -distance²), else the least score.
+            rtol, atol: the error shall be at most atol + rtol max(count, 1).
+            confidence, max_draws, generator: as in `attend`; at most so many records are drawn.
+            queries, where: as in `search`.
+        """
+        least = check.least_score(radius, self.core.schema.metric)
+        tolerance = _tolerance(rtol, atol, confidence, max_draws)
+        request, source = self.core.request(queries, where=where, tolerance=tolerance, generator=generator)
+        return source.count_within(request.detached, least)
+
+    @verb
+    def sample(
+        self,
+        queries: Any,
+        n: int = 1,
+        *,
+        temperature: float = 1.0,
+        score: Score | ScoreFunction | None = None,
+        where: dict[str, Any] | None = None,
+        mask: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> Samples:
+        """n records for each query, drawn with replacement from softmax(score / temperature) over all: exactly.
+
+        `log_prob` carries the gradient, as REINFORCE wants it: -(reward * samples.log_prob).mean(). Cost q n d: one
+        pass over the records, two where the queries want a gradient. Other arguments as `attend`; without a generator
+        torch's own random numbers.
+        """
+        request, source = self.core.request(queries, temperature, score, where=where, mask=mask)
+        count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(request.queries)))
+        generator = check.generator(generator) or torch.default_generator
+        return source.sample(request, count, generator)
+
+
+def _tolerance(rtol: object, atol: object, confidence: object, max_draws: object) -> check.Tolerance:
+    """The tolerance of a verb that always estimates."""
+    found = check.tolerance(rtol, atol, confidence, max_draws, None)
+    if found is None:
+        raise BadInput("rtol is None; expected a number above 0, such as 0.05")
+    return found

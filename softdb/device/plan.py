@@ -1,0 +1,92 @@
+"""How a pass is cut into programs: by its shape, its dtypes and the device's processors alone, so that it repeats."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import NamedTuple
+
+import torch
+
+from softdb.check import Metric
+from softdb.device.passes import DevicePass
+
+__all__ = ["Plan", "Way", "plan_of", "splits_of"]
+
+LEAST = 16  # of each side of a product on tensor cores
+ACCUMULATED = 1 << 14  # float32 sums a program holds: 64 KB of registers
+STAGE = 32 << 10  # bytes of keys and values that are loaded at once, while those before are worked on
+ROWS = 1 << 14  # records of a range at most: longer sums in float32 lose digits
+WAVES = 8  # programs a processor, so that the last to end waits for little
+TILES = 4  # of a range at least, so that what a program does once is little
+PARTIAL = 1 << 26  # numbers of partial sums at most: 256 MB
+
+
+class Way(enum.Enum):
+    """What a pass computes."""
+
+    FORWARD, TO_QUERIES, TO_RECORDS = range(3)
+
+
+class Plan(NamedTuple):
+    """Sizes of a program's tiles."""
+
+    BQ: int  # queries
+    BN: int  # records
+    BD: int  # numbers of a key at once
+    BV: int  # numbers of a value, or classes, of a program
+    BL: int  # numbers compared at once for distances
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As the kernels take them."""
+        tiles = {name: getattr(self, name) for name in ("BQ", "BN", "BD", "BV", "BL")}
+        return tiles | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def plan_of(what: DevicePass, way: Way = Way.FORWARD) -> Plan:
+    """The sizes for a pass over columns of d and v numbers."""
+    q, d = what.queries.shape[1:]
+    dtypes = {what.keys.dtype} if what.values is None or what.labels else {what.keys.dtype, what.values.dtype}
+    narrow = torch.float32 not in dtypes and way is not Way.TO_RECORDS  # products on tensor cores
+    parts = 0 if not narrow else 3 if torch.bfloat16 in dtypes else 2
+    return _plan(min(q, 64), d, what.width, parts, what.metric is Metric.L2, way)
+
+
+@functools.cache
+def _plan(q: int, d: int, v: int, parts: int, apart: bool, way: Way) -> Plan:
+    size, forward = 2 if parts else 4, way is Way.FORWARD
+    if apart or way is Way.TO_RECORDS:
+        queries = LEAST
+    else:
+        queries = min(_power(q), 64 if forward or (parts == 2 and max(d, v) <= 128) else 32)
+    widest = 64 if way is Way.TO_RECORDS else 256 if forward and queries == LEAST else 128
+    keys, values = min(_power(d), widest), min(_power(v), ACCUMULATED // queries if forward else widest)
+    most = 64 if parts == 2 and not apart and (forward or queries == LEAST) else 32
+    records = LEAST
+    while records < most and 2 * records * (keys + values) * size <= (STAGE if forward or parts else STAGE // 2):
+        records *= 2
+    return Plan(queries, records, keys, values, LEAST, 8 if queries == 64 or queries * values > 8192 else 4, 2)
+
+
+def _power(number: int) -> int:
+    """The least power of two that is no smaller."""
+    return max(LEAST, 1 << max(0, number - 1).bit_length())
+
+
+def splits_of(n: int, programs: int, numbers: int, plan: Plan, device: torch.device) -> tuple[int, int]:
+    """Into how many ranges the records fall, and how many records each has.
+
+    `programs`: how many a range takes, `numbers`: how many partial sums.
+    """
+    wanted = max(-(-WAVES * _processors(device) // max(1, programs)), -(-n // ROWS))
+    rows = -(-n // max(1, min(wanted, PARTIAL // max(1, numbers))))
+    rows = max(TILES, -(-rows // plan.BN)) * plan.BN
+    return max(1, -(-n // rows)), rows
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

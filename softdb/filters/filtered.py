@@ -1,0 +1,91 @@
+"""`FilteredStore`: a store whose records are also found by filters, by groups and by the words of their texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softdb.check import Id, Schema
+from softdb.filters import masks
+from softdb.filters.fulltext import FullText, TextScores
+from softdb.filters.grouping import Grouping, Groups
+from softdb.filters.matching import Matches, Matching
+from softdb.store import Snapshot, Store
+from softdb.store.session import on_thread
+
+__all__ = ["ByText", "FilteredStore"]
+
+
+class ByText(NamedTuple):
+    """Scores of a search by text and the records that take part, of one generation."""
+
+    snapshot: Snapshot
+    scores: TextScores
+    keep: NDArray[np.bool_] | None  # (m,) records with a text that a filter matches; None: all
+    allowed: NDArray[np.bool_] | None  # (size,) positions that it matches
+    left_out: NDArray[np.int64]  # (e,) rows of ids, -1 for an id that is not stored
+
+
+class FilteredStore(Store):
+    """A store, and what is remembered of the matches of filters, of groups and of texts.
+
+    A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
+    """
+
+    def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
+        self._matches, self._groups, self._full_text = Matches(), Groups(), FullText()
+        super().__init__(path, mode, create, relaxed)
+
+    def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
+        """The snapshot, and a mask of its positions (size,) that a filter matches. Cost: see `Matches.of`."""
+        snapshot, (matching, _) = self._matching(where)
+        return snapshot, matching
+
+    def matching_rows(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.int64]]:
+        """As `matching`, but the rows (m,), ascending, of all records that match, with a key or without."""
+        snapshot, (matching, keyless) = self._matching(where)
+        rows = snapshot.rows(np.flatnonzero(matching))
+        return snapshot, np.sort(np.concatenate([rows, keyless])) if len(keyless) else rows
+
+    @on_thread
+    def _matching(self, where: dict[str, Any]) -> tuple[Snapshot, Matching]:
+        with self.read_transaction() as snapshot:
+            return snapshot, self._matches.of(where, self.catalog, snapshot)
+
+    @on_thread
+    def delete_matching(self, where: dict[str, Any]) -> int:
+        """Delete the records that a filter matches, and return how many."""
+        with self.write_transaction():
+            return self.delete_rows(self.matching_rows(where)[1])
+
+    @on_thread
+    def order_fields(self) -> None:
+        """Remember the order of declared fields where there are many records; see `Orders.make`."""
+        with self.read_transaction() as snapshot:
+            if snapshot.records >= masks.LARGE:
+                self._matches.orders.make(self.catalog.fields(), self.catalog, snapshot)
+
+    @on_thread
+    def groups(self, field: str) -> tuple[Snapshot, Grouping]:
+        """The snapshot, and the group of each of its positions by a field; see `Groups.of`."""
+        with self.read_transaction() as snapshot:
+            grouping = self._groups.of(field, self.catalog, snapshot)
+            if snapshot.count and grouping.takes_part is not None and not grouping.takes_part.any():
+                self._matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
+            return snapshot, grouping
+
+    @on_thread
+    def by_text(self, texts: list[str], where: dict[str, Any] | None, left_out: list[Id]) -> ByText:
+        """Scores of records by texts, the records that take part, and the rows of ids.
+
+        Raises BadInput where there is no text index. Cost: see `FullText.scorer`.
+        """
+        with self.read_transaction() as snapshot:
+            scores, rows = self._full_text.scorer(texts, self.catalog, snapshot), self.locate(left_out).rows
+            if where is None:
+                return ByText(snapshot, scores, None, None, rows)
+            keep = scores.among(self.matching_rows(where)[1])
+            return ByText(snapshot, scores, keep, self.matching(where)[1], rows)

@@ -1,0 +1,73 @@
+"""The commands that serve a database: `softdb explore` to a browser, `softdb mcp` to a language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from softdb.errors import BadInput, MissingDependency
+from softdb.terminal import terminal
+from softdb.tools.cli.arguments import Database, EncoderName
+from softdb.tools.cli.served import HOST, PORT, Served
+
+__all__ = ["explore", "mcp"]
+
+FIRST = "violin"  # the demo's first question
+
+
+def explore(
+    path: Annotated[Path | None, Argument(metavar="[PATH]", help="The database's directory.")] = None,
+    demo: Annotated[bool, Option("--demo", help="20,000 dictionary definitions, in memory, in place of PATH.")] = False,
+    encoder: EncoderName = None,
+    port: Annotated[
+        int | None, Option(min=0, max=65535, help=f"{PORT}, or another where that is taken; 0: any that is free.")
+    ] = None,
+    open_: Annotated[bool, Option("--open", help="Open the browser, too.")] = False,
+) -> None:
+    """Show a database in a browser of this machine: search, soft queries at any temperature, a map; read-only."""
+    try:
+        import starlette  # noqa: F401 - what the page is served by
+        import uvicorn
+    except ImportError:
+        raise MissingDependency("softdb explore needs Starlette and uvicorn; pip install 'softdb[explore]'") from None
+    from softdb.tools.explore.definitions import demo_database
+    from softdb.tools.explore.replies import Answers, note_warnings
+    from softdb.tools.explore.server import application, configured, listening
+
+    if (path is None) != demo:
+        raise BadInput("give the directory of a database, or --demo, one of them")
+    with (
+        Served(path, encoder) if path is not None else Served(None, db=demo_database()) as served,
+        listening(port) as listener,
+    ):
+        number = listener.getsockname()[1]
+        note_warnings()
+        answers = Answers(served, FIRST if demo else None)
+        answers.map()  # what can fail fails here, and the first page need not wait
+        app, desk = application(answers, frozenset({f"{HOST}:{number}", f"localhost:{number}"}))
+        address = f"http://{HOST}:{number}/"
+        terminal().print(f"softdb explore: {address} (Ctrl-C ends it)", soft_wrap=True)
+        if open_:
+            import webbrowser
+
+            webbrowser.open(address)
+        try:
+            uvicorn.Server(configured(app)).run(sockets=[listener])
+        except KeyboardInterrupt:
+            pass  # that is how one ends it
+        finally:
+            desk.close()
+
+
+def mcp(path: Database, encoder: EncoderName = None) -> None:
+    """Serve a database to a language model, read-only, over standard input and output; a client starts this itself."""
+    try:
+        import mcp  # noqa: F401 - what the tools stand on
+    except ImportError:
+        raise MissingDependency("softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'") from None
+    from softdb.tools.mcp.tools import Tools
+
+    with Served(path, encoder) as served:
+        Tools(served).server().run("stdio")

@@ -1,0 +1,217 @@
+"""The commands that look after a database: info, verify, compact, snapshot, fields, index, tune."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.markup import escape
+from typer import Argument, Option
+
+from softdb.errors import BadInput, CorruptionError
+from softdb.terminal import (
+    counted,
+    listed,
+    number,
+    print_json,
+    print_result,
+    print_table,
+    progress,
+    safe,
+    size,
+    terminal,
+)
+from softdb.tools.cli.arguments import (
+    AsJson,
+    Database,
+    DTypeOption,
+    Kind,
+    MetricOption,
+    QueryFile,
+    TextIndex,
+    array_of,
+    named,
+)
+from softdb.tools.cli.places import answering, opened, read, writing
+
+__all__ = ["compact", "fields", "index", "info", "snapshot", "tune", "verify"]
+
+LOST = 20  # lost records that are shown; --json lists up to a thousand
+
+
+def info(path: Database, as_json: AsJson = False) -> None:
+    """Show what a database is, holds and occupies."""
+    from softdb.store.stats import noted_index, stats
+
+    report = read(path, "stats", lambda store: stats(store, noted_index(store)), lambda db: db.stats(), as_json)
+    facts = report.asdict()
+    if as_json:
+        print_json(facts)
+        return
+    del facts["index"]
+    noted = {"kind": "none"} if report.index is None else report.index.told()
+    facts |= {f"index {name}": value for name, value in noted.items()}
+    known = {name.replace("_", " "): safe(number(value)) for name, value in facts.items() if value is not None}
+    print_table(("", ""), [(f"[dim]{name}[/]", value) for name, value in known.items()])
+
+
+def verify(
+    path: Database,
+    repair: Annotated[
+        Path | None, Option(metavar="DEST", help="Save every intact record in a directory that is new or empty.")
+    ] = None,
+    dim: Annotated[int | None, Option(help="With --repair: a setting that is lost, as are those below.")] = None,
+    value_dim: Annotated[int | None, Option(help="The width of a value.")] = None,
+    num_classes: Annotated[int | None, Option(help="Values are labels below this.")] = None,
+    dtype: DTypeOption = None,
+    metric: MetricOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything back and compare it with its checksums; with --repair DEST, save what is intact."""
+    settings = named(dim=dim, value_dim=value_dim, num_classes=num_classes, dtype=dtype, metric=metric)
+    if repair is not None:
+        _repair(path, repair, settings, as_json)
+        return
+    if any(setting is not None for setting in settings.values()):
+        raise BadInput("settings go with --repair DEST; without it, give the path alone")
+    from softdb.store.verify import verify as verified
+
+    try:
+        count = read(path, "verify", verified, lambda db: db.verify(), as_json)
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"{error}; or save what is intact with softdb verify {shlex.quote(str(path))} --repair DEST"
+        ) from error
+    print_result({"records": count}, as_json, f"[green]ok[/]: {counted(count, 'record')}, every byte as it was written")
+
+
+def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:
+    """Save the intact records of a damaged database in a new one, and say what was lost."""
+    import softdb
+
+    report = softdb.salvage(path, destination, **settings)
+    if as_json:
+        print_json(report)
+        return
+    console = terminal()
+    console.print(
+        f"{counted(report['records'], 'record')} saved to {escape(str(destination))}, {report['lost_records']:,} lost; "
+        f"{escape(str(path))} is as it was"
+    )
+    for note in report["notes"]:
+        console.print(f"note: {safe(note)}")
+    if report["unconfirmed_records"]:
+        console.print(
+            f"note: {counted(report['unconfirmed_records'], 'saved record')} without an entry in the index of ids, or "
+            "marked as deleted; --json lists them"
+        )
+    lost = report["lost"]
+    if not lost:
+        return
+    rows = [
+        (str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), safe(loss["why"]))
+        for loss in lost[:LOST]
+    ]
+    print_table(("row", "id", "why lost"), rows)
+    if report["lost_records"] > LOST:
+        console.print(f"… and {report['lost_records'] - LOST:,} more; --json lists {len(lost):,}")
+
+
+def compact(path: Database, as_json: AsJson = False) -> None:
+    """Remove deleted and replaced records from the disk; answers stay as they are."""
+    with writing(path, quiet=as_json) as db:
+        report = db.compact()
+    removed = f"{counted(report.removed, 'row')} removed, {counted(report.records, 'record')} left"
+    occupied = f"{size(report.bytes_before or 0)} before, {size(report.bytes or 0)} now"
+    print_result(report.asdict(), as_json, f"{removed}; {occupied}")
+
+
+def snapshot(
+    path: Database,
+    destination: Annotated[Path, Argument(metavar="DEST", help="A directory that is new or empty.")],
+    as_json: AsJson = False,
+) -> None:
+    """Copy a database, consistent even while another process writes to it."""
+    with answering(path, quiet=as_json) as db:
+        report = db.snapshot(destination)
+    copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
+    print_result(report.asdict(), as_json, escape(copied))
+
+
+def fields(
+    path: Database,
+    add: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Index this field of the payload; may be repeated.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Drop the index of this field; may be repeated.")
+    ] = None,
+    text: Annotated[
+        TextIndex | None, Option(help="Index the records' texts, for search --mode text; none drops that index.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which fields of the payload have an index, after dropping and adding some: filters on them are fast."""
+    import softdb
+
+    with softdb.open(path) if add or drop or text else opened(path) as db:
+        if text is not None:
+            db.drop_text_index() if text is TextIndex.none else db.index_text(text.value)
+        for name in drop or ():
+            db.drop_field(name)
+        if add:
+            db.index_field(*add)
+            with warnings.catch_warnings(record=True) as unknown:
+                warnings.simplefilter("always", softdb.UnknownField)
+                for name in add:
+                    db.count({name: {"$exists": True}})
+            for warning in unknown:
+                terminal(stderr=True).print(f"[yellow]warning:[/] {safe(str(warning.message))}")
+        names, words = list(db.fields), db.text_index
+    said = list(map(safe, names)) or ["no field has an index; --add NAME gives it one"]
+    if words is not None:
+        said.append(f"[dim]the texts: {words}[/]")
+    print_result(names, as_json, "\n".join(said))
+
+
+def index(
+    path: Database,
+    kind: Annotated[Kind, Option(help="Which; auto measures and chooses.")] = Kind.auto,
+    recall: Annotated[float, Option(help="The share of the true nearest k to find.")] = 0.95,
+    k: Annotated[int, Option("-k", min=1, help="For how many nearest.")] = 10,
+    memory: Annotated[str | None, Option(metavar="SIZE", help="What it may occupy: bytes, or such as 200MB.")] = None,
+    queries: QueryFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build the index that makes searches fast (needs FAISS). Interrupted, it leaves the old one in use."""
+    import softdb
+    from softdb.opening import table_at
+
+    asked = array_of(queries)
+    budget = int(memory) if memory is not None and memory.isdecimal() else memory
+    if table_at(path) is not None:  # a report a shard
+        with answering(path, quiet=as_json) as shards:
+            reports: Any = shards.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget)
+        print_result([one.asdict() for one in reports], as_json, "\n".join(listed(one.told()) for one in reports))
+        return
+    with softdb.open(path) as db, progress("index") as say:
+        report = db.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget, progress=say)
+    print_result(report.asdict(), as_json, listed(report.told()))
+
+
+def tune(
+    path: Database,
+    recall: Annotated[float | None, Option(help="The share of the true nearest to find; as before.")] = None,
+    k: Annotated[int | None, Option("-k", min=1, help="For how many nearest; as before.")] = None,
+    queries: QueryFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the index's recall anew and change its search effort, not what it holds."""
+    import softdb
+
+    asked = array_of(queries)
+    with softdb.open(path) as db:
+        report = db.tune(recall, k=k, queries=asked)
+    print_result(report.asdict(), as_json, listed(report.told()))
