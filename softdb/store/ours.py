@@ -15,7 +15,7 @@ _FILE = re.compile(
     r"[a-z]+-[0-9a-f]{16}\.faiss(\.tmp)?|\.softdb-[0-9a-f]{16}"
 )
 _FOLDER = re.compile(r"index|reembed-\d{1,20}|\.softdb-[0-9a-f]{16}")
-_UNFINISHED = ("unfinished.sqlite", "unfinished.sqlite-journal")  # of a copy that was killed
+_UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal", "-shm"))  # of a copy that was killed
 
 
 def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:

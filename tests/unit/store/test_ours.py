@@ -180,6 +180,19 @@ def _copy(kind: str, path: Path, target: Path) -> None:
         db.snapshot(target)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_all_that_a_killed_copy_leaves_is_removed(tmp_path: Path, depth: int) -> None:
+    folder = tmp_path / ".softdb-0123456789abcdef"
+    inner = folder / Path(*depth * [".softdb-fedcba9876543210"])
+    inner.mkdir(parents=True)
+    for end in ("", "-journal", "-wal", "-shm"):
+        (inner / f"unfinished.sqlite{end}").write_bytes(b"half a copy")
+    (inner / "keys-00000000.npy").write_bytes(b"half a copy")
+    assert entries(folder)[1] == []
+    remove_database(folder)
+    assert not folder.exists()
+
+
 @PUTS
 def test_a_copy_that_fails_leaves_what_comes_into_its_place_meanwhile(
     db: softdb.SoftDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Put
