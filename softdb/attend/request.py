@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -114,8 +114,9 @@ class Request(Query):
         score: Score | ScoreFunction,
         weights: str | Weighting | None = None,
         temperature: float = 1.0,
+        **parts: Any,
     ) -> Request:
-        """Return a request of every record. Weights None: "normalised" for a kernel, else "softmax".
+        """Return a request; `parts` are further fields. Weights None: "normalised" for a kernel, else "softmax".
 
         Normalised weights become the softmax of the score's logarithm, which cannot underflow.
         """
@@ -127,7 +128,7 @@ class Request(Query):
                     "kernel's bandwidth, or use softmax"
                 )
             score, by = LogScore(score), Softmax()
-        return cls(queries, score, by, temperature)
+        return cls(queries, score, by, temperature, **parts)
 
     def top(self, k: int, exact: bool = False) -> Request:
         """Return the same question, of the k nearest."""

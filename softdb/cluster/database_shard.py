@@ -25,7 +25,6 @@ from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
-from softdb.filters.matching import ALL_HERE
 from softdb.pool import State
 from softdb.scoring import Fold, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
@@ -81,14 +80,11 @@ class DatabaseShard:
         self.db, self.shard, self.shards = db, shard, shards
         self.version = version or (lambda: db.generation)
         self.refresh = refresh or (lambda _: db.refresh())
+        db.core.store.matches.is_whole = False
 
     def answer(self, ask: say.Message) -> Any:
         """As `ClusterShard.answer`."""
-        whole = ALL_HERE.set(False)
-        try:
-            reply = self._answers(ask)
-        finally:
-            ALL_HERE.reset(whole)
+        reply = self._answers(ask)
         if not isinstance(ask, say.Describe | say.Refresh):
             self._require(ask)  # it may have gone on meanwhile
         return reply

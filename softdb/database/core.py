@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -170,9 +169,11 @@ class Core(Protocol[S]):
         tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
-        request = Request.of(tensor, by, weights, temperature)
-        wanted = replace(request, k=k or 0, tolerance=tolerance, seed=seed, need_weights=need_weights)
-        return replace(wanted, allowed=allowed, mask=mask), source
+        wanted = Request.of(
+            tensor, by, weights, temperature, k=k or 0, allowed=allowed, mask=mask, tolerance=tolerance, seed=seed,
+            need_weights=need_weights,
+        )  # fmt: skip
+        return wanted, source
 
 
 def as_made(store: FilteredStore, ask: Callable[[], T]) -> T:

@@ -36,7 +36,7 @@ class FilteredStore(Store):
     """
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
-        self._matches, self._groups, self._full_text = Matches(), Groups(), FullText()
+        self.matches, self._groups, self._full_text = Matches(), Groups(), FullText()
         super().__init__(path, mode, create, relaxed)
 
     def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
@@ -53,7 +53,7 @@ class FilteredStore(Store):
     @on_thread
     def _matching(self, where: dict[str, Any]) -> tuple[Snapshot, Matching]:
         with self.read_transaction() as snapshot:
-            return snapshot, self._matches.of(where, self.catalog, snapshot)
+            return snapshot, self.matches.of(where, self.catalog, snapshot)
 
     @on_thread
     def delete_matching(self, where: dict[str, Any]) -> int:
@@ -66,7 +66,7 @@ class FilteredStore(Store):
         """Remember the order of declared fields where there are many records; see `Orders.make`."""
         with self.read_transaction() as snapshot:
             if snapshot.records >= masks.LARGE:
-                self._matches.orders.make(self.catalog.fields(), self.catalog, snapshot)
+                self.matches.orders.make(self.catalog.fields(), self.catalog, snapshot)
 
     @on_thread
     def groups(self, field: str) -> tuple[Snapshot, Grouping]:
@@ -74,7 +74,7 @@ class FilteredStore(Store):
         with self.read_transaction() as snapshot:
             grouping = self._groups.of(field, self.catalog, snapshot)
             if snapshot.count and grouping.takes_part is not None and not grouping.takes_part.any():
-                self._matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
+                self.matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
             return snapshot, grouping
 
     @on_thread

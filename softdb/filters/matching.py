@@ -11,7 +11,6 @@ import difflib
 import json
 import warnings
 from collections import OrderedDict
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +26,11 @@ from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-__all__ = ["ALL_HERE", "Matches", "Matching"]
+__all__ = ["Matches", "Matching"]
 
 SAMPLED = 1000  # records whose fields a warning knows
 FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
 MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew
-
-ALL_HERE = ContextVar("ALL_HERE", default=True)  # False for a part of the records, which cannot tell a field unknown
 
 
 class Matching(NamedTuple):
@@ -55,6 +52,7 @@ class Matches:
 
     def __init__(self) -> None:
         self.orders = Orders()
+        self.is_whole = True  # False in a shard of a cluster, which cannot tell that no record has a field
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._looked_for: set[str] = set()  # fields of filters that matched nothing
 
@@ -82,7 +80,7 @@ class Matches:
         mask = None if known is None else _carried(known, next_row, node, catalog, places)
         if mask is None:
             mask = Evaluation(catalog, places, self.orders).of(node)
-        if ALL_HERE.get() and snapshot.records and not mask.any():
+        if self.is_whole and snapshot.records and not mask.any():
             self._warn_of_unknown(node, catalog)
         matching = Matching(mask[: snapshot.size], snapshot.keyless[mask[snapshot.size :]])
         return _Known(snapshot.generation, next_row, _segments(snapshot), matching)

@@ -169,18 +169,19 @@ class Scan:
         asked, keys, kernels = prepared(plain, self.metric), self.snapshot.key_column, native()
         products = len(plain) * self.count * self.dim
         threads = workers(products)
-        pieces = np.linspace(self.start, size, max(threads, -(-products // PIECE)) + 1).astype(int)
-        found = np.empty((len(pieces) - 1, len(asked), kept), np.int64)
+        count = max(threads, -(-products // PIECE))
+        pieces = [self.start + (size - self.start) * i // count for i in range(count + 1)]
+        found = np.empty((count, len(asked), kept), np.int64)
         scores = np.empty(found.shape, np.float32)
 
         def work(mine: range) -> bool:
             lost = [
-                kernels.scan(asked, keys, metric, self.keep, *pieces[i : i + 2].tolist(), found[i], scores[i])
+                kernels.scan(asked, keys, metric, self.keep, pieces[i], pieces[i + 1], found[i], scores[i])
                 for i in mine
             ]
             return any(lost)
 
-        if any(share_out(work, [range(first, len(found), threads) for first in range(threads)])):
+        if any(share_out(work, [range(first, count, threads) for first in range(threads)])):
             return None
         floor = np.full(len(asked), -np.inf)
         if kept < self.count:  # no record that was left out scored more
