@@ -17,20 +17,8 @@ from softdb.check import Array, Id
 from softdb.errors import BadInput
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
-from softdb.formats.lines import (
-    Fields,
-    Header,
-    Row,
-    csv_header,
-    csv_rows,
-    is_own,
-    raised,
-    read_header,
-    read_rows,
-    text_lines,
-)
-from softdb.formats.rows import OnError, Rows, text_in
-from softdb.formats.sources import kind_of
+from softdb.formats.lines import Row, csv_header, csv_rows, raised, read_header, read_rows, text_lines
+from softdb.formats.rows import Fields, Header, OnError, Rows, is_own, kind_of, text_in
 from softdb.formats.tables import FOLDERS, TABLES, framed, read_table, table_in
 
 __all__ = ["is_vector", "read_records"]

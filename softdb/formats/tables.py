@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.lines import OWN, Fields, Header, is_own
-from softdb.formats.rows import OnError, Rows, passed_over
-from softdb.formats.sources import readable, reason, require_plain
+from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, is_own, passed_over, readable, reason, require_plain
 
 __all__ = ["FOLDERS", "TABLES", "Table", "framed", "needed", "read_table", "table_in"]
 
