@@ -23,8 +23,9 @@ import numpy as np
 from numpy.lib import format
 
 from softdb.check import MAX_DIM, Array, Metric, shown
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
 from softdb.formats.rows import Header, readable
+from softdb.formats.tables import needed
 
 __all__ = ["COLUMNS", "READERS", "KeyColumns", "KeyFile", "columns_in", "metric_of", "numbers_in", "read_queries"]
 
@@ -49,17 +50,9 @@ class KeyFile:
     neighbours: Array | None = None  # (q, m)
 
 
-def _folder(path: Path) -> KeyFile:
-    """A folder with keys.npy and queries.npy."""
-    return KeyFile(_npy(path / "keys.npy"), _npy(path / "queries.npy"), Metric.DOT)
-
-
 def _hdf5(path: Path) -> KeyFile:
     """A file of ann-benchmarks or VIBE."""
-    try:
-        import h5py
-    except ImportError:
-        raise MissingDependency(f"{path.name} needs h5py; pip install 'softdb[bench]'") from None
+    h5py = needed("h5py", "bench", path.name)
     try:
         with h5py.File(path, "r") as file:
             missing = [part for part in ("train", "test") if part not in file]
@@ -139,17 +132,15 @@ def _npy(path: Path) -> Array:
     if not path.is_file():
         raise BadInput(f"{path} is not there; the folder of a dataset holds keys.npy and queries.npy")
     try:
-        return _vectors(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
-    except BadInput:
-        raise
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise BadInput(f"{path} cannot be read as an array of numbers ({error})") from None
+    return _vectors(array, str(path))
 
 
 def _vectors(array: Array, what: str) -> Array:
     """BadInput unless it is a matrix of numbers with something in it."""
-    number = array.dtype.kind in "fiu"
-    if array.ndim != 2 or not array.size or not number:
+    if array.ndim != 2 or not array.size or array.dtype.kind not in "fiu":
         raise BadInput(f"{what} has shape {array.shape} of {array.dtype}; expected vectors of numbers, (n, d)")
     return array
 
@@ -162,7 +153,8 @@ def _size(path: Path, least: int) -> int:
 
 
 READERS: dict[str, Callable[[Path], KeyFile]] = {
-    "": _folder, ".hdf5": _hdf5, ".h5": _hdf5,
+    "": lambda path: KeyFile(_npy(path / "keys.npy"), _npy(path / "queries.npy"), Metric.DOT),
+    ".hdf5": _hdf5, ".h5": _hdf5,
     ".fvecs": partial(_vecs, kind="f4"), ".ivecs": partial(_vecs, kind="i4"), ".bvecs": partial(_vecs, kind="u1"),
     ".fbin": partial(_bin, kind="f4"), ".u8bin": partial(_bin, kind="u1"),
 }  # fmt: skip

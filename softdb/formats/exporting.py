@@ -12,6 +12,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -33,15 +34,18 @@ _DISTANCES = {"cosine": "angular", "l2": "euclidean", "dot": "dot"}
 T = TypeVar("T")
 
 
-class _Export(NamedTuple):
+@dataclass
+class _Export:
     """An export of records to a file."""
 
     db: Verbs
     where: dict[str, Any] | None
     size: int  # records a batch
     suffix: str
-    tell: Callable[[int], None]  # called with the number of records that have been written since
     note: Callable[[str], None]  # called with what the format cannot carry
+    progress: Callable[[int, int], None] | None
+    whole: int  # records to be written
+    done: int = 0  # of them
 
     def scan(self) -> Iterator[Records]:
         """The records, counted."""
@@ -53,10 +57,12 @@ class _Export(NamedTuple):
         return reader.schema, self.counted(reader)
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
-        """Batches, each told of once it is written."""
+        """Batches, each counted once it is written."""
         for batch in batches:
             yield batch
-            self.tell(len(batch))  # type: ignore[arg-type]
+            self.done += len(batch)  # type: ignore[arg-type]
+            if self.progress is not None:
+                self.progress(self.done, self.whole)
 
 
 def export_records(
@@ -82,42 +88,26 @@ def export_records(
     was there; else nothing has changed. Raises BadInput for a name of another kind, or a record that the format cannot
     hold, and WriteFailed where the disk refuses.
     """
-    path, done, whole = Path(path), 0, db.count(where)
+    path, whole = Path(path), db.count(where)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _WRITERS or (path.suffix == ".gz" and suffix not in (".jsonl", ".ndjson", ".csv")):
         raise BadInput(f"{path.name} has a name of no known kind; end it in {', '.join(_WRITERS)}")
     if suffix == ".lance" and path.exists():
         raise BadInput(f"{path} is there already; remove it, or give another name")
 
-    def tell(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, whole)
-
-    def said(what: str) -> None:
-        (note or _log.warning)(f"{suffix} {what}")
-
-    export = _Export(db, where, batch_size, suffix, tell, said)
+    export = _Export(db, where, batch_size, suffix, note or _log.warning, progress, whole)
     try:
-        _write(export, path)
-    except OSError as error:
-        raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed, choose another place") from error
-    return done
-
-
-def _write(export: _Export, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".softdb-", dir=path.parent) as folder:
-        fresh = Path(folder, "export")
-        if export.suffix == ".lance":
-            _lance(export, fresh)
-        else:
+        with tempfile.TemporaryDirectory(prefix=".softdb-", dir=path.parent) as folder:
+            fresh = Path(folder, "export")
             with contextlib.ExitStack() as opened:
-                file: Any = opened.enter_context(fresh.open("xb"))
+                file: Any = fresh if suffix == ".lance" else opened.enter_context(fresh.open("xb"))
                 if path.suffix == ".gz":
                     file = opened.enter_context(gzip.GzipFile("", "wb", 6, file, 0))
-                _WRITERS[export.suffix](export, file)
-        fresh.replace(path)
+                _WRITERS[suffix](export, file)
+            fresh.replace(path)
+    except OSError as error:
+        raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed, choose another place") from error
+    return export.done
 
 
 def _rows(records: Records) -> Iterator[dict[str, Any]]:
@@ -152,7 +142,7 @@ def _write_lines(db: Verbs, batches: Iterator[Records], file: IO[str]) -> int:
 
 def _csv(export: _Export, file: IO[bytes]) -> None:
     names = ("id", "key", *(("value",) if export.db.core.schema.has_values else ()), "text", "payload")
-    export.note("carries no metric, types of ids, declared fields or encoder; texts must not be empty")
+    export.note(".csv carries no metric, types of ids, declared fields or encoder; texts must not be empty")
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     writer = csv.writer(text)
     writer.writerow(names)
@@ -208,7 +198,8 @@ def _columns(export: _Export, *also: str) -> list[_Column]:
         columns.append(_Column("ids", np.dtype(np.int64), (count,)))
     else:
         omitted.append("ids")
-    export.note(f"carries no {', '.join(omitted)}{'' if 'header' in also else ', nor what the database is'}")
+    schemaless = "" if "header" in also else ", nor what the database is"
+    export.note(f"{export.suffix} carries no {', '.join(omitted)}{schemaless}")
     return columns
 
 

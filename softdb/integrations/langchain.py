@@ -5,6 +5,7 @@ A `Document` is a record: its `page_content` is the text, its `metadata` the pay
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +94,8 @@ class SoftDBVectorStore(VectorStore):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Another process opens the database for reading; one in memory cannot travel (BadInput)."""
-        return _again, (type(self), self.embedding, self.db, self.relevance_score_fn)
+        make = functools.partial(type(self), relevance_score_fn=self.relevance_score_fn)
+        return make, (self.embedding, self.db)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -282,10 +284,6 @@ class SoftDBTranslator(Visitor):
         """The text, and the arguments of the search."""
         asked = structured_query.filter
         return structured_query.query, {} if asked is None else {"filter": asked.accept(self)}
-
-
-def _again(kind: type[SoftDBVectorStore], embedding: Any, db: SoftDB | TableCluster, scale: Any) -> SoftDBVectorStore:
-    return kind(embedding, db, relevance_score_fn=scale)
 
 
 def _diverse(k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:

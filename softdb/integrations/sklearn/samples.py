@@ -46,17 +46,19 @@ class SampleEstimator(BaseEstimator):
     def _queries(self, X: ArrayLike) -> NDArray[Any]:  # (q, d)
         return rounded(self._validated(X, reset=False))
 
-    def _open(self, X: NDArray[Any], values: NDArray[Any] | None = None, **schema: Any) -> SoftDB:
-        """A new database of the samples."""
+    def _open(self, X: NDArray[Any], values: NDArray[Any] | None = None, **schema: Any) -> None:
+        """Make `db_` anew of the samples, with its index."""
         path: str | os.PathLike[str] | None = getattr(self, "path", None)
         if path is not None and os.path.isdir(path) and os.listdir(path):
             raise BadInput(
                 f"fit: {path} is not empty, and fit makes its database anew; give another path, or remove it; "
                 "partial_fit adds samples to those that are there"
             )
-        db = open_database(path, dim=X.shape[1], **schema)
+        value_dim = None if values is None or values.ndim == 1 else values.shape[1]
+        db = open_database(path, dim=X.shape[1], value_dim=value_dim, **schema)
         db.insert(range(len(X)), rounded(X), values)
-        return db
+        self.db_ = db
+        self._index()
 
     def __getstate__(self) -> dict[str, Any]:
         """A database in memory is told by its data; one on disk by its path, and is opened there for reading."""
