@@ -97,9 +97,8 @@ def _vecs(path: Path, kind: str) -> KeyFile:
     rows = np.memmap(path, layout, "r")
     widths = rows["width"][np.unique(np.linspace(0, len(rows) - 1, LOOKED).astype(np.int64))]
     if (widths != width).any():
-        raise BadInput(
-            f"{path} begins with the width {width}, but holds {widths[widths != width][0]} as another; re-make it"
-        )
+        other = widths[widths != width][0]
+        raise BadInput(f"{path} begins with the width {width}, but holds {other} as another; re-make it")
     return KeyFile(_vectors(rows["numbers"], str(path)), None, Metric.L2)
 
 
@@ -195,9 +194,8 @@ def _columns(path: Path, kind: str) -> KeyColumns:
     matrices = [name for name, array in arrays.items() if array.ndim == 2]
     name = "keys" if "keys" in arrays else matrices[0] if len(matrices) == 1 else None
     if name is None or arrays[name].ndim != 2 or arrays[name].dtype.kind not in "fiu":
-        raise BadInput(
-            f"{path.name} holds {shown(list(arrays))}; expected one (n, d) array of numbers, or one called keys"
-        )
+        expected = "expected one (n, d) array of numbers, or one called keys"
+        raise BadInput(f"{path.name} holds {shown(list(arrays))}; {expected}")
     keys, values, ids = arrays[name], arrays.get("values"), arrays.get("ids")
     for what, column in (("values", values), ("ids", ids)):
         if column is not None and column.shape[:1] != (len(keys),):
@@ -241,9 +239,8 @@ def _member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Ar
         raise ValueError("it is compressed in a way that NumPy does not write")
     with archive.open(member) as file:
         if member.file_size != (expected := _whole_size(file.read(_HEADER))):
-            raise ValueError(
-                f"{member.filename.removesuffix('.npy')} has {member.file_size} bytes, {expected} expected"
-            )
+            name = member.filename.removesuffix(".npy")
+            raise ValueError(f"{name} has {member.file_size} bytes, {expected} expected")
         if expected > max(_UNPACKED, 16 * path.stat().st_size):
             raise ValueError(f"it would unpack to {expected:,} bytes; save it as .npy, which is mapped")
         file.seek(0)

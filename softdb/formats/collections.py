@@ -81,9 +81,8 @@ def _rows(
         width = width or next((len(key) for key in keys if key is not None), 0)
         header = Header(width, None, None, "float32", metric, ()) if metric is not None and width else None
         share, places = (at + len(ids)) / max(count, 1), range(at, at + len(ids))
-        yield from passed_over(
-            Rows(path, header, share, places, ids, keys, None, payloads, texts, what="row"), bad, on_error
-        )
+        rows = Rows(path, header, share, places, ids, keys, None, payloads, texts, what="row")
+        yield from passed_over(rows, bad, on_error)
         at += len(ids)
 
 
@@ -147,9 +146,8 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     if Path(name).name != name:
         raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not followed")
     if distance not in _METRICS:
-        raise BadInput(
-            f"{path.name}: collection {name!r} compares by {shown(distance)}; expected cosine, dot or euclid"
-        )
+        compares = f"collection {name!r} compares by {shown(distance)}"
+        raise BadInput(f"{path.name}: {compares}; expected cosine, dot or euclid")
     head, received = _opened(place, "qdrant", size, named)
     return _METRICS[distance], head["rows"], _records(received)
 

@@ -208,9 +208,8 @@ def _read(export: _Export, column: _Column) -> Iterator[Array]:
     for records in export.scan() if column.name == "keys" else export.db.scan(export.size, export.where):
         if not bool(records.keyed.all()):
             name = records.ids[records.keyed.tolist().index(False)]
-            raise BadInput(
-                f"record {shown(name)} has no key, which {export.suffix} cannot say; filter, or export .parquet"
-            )
+            cannot = f"which {export.suffix} cannot say; filter, or export .parquet"
+            raise BadInput(f"record {shown(name)} has no key, {cannot}")
         array = np.array(records.ids, np.int64) if column.name == "ids" else getattr(records, column.name).numpy()
         done += len(array)
         if done <= count:

@@ -157,8 +157,6 @@ class SoftDBDocumentStore:
             raise BadInput("a document store in memory cannot be pickled; give it a path")
         return functools.partial(type(self), mode="r"), (self.path,)
 
-    # -- Haystack's protocol ---------------------------------------------------------------------------------------
-
     @of_one_state
     def count_documents(self) -> int:
         """How many documents there are."""
@@ -212,8 +210,6 @@ class SoftDBDocumentStore:
     def delete_documents(self, document_ids: list[str]) -> None:
         """Delete documents; ids that are not stored are fine."""
         self.db.delete(own_ids(self.db, document_ids))
-
-    # -- what most stores have beside it ---------------------------------------------------------------------------
 
     @of_one_state
     def delete_all_documents(self, recreate_index: bool = False) -> None:
@@ -291,8 +287,6 @@ class SoftDBDocumentStore:
         kept.sort(key=lambda one: (str(one), type(one).__name__))
         first = check.integer(from_, "from_", 0)
         return kept[first : first + check.integer(size, "size", 0)], len(kept)
-
-    # -- retrieval -------------------------------------------------------------------------------------------------
 
     def embedding_retrieval(
         self,

@@ -196,8 +196,6 @@ class KNNLanguageModel(LogitsProcessor):
             opened.pop_all()
         return found
 
-    # -- what it says --------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def log_probs(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:  # (q, d), (q, v) -> (q, v)
         """log p of every token after some hidden states and the model's own logits; None: of the memory alone."""
@@ -251,11 +249,8 @@ class KNNLanguageModel(LogitsProcessor):
         Cost a step: a soft query of the batch, forth and back. Raises BadInput for settings that make no sense, and
         where the loss becomes NaN or infinite: then what was learned before stays.
         """
-        epochs, size, rate = (
-            check.integer(epochs, "epochs"),
-            check.integer(batch_size, "batch_size"),
-            check.positive(lr, "lr"),
-        )
+        epochs, size = check.integer(epochs, "epochs"), check.integer(batch_size, "batch_size")
+        rate = check.positive(lr, "lr")
         if rate > MAX_LR:
             raise BadInput(f"lr is {rate:g}; expected at most {MAX_LR:g}, such as 0.1")
         draws = torch.Generator().manual_seed(check.integer(seed, "seed", 0, 2**63 - 1))
@@ -324,7 +319,7 @@ class KNNLanguageModel(LogitsProcessor):
         if told and self.tokenizer is None:
             raise BadInput("texts are given without a tokenizer; give token ids, or tokenizer= to the class")
         prompts = prompts_of(texts, self.tokenizer, self.head) if told else tokens_of(texts, None, self.head)
-        made = self.model.generate(**words, **padded(prompts, self.model.device))
+        made = self.model.generate(**words, **padded(prompts, self.model.device, left=True))
         found = self.tokenizer.batch_decode(made, skip_special_tokens=True) if told else made
         return found[0] if isinstance(inputs, str) else found
 
@@ -345,8 +340,6 @@ class KNNLanguageModel(LogitsProcessor):
         self._hidden = None
         self.db.close()
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     def _catch(self, head: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         self._hidden = arguments[0].detach()[:, -1:]
 
@@ -360,11 +353,9 @@ class KNNLanguageModel(LogitsProcessor):
         for low in range(0, len(windows), check.integer(size, "batch_size")):
             some = windows[low : low + size]
             hidden, logits = forward(self.model, self.head, [one.tokens for one in some], True)
-            yield (
-                torch.cat([predicting(states, one) for states, one in zip(hidden, some, strict=True)]),
-                torch.cat([predicting(each, one) for each, one in zip(logits, some, strict=True)]),
-                torch.tensor([token for one in some for token in one.tokens[one.first :]], device=hidden.device),
-            )
+            states, own = (torch.cat(list(map(predicting, found, some))) for found in (hidden, logits))
+            labels = [token for one in some for token in one.tokens[one.first :]]
+            yield states, own, torch.tensor(labels, device=hidden.device)
 
     def __enter__(self) -> KNNLanguageModel:
         return self
