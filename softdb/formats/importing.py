@@ -240,10 +240,7 @@ def _batches(
 def _records(
     path: Path, fields: Fields, vectors: Array | None, exported: bool, on_error: OnError | None
 ) -> Iterator[Parsed]:
-    """Records of the lines of a file; those of an export have texts, and may lack keys.
-
-    Raises BadInput naming the line.
-    """
+    """Records of the lines of a file; those of an export have texts, and may lack keys. Raises BadInput."""
     last: Any = None
     embeds = fields.key is None and vectors is None
     for i, (number, share, row, empty) in enumerate(read_rows(path, fields, on_error)):

@@ -139,8 +139,7 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
     own = is_own(header, fields)
     for number, cells in lines:
         if len(cells) != len(header):
-            counts = f"{len(cells)} cells, {len(header)} in the header"
-            bad(BadInput(f"{path.name} line {number}: {counts}; mend it"))
+            bad(BadInput(f"{path.name} line {number}: {len(cells)} cells, {len(header)} in the header; mend it"))
             continue
         row = {
             name: cell if own and name in ("text", "payload") else _cell(cell, name, fields)

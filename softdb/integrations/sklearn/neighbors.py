@@ -176,10 +176,7 @@ class _SoftNeighbors(_Neighbors):
         return found.output.double().numpy()
 
     def _learnt(self) -> float:
-        """The temperature under which samples are best told by all others; 1 where that says nothing.
-
-        Up to 1,024 samples, evenly spaced, at some 20 temperatures: as many passes of `attend`, or one search with k.
-        """
+        """Return the temperature under which all others tell some samples best; 1 where that says nothing."""
         n = self.n_samples_fit_
         if n < 2 or self.weights in ("uniform", "argmax"):
             return 1.0

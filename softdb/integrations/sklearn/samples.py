@@ -109,20 +109,14 @@ class TargetEstimator(RegressorMixin, SampleEstimator):
 
 
 def rounded(X: NDArray[Any]) -> NDArray[Any]:  # (n, d)
-    """X as a database stores it, in its own dtype: a sample is at distance 0 from itself.
-
-    Raises BadInput for numbers beyond float32.
-    """
+    """Round X as a database does, in its own dtype: a sample is at distance 0 from itself. Raises BadInput."""
     if X.size and np.abs(X).max() > MOST:
         raise BadInput(f"X reaches {np.abs(X).max():.3g}, and keys are float32, at most {MOST:.3g}; scale it")
     return X if X.dtype == np.float32 else X.astype(np.float32).astype(X.dtype)
 
 
 def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
-    """Numbers as float32 and what float32 leaves of them: values that are pooled to float64's precision.
-
-    Raises BadInput for numbers beyond float32.
-    """
+    """Return numbers as float32 and what that leaves of them, to pool in float64's precision. Raises BadInput."""
     if y.size and np.abs(y).max() > MOST:
         raise BadInput(f"y reaches {np.abs(y).max():.3g}, and values are float32, at most {MOST:.3g}; scale it")
     high = y.astype(np.float32)
