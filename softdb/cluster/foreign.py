@@ -10,7 +10,7 @@ from softdb.check import shown
 from softdb.cluster.storage import dataset_at
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
-from softdb.formats.lines import Fields
+from softdb.formats.rows import Fields
 from softdb.formats.tables import needed
 
 __all__ = ["served"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from softdb.check import Id, Schema
 from softdb.errors import BadInput, CorruptionError, NotADatabase, SoftDBError, StorageUnavailable, WriteFailed
-from softdb.formats.lines import Fields
+from softdb.formats.rows import Fields
 from softdb.formats.tables import needed
 from softdb.store import files
 

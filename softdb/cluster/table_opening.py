@@ -22,7 +22,7 @@ from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
 from softdb.encoders import name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked
-from softdb.formats.lines import Fields
+from softdb.formats.rows import Fields
 from softdb.index.choose import Progress
 
 __all__ = ["create", "open", "serve"]

@@ -49,8 +49,7 @@ from softdb.errors import (
     UnknownId,
     WriteFailed,
 )
-from softdb.formats.lines import Fields, Header
-from softdb.formats.rows import Rows
+from softdb.formats.rows import Fields, Header, Rows
 from softdb.formats.tables import Table, needed, read_table
 from softdb.store import Batch, files
 

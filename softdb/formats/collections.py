@@ -1,12 +1,22 @@
-"""Collections of other vector databases, as those write them: Chroma, Qdrant's local mode, LanceDB, FAISS; HDF5."""
+"""Collections of other vector databases, as those write them: Chroma, Qdrant's local mode, LanceDB, FAISS; HDF5.
+
+Files that libraries read which are not made for strangers' files are read by `sandbox.py` in a process of its own. It
+may crash, lie and take its time: it sends bytes of arrays and JSON of bounded sizes, never pickles.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,14 +25,13 @@ import numpy as np
 
 from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.guarded import parts
-from softdb.formats.lines import Fields, Header
-from softdb.formats.rows import OnError, Rows, passed_over, text_in
-from softdb.formats.sources import readable, require_plain
+from softdb.formats import sandbox
+from softdb.formats.arrays import metric_of
+from softdb.formats.rows import Fields, Header, OnError, Rows, passed_over, readable, require_plain, text_in
 from softdb.formats.tables import read_table, table_in
-from softdb.formats.vectors import metric_of
+from softdb.visible import visible
 
-__all__ = ["COLLECTIONS", "MARKS", "VECTORS", "read_collection"]
+__all__ = ["COLLECTIONS", "MARKS", "VECTORS", "parts", "read_collection"]
 
 MARKS = {  # what lies in the folder of a kind
     "state.json": "datasets", "dataset_dict.json": "datasets", "chroma.sqlite3": "chroma", "meta.json": "qdrant",
@@ -32,6 +41,11 @@ _METRICS = {"cosine": "cosine", "l2": "l2", "euclid": "l2", "ip": "dot", "dot": 
 VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files of one matrix
 _NEEDS = {"faiss": ("faiss", "cpu"), "hdf5": ("h5py", "hdf5"), "chroma": ("chromadb", "chroma")}  # module, extra
 _VERSION = "; it may be of another version of what wrote it"
+_PROGRAM = (
+    "import sys; sys.path[:] = eval(sys.argv.pop()); import runpy; runpy.run_path(sys.argv.pop(), None, '__main__')"
+)
+_ROOT = str(Path(sandbox.__file__).parents[2])  # where softdb lies, however it is installed
+_SLOW = "its reader did not answer in time"
 _Batch = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads, texts of some records
 
 
@@ -67,9 +81,8 @@ def _rows(
         width = width or next((len(key) for key in keys if key is not None), 0)
         header = Header(width, None, None, "float32", metric, ()) if metric is not None and width else None
         share, places = (at + len(ids)) / max(count, 1), range(at, at + len(ids))
-        yield from passed_over(
-            Rows(path, header, share, places, ids, keys, None, payloads, texts, what="row"), bad, on_error
-        )
+        rows = Rows(path, header, share, places, ids, keys, None, payloads, texts, what="row")
+        yield from passed_over(rows, bad, on_error)
         at += len(ids)
 
 
@@ -133,9 +146,8 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
     if Path(name).name != name:
         raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not followed")
     if distance not in _METRICS:
-        raise BadInput(
-            f"{path.name}: collection {name!r} compares by {shown(distance)}; expected cosine, dot or euclid"
-        )
+        compares = f"collection {name!r} compares by {shown(distance)}"
+        raise BadInput(f"{path.name}: {compares}; expected cosine, dot or euclid")
     head, received = _opened(place, "qdrant", size, named)
     return _METRICS[distance], head["rows"], _records(received)
 
@@ -164,6 +176,63 @@ def _records(received: Iterator[Array]) -> Iterator[_Batch]:
         if any(key is not None and key.ndim != 1 for key in keys):
             raise ValueError("a record has several vectors")
         yield ids, keys, payloads, texts
+
+
+def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generator[Array, None, None]:
+    """Yield the bytes of each part of a file or folder, as `softdb.formats.sandbox` sends them. Raises BadInput."""
+    length = sum(part.stat().st_size for part in (path, *path.rglob("*")))
+    seconds = sandbox.SECONDS + length // 1_000_000
+    order = json.dumps([kind, str(path.absolute()), sandbox.room(length), seconds, size, name])
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _PROGRAM, order, sandbox.__file__, repr([*sys.path, _ROOT])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+    except OSError as error:
+        raise BadInput(f"{path.name} cannot be read by a process of its own ({error})") from None
+    try:
+        yield from _received(process, seconds + 5, 4 * (sandbox.BATCH + length))
+    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+        text = f"{path.name} cannot be read ({error}); it is damaged, or of another version of its writer"
+        raise BadInput(text) from None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _received(process: subprocess.Popen[bytes], seconds: int, most: int) -> Iterator[Array]:
+    while True:
+        limit = time.monotonic() + seconds
+        mark, length = sandbox.PART.unpack(_bytes(process, sandbox.PART.size, limit).data)
+        if length > most:
+            raise ValueError(f"a part of more than {most:,} bytes")
+        part = _bytes(process, length, limit)
+        if mark == sandbox.END:
+            return
+        if mark != sandbox.DATA:
+            text = visible(part.tobytes().decode(errors="replace"))
+            raise BadInput(text) if mark == sandbox.REFUSAL else ValueError(text)
+        yield part
+
+
+def _bytes(process: subprocess.Popen[bytes], count: int, limit: float) -> Array:
+    buffer, done = np.empty(count, np.uint8), 0
+    pipe, waiting = process.stdout.fileno(), select.poll()  # type: ignore[union-attr]
+    waiting.register(pipe, select.POLLIN)
+    while done < count:
+        if not waiting.poll(max(0.0, limit - time.monotonic()) * 1000):
+            raise ValueError(_SLOW)
+        length = os.readv(pipe, [buffer[done:].data])
+        if not length:
+            code = process.wait(5)
+            how = f"its reader ended by {signal.Signals(-code).name}" if code < 0 else f"its reader ended: {code}"
+            raise ValueError(_SLOW if code == -signal.SIGPROF else how)
+        done += length
+    return buffer
 
 
 COLLECTIONS: dict[str, Callable[[Path, str | None, int], tuple[str | None, int, Iterator[_Batch]]]] = {

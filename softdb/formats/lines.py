@@ -10,69 +10,20 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from softdb import check
 from softdb.errors import BadInput
-from softdb.formats.sources import kind_of
+from softdb.formats.rows import Fields, Header, is_own, kind_of
 
-__all__ = [
-    "OWN", "Fields", "Header", "Line", "Row", "csv_header", "is_own", "raised", "read_header", "read_rows",
-    "text_lines",
-]  # fmt: skip
+__all__ = ["Line", "Row", "csv_header", "csv_rows", "raised", "read_header", "read_rows", "text_lines"]
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
 _CELL = 1 << 27  # characters of a CSV cell
 _LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
 Row = dict[str, Any]
-OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of a table that softdb has written
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Names of fields. The other fields are the payload; where `payload` is the only other one, its value is."""
-
-    id: str | None = "id"  # None: records are numbered from 0
-    key: str | None = None  # a list of numbers; None: "key", or with `text` what the encoder makes of that
-    text: str | None = None  # the record's text
-    value: str | None = None  # a list of numbers, or an integer label
-
-    def __post_init__(self) -> None:
-        if self.key is None and self.text is None:
-            object.__setattr__(self, "key", "key")
-
-
-@dataclass(frozen=True)
-class Header:
-    """The database that an exported file is of, from its first line `{"softdb": {…}}`."""
-
-    dim: int
-    value_dim: int | None
-    num_classes: int | None
-    dtype: str
-    metric: str
-    fields: tuple[str, ...]  # declared fields of the payload
-    encoder: str | None = None  # the name of the encoder of texts, as `softdb import --encoder` takes it
-
-    @classmethod
-    def of(cls, said: Any, where: str) -> Header:
-        """Check the header of an exported file. Raises BadInput."""
-        try:
-            header = cls(**{**said, "fields": tuple(said["fields"])})
-            check.schema(**header.schema, stored=None)
-            if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "")):
-                raise ValueError("fields and encoder are texts")
-        except (TypeError, KeyError, ValueError) as error:
-            raise BadInput(f"{where}: not the header of an export ({error}); mend it") from None
-        return header
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """Arguments of `softdb.open` for such a database."""
-        return {name: getattr(self, name) for name in ("dim", "value_dim", "num_classes", "dtype", "metric")}
 
 
 class Line(NamedTuple):
@@ -82,12 +33,6 @@ class Line(NamedTuple):
     share: float  # of the file, read so far
     row: Row
     empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
-
-
-def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:
-    """Return True where columns are those of an export, and the fields do not say otherwise."""
-    columns = header is not None or {"id", "key", "text", "payload"} <= set(names) <= OWN
-    return columns and fields.text in (None, "text")
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
@@ -194,8 +139,7 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
     own = is_own(header, fields)
     for number, cells in lines:
         if len(cells) != len(header):
-            counts = f"{len(cells)} cells, {len(header)} in the header"
-            bad(BadInput(f"{path.name} line {number}: {counts}; mend it"))
+            bad(BadInput(f"{path.name} line {number}: {len(cells)} cells, {len(header)} in the header; mend it"))
             continue
         row = {
             name: cell if own and name in ("text", "payload") else _cell(cell, name, fields)

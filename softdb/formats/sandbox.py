@@ -1,4 +1,4 @@
-"""Reads a stranger's file in a process of its own: `softdb.formats.guarded` starts this file as a program.
+"""Reads a stranger's file in a process of its own: `softdb.formats.collections` starts this file as a program.
 
 The process may take little memory and time, write nothing, open nothing more, and send nothing but arrays and JSON.
 It imports no torch, and of softdb only what needs none.

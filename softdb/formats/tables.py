@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.lines import OWN, Fields, Header, is_own
-from softdb.formats.rows import OnError, Rows, passed_over
-from softdb.formats.sources import readable, reason, require_plain
+from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, is_own, passed_over, readable, reason, require_plain
 
 __all__ = ["FOLDERS", "TABLES", "Table", "framed", "needed", "read_table", "table_in"]
 
@@ -141,10 +139,8 @@ def read_table(
     key = None if own and fields.key not in names else fields.key
     for name, what in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
         if name is not None and name not in names:
-            raise BadInput(
-                f"{table.path.name} has no column {name!r} for the {what}; its columns are {shown(names)}, name the "
-                "right one"
-            )
+            missing = f"{table.path.name} has no column {name!r} for the {what}"
+            raise BadInput(f"{missing}; its columns are {shown(names)}, name the right one")
     reader, at = _TableReader(table, fields, key, own, header), 0
     for batch in _whole(table, size):
         try:
@@ -177,9 +173,8 @@ def _whole(table: Table, size: int) -> Iterator[Any]:
     except Exception as error:  # of many kinds, as in `table_in`
         if pending:
             yield pa.concat_batches(pending)
-        raise BadInput(
-            f"{table.path.name} cannot be read after row {done + count - 1} ({reason(error)}); make it anew"
-        ) from None
+        where = f"after row {done + count - 1}"
+        raise BadInput(f"{table.path.name} cannot be read {where} ({reason(error)}); make it anew") from None
     if pending:
         yield pa.concat_batches(pending)
 
@@ -197,15 +192,12 @@ class _TableReader:
         """The batch that begins with row `at`, and what is wrong with some of its rows."""
         n, bad, fields = len(batch), dict[int, str](), self.fields
         share = min(1.0, (at + n) / self.table.rows) if self.table.rows else 1.0
-        ids = self._ids(batch, at, bad)
-        texts = self._texts(batch, bad)
+        ids, texts = self._ids(batch, at, bad), self._texts(batch, bad)
         keys, keyed = (texts, np.ones(n, np.bool_)) if fields.key is None else self._keys(batch, bad)
         values = None if fields.value is None else self._values(batch, fields.value, keyed, bad)
         payloads = self._own_payloads(batch, bad) if self.own else self._payloads(batch)
-        rows = Rows(
-            self.table.path, self.header, share, range(at, at + n), ids, keys, values, payloads, texts, what="row"
-        )
-        return rows, bad
+        path, places = self.table.path, range(at, at + n)
+        return Rows(path, self.header, share, places, ids, keys, values, payloads, texts, what="row"), bad
 
     def _ids(self, batch: Any, at: int, bad: dict[int, str]) -> list[Any]:
         name = self.fields.id
@@ -305,13 +297,11 @@ class _TableReader:
     def _payloads(self, batch: Any) -> list[Any]:
         if not self.rest:
             return [None] * len(batch)
-        columns = [map(_plain, batch.column(name).to_pylist()) for name in self.rest]
+        columns = [
+            [cell.isoformat() if hasattr(cell, "isoformat") else cell for cell in batch.column(name).to_pylist()]
+            for name in self.rest
+        ]
         if self.rest == ["payload"]:
-            return list(columns[0])
+            return columns[0]
         rows = zip(*columns, strict=True)
         return [{name: cell for name, cell in zip(self.rest, row, strict=True) if cell is not None} for row in rows]
-
-
-def _plain(value: Any) -> Any:
-    """A cell as JSON takes it: dates and times as ISO 8601 says them."""
-    return value.isoformat() if hasattr(value, "isoformat") else value

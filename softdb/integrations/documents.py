@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import softdb
 from softdb.answers import Hit, Records
@@ -15,8 +17,9 @@ from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead, UnknownId
 
-__all__ = ["found", "opened", "own_ids", "relevance", "settled", "stored"]
+__all__ = ["awaited", "found", "of_one_state", "opened", "own_ids", "relevance", "settled", "stored"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _WHOLE = re.compile(r"-?[1-9][0-9]{0,17}|0")
@@ -50,6 +53,26 @@ def settled(db: SoftDB | TableCluster, ask: Callable[[], T]) -> T:
         except StaleRead:  # a hit was replaced before its payload was read; or a cluster's shards have gone on
             db.refresh()
     return ask()
+
+
+def of_one_state(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method, asked again where another thread of a cluster's handle writes meanwhile."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return settled(self.db, lambda: method(self, *args, **kwargs))
+
+    return call
+
+
+def awaited(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The method, to be awaited: it runs in another thread."""
+
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, *args, **kwargs)
+
+    return call
 
 
 def own_ids(

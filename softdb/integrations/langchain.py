@@ -5,6 +5,7 @@ A `Document` is a record: its `page_content` is the text, its `metadata` the pay
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -66,9 +67,8 @@ class SoftDBVectorStore(VectorStore):
         **settings: Any,
     ) -> None:
         if embedding is not None and not isinstance(embedding, Embeddings):
-            raise BadInput(
-                f"embedding is {shown(embedding)}; expected LangChain's Embeddings; or None, and encoder= of softdb's"
-            )
+            expected = "expected LangChain's Embeddings; or None, and encoder= of softdb's"
+            raise BadInput(f"embedding is {shown(embedding)}; {expected}")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
         self.db: SoftDB | TableCluster
         if not isinstance(db, SoftDB | TableCluster):
@@ -93,9 +93,8 @@ class SoftDBVectorStore(VectorStore):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Another process opens the database for reading; one in memory cannot travel (BadInput)."""
-        return _again, (type(self), self.embedding, self.db, self.relevance_score_fn)
-
-    # -- writing ---------------------------------------------------------------------------------------------------
+        make = functools.partial(type(self), relevance_score_fn=self.relevance_score_fn)
+        return make, (self.embedding, self.db)
 
     def add_texts(
         self,
@@ -162,8 +161,6 @@ class SoftDBVectorStore(VectorStore):
         store.add_texts(texts, metadatas, ids=ids)
         return store
 
-    # -- reading ---------------------------------------------------------------------------------------------------
-
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """The documents of those ids that are stored, in that order."""
         if self.db.mode == "r":
@@ -219,17 +216,16 @@ class SoftDBVectorStore(VectorStore):
 
     def as_retriever(self, **settings: Any) -> SoftDBRetriever:
         """A retriever of this store: LangChain's arguments, and those of a search given directly."""
-        return SoftDBRetriever(
-            vectorstore=self, tags=settings.pop("tags", None) or self._get_retriever_tags(), **settings
-        )
+        tags = settings.pop("tags", None) or self._get_retriever_tags()
+        return SoftDBRetriever(vectorstore=self, tags=tags, **settings)
 
-    def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return self.relevance_score_fn or relevance(self.db.metric, None)
+    def _select_relevance_score_fn(self, mode: str | None = None) -> Callable[[float], float]:
+        return self.relevance_score_fn or relevance(self.db.metric, mode)
 
     def _similarity_search_with_relevance_scores(
         self, query: str, k: int = 4, **search: Any
     ) -> list[tuple[Document, float]]:
-        scale = self.relevance_score_fn or relevance(self.db.metric, search.get("mode"))
+        scale = self._select_relevance_score_fn(search.get("mode"))
         return [(one, scale(score)) for one, score in self.similarity_search_with_score(query, k, **search)]
 
     async def _asimilarity_search_with_relevance_scores(self, *asked: Any, **search: Any) -> Any:
@@ -282,10 +278,6 @@ class SoftDBTranslator(Visitor):
         """The text, and the arguments of the search."""
         asked = structured_query.filter
         return structured_query.query, {} if asked is None else {"filter": asked.accept(self)}
-
-
-def _again(kind: type[SoftDBVectorStore], embedding: Any, db: SoftDB | TableCluster, scale: Any) -> SoftDBVectorStore:
-    return kind(embedding, db, relevance_score_fn=scale)
 
 
 def _diverse(k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:

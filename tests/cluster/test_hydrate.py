@@ -297,7 +297,7 @@ def test_rows_whose_ids_name_no_one_record_are_left_out(
     import pyarrow as pa
 
     from softdb.check import schema
-    from softdb.formats.lines import Fields
+    from softdb.formats.rows import Fields
 
     ids = wrong(["a", "b"])
     keys = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(2 * len(ids), np.float32)), 2)

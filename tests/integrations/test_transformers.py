@@ -33,7 +33,7 @@ from softdb.errors import BadInput, Closed
 from softdb.integrations.transformers import KNNLanguageModel
 from softdb.integrations.transformers import language_model as under_test
 from softdb.integrations.transformers.hidden import SAMPLE, records_of, windows_of
-from softdb.integrations.transformers.mixture import Mixture
+from softdb.integrations.transformers.language_model import Mixture
 
 V, D, CONTEXT = 24, 16, 12
 WORDS = ["<pad>", "<s>", *(f"w{i}" for i in range(V - 2))]

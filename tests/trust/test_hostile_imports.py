@@ -251,9 +251,9 @@ def test_an_archive_that_unpacks_to_more_than_memory(tmp_path: Path, monkeypatch
 
 
 def test_wide_vectors_come_in_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from softdb.formats import recordfiles
+    from softdb.formats import importing
 
-    monkeypatch.setattr(recordfiles, "_BATCH", 160)
+    monkeypatch.setattr(importing, "_BATCH", 160)
     np.save(tmp_path / "x.npy", KEYS)
     assert [len(rows) for rows in read_records(tmp_path / "x.npy")] == [10] * 4
 

@@ -14,7 +14,7 @@ import pytest
 from hostile_files import refused
 
 from softdb.formats import read_records, sandbox
-from softdb.formats.guarded import parts
+from softdb.formats.collections import parts
 
 h5py = pytest.importorskip("h5py", reason="to write hostile files")
 KEYS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)

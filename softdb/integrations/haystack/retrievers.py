@@ -9,7 +9,7 @@ from haystack.document_stores.types import FilterPolicy, apply_filter_policy
 
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.integrations.haystack.calls import awaited
+from softdb.integrations.documents import awaited
 from softdb.integrations.haystack.store import SoftDBDocumentStore
 
 __all__ = ["SoftDBEmbeddingRetriever", "SoftDBHybridRetriever", "SoftDBKeywordRetriever"]
@@ -30,8 +30,12 @@ class _Retriever:
             raise BadInput(f"document_store is {shown(document_store)}; expected a SoftDBDocumentStore")
         if not isinstance(top_k, int) or top_k < 1:
             raise BadInput(f"top_k is {shown(top_k)}; expected a whole number of at least 1")
-        self.document_store, self.filters, self.top_k = document_store, filters, top_k
-        self.scale_score, self.filter_policy = scale_score, _policy(filter_policy)
+        try:
+            self.filter_policy = FilterPolicy(filter_policy)
+        except ValueError:
+            policies = ", ".join(one.value for one in FilterPolicy)
+            raise BadInput(f"filter_policy is {shown(filter_policy)}; expected one of {policies}") from None
+        self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
 
     def to_dict(self) -> dict[str, Any]:
         """How the retriever is made, with its store."""
@@ -55,14 +59,6 @@ class _Retriever:
             "top_k": self.top_k if top_k is None else top_k,
             "scale_score": self.scale_score if scale_score is None else scale_score,
         }
-
-
-def _policy(given: object) -> Any:
-    policies = {one.value: one for one in FilterPolicy}
-    name = given.value if isinstance(given, FilterPolicy) else given
-    if name not in list(policies):
-        raise BadInput(f"filter_policy is {shown(given)}; expected one of {', '.join(policies)}")
-    return policies[str(name)]
 
 
 @component

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -16,8 +17,7 @@ from softdb.cluster import open as open_table
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, Closed, DuplicateId, MissingDependency, UnknownId
 from softdb.filters import parse
-from softdb.integrations.documents import found, opened, own_ids, relevance, settled, stored
-from softdb.integrations.haystack.calls import awaited, of_one_state
+from softdb.integrations.documents import awaited, found, of_one_state, opened, own_ids, relevance, settled, stored
 from softdb.integrations.haystack.conversion import document, payload_of, plain_meta, require_documents
 from softdb.integrations.haystack_filters import PARTS, where_of
 from softdb.opening import table_at
@@ -155,9 +155,7 @@ class SoftDBDocumentStore:
         """Another process opens the database for reading; one in memory cannot travel (BadInput)."""
         if self.path is None:
             raise BadInput("a document store in memory cannot be pickled; give it a path")
-        return _again, (type(self), self.path)
-
-    # -- Haystack's protocol ---------------------------------------------------------------------------------------
+        return functools.partial(type(self), mode="r"), (self.path,)
 
     @of_one_state
     def count_documents(self) -> int:
@@ -213,8 +211,6 @@ class SoftDBDocumentStore:
         """Delete documents; ids that are not stored are fine."""
         self.db.delete(own_ids(self.db, document_ids))
 
-    # -- what most stores have beside it ---------------------------------------------------------------------------
-
     @of_one_state
     def delete_all_documents(self, recreate_index: bool = False) -> None:
         """Delete all documents; with `recreate_index` their room on disk is given back, too."""
@@ -252,7 +248,7 @@ class SoftDBDocumentStore:
     @of_one_state
     def count_unique_metadata_by_filter(self, filters: dict[str, Any], metadata_fields: list[str]) -> dict[str, int]:
         """How many different values each field has in the documents that match."""
-        kinds: dict[str, set[str]] = {_plain(name): set() for name in metadata_fields}
+        kinds: dict[str, set[str]] = {name.removeprefix("meta."): set() for name in metadata_fields}
         for meta in self._metas(filters):
             for name, values in kinds.items():
                 if meta.get(name) is not None:
@@ -269,7 +265,7 @@ class SoftDBDocumentStore:
     @of_one_state
     def get_metadata_field_min_max(self, metadata_field: str) -> dict[str, Any]:
         """The least and largest number, or text, of a field; None where there are none, or both."""
-        values: list[Any] = [meta.get(_plain(metadata_field)) for meta in self._metas()]
+        values: list[Any] = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas()]
         values = [one for one in values if isinstance(one, int | float | str)]
         if not values or len({isinstance(one, str) for one in values}) > 1:
             return {"min": None, "max": None}
@@ -285,14 +281,12 @@ class SoftDBDocumentStore:
         filters: dict[str, Any] | None = None,
     ) -> tuple[list[Any], int]:
         """A page of the different values of a field, in the order of their text, and how many there are in all."""
-        values = [meta.get(_plain(metadata_field)) for meta in self._metas(filters)]
+        values = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas(filters)]
         kinds = {json.dumps(one, sort_keys=True): one for one in values if one is not None}
         kept = [one for one in kinds.values() if (search_term or "").lower() in str(one).lower()]
         kept.sort(key=lambda one: (str(one), type(one).__name__))
         first = check.integer(from_, "from_", 0)
         return kept[first : first + check.integer(size, "size", 0)], len(kept)
-
-    # -- retrieval -------------------------------------------------------------------------------------------------
 
     def embedding_retrieval(
         self,
@@ -361,10 +355,6 @@ class SoftDBDocumentStore:
     hybrid_retrieval_async = awaited(hybrid_retrieval)
 
 
-def _again(kind: type[SoftDBDocumentStore], path: str) -> SoftDBDocumentStore:
-    return kind(path, mode="r")
-
-
 def _place(path: object) -> str | None:
     """Where documents are kept, None for memory. Raises BadInput."""
     if path is None:
@@ -383,7 +373,3 @@ def _where(filters: Any) -> dict[str, Any] | None:
         return where
     except BadFilter as error:
         raise RefusedFilter(str(error)) from None
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("meta.")

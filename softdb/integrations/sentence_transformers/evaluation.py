@@ -70,7 +70,10 @@ class DatabaseEvaluator(BaseEvaluator):
         """The metrics; a line more in `output_path`/database_evaluation_NAME.csv where a path is given."""
         require_model(model, handle(self.db), "dim" if isinstance(self.db, SoftDB) else None)
         if isinstance(self.db, View):
-            self._refresh(self.db)
+            now = [(id(one), one._version) for one in self.db.parameters()]
+            if now != self._indexed:
+                self.db.reindex()
+                self._indexed = now
         with torch.no_grad():
             queries = model.encode_query(
                 self.queries, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True
@@ -83,20 +86,12 @@ class DatabaseEvaluator(BaseEvaluator):
         self.store_metrics_in_model_card_data(model, named, epoch, steps)
         return named
 
-    def _refresh(self, view: View) -> None:
-        """Reindex the view, unless no parameter has changed since this did it last."""
-        now = [(id(one), one._version) for one in view.parameters()]
-        if now != self._indexed:
-            view.reindex()
-            self._indexed = now
-
     def _write(self, folder: Path, line: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"database_evaluation{self.name and '_' + self.name}.csv"
-        begun = path.exists()
         with open(path, "a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(line))
-            if not begun:
+            if not file.tell():
                 writer.writeheader()
             writer.writerow(line)
 

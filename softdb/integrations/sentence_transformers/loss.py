@@ -98,15 +98,8 @@ class DatabaseLoss(torch.nn.Module):
         self.model, self._handle, self._reembedded = model, SharedHandle(db), db.core.reembedded
         self.view: View | None = None
         if encode_keys:
-            self.view = View(
-                db,
-                _TrainedModel(model),
-                texts=True,
-                field=field,
-                reindex=reindex,
-                overfetch=overfetch,
-                batch_size=BLOCK,
-            )
+            settings: Any = {"field": field, "reindex": reindex, "overfetch": overfetch}
+            self.view = View(db, _TrainedModel(model), texts=True, batch_size=BLOCK, **settings)
         self._draws = torch.Generator().manual_seed(0)
 
     @property
@@ -238,17 +231,13 @@ def require_model(model: object, db: object, width: str | None = None) -> None:
     handle = _require(db)
     if not isinstance(model, SentenceTransformer):
         raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")
-    found = _width(model)
-    if width and found is not None and found != handle.dim:
+    found = (getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension)()
+    if width and found != handle.dim:
         raise BadInput(
             f"the model's vectors are {found} wide but the keys of this database {handle.dim}; add a module to the "
             f"model that makes {handle.dim} of them (sentence_transformers.models.Dense), or make the keys anew with "
             "db.reembed(ModelEncoder(model))"
         )
-
-
-def _width(model: SentenceTransformer) -> int:
-    return int((getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension)())
 
 
 def _require(db: object) -> SoftDB:

@@ -3,9 +3,12 @@
 Every estimator keeps its samples in `db_`, a `SoftDB`, which can be searched, attended to and explained as any other.
 """
 
-from softdb.integrations.sklearn.graph import KNeighborsTransformer
 from softdb.integrations.sklearn.kernels import KernelDensity, NadarayaWatsonRegressor
-from softdb.integrations.sklearn.neighbors import SoftKNeighborsClassifier, SoftKNeighborsRegressor
+from softdb.integrations.sklearn.neighbors import (
+    KNeighborsTransformer,
+    SoftKNeighborsClassifier,
+    SoftKNeighborsRegressor,
+)
 
 __all__ = [
     "KNeighborsTransformer", "KernelDensity", "NadarayaWatsonRegressor", "SoftKNeighborsClassifier",

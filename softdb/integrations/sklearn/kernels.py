@@ -66,14 +66,9 @@ class NadarayaWatsonRegressor(TargetEstimator):
         random_state: Any = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.kernel = kernel
-        self.bandwidth = bandwidth
-        self.per_coordinate = per_coordinate
-        self.steps = steps
-        self.learning_rate = learning_rate
-        self.batch_size = batch_size
-        self.random_state = random_state
-        self.path = path
+        self.kernel, self.bandwidth, self.per_coordinate = kernel, bandwidth, per_coordinate
+        self.steps, self.learning_rate, self.batch_size = steps, learning_rate, batch_size
+        self.random_state, self.path = random_state, path
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> NadarayaWatsonRegressor:
         """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn h.
@@ -93,17 +88,16 @@ class NadarayaWatsonRegressor(TargetEstimator):
         values = halves(targets)
         if h is None:
             h = _searched(rounded(samples), targets, kind)
-        self.db_ = self._open(samples, values, value_dim=values.shape[1], metric="l2")
-        trains = self.bandwidth is None and (self.per_coordinate or (len(samples) > SEARCHED and kind is not Boxcar))
-        found = self._trained(kind, h) if trains else h
-        self.bandwidth_ = found.numpy() if found.ndim else float(found)
+        self._open(samples, values, metric="l2")
+        if self.bandwidth is None and (self.per_coordinate or (len(samples) > SEARCHED and kind is not Boxcar)):
+            h = self._trained(kind, h)
+        self.bandwidth_ = h.numpy() if h.ndim else float(h)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
         """The weighted means; NaN where no sample is in reach."""
         check_is_fitted(self)
-        kernel = KERNELS[self.kernel](torch.as_tensor(self.bandwidth_))
-        found = self.db_.attend(self._queries(X), score=kernel)
+        found = self.db_.attend(self._queries(X), score=KERNELS[self.kernel](torch.as_tensor(self.bandwidth_)))
         told = whole(found.output.numpy())
         told[np.isneginf(found.lse.numpy())] = np.nan
         return self._as_given(told)
@@ -143,10 +137,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
         rtol: float = 0,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.bandwidth = bandwidth
-        self.kernel = kernel
-        self.rtol = rtol
-        self.path = path
+        self.bandwidth, self.kernel, self.rtol, self.path = bandwidth, kernel, rtol, path
 
     def fit(self, X: ArrayLike, y: object = None, sample_weight: ArrayLike | None = None) -> KernelDensity:
         """Put the samples (n, d) into a new database; those of weight 0 are left out.
@@ -158,15 +149,13 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if rtol and (sample_weight is not None or kind is not Gaussian):
             raise BadInput("rtol is for the gaussian kernel without sample_weight; leave it at 0")
         samples = self._validated(X, reset=True)
-        weights = None if sample_weight is None else _weights(sample_weight, len(samples))
-        if weights is not None:
-            samples, weights = samples[weights > 0], weights[weights > 0]
-        self.bandwidth_ = self._bandwidth(samples, kind, weights is not None)
-        self._weight = float(len(samples)) if weights is None else float(weights.sum())
-        pooled = {} if weights is None else {"value_dim": 2}
-        values = None if weights is None else halves(weights[:, None])
-        self.db_ = self._open(samples, values, metric="l2", **pooled)
-        self._index()
+        values, self._weight = None, float(len(samples))
+        if sample_weight is not None:
+            weights = _weights(sample_weight, len(samples))
+            values, self._weight = halves(weights[weights > 0, None]), float(weights.sum())
+            samples = samples[weights > 0]
+        self.bandwidth_ = self._bandwidth(samples, kind, values is not None)
+        self._open(samples, values, metric="l2")
         return self
 
     def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,)
@@ -197,13 +186,12 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if self.kernel not in ("gaussian", "tophat"):
             raise BadInput(f"sample: there is no sampling for the kernel {self.kernel!r}; use 'gaussian' or 'tophat'")
         snapshot, _ = self.db_.core.view()
-        every = np.arange(snapshot.size)
         rng = check_random_state(random_state)
         drawn = rng.uniform(0, 1, size=count)
         if self.db_.value_dim is None:
-            chosen = (drawn * len(every)).astype(np.int64)
+            chosen = (drawn * snapshot.size).astype(np.int64)
         else:
-            weights = whole(snapshot.values_at(every).numpy())[:, 0].cumsum()
+            weights = whole(snapshot.values_at(np.arange(snapshot.size)).numpy())[:, 0].cumsum()
             chosen = np.searchsorted(weights, drawn * weights[-1])
         centres: NDArray[np.float64] = snapshot.keys_at(chosen).double().numpy()
         if self.kernel == "gaussian":
@@ -229,10 +217,8 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if self.bandwidth == "silverman":
             return float((n * (d + 2) / 4) ** (-1 / (d + 4)))
         if self.bandwidth != "leave_one_out":
-            raise BadInput(
-                f"bandwidth is {shown(self.bandwidth)}; expected a number above 0, 'scott', 'silverman' or "
-                "'leave_one_out'"
-            )
+            expected = "a number above 0, 'scott', 'silverman' or 'leave_one_out'"
+            raise BadInput(f"bandwidth is {shown(self.bandwidth)}; expected {expected}")
         if weighted:
             raise BadInput("bandwidth='leave_one_out' knows no sample_weight; give a number")
         return leave_one_out(torch.from_numpy(X), None, kind)

@@ -1,10 +1,9 @@
-"""Classification and regression by softmax-weighted neighbours, with a temperature that is learnt."""
+"""Nearest samples, their sparse graph, and classification and regression by softmax-weighted neighbours."""
 
 from __future__ import annotations
 
 import math
 import os
-from abc import ABCMeta, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,29 +11,134 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
-from sklearn.base import ClassifierMixin
+from scipy.sparse import csr_matrix
+from sklearn.base import ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
 
 from softdb.check import integer, one_of, positive
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.graph import NeighborEstimator, metric_of
-from softdb.integrations.sklearn.samples import TargetEstimator, halves, rounded, whole
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, rounded, whole
 from softdb.scoring import weighting
 
-__all__ = ["SoftKNeighborsClassifier", "SoftKNeighborsRegressor"]
+__all__ = ["KNeighborsTransformer", "SoftKNeighborsClassifier", "SoftKNeighborsRegressor"]
 
 LEFT_OUT = 1024  # samples that are told from all others to learn the temperature by
 WEIGHTS = ("softmax", "uniform", "sparsemax", "entmax15", "argmax")
 MASKED = 1 << 26  # bools that say which those are
+METRICS = {"euclidean": "l2", "cosine": "cosine"}
 SPAN, STEPS = (-20.0, 4.0), 13  # of log T about the mean squared distance, and how many are tried at first
 
 
-class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
+class _Neighbors(SampleEstimator):
+    """An estimator that can be asked for the nearest samples."""
+
+    n_neighbors: Any  # int, or None where every sample takes part
+    metric: Any
+
+    def kneighbors(
+        self, X: ArrayLike | None = None, n_neighbors: int | None = None, return_distance: bool = True
+    ) -> Any:
+        """The nearest samples of each query, nearest first: distances (q, k) and sample numbers (q, k).
+
+        Args:
+            X: (q, d); None: the samples, none of which is its own neighbour.
+            n_neighbors: k; None: as the estimator was made.
+            return_distance: else the sample numbers alone.
+
+        Distances are float64, from samples rounded to float32. Cost q n d without an index. Raises BadInput for a k
+        that is no whole number above 0, or beyond the number of samples.
+        """
+        check_is_fitted(self)
+        count = self._count(n_neighbors if n_neighbors is not None else self.n_neighbors, among=int(X is None))
+        if X is None:
+            snapshot, _ = self.db_.core.view()
+            queries = snapshot.keys_at(np.arange(snapshot.size)).double().numpy()
+            hits = self.db_.search(queries, count, exclude_ids=[[i] for i in range(len(queries))])
+        else:
+            hits = self.db_.search(self._queries(X), count)
+        rows: NDArray[np.int64] = hits.rows.numpy()  # a database that nothing was deleted from numbers them so
+        if not return_distance:
+            return rows
+        scores = hits.scores.double().numpy()
+        return (1 - scores if self.db_.metric == "cosine" else np.sqrt(-np.minimum(scores, 0))), rows
+
+    def kneighbors_graph(
+        self, X: ArrayLike | None = None, n_neighbors: int | None = None, mode: str = "connectivity"
+    ) -> csr_matrix:  # (q, n)
+        """`kneighbors` as a sparse matrix: 1 (mode "connectivity") or the distance ("distance") at each neighbour."""
+        one_of(mode, "mode", ("connectivity", "distance"))
+        distances, rows = self.kneighbors(X, n_neighbors)
+        data = distances.ravel() if mode == "distance" else np.ones(rows.size)
+        starts = np.arange(0, rows.size + 1, rows.shape[1])
+        return csr_matrix((data, rows.ravel(), starts), shape=(len(rows), self.n_samples_fit_))
+
+    def _count(self, n_neighbors: object, among: int = 0) -> int:
+        """k, which the database has after `among` samples are left out."""
+        count = integer(n_neighbors, "n_neighbors")
+        if count > self.n_samples_fit_ - among:
+            others = f"n_samples = {self.n_samples_fit_} to choose from{', each without itself' if among else ''}"
+            raise BadInput(f"n_neighbors is {count} but there are {others}; fit on more, or ask for fewer neighbours")
+        return count
+
+    def _metric(self) -> str:
+        """The database's metric by scikit-learn's name."""
+        return METRICS[one_of(self.metric, "metric", METRICS)]
+
+
+class KNeighborsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Neighbors):
+    """X as the sparse graph of its nearest samples, as scikit-learn's KNeighborsTransformer tells it.
+
+    For estimators that take a precomputed graph: KNeighborsClassifier, DBSCAN, TSNE, Isomap with metric="precomputed".
+    With mode "distance" a sample counts as its own neighbour, so each row has n_neighbors + 1 entries.
+
+    Args:
+        mode: "distance" or "connectivity".
+        n_neighbors: k.
+        metric: "euclidean" or "cosine" (1 - cosine).
+        recall: None compares with every sample; a share such as 0.95 builds an index that finds so many of the true k.
+        path: a new directory for the database; None: memory.
+
+    >>> import numpy as np
+    >>> graph = KNeighborsTransformer(n_neighbors=1).fit_transform(np.array([[0.0], [1.0], [3.0]]))
+    >>> graph.toarray().tolist()
+    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str = "distance",
+        n_neighbors: int = 5,
+        metric: str = "euclidean",
+        recall: float | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.mode, self.n_neighbors, self.metric, self.recall, self.path = mode, n_neighbors, metric, recall, path
+
+    def fit(self, X: ArrayLike, y: object = None) -> KNeighborsTransformer:
+        """Put the samples (n, d) into the database. Raises BadInput for settings that make no sense."""
+        one_of(self.mode, "mode", ("connectivity", "distance"))
+        integer(self.n_neighbors, "n_neighbors")
+        self._open(self._validated(X, reset=True), metric=self._metric())
+        return self
+
+    def transform(self, X: ArrayLike) -> csr_matrix:  # (q, d) -> (q, n)
+        """The graph of each query's neighbours. Raises BadInput where there are fewer samples than neighbours."""
+        check_is_fitted(self)
+        return self.kneighbors_graph(X, self.n_neighbors + (self.mode == "distance"), self.mode)
+
+    @property
+    def _n_features_out(self) -> int:
+        return self.n_samples_fit_
+
+
+class _SoftNeighbors(_Neighbors):
     """The mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
 
     temperature_: float
+    _loss: Callable[[NDArray[np.float64], NDArray[Any]], float]  # of the values told and the true ones
 
     def __init__(
         self,
@@ -46,12 +150,8 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
         recall: float | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.n_neighbors = n_neighbors
-        self.temperature = temperature
-        self.weights = weights
-        self.metric = metric
-        self.recall = recall
-        self.path = path
+        self.n_neighbors, self.temperature, self.weights = n_neighbors, temperature, weights
+        self.metric, self.recall, self.path = metric, recall, path
 
     def _start(self, X: NDArray[Any], values: NDArray[Any], **schema: Any) -> None:
         """A database of the first samples, and the temperature."""
@@ -60,8 +160,7 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
         given = None if self.temperature is None else positive(self.temperature, "temperature")
         if k is not None and k > len(X):
             raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
-        self.db_ = self._open(X, values, metric=metric_of(self.metric), **schema)
-        self._index()
+        self._open(X, values, metric=self._metric(), **schema)
         self.temperature_ = self._learnt() if given is None else given
 
     def _add(self, X: NDArray[Any], values: NDArray[Any]) -> None:
@@ -77,10 +176,7 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
         return found.output.double().numpy()
 
     def _learnt(self) -> float:
-        """The temperature under which samples are best told by all others; 1 where that says nothing.
-
-        Up to 1,024 samples, evenly spaced, at some 20 temperatures: as many passes of `attend`, or one search with k.
-        """
+        """Return the temperature under which all others tell some samples best; 1 where that says nothing."""
         n = self.n_samples_fit_
         if n < 2 or self.weights in ("uniform", "argmax"):
             return 1.0
@@ -106,10 +202,6 @@ class _SoftNeighbors(NeighborEstimator, metaclass=ABCMeta):
             values = torch.nn.functional.one_hot(values.long(), self.db_.num_classes or -1)
         near, live = values.reshape(*hits.rows.shape, -1).double(), torch.ones_like(hits.rows, dtype=torch.bool)
         return lambda T: torch.einsum("bk,bkv->bv", by.weigh(hits.scores, T, live).weights, near)
-
-    @abstractmethod
-    def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
-        """What a temperature is learnt by."""
 
 
 class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
@@ -170,14 +262,12 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, classes)
         """The probability of each of `classes_`; rows sum to 1."""
         told = self._told(X)
-        shares: NDArray[np.float64] = told / told.sum(axis=1, keepdims=True)
-        return shares
+        return told / told.sum(axis=1, keepdims=True)  # type: ignore[no-any-return]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # (q, d) -> (q,)
         """The most probable class, the first of several."""
         best = self._told(X).argmax(axis=1)  # which says first that nothing was fitted
-        found: NDArray[Any] = self.classes_[best]
-        return found
+        return self.classes_[best]  # type: ignore[no-any-return]
 
     def _samples(self, X: ArrayLike, y: ArrayLike, reset: bool) -> tuple[NDArray[Any], NDArray[Any]]:
         samples, labels = self._validated(X, y, reset=reset)
@@ -205,8 +295,7 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
         """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
         samples, targets = self._pairs(X, y, reset=True)
-        values = halves(targets)
-        self._start(samples, values, value_dim=values.shape[1])
+        self._start(samples, halves(targets))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:

@@ -46,17 +46,19 @@ class SampleEstimator(BaseEstimator):
     def _queries(self, X: ArrayLike) -> NDArray[Any]:  # (q, d)
         return rounded(self._validated(X, reset=False))
 
-    def _open(self, X: NDArray[Any], values: NDArray[Any] | None = None, **schema: Any) -> SoftDB:
-        """A new database of the samples."""
+    def _open(self, X: NDArray[Any], values: NDArray[Any] | None = None, **schema: Any) -> None:
+        """Make `db_` anew of the samples, with its index."""
         path: str | os.PathLike[str] | None = getattr(self, "path", None)
         if path is not None and os.path.isdir(path) and os.listdir(path):
             raise BadInput(
                 f"fit: {path} is not empty, and fit makes its database anew; give another path, or remove it; "
                 "partial_fit adds samples to those that are there"
             )
-        db = open_database(path, dim=X.shape[1], **schema)
+        value_dim = None if values is None or values.ndim == 1 else values.shape[1]
+        db = open_database(path, dim=X.shape[1], value_dim=value_dim, **schema)
         db.insert(range(len(X)), rounded(X), values)
-        return db
+        self.db_ = db
+        self._index()
 
     def __getstate__(self) -> dict[str, Any]:
         """A database in memory is told by its data; one on disk by its path, and is opened there for reading."""
@@ -107,20 +109,14 @@ class TargetEstimator(RegressorMixin, SampleEstimator):
 
 
 def rounded(X: NDArray[Any]) -> NDArray[Any]:  # (n, d)
-    """X as a database stores it, in its own dtype: a sample is at distance 0 from itself.
-
-    Raises BadInput for numbers beyond float32.
-    """
+    """Round X as a database does, in its own dtype: a sample is at distance 0 from itself. Raises BadInput."""
     if X.size and np.abs(X).max() > MOST:
         raise BadInput(f"X reaches {np.abs(X).max():.3g}, and keys are float32, at most {MOST:.3g}; scale it")
     return X if X.dtype == np.float32 else X.astype(np.float32).astype(X.dtype)
 
 
 def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
-    """Numbers as float32 and what float32 leaves of them: values that are pooled to float64's precision.
-
-    Raises BadInput for numbers beyond float32.
-    """
+    """Return numbers as float32 and what that leaves of them, to pool in float64's precision. Raises BadInput."""
     if y.size and np.abs(y).max() > MOST:
         raise BadInput(f"y reaches {np.abs(y).max():.3g}, and values are float32, at most {MOST:.3g}; scale it")
     high = y.astype(np.float32)

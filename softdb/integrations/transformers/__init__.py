@@ -8,7 +8,6 @@ corpus, y_i the token that followed there. The paper sums over the k nearest; he
 a tolerance, and λ and T are learned through the database.
 """
 
-from softdb.integrations.transformers.language_model import KNNLanguageModel
-from softdb.integrations.transformers.mixture import Mixture
+from softdb.integrations.transformers.language_model import KNNLanguageModel, Mixture
 
 __all__ = ["KNNLanguageModel", "Mixture"]

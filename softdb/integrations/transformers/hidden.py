@@ -77,9 +77,6 @@ class _Reached(Exception):
 @torch.no_grad()
 def forward(model: Any, head: torch.nn.Module, tokens: list[list[int]], whole: bool) -> tuple[Tensor, Tensor]:
     """Hidden states (b, t, d) that enter the head, and, of the `whole` model, its logits (b, t, v); padded right."""
-    longest = max(map(len, tokens))
-    ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in tokens], device=model.device)
-    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in tokens], device=model.device)
     caught: list[Tensor] = []
 
     def catch(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -90,7 +87,7 @@ def forward(model: Any, head: torch.nn.Module, tokens: list[list[int]], whole: b
     hook, logits = head.register_forward_pre_hook(catch), torch.empty(0)
     try:
         with evaluating(model), contextlib.suppress(_Reached):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            logits = model(**padded(tokens, model.device), use_cache=False).logits
     finally:
         hook.remove()
     return caught[0], logits
@@ -161,12 +158,13 @@ def prompts_of(texts: Sequence[str], tokenizer: Any, head: Any) -> list[list[int
     return [one[:-1] if len(one) > 1 and one[-1] == end else one for one in tokens_of(texts, tokenizer, head)]
 
 
-def padded(tokens: list[list[int]], device: Any) -> dict[str, Tensor]:
-    """Prompts padded left, as generation needs them."""
-    longest = max(map(len, tokens))
-    ids = torch.tensor([[0] * (longest - len(one)) + one for one in tokens], device=device)
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in tokens], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
+def padded(tokens: list[list[int]], device: Any, left: bool = False) -> dict[str, Tensor]:  # b lists -> (b, t)
+    """Arguments of a model, padded right, or left as generation needs them."""
+    ids, mask = torch.zeros(2, len(tokens), max(map(len, tokens)), dtype=torch.int64)
+    for one, places, there in zip(tokens, ids, mask, strict=True):
+        part = slice(len(places) - len(one), None) if left else slice(len(one))
+        places[part], there[part] = torch.tensor(one), 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 def records_of(model: Any, head: Any, tokens: list[list[int]], size: int) -> tuple[Tensor, list[int]]:
@@ -213,10 +211,8 @@ def require_made_by(db: SoftDB, made: HiddenStates, head: Any) -> None:
             f"the model's hidden states are {dim} wide but the keys {db.dim}; give the database of this model"
         )
     if db.num_classes != classes:
-        raise BadInput(
-            f"the model tells {classes} tokens apart but num_classes of the database is {db.num_classes}; make it with "
-            "from_corpus"
-        )
+        differ = f"the model tells {classes} tokens apart but num_classes of the database is {db.num_classes}"
+        raise BadInput(f"{differ}; make it with from_corpus")
     if not len(db):
         raise BadInput("the database holds no records, so it remembers nothing; make it with from_corpus")
     if db.encoder_name not in (None, made.name):

@@ -40,14 +40,58 @@ from softdb.integrations.transformers.hidden import (
     unstored,
     windows_of,
 )
-from softdb.integrations.transformers.mixture import Mixture
+from softdb.scoring import NegativeL2
 
-__all__ = ["KNNLanguageModel"]
+__all__ = ["KNNLanguageModel", "Mixture"]
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 QUERIES = 512  # places asked at once
 MAX_LR = 10.0  # Adam moves log T and the logit of λ by about lr a step
+
+
+class Mixture(torch.nn.Module):
+    """What is learned of a language model with a memory: the temperature T, and λ, a number or a gate λ(h).
+
+        λ = σ(b),   or with a gate   λ(h) = σ(b + w·x),  x = (h, log Σ_i exp(-‖h - k_i‖² / T)) standardised
+
+    The second part of x tells how near the memory is at all (as in He et al. 2021, section 3.1). T is the square of the
+    bandwidth of `score`. A gate begins with w = 0. `state_dict()` holds all of it.
+    """
+
+    def __init__(self, dim: int, temperature: float, interpolation: float, gated: bool) -> None:
+        super().__init__()
+        self.score = NegativeL2(math.sqrt(temperature), learnable=True)
+        self.bias = torch.nn.Parameter(torch.tensor(math.log(interpolation / (1 - interpolation))))
+        self.gate = torch.nn.Linear(dim + 1, 1, bias=False) if gated else None
+        if self.gate is not None:
+            torch.nn.init.zeros_(self.gate.weight)
+        self.register_buffer("mean", torch.zeros(dim + 1))
+        self.register_buffer("deviation", torch.ones(dim + 1))
+
+    @property
+    def temperature(self) -> float:
+        """T."""
+        return float(self.score.bandwidth.detach()) ** 2
+
+    def logits(self, hidden: Tensor, lse: Tensor) -> Tensor:  # (q, d), (q,) -> (q, 1)
+        """log λ / (1 - λ) at each place."""
+        if self.gate is None:
+            return self.bias.expand(len(hidden), 1)
+        known = torch.cat([hidden, lse.unsqueeze(1)], 1).nan_to_num(neginf=0.0)
+        found: Tensor = self.bias + self.gate((known - self.mean) / self.deviation)
+        return found
+
+    @torch.no_grad()
+    def standardise(self, hidden: Tensor, lse: Tensor) -> None:  # (m, d), (m,)
+        """Take mean and deviation of the gate's inputs from these."""
+        known = torch.cat([hidden, lse.unsqueeze(1)], 1)
+        self.mean, self.deviation = known.mean(0), known.std(0).clamp(min=1e-6)
+
+    def mixed(self, memory: Tensor, model: Tensor, logits: Tensor) -> Tensor:  # (q, v), (q, v), (q, 1) -> (q, v)
+        """log p of log p_memory and log p_model."""
+        log = torch.nn.functional.logsigmoid
+        return torch.logaddexp(log(logits) + memory, log(-logits) + model)
 
 
 class KNNLanguageModel(LogitsProcessor):
@@ -152,8 +196,6 @@ class KNNLanguageModel(LogitsProcessor):
             opened.pop_all()
         return found
 
-    # -- what it says --------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def log_probs(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:  # (q, d), (q, v) -> (q, v)
         """log p of every token after some hidden states and the model's own logits; None: of the memory alone."""
@@ -207,11 +249,8 @@ class KNNLanguageModel(LogitsProcessor):
         Cost a step: a soft query of the batch, forth and back. Raises BadInput for settings that make no sense, and
         where the loss becomes NaN or infinite: then what was learned before stays.
         """
-        epochs, size, rate = (
-            check.integer(epochs, "epochs"),
-            check.integer(batch_size, "batch_size"),
-            check.positive(lr, "lr"),
-        )
+        epochs, size = check.integer(epochs, "epochs"), check.integer(batch_size, "batch_size")
+        rate = check.positive(lr, "lr")
         if rate > MAX_LR:
             raise BadInput(f"lr is {rate:g}; expected at most {MAX_LR:g}, such as 0.1")
         draws = torch.Generator().manual_seed(check.integer(seed, "seed", 0, 2**63 - 1))
@@ -280,7 +319,7 @@ class KNNLanguageModel(LogitsProcessor):
         if told and self.tokenizer is None:
             raise BadInput("texts are given without a tokenizer; give token ids, or tokenizer= to the class")
         prompts = prompts_of(texts, self.tokenizer, self.head) if told else tokens_of(texts, None, self.head)
-        made = self.model.generate(**words, **padded(prompts, self.model.device))
+        made = self.model.generate(**words, **padded(prompts, self.model.device, left=True))
         found = self.tokenizer.batch_decode(made, skip_special_tokens=True) if told else made
         return found[0] if isinstance(inputs, str) else found
 
@@ -301,8 +340,6 @@ class KNNLanguageModel(LogitsProcessor):
         self._hidden = None
         self.db.close()
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     def _catch(self, head: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         self._hidden = arguments[0].detach()[:, -1:]
 
@@ -316,11 +353,9 @@ class KNNLanguageModel(LogitsProcessor):
         for low in range(0, len(windows), check.integer(size, "batch_size")):
             some = windows[low : low + size]
             hidden, logits = forward(self.model, self.head, [one.tokens for one in some], True)
-            yield (
-                torch.cat([predicting(states, one) for states, one in zip(hidden, some, strict=True)]),
-                torch.cat([predicting(each, one) for each, one in zip(logits, some, strict=True)]),
-                torch.tensor([token for one in some for token in one.tokens[one.first :]], device=hidden.device),
-            )
+            states, own = (torch.cat(list(map(predicting, found, some))) for found in (hidden, logits))
+            labels = [token for one in some for token in one.tokens[one.first :]]
+            yield states, own, torch.tensor(labels, device=hidden.device)
 
     def __enter__(self) -> KNNLanguageModel:
         return self

@@ -1,4 +1,4 @@
-"""Datasets of benchmarks: seeded worlds, folders with keys.npy and queries.npy, the files of `formats.vectors`."""
+"""Datasets of benchmarks: seeded worlds, folders with keys.npy and queries.npy, the files of `formats.arrays`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric, finite, integer, shown
 from softdb.errors import BadInput
-from softdb.formats.vectors import READERS, KeyFile, read_queries
+from softdb.formats.arrays import READERS, KeyFile, read_queries
 from softdb.index.contract import Floats, Rows, prepared
 
 __all__ = ["BLOCK", "WORLDS", "Dataset", "load", "queries_near", "uniform", "world"]
