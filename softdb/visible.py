@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CONTROLS", "visible"]
-
 # control characters, those that reverse the order of letters, and halves of characters
 CONTROLS = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F)]
 CONTROLS += [*range(0x2066, 0x206A), *range(0xD800, 0xE000)]

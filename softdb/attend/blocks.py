@@ -22,8 +22,6 @@ from softdb.scoring import Score, ScoreFunction, Sparse, fold
 from softdb.scoring.once import Once
 from softdb.scoring.score import alike
 
-__all__ = ["Blocks", "pool_into", "scored_tiles", "scores_of", "softmax_over", "sparse_over"]
-
 BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
 TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block

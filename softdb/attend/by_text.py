@@ -17,8 +17,6 @@ from softdb.index.placement import RecordColumns
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-__all__ = ["TextQuery", "fused_hits", "text_hits"]
-
 RANKED = 60  # the constant of reciprocal ranks
 SHARE = 0.2  # of the text's score in a sum of scores that are scaled to 0 … 1
 

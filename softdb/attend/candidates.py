@@ -14,8 +14,6 @@ from softdb.index.placement import RecordColumns
 from softdb.index.rerank import ordered
 from softdb.scoring import score_of
 
-__all__ = ["GATHERED", "chunks", "joined", "scored", "without"]
-
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 

@@ -19,9 +19,7 @@ from softdb.check import Tolerance
 from softdb.index.contract import prepared
 from softdb.index.query import Query
 from softdb.index.tail import FEWEST, Drawing, Tail
-from softdb.kernels.threads import available
-
-__all__ = ["count_by_scores", "count_drawn", "count_exactly"]
+from softdb.kernels import available
 
 FIRST, GROWTH = 1200, 4  # records drawn for a query in the first round, and how many more in each further one
 NEAR = 1.3  # times as many codes are looked at one by one

@@ -19,19 +19,6 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Segment, Snapshot
 
-__all__ = [
-    "SKEWED",
-    "Bars",
-    "ErrorEstimate",
-    "bars",
-    "f_quantile",
-    "joined",
-    "parts_of_error",
-    "pooled_at",
-    "spread_at",
-    "sure",
-]
-
 SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
 
 Numbers = NDArray[np.float64]

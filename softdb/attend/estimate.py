@@ -18,8 +18,6 @@ from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scoring import Softmax
 
-__all__ = ["estimate", "estimate_drawn", "log_partition", "require_estimator"]
-
 
 def estimate(source: SourceRecords, request: Request) -> Pooled:
     """The exact answer: nothing draws these records. Raises BadInput as `estimate_drawn`."""

@@ -20,8 +20,6 @@ from softdb.errors import BadInput
 from softdb.scoring import Argmax, Softmax, Sparse, Uniform
 from softdb.scoring.score import alike
 
-__all__ = ["AllScores", "all_scores", "exact", "log_normaliser", "shared_scores"]
-
 FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before every record is asked: 32, 256, 2048
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 

@@ -28,8 +28,6 @@ from softdb.scoring.once import Once
 from softdb.scoring.products import length
 from softdb.store import Snapshot
 
-__all__ = ["Fused", "Pass", "backward", "forward", "kernel_form", "pass_of"]
-
 Array: TypeAlias = NDArray[Any]
 
 WORTH = 1 << 16  # products: fewer take no less time than the arrays around them

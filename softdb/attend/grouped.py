@@ -16,8 +16,6 @@ from softdb.attend.scoring import score_rows
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-__all__ = ["grouped"]
-
 FETCHED = 2, 8  # how many times the hits wanted are looked at, for all queries at once
 
 Codes = NDArray[np.int32]

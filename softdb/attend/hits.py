@@ -20,8 +20,6 @@ from softdb.index.placement import RecordColumns
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-__all__ = ["hits"]
-
 MASKED = 64  # records left out of every query: beyond it a filter is cheaper than finding so many more
 RANGED = 256  # queries whose range is found at once
 

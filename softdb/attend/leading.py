@@ -14,8 +14,6 @@ from softdb.check import dense, shown
 from softdb.errors import BadInput
 from softdb.scoring import valid_mask
 
-__all__ = ["Layout", "TakingPart", "as_tensor"]
-
 
 def as_tensor(value: Any, name: str) -> Tensor:
     """A tensor of what came."""

@@ -14,8 +14,6 @@ from softdb.index.placement import RecordColumns
 from softdb.pool import missed_mass
 from softdb.scoring import Softmax, Uniform
 
-__all__ = ["nearest"]
-
 SAMPLED = 1024  # records drawn to estimate the mass beyond the k nearest: 3 % of that mass's own spread
 
 

@@ -18,8 +18,6 @@ from softdb.index.tail import Tail
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["IndexedRecords", "SourceRecords"]
-
 S = TypeVar("S", bound="SourceRecords")
 
 

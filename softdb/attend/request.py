@@ -28,16 +28,6 @@ from softdb.scoring import (
     weighting,
 )
 
-__all__ = [
-    "Candidates",
-    "Live",
-    "LogScore",
-    "Positions",
-    "Request",
-    "Scored",
-    "indifferent",
-]
-
 Positions: TypeAlias = NDArray[np.int64]
 Live: TypeAlias = NDArray[np.bool_]
 

@@ -15,8 +15,6 @@ from softdb.attend.protocol import SourceRecords
 from softdb.attend.request import Request, Scored
 from softdb.scoring import Uniform
 
-__all__ = ["Doubt", "Estimated", "answered", "explain", "heaviest", "hits_of"]
-
 
 class Estimated(NamedTuple):
     """An estimated answer to some of the queries, and how far it may be from the exact one."""

@@ -25,8 +25,6 @@ from softdb.kernels import available, native
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
 
-__all__ = ["FIRST", "GROWTH", "LEAST", "MARGIN", "Estimator", "Round", "blinded", "error_of", "looks"]
-
 Numbers = NDArray[np.float64]
 
 FIRST, GROWTH = 400, 4  # records pooled for a query in the first round, and how much more in each further one

@@ -15,8 +15,6 @@ from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scoring import Softmax
 
-__all__ = ["require_softmax", "sample"]
-
 
 def sample(source: SourceRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
     """`count` independent records for each query, P(i) = exp(s_i / T) / Z, with their log-probabilities.

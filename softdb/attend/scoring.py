@@ -21,13 +21,11 @@ from softdb.attend.request import Positions, Request
 from softdb.check import Metric
 from softdb.index.placement import RecordColumns
 from softdb.index.rerank import CODES, scores_at
-from softdb.kernels import native
-from softdb.kernels.threads import available, by_lines
+from softdb.kernels import available, native
+from softdb.kernels.threads import by_lines
 from softdb.pool import pool
 from softdb.scoring import Constant, Dot, Kernel, Score, ScoreFunction, score_of
 from softdb.store import Snapshot
-
-__all__ = ["Rowwise", "dots", "metric_in_place", "plateaus", "pool_rows", "scan", "score_rows", "sums"]
 
 
 def score_rows(

@@ -11,8 +11,6 @@ from softdb.attend.result import explain, heaviest
 from softdb.attend.sample import sample
 from softdb.attend.streaming import stream
 
-__all__ = ["Source"]
-
 
 class Source(SourceRecords):
     """Records, and the answers over them: each is written once, in the file of its name, as a function of both.

@@ -26,9 +26,6 @@ from softdb.scoring import Argmax
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["OfGeneration", "Stored"]
-
-
 MEASURED = 1 << 23  # numbers of records that a pass is measured over
 MEASURED_THERE = 1 << 28  # the same where they lie on a device, which passes over the others before it is asked
 

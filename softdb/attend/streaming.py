@@ -25,8 +25,6 @@ from softdb.scoring import Softmax, Uniform, divisor
 from softdb.scoring.score import alike
 from softdb.store.snapshot import Block
 
-__all__ = ["stream"]
-
 
 def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """The weighted mean of the values of every record that takes part, and its log-normaliser.

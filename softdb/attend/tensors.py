@@ -21,8 +21,6 @@ from softdb.store import Snapshot
 from softdb.store.entry import RecordEntry
 from softdb.store.snapshot import Block, Segment
 
-__all__ = ["Columns"]
-
 
 @dataclass(frozen=True)
 class Columns(Source):

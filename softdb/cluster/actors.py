@@ -28,8 +28,6 @@ from softdb.cluster.truth import Truth
 from softdb.errors import ShardUnavailable, SoftDBError
 from softdb.formats.tables import needed
 
-__all__ = ["Actors", "Host", "hosted", "stop"]
-
 NAMESPACE = "softdb"
 THREADS = 4  # answers of one actor side by side
 RETRIES = 2  # of a call whose actor died, where no other is left to ask

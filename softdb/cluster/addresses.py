@@ -12,8 +12,6 @@ from typing import ParamSpec, TypeVar
 from softdb import check
 from softdb.errors import BadInput, SoftDBError
 
-__all__ = ["address", "folder_of", "named"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

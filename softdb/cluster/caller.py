@@ -11,8 +11,6 @@ import numpy as np
 from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh, ShardReplies, Transport, of_records
 from softdb.errors import BadInput, ShardUnavailable, StaleRead
 
-__all__ = ["Caller"]
-
 
 class Caller:
     """The shards as one handle sees them: each at the version that it was at when it was last looked at."""

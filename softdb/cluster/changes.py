@@ -8,8 +8,6 @@ from softdb.check import Id
 from softdb.cluster.storage import LANCE, require_storage
 from softdb.formats.tables import needed
 
-__all__ = ["LARGEST", "Changes", "changes_between", "transaction", "written_since"]
-
 LARGEST = 1 << 28  # bytes of changes that are held in memory; more, and shards are made anew
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta follows
 _COMPARED = {"Update", "Merge", "BaseOperation"}  # those that it may follow; the last reserves numbers of fragments

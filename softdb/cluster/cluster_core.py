@@ -29,8 +29,6 @@ from softdb.index.choose import Progress
 from softdb.index.query import Query
 from softdb.reports import Stats
 
-__all__ = ["ClusterCore"]
-
 _ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # of one database's search
 
 Rows = NDArray[np.int64]

@@ -19,8 +19,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Connections"]
-
 HELLO = struct.Struct("<16sq")  # the door's number, and who connects
 LENGTH = struct.Struct("<q")
 LOCAL = "127.0.0.1"

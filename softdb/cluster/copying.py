@@ -17,8 +17,6 @@ from softdb.reports import SnapshotReport
 from softdb.store import files
 from softdb.store.backup import require_free
 
-__all__ = ["copied", "of_records", "of_table"]
-
 
 def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
     """A database that `make` makes below a folder, at a path where nothing is, or an empty directory.

@@ -29,8 +29,6 @@ from softdb.pool import State
 from softdb.scoring import Fold, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 
-__all__ = ["DatabaseShard", "salted"]
-
 CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # verbs that a message may name
 TIED = 4  # times as many are found, where the last of them tie with the next
 

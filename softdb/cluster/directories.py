@@ -32,8 +32,6 @@ from softdb.errors import (
 from softdb.store import files
 from softdb.store.ours import remove_database, require_ours
 
-__all__ = ["Directories", "Gate", "TakenFrom"]
-
 
 class Gate:
     """Lets answers pass side by side, and a change only while there is none."""

@@ -23,8 +23,6 @@ from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
 
-__all__ = ["Ranks"]
-
 HEAD = struct.Struct("<qqq")  # turn, kind, and bytes of the message
 SLOT = 4096  # bytes of a message that travel with its head
 

@@ -17,8 +17,6 @@ from softdb.attend.rounds import Estimator, Round
 from softdb.cluster.shard import Draw, Drawn
 from softdb.pool import State
 
-__all__ = ["ShardDrawing", "passed", "taking_part"]
-
 
 def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """A pass over every record; (q, 0) where nothing is pooled. No queries by a known score need none."""

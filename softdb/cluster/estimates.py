@@ -26,8 +26,6 @@ from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import AskedShards
 from softdb.pool import State, merge
 
-__all__ = ["estimated"]
-
 BY_RECORDS = 0.1  # of the draws of later rounds, the share that goes by how many records a shard holds
 BETTER = 0.8  # of the squared error: what sharing out anew must leave at most to be worth a round of the same size
 STEP = 4  # budgets of later rounds are powers of 2^(1/STEP): queries with the same are drawn for together

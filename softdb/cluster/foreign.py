@@ -13,8 +13,6 @@ from softdb.errors import BadInput
 from softdb.formats.rows import Fields
 from softdb.formats.tables import needed
 
-__all__ = ["served"]
-
 
 def served(
     url: str,

@@ -16,8 +16,6 @@ from softdb.database.questions import verb
 from softdb.errors import BadInput
 from softdb.reports import IndexReport, SnapshotReport
 
-__all__ = ["Cluster", "Versioned"]
-
 BUILDING = 3600.0  # seconds that an index may take
 
 

@@ -30,8 +30,6 @@ from softdb.formats.rows import Rows as Read
 from softdb.index.choose import Progress
 from softdb.store import Batch
 
-__all__ = ["Hydrated", "storable"]
-
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # of rows that are taken in at once
 MOST_LEFT_OUT = 1000  # rows of a shard that may be no records; more, and the column is at fault

@@ -14,8 +14,6 @@ from softdb.cluster.truth import Truth, stored
 from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
 from softdb.formats.tables import needed
 
-__all__ = ["append", "ingest"]
-
 _WRONG = "wrong"  # the column in which a worker says why it refused a row
 _BYTES = 1 << 26  # of the rows that a worker writes as one file, about
 

@@ -22,8 +22,6 @@ from softdb.cluster.truth import Truth
 from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
 from softdb.store import Batch
 
-__all__ = ["is_kept", "verified"]
-
 _AT_ONCE = 2000  # rows that are compared at once
 _NAMED = 10  # ids in an error
 

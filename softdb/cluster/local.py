@@ -13,8 +13,6 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.shard import NEWEST, ClusterShard, Describe, Message, Refresh, ShardReplies, of_records
 from softdb.errors import Closed, SoftDBError, StaleRead
 
-__all__ = ["Here", "HydratedShard", "Local"]
-
 
 class Local:
     """Several shards of this process as one transport. Kernels share out their work among the same cores."""

@@ -15,8 +15,6 @@ from softdb.cluster import shard as say
 from softdb.cluster.shard import ShardHits
 from softdb.errors import SoftDBError
 
-__all__ = ["first", "id_order", "in_order", "joined_records", "of_owners", "passed_over", "ranked", "together"]
-
 _JOINED = (say.PassOver, say.Nearest, say.CountWithin, say.Explain)  # questions whose replies join
 
 

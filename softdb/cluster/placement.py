@@ -14,8 +14,6 @@ from softdb.check import Id
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
 
-__all__ = ["MOST", "RowWindow", "by_shard", "is_id", "parts_of", "power_of_two", "shard_of", "windows"]
-
 MOST = 1 << 16  # shards
 
 

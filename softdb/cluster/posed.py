@@ -20,8 +20,6 @@ from softdb.pool import State
 from softdb.scoring import Score, ScoreFunction, Uniform, divisor
 from softdb.scoring.once import Once
 
-__all__ = ["Parts", "Posed", "array", "pickled", "posed"]
-
 Rows = NDArray[np.int64]
 
 

@@ -20,41 +20,6 @@ from numpy.typing import NDArray
 
 from softdb.check import Id, Metric, Schema
 
-__all__ = [
-    "NEWEST",
-    "VERSION_BITS",
-    "Backward",
-    "CallVerb",
-    "ClusterShard",
-    "CountWithin",
-    "Counted",
-    "Describe",
-    "Description",
-    "Draw",
-    "Drawn",
-    "Explain",
-    "Explained",
-    "Gather",
-    "GatheredRows",
-    "Gradient",
-    "LeftOut",
-    "Locate",
-    "Message",
-    "Nearest",
-    "PassOver",
-    "Passed",
-    "Refresh",
-    "ResolveRows",
-    "Sample",
-    "ScanRows",
-    "ShardHits",
-    "ShardQuery",
-    "ShardReplies",
-    "Transport",
-    "directory_of",
-    "of_records",
-]
-
 Array = NDArray[Any]
 NEWEST = -1  # in place of a version
 VERSION_BITS = 40  # of a version; those above are the directory's number, of 20 bits, or 0

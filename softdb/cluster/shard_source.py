@@ -18,8 +18,6 @@ from softdb.errors import BadInput
 from softdb.pool import State
 from softdb.store.snapshot import Block
 
-__all__ = ["AskedShards"]
-
 A = TypeVar("A", bound="AskedShards")
 
 

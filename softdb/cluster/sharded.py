@@ -31,8 +31,6 @@ from softdb.pool import State, merge, pool
 from softdb.scoring import Argmax, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 
-__all__ = ["Sharded"]
-
 Rows = NDArray[np.int64]
 
 

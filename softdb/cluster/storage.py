@@ -17,21 +17,6 @@ from softdb.formats.rows import Fields
 from softdb.formats.tables import needed
 from softdb.store import files
 
-__all__ = [
-    "LANCE",
-    "Synced",
-    "cause",
-    "column",
-    "dataset_at",
-    "failure",
-    "lance_errors",
-    "literal",
-    "missing_file",
-    "occupied",
-    "require_columns",
-    "require_storage",
-]
-
 LANCE = (OSError, ValueError, RuntimeError)  # types of what Lance raises
 _NOISE = r",? /\S+\.rs:\d+:\d+|External error: |LanceError\(\w+\): |Generic \S+ error: "
 _UNREACHABLE = r"Error performing|error sending request|Failed to resolve|[Tt]imed out|Permission denied|os error 5\)"

@@ -16,8 +16,6 @@ from softdb.cluster.truth import Truth
 from softdb.database.questions import verb
 from softdb.reports import CompactReport, SnapshotReport
 
-__all__ = ["TableCluster"]
-
 
 class TableCluster(Cluster):
     """SoftDB's verbs on a Lance table of any size: its shards answer, the table keeps.

@@ -22,8 +22,6 @@ from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, S
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 
-__all__ = ["TableCore"]
-
 PATIENCE = 3600.0  # seconds that new shards may take to be made
 _TRIES = 20  # of a refresh that others overtake
 

@@ -25,8 +25,6 @@ from softdb.errors import BadInput, DatabaseLocked
 from softdb.formats.rows import Fields
 from softdb.index.choose import Progress
 
-__all__ = ["create", "open", "serve"]
-
 Place = Literal["here", "ray"]
 
 _HANDLES = 64  # of one table on one machine, each with directories of its own

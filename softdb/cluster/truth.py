@@ -53,8 +53,6 @@ from softdb.formats.rows import Fields, Header, Rows
 from softdb.formats.tables import Table, needed, read_table
 from softdb.store import Batch, files
 
-__all__ = ["Truth", "create", "stored"]
-
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
 _TRIES = 20  # of an update that others overtake

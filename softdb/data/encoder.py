@@ -14,8 +14,6 @@ from softdb.data import load_wordnet
 from softdb.errors import BadInput
 from softdb.text import SentenceEncoder, Vectors
 
-__all__ = ["DEMO", "PROJECTION", "demo_encoder"]
-
 DEMO = "demo"  # its name
 PROJECTION = "projection.pt"  # in a demo database's directory: what `train.fit` found for its queries
 

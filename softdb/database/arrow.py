@@ -13,8 +13,6 @@ from softdb.answers import Records
 from softdb.database.core import Core
 from softdb.errors import BadInput, MissingDependency
 
-__all__ = ["reader", "table"]
-
 COLUMNS = ("id", "key", "value", "text", "payload")
 
 

@@ -26,8 +26,6 @@ from softdb.reports import Stats
 from softdb.scoring import Score, ScoreFunction, Weighting, query_width, score_of
 from softdb.typing import IdsPerQuery, Vectors
 
-__all__ = ["Core", "SearchArguments", "as_made"]
-
 Rows = NDArray[np.int64]
 Allowed = NDArray[np.bool_]
 T = TypeVar("T")

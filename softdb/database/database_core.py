@@ -37,8 +37,6 @@ from softdb.store.keyed import Keyed
 from softdb.store.stats import stats
 from softdb.typing import Vectors
 
-__all__ = ["DatabaseCore"]
-
 _log = logging.getLogger("softdb")
 
 Rows = NDArray[np.int64]

@@ -12,8 +12,6 @@ from softdb.check import Array, Schema
 from softdb.errors import BadInput, MissingDependency
 from softdb.index.choose import Progress
 
-__all__ = ["embedded", "telling"]
-
 AT_ONCE = 256  # texts that are given to the encoder in one call
 
 

@@ -27,8 +27,6 @@ from softdb.store.paths import field_names
 from softdb.store.verify import verify
 from softdb.typing import Device, Vectors
 
-__all__ = ["SoftDB"]
-
 D = TypeVar("D", bound="SoftDB")
 
 

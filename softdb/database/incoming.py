@@ -17,8 +17,6 @@ from softdb.index.choose import Progress
 from softdb.store import Batch
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
-__all__ = ["Given", "RecordChecker", "RecordParts", "WriteKind"]
-
 
 class WriteKind(Enum):
     """A write: new records, new or replaced ones, or parts of stored ones."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from softdb.errors import WriteFailed
 
-__all__ = ["index_kept"]
-
 
 @contextlib.contextmanager
 def index_kept() -> Iterator[None]:

@@ -19,8 +19,6 @@ from softdb.index.placement import DEVICE_ERRORS
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
 from softdb.typing import IdsPerQuery, Vectors
 
-__all__ = ["Questions", "verb"]
-
 MOST_SAMPLED = 2**31  # records that one call of `sample` may draw
 
 SearchMode: TypeAlias = Literal["hybrid", "text", "vector"]

@@ -25,8 +25,6 @@ from softdb.store import Snapshot, switching
 from softdb.store.entry import RecordEntry
 from softdb.store.gathered import Gathered, digest
 
-__all__ = ["TextOf", "reembed", "require_field", "texts_at"]
-
 TextOf: TypeAlias = "str | Callable[[Record], str | None] | None"
 
 READ = 4096  # records whose texts are looked at together

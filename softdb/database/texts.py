@@ -22,8 +22,6 @@ from softdb.index.query import Query
 from softdb.store import Snapshot
 from softdb.typing import Vectors
 
-__all__ = ["search_by_text"]
-
 
 def search_by_text(
     store: FilteredStore,

@@ -17,8 +17,6 @@ from softdb.index.choose import Progress
 from softdb.reports import Stats
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
-__all__ = ["Verbs"]
-
 
 class Verbs(Questions):
     """Verbs that a database and a cluster have in common."""

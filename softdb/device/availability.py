@@ -7,8 +7,6 @@ import importlib.util
 
 import torch
 
-__all__ = ["forked", "usable"]
-
 PRETENDED = False  # tests only: tensors of the CPU count as a device's, under Triton's interpreter
 CAPABILITY = (8, 0)  # the oldest that the kernels are compiled for
 

@@ -22,8 +22,6 @@ from softdb.lazy import cached_property
 from softdb.reports import DeviceReport
 from softdb.store import Snapshot
 
-__all__ = ["Board"]
-
 _log = logging.getLogger("softdb")
 
 SMALL = 1 << 27  # numbers that are compared in about a millisecond by a GPU that reads 0.5 TB/s

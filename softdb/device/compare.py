@@ -24,8 +24,6 @@ from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
 from softdb.index.query import Query
 from softdb.index.rerank import ordered as ordered_on_host
 
-__all__ = ["nearest", "ordered", "radius_search", "scores_of_pairs"]
-
 SCORED = 1 << 26  # scores at once: 256 MB
 CONVERTED = 1 << 26  # numbers of half-precision keys converted at once
 GATHERED = 1 << 25  # numbers of candidate keys gathered at once: 128 MB, twice that in float64

@@ -28,8 +28,6 @@ from softdb.errors import MissingDependency
 from softdb.index.contract import Devices, Floats, Index, Rows, Selected, faiss_module
 from softdb.index.ivf import ID, IVF, IVFSQ8
 
-__all__ = ["MOST", "OnGPU", "engines", "gpu_faiss", "session", "uploaded"]
-
 MOST = 2048  # results or lists of a query: FAISS' limit on a GPU
 PARTS = (96, 64, 56, 48, 40, 32, 28, 24, 20, 16, 12, 8, 4, 3, 2, 1)  # of a code: those that FAISS' kernels know
 MANY, WIDE, WIDEST = 48, 8, 16  # numbers a part at most, 16 where there are 48 parts: wider ones tell too little apart

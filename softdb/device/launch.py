@@ -15,8 +15,6 @@ from softdb.device.passes import DevicePass
 from softdb.device.plan import Plan, Way, plan_of, splits_of
 from softdb.device.twin import PassedSums
 
-__all__ = ["backward", "forward", "nearest"]
-
 METRICS = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}
 MERGED = 64, 32  # ranges, and numbers of a value, that are merged at once
 CANDIDATES = 1 << 26  # scores of chosen groups at once: 256 MB

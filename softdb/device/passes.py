@@ -11,8 +11,6 @@ from softdb.check import Metric
 from softdb.device.availability import usable
 from softdb.errors import BadInput
 
-__all__ = ["DevicePass", "folded"]
-
 WIDEST = 1024  # keys, values and classes that a kernel takes
 STORED = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -25,8 +25,6 @@ from softdb.pool import State, merge
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block, value_size
 
-__all__ = ["DeviceColumns", "DeviceTensors", "placed_tensors", "served"]
-
 GATHERED = 1 << 22  # numbers of keys scored at once where candidates are listed: 16 MB
 
 

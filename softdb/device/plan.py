@@ -11,8 +11,6 @@ import torch
 from softdb.check import Metric
 from softdb.device.passes import DevicePass
 
-__all__ = ["Plan", "Way", "plan_of", "splits_of"]
-
 LEAST = 16  # of each side of a product on tensor cores
 ACCUMULATED = 1 << 14  # float32 sums a program holds: 64 KB of registers
 STAGE = 32 << 10  # bytes of keys and values that are loaded at once, while those before are worked on

@@ -14,8 +14,6 @@ from softdb.device.twin import PassedSums
 from softdb.scoring.once import Once
 from softdb.scoring.products import length
 
-__all__ = ["nearest", "pooled"]
-
 
 def pooled(
     queries: Tensor,  # (q, d) or (h, q, d), and so all but `keep`

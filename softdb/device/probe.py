@@ -15,8 +15,6 @@ from softdb.index.contract import Found, Rows
 from softdb.index.query import Query
 from softdb.index.search import indexed_until
 
-__all__ = ["find"]
-
 FEW = 1 << 16  # records that a GPU compares sooner than it asks an index
 FLOOR = 64  # candidates that are looked at again at least
 SURE = 3.0  # deviations by which more is fetched than a filter allows on average

@@ -17,8 +17,6 @@ from softdb.lazy import cached_property
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block, Segment
 
-__all__ = ["Card", "DeviceColumn", "Kept", "Shard", "room"]
-
 SPARE = 0.2  # of the memory that is free: for scores, candidates, and whatever else runs there
 UPLOADED = 1 << 24  # numbers sent to the GPU at once
 AHEAD = 2  # blocks on their way to the GPU while another is read from disk

@@ -11,8 +11,6 @@ from torch import Tensor
 from softdb.device.passes import DevicePass
 from softdb.scoring import score_of
 
-__all__ = ["PassedSums", "backward", "forward", "nearest"]
-
 SCORED = 1 << 24  # scores at once
 CONVERTED = 1 << 24  # numbers of keys and values at once
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from softdb.errors import BadFilter
 from softdb.store.paths import field_sql, parts_of
 
-__all__ = ["All", "Condition", "Either", "Node", "Not", "Span", "compiled", "leaves", "others", "ranged", "statement"]
-
 _EVERY_TYPE = ("null", "true", "false", "integer", "real", "text", "array", "object")  # of SQLite's json_type
 _OPPOSITE = {"<": (">=",), "<=": (">",), ">": ("<=",), ">=": ("<",), "=": ("<", ">")}
 _LIMIT = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766

@@ -23,8 +23,6 @@ from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of
 
-__all__ = ["Orders"]
-
 KEPT = 4  # fields whose order is remembered: 4 bytes a record each, 8 from 2^31 rows on
 APPENDED = 10_000  # rows after which an order is made anew
 RUNS = 8  # of appended rows, before they become one

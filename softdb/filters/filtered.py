@@ -16,8 +16,6 @@ from softdb.filters.matching import Matches, Matching
 from softdb.store import Snapshot, Store
 from softdb.store.session import on_thread
 
-__all__ = ["ByText", "FilteredStore"]
-
 
 class ByText(NamedTuple):
     """Scores of a search by text and the records that take part, of one generation."""

@@ -23,8 +23,6 @@ from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_text_index
 
-__all__ = ["FullText", "TextScores"]
-
 K1, B = 1.2, 0.75  # FTS5's own
 LEAST_IDF = 1e-6
 KEPT = 1 << 24  # records of words that are remembered, all words together: 128 MB

@@ -25,8 +25,6 @@ from softdb.filters.conditions import All, Condition, Either, Node, Not, Span, c
 from softdb.store.paths import field_sql, parts_of, spelled, utf8
 from softdb.store.textindex import MATCHING, phrases
 
-__all__ = ["parse"]
-
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _NEGATED = {"$ne": "$eq", "$nin": "$in"}
 _OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]

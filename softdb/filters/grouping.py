@@ -17,8 +17,6 @@ from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-__all__ = ["Grouping", "Groups"]
-
 KEPT = 4  # fields whose groups are remembered: 12 bytes a record each, and the values
 
 Codes = NDArray[np.int32]

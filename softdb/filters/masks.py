@@ -10,8 +10,6 @@ from softdb.filters.fieldorder import Orders
 from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 
-__all__ = ["LARGE", "Evaluation", "Live", "RecordLine", "Rows", "fields_of"]
-
 FEW = 256  # reading payloads beats asking another index about all records when fewer than one in so many are left
 LOOKUP = 6  # reading a payload by its row takes that many times as long as passing over it
 LARGE, SAMPLED = 1 << 16, 128  # records from which on the share of matches is estimated, from so many

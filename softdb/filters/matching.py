@@ -26,8 +26,6 @@ from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-__all__ = ["Matches", "Matching"]
-
 SAMPLED = 1000  # records whose fields a warning knows
 FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
 MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew

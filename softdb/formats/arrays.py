@@ -27,8 +27,6 @@ from softdb.errors import BadInput
 from softdb.formats.rows import Header, readable
 from softdb.formats.tables import needed
 
-__all__ = ["COLUMNS", "READERS", "KeyColumns", "KeyFile", "columns_in", "metric_of", "numbers_in", "read_queries"]
-
 DISTANCES = {
     "angular": Metric.COSINE, "cosine": Metric.COSINE, "euclidean": Metric.L2, "l2": Metric.L2,
     "dot": Metric.DOT, "ip": Metric.DOT, "normalized": Metric.DOT,

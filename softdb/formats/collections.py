@@ -31,8 +31,6 @@ from softdb.formats.rows import Fields, Header, OnError, Rows, passed_over, read
 from softdb.formats.tables import read_table, table_in
 from softdb.visible import visible
 
-__all__ = ["COLLECTIONS", "MARKS", "VECTORS", "parts", "read_collection"]
-
 MARKS = {  # what lies in the folder of a kind
     "state.json": "datasets", "dataset_dict.json": "datasets", "chroma.sqlite3": "chroma", "meta.json": "qdrant",
     "*.lance": "lancedb",

@@ -25,8 +25,6 @@ from softdb.database import Verbs
 from softdb.errors import BadInput, WriteFailed
 from softdb.formats.tables import needed
 
-__all__ = ["export_records", "write_records"]
-
 _log = logging.getLogger("softdb")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _SAFE = {"float32": "F32", "float16": "F16", "int64": "I64"}

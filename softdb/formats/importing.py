@@ -23,8 +23,6 @@ from softdb.formats.lines import Row, csv_header, csv_rows, raised, read_header,
 from softdb.formats.rows import Fields, Header, OnError, Rows, is_own, kind_of, text_in
 from softdb.formats.tables import FOLDERS, TABLES, framed, read_table, table_in
 
-__all__ = ["import_records", "is_vector", "read_records"]
-
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
 _BATCH = 1 << 28  # bytes of bare vectors in a batch, which a packed file may claim by a few bytes

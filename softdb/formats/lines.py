@@ -18,8 +18,6 @@ from softdb import check
 from softdb.errors import BadInput
 from softdb.formats.rows import Fields, Header, is_own, kind_of
 
-__all__ = ["Line", "Row", "csv_header", "csv_rows", "raised", "read_header", "read_rows", "text_lines"]
-
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
 _CELL = 1 << 27  # characters of a CSV cell
 _LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory

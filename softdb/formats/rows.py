@@ -16,11 +16,6 @@ from softdb import check
 from softdb.check import Id, shown
 from softdb.errors import BadInput, MissingDependency
 
-__all__ = [
-    "OWN", "Fields", "Header", "OnError", "Rows", "is_own", "kind_of", "passed_over", "readable", "reason",
-    "require_plain", "text_in",
-]  # fmt: skip
-
 OnError: TypeAlias = Callable[[BadInput], None]  # told of a bad row, which is then passed over
 OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of a table that softdb has written
 

@@ -26,8 +26,6 @@ import numpy as np
 from softdb.check import shown
 from softdb.errors import BadInput
 
-__all__ = ["BATCH", "DATA", "END", "FLOOR", "PART", "REFUSAL", "SECONDS", "content", "opened", "room"]
-
 FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; a file adds twice its size
 SECONDS = 60  # of CPU for a file, which adds a second for each megabyte
 BATCH = 1 << 24  # bytes of vectors

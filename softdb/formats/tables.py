@@ -16,8 +16,6 @@ from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, is_own, passed_over, readable, reason, require_plain
 
-__all__ = ["FOLDERS", "TABLES", "Table", "framed", "needed", "read_table", "table_in"]
-
 
 @dataclass(frozen=True)
 class Table:

@@ -13,8 +13,6 @@ import torch
 from softdb.check import shown
 from softdb.errors import BadInput, Cancelled
 
-__all__ = ["Build", "Step"]
-
 Report = TypeVar("Report")
 Say = Callable[[str, int, int], None]
 

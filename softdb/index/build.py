@@ -25,8 +25,6 @@ from softdb.index.search import FLOOR, Searcher, indexed_until
 from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of, steadied
 from softdb.store import Snapshot
 
-__all__ = ["KINDS", "Progress", "Target", "build", "checked", "possible", "tuned"]
-
 SMALL = 20_000  # records that are compared exactly in about a millisecond: no index is faster
 LEAST = 1000  # records that an index can be trained on
 QUERIES = 1024  # half of which the effort is tuned on, and half the recall is reported on

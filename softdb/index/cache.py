@@ -22,14 +22,12 @@ from typing import Any
 import numpy as np
 
 from softdb.check import Metric
-from softdb.index.build import KINDS
+from softdb.index.choose import KINDS
 from softdb.index.contract import Index, faiss_module
 from softdb.index.ivf import IVF
 from softdb.index.reach import packed, unpacked
 from softdb.store import files
 from softdb.store.ours import entries
-
-__all__ = ["NoKey", "clean", "load", "save"]
 
 _log = logging.getLogger("softdb")
 _NAME = re.compile(rf"({'|'.join(KINDS)})-[0-9a-f]{{16}}\.faiss")

@@ -15,8 +15,6 @@ from softdb.index.hnsw import HNSW
 from softdb.index.ivf import IVF, IVFSQ8, POINTS_A_LIST, IVFRaBitQ, lists_for
 from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
 
-__all__ = ["KINDS", "TRIED", "Option", "Progress", "SampledTrial", "budget", "choose", "options"]
-
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
 
 KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (IVF, IVFSQ8, IVFRaBitQ, HNSW)}

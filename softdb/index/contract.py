@@ -19,23 +19,6 @@ from softdb.kernels import available, native
 from softdb.reports import DeviceReport
 from softdb.store import Snapshot
 
-__all__ = [
-    "Devices",
-    "Floats",
-    "Found",
-    "Index",
-    "Live",
-    "Numbers",
-    "Reach",
-    "Recent",
-    "Rows",
-    "Selected",
-    "faiss_module",
-    "measure_of",
-    "prepared",
-    "sampled",
-]
-
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from softdb.check import Metric
 
-__all__ = ["diverse"]
-
 
 def diverse(
     queries: Tensor,  # (q, d)

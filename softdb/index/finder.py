@@ -17,7 +17,8 @@ from torch import Tensor
 from softdb.errors import BadInput, DeviceFailed
 from softdb.index import cache, flat
 from softdb.index.background import Build
-from softdb.index.build import Progress, Target, build, checked, possible, tuned
+from softdb.index.build import Target, build, checked, possible, tuned
+from softdb.index.choose import Progress
 from softdb.index.contract import Devices, Floats, Found, Index, Rows, Selected, faiss_module
 from softdb.index.ivf import IVF
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
@@ -29,8 +30,6 @@ from softdb.index.watch import Watch
 from softdb.kernels import available
 from softdb.reports import DeviceReport, IndexReport
 from softdb.store import Snapshot, Store, fork
-
-__all__ = ["Finder"]
 
 _log = logging.getLogger("softdb")
 

@@ -24,8 +24,6 @@ from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["Scan", "nearest", "radius_search"]
-
 _BLOCK = 1 << 20  # numbers a block of keys holds: 4 MB of float32, 8 MB where few queries make little of each
 MANY, WIDE, LARGE = 64, 256, 1 << 28  # queries, numbers of a key, products, from which on torch is the faster one
 PIECE = 1 << 30  # products of one call of a kernel: a tenth of a second, between which Ctrl-C is heard

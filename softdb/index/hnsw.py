@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
-__all__ = ["HNSW"]
-
 LINKS = 32  # neighbours a record, twice as many on the lowest level
 CONSTRUCTION = 100  # records looked at for each that is added
 

@@ -16,8 +16,6 @@ import numpy as np
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
-__all__ = ["IVF", "IVFSQ8", "IVFRaBitQ", "lists_for"]
-
 POINTS_A_LIST = 64  # that a list's centroid is trained on
 ROUNDS = 10  # of k-means: more changes recall by less than 0.001
 EXPLAINED = 0.5  # share of the keys' variance, from which on codes of what the centroids leave are the better ones

@@ -23,8 +23,6 @@ from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
-__all__ = ["LEAST", "SHARE", "Outliers", "affordable", "lengths_of", "longest_of", "most_of", "outliers_of"]
-
 SHARE = 0.04  # of the time of a search that comparing them may take, alone and in a batch
 LEAST = 32  # that are compared all the same: in half a microsecond
 MOST = 0.01  # of the records

@@ -18,8 +18,6 @@ from softdb.index.query import Query
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["DEVICE_ERRORS", "ColumnPass", "PlacedColumns", "RecordColumns", "SoftmaxPass", "TensorPass"]
-
 # torch's errors of a device that is full or lost; until 2.8 the latter had no name of its own
 DEVICE_ERRORS = torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError)
 

@@ -22,8 +22,6 @@ from softdb.index.rerank import ordered
 from softdb.index.timing import fastest
 from softdb.store import Segment, Snapshot
 
-__all__ = ["FEW", "FORCED", "Costs", "EstimateCosts", "PassRate", "Planner", "Way", "estimate_costs", "pass_rate"]
-
 FEW = 4096  # matches of a filter that are compared exactly sooner than the index is asked
 KINDS = 256  # of searches whose way is kept
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from softdb.check import Metric
 
-__all__ = ["Best", "BlockKeys", "KeyBlock", "Probe", "merge", "pair_scores", "reduced", "top"]
-
 _GROUP = 32  # scores that share a maximum
 
 

@@ -11,8 +11,6 @@ from softdb.check import Metric
 from softdb.filters import Grouping
 from softdb.store.snapshot import Live, Rows
 
-__all__ = ["Query"]
-
 
 @dataclass(frozen=True)
 class Query:

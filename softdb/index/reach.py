@@ -26,8 +26,6 @@ from softdb.kernels import native
 from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
 
-__all__ = ["flat", "lists_of", "packed", "reach_of", "unpacked", "words_of"]
-
 _log = logging.getLogger("softdb")
 
 SHARE = 0.0002  # of the records that may be set apart for the error of the code, the radius, the value

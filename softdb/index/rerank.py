@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.index.placement import RecordColumns
-from softdb.kernels import native
-from softdb.kernels.threads import available, by_lines, workers
+from softdb.kernels import available, native
+from softdb.kernels.threads import by_lines, workers
 from softdb.scoring import score_of
 from softdb.store import Snapshot
-
-__all__ = ["CODES", "best_of", "ordered", "scores_at"]
 
 CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # what the kernels call a metric
 GATHERED = 1 << 22  # numbers of keys copied at once, where there are no kernels: 16 MB

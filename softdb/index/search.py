@@ -20,8 +20,6 @@ from softdb.index.tail import Tail
 from softdb.kernels import available
 from softdb.store import Snapshot
 
-__all__ = ["Searcher", "indexed_until"]
-
 FLOOR = 64  # candidates that are rescored at least
 CODES = 8  # that are compared in the time of one exact score, where outliers were not timed
 MOSTLY = 0.9  # share of the records: a filter that allows so many is searched with a little more effort

@@ -37,8 +37,6 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
-__all__ = ["FEWEST", "Drawing", "Frame", "Tail", "TailSample", "seeds_of", "subsample"]
-
 FEWEST = 10_000  # records that are all pooled sooner than drawn from
 PLAIN, CAPPED = 0.1, 0.5  # share of the draws that goes to all records alike, and by what they may weigh at most
 CERTAIN = 5.0  # deviations from what is thought of a record that none is expected to exceed: 3e-7 of normal ones

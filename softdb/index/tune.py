@@ -13,8 +13,6 @@ from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.timing import fastest as least_seconds
 from softdb.index.timing import timed
 
-__all__ = ["Setting", "Trial", "fastest", "hits_of", "least_effort", "recalls_of", "seconds_of", "steadied"]
-
 LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
 FLAT = 0.002  # recall that two doublings of effort must gain, else no more effort is tried
 FINE = 8  # the effort is found to within one part in so many

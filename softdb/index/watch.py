@@ -15,8 +15,6 @@ from softdb.errors import RecallWarning
 from softdb.index.contract import Index, Rows
 from softdb.index.timing import timed
 
-__all__ = ["Watch", "upper_bound"]
-
 SHARE = 0.01  # of the time that searches by the index take
 WINDOW = 500  # checks that count
 LEAST = 20  # checks before anything is said

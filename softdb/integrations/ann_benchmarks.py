@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from softdb.check import one_of, share
 from softdb.opening import open as open_database
 
-__all__ = ["SoftDBAlgorithm"]
-
 METRICS: dict[str, Any] = {"angular": "cosine", "euclidean": "l2"}
 REPORTED = ("kind", "codes", "nprobe", "ef_search", "fetch_k", "recall")
 BUILT_FOR = 0.5  # the recall that the effort is first tuned to; each query argument tunes it anew

@@ -17,8 +17,6 @@ from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead, UnknownId
 
-__all__ = ["awaited", "found", "of_one_state", "opened", "own_ids", "relevance", "settled", "stored"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -14,8 +14,6 @@ from typing import Any
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter
 
-__all__ = ["PARTS", "where_of"]
-
 PARTS = "_haystack"  # the field of a payload that holds what of a Document is neither its text nor its meta
 _ORDER = {">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte"}
 _OPERATORS = ("==", "!=", *_ORDER, "in", "not in")

@@ -30,8 +30,6 @@ try:
 except ImportError as error:
     raise MissingDependency(f"softdb.integrations.langchain: {error}; pip install 'softdb[langchain]'") from None
 
-__all__ = ["SoftDBRetriever", "SoftDBTranslator", "SoftDBVectorStore"]
-
 _SEARCH = ("diversity", "exact", "exclude_ids", "fetch_k", "fusion", "group_by", "group_size", "offset", "radius")
 
 

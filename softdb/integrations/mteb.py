@@ -13,8 +13,6 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.opening import open as open_database
 
-__all__ = ["SoftDBSearchIndex"]
-
 METRICS: dict[Any, Any] = {
     ScoringFunction.COSINE: "cosine", ScoringFunction.DOT_PRODUCT: "dot", ScoringFunction.EUCLIDEAN: "l2",
 }  # fmt: skip

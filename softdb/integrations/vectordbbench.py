@@ -16,8 +16,6 @@ from softdb.errors import BadInput, SoftDBError
 from softdb.opening import open as open_database
 from softdb.store.ours import remove_database
 
-__all__ = ["SoftDBCaseConfig", "SoftDBClient", "SoftDBConfig"]
-
 METRICS: dict[Any, Any] = {
     MetricType.L2: "l2", MetricType.COSINE: "cosine", MetricType.IP: "dot", MetricType.DP: "dot",
 }  # fmt: skip

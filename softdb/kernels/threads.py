@@ -16,10 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from softdb.kernels import available
-
-__all__ = ["available", "by_lines", "share_out", "workers"]
-
 WORTH_A_THREAD = 1 << 22  # products
 
 Part = TypeVar("Part")

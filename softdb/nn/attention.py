@@ -20,8 +20,6 @@ from softdb.nn.inputs import Masks, batch_of, masks_of, records_blocked, widths_
 from softdb.pool import State, merge, pool
 from softdb.scoring import Dot, Fold, softmax
 
-__all__ = ["Attention"]
-
 
 class Attention(torch.nn.MultiheadAttention):
     """Multi-head attention over the records of a database; parameters and state_dict of torch.nn.MultiheadAttention.

@@ -10,8 +10,6 @@ import torch
 
 from softdb.check import precise
 
-__all__ = ["eager", "untraced"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

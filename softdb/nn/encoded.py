@@ -28,8 +28,6 @@ from softdb.scoring.score import alike
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["Encode", "Encoded", "Encoding", "device_of", "probed", "unindexed"]
-
 GATHERED = 1 << 24  # numbers of encoded candidates gathered at once: 64 MB
 
 Encode = Callable[[Any], Tensor]  # (m, d), or m texts -> (m, d')

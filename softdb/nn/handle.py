@@ -7,9 +7,6 @@ from typing import Any, Generic, TypeVar
 
 from softdb.database import Verbs
 
-__all__ = ["SharedHandle"]
-
-
 D = TypeVar("D", bound=Verbs)
 
 

@@ -21,8 +21,6 @@ from softdb.pool import pool
 from softdb.scoring import Score, ScoreFunction, softmax
 from softdb.typing import Vectors
 
-__all__ = ["HardSamples", "MovingBaseline", "hard_attention", "leave_one_out", "reinforce", "straight_through"]
-
 
 class HardSamples(NamedTuple):
     """Records drawn for each query, with replacement."""

@@ -14,8 +14,6 @@ from softdb.check import shown
 from softdb.database import Verbs
 from softdb.errors import BadInput
 
-__all__ = ["Masks", "batch_of", "masks_of", "records_blocked", "widths_of"]
-
 
 class Masks(NamedTuple):
     """What may not attend, and what is added to the scores; each (N or 1, heads or 1, L or 1, n) or None."""

@@ -36,8 +36,6 @@ from softdb.typing import Vectors
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Asking", "Reduction", "info_nce", "label_loss", "pooled_loss", "retrieval_loss"]
-
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"mean": Tensor.mean, "sum": Tensor.sum, "none": Tensor.clone}
 

@@ -29,8 +29,6 @@ from softdb.reports import MemoryReport, ReindexReport
 from softdb.scoring import score_of
 from softdb.typing import Numbers, Vectors
 
-__all__ = ["Memory"]
-
 BLOCK = 1 << 14  # keys copied at once
 ASKED = 64  # of the last queries, kept to measure recall with
 OUTDATED = 0.5  # share of the records that were written since the index was built, from which on it is built anew

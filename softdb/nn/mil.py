@@ -13,8 +13,6 @@ from softdb.errors import BadInput
 from softdb.functional import attention
 from softdb.scoring import Dot
 
-__all__ = ["MILPooling"]
-
 
 class MILPooling(torch.nn.Module):
     """Attention-based pooling of bags (Ilse, Tomczak and Welling 2018, section 2.4).

@@ -18,8 +18,6 @@ from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
-__all__ = ["TOLD", "Followed", "Origin", "in_order"]
-
 BLOCK = 1 << 14  # records compared with what is stored at once
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]

@@ -26,8 +26,6 @@ from softdb.pool import pool
 from softdb.store import Segment, Snapshot
 from softdb.store.snapshot import Block
 
-__all__ = ["Parameters", "chosen", "on"]
-
 
 def chosen(schema: Schema, keys: object, values: object) -> tuple[bool, bool]:
     """Whether keys and values are trained. Raises BadInput for what a memory cannot train."""

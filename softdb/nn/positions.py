@@ -11,8 +11,6 @@ from softdb import check
 from softdb.check import shown
 from softdb.errors import BadInput
 
-__all__ = ["LearnedPositions", "RotaryPositions", "SinusoidalPositions"]
-
 BASE = 10000.0  # the slowest wave is about 2π BASE positions long
 INITIAL_STD = 0.02  # standard deviation that learnt positions start with, as in BERT
 

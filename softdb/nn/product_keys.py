@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from softdb.check import integer, shown
 from softdb.errors import BadInput
 
-__all__ = ["ProductKeys"]
-
 
 class ProductKeys(torch.nn.Module):
     """A trained memory of m² keys and values, whose keys are pairs (Lample et al. 2019, arXiv 1907.05242, section 3.1).

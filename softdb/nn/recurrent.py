@@ -13,8 +13,6 @@ from softdb.errors import BadInput
 from softdb.functional import attention
 from softdb.scoring import Additive, Dot, General
 
-__all__ = ["RecurrentAttention"]
-
 
 class RecurrentAttention(torch.nn.Module):
     """The context c = Σ_i a_i h_i of a decoder's state s, over an encoder's states h, a = softmax_i(score(s, h_i)).

@@ -20,8 +20,6 @@ from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Tr
 from softdb.scoring.distance import Bandwidth
 from softdb.typing import Vectors
 
-__all__ = ["KernelClassifier", "KernelRegressor"]
-
 KERNELS: dict[str, type[Kernel]] = {
     kernel.__name__.lower(): kernel for kernel in (Gaussian, Laplacian, Epanechnikov, Triangular, Boxcar)
 }

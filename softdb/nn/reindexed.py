@@ -24,8 +24,6 @@ from softdb.index.choose import Progress
 from softdb.nn.stale_index import StaleIndex
 from softdb.reports import ReindexReport
 
-__all__ = ["EverySteps", "InBackground", "Never", "OnRecall", "Policy", "Reindexed", "policy_of"]
-
 Work = Callable[[Progress], ReindexReport]
 
 

@@ -27,8 +27,6 @@ from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
 
-__all__ = ["StaleIndex", "Version"]
-
 FILTERS = 4  # of which a version remembers the vectors, n bytes each
 FEWEST = 10_000  # records from which on an index is built: fewer are searched exactly in a millisecond
 

@@ -21,20 +21,6 @@ from softdb.nn.view import View
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
-__all__ = [
-    "Positives",
-    "Records",
-    "asked",
-    "class_labels",
-    "database",
-    "handle",
-    "listed",
-    "live",
-    "mined",
-    "require_shape",
-    "without",
-]
-
 Rows = NDArray[np.int64]
 Records: TypeAlias = Verbs | View | Memory
 """What a loss asks: a database or a cluster of them, or the records of one under a trained encoder or as parameters."""

@@ -18,8 +18,6 @@ from softdb.nn.targets import database, require_shape
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
-__all__ = ["GradientReport", "Telemetry", "gradient_report"]
-
 
 class GradientReport(NamedTuple):
     """What a soft query misses of the exact one, one entry a query."""

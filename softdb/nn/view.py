@@ -30,8 +30,6 @@ from softdb.reports import ReindexReport, ViewReport
 from softdb.scoring import Score, ScoreFunction, query_width, score_of
 from softdb.typing import Numbers, Vectors
 
-__all__ = ["View"]
-
 ASKED = 256  # of the last queries, kept to measure recall with
 
 

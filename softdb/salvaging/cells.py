@@ -8,8 +8,6 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Damaged", "Spot", "Value", "freed", "local_size", "record", "spot"]
-
 Value: TypeAlias = int | float | str | bytes | None
 
 _INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes of a serial type

@@ -14,8 +14,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Log"]
-
 _MAGIC = 0x377F0682  # its last bit says whether checksums are of big-endian words
 _HEADER, _FRAME = 32, 24  # bytes
 

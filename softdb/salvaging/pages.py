@@ -18,8 +18,6 @@ import apsw
 from softdb.salvaging.cells import Damaged, Spot, Value, freed, local_size, record, spot
 from softdb.salvaging.log import Log
 
-__all__ = ["PAGE", "Cell", "Pages"]
-
 PAGE = 4096  # bytes, unless SQLite was built otherwise
 
 _HEADER = 100  # bytes of the file's header, on page 1 before everything else

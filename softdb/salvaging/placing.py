@@ -27,8 +27,6 @@ from softdb.salvaging.remains import Remains
 from softdb.store import files
 from softdb.store.segments import MAX_ROWS, header
 
-__all__ = ["ColumnSpec", "at_once", "columns", "crcs_in", "file_of", "place", "read_slots", "rows_in"]
-
 _AT_ONCE = 8192  # rows or slots at most
 _BYTES = 1 << 26  # at once at most
 HEAD = len(header(np.dtype(np.float32), (MAX_ROWS, 1)))  # of every column file that softdb makes

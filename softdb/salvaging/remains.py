@@ -25,8 +25,6 @@ from softdb.store import files, format
 from softdb.store.catalog import CatalogState
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["Remains", "is_dead"]
-
 _IDS = "sqlite_autoindex_records_1"  # SQLite's own index of the records' ids
 _SORTED = {"settings", "indexes", _IDS}  # kept in index trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}

@@ -24,8 +24,6 @@ from softdb.store import committed, files
 from softdb.store.append import Batch
 from softdb.store.store import Store
 
-__all__ = ["salvage"]
-
 LISTED = 1000  # lost records that a report names
 BYTES = 1 << 26  # of texts that are copied at once
 

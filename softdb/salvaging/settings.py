@@ -14,8 +14,6 @@ from softdb.errors import BadInput
 from softdb.salvaging.remains import Remains
 from softdb.store import files
 
-__all__ = ["schema_of"]
-
 _HEAD = re.compile(rb"'descr': '(<f[24]|<i4)'.*'shape': \(\d+,(?: (\d+))?\)")
 _SETTINGS = ("dim", "value_dim", "num_classes", "dtype", "metric")
 

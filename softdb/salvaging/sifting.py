@@ -18,8 +18,6 @@ import apsw
 from softdb.salvaging.cells import Value
 from softdb.salvaging.remains import Remains, is_dead
 
-__all__ = ["TABLES", "sift"]
-
 _AT_ONCE = 8192
 _TWICE = "catalog.sqlite has two versions of it"
 

@@ -12,8 +12,6 @@ from softdb.check import Metric, integer
 from softdb.errors import BadInput
 from softdb.scoring.score import Fold, alike, meet, wide
 
-__all__ = ["Additive", "LinearAdditive"]
-
 BLOCK = 1 << 22  # numbers of the hidden layer held at once: 16 MB in float32
 
 

@@ -13,8 +13,6 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import NegativeL2
 from softdb.scoring.kernels import Constant, Gaussian, Kernel
 
-__all__ = ["leave_one_out", "scott", "silverman"]
-
 BLOCK = 1 << 17  # distances at once: 1 MB in float64, which stays in cache
 KEPT = 1 << 23  # distances that are kept from one bandwidth to the next: 64 MB
 REACH = 1000.0  # how far from the rule of thumb a bandwidth is looked for, either way

@@ -12,8 +12,6 @@ from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scoring.weighting import Weighed, divisor, largest, masked
 
-__all__ = ["Normalised", "Softmax", "Uniform", "normalised_log", "softmax"]
-
 
 def softmax(
     scores: Tensor,  # (…, k); what stands at dead entries is ignored

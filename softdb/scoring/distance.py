@@ -14,8 +14,6 @@ from softdb.errors import BadInput
 from softdb.scoring.products import Cosine, Dot, dot
 from softdb.scoring.score import Fold, Score, comparable
 
-__all__ = ["Bandwidth", "DistanceScore", "NegativeL2", "score_of"]
-
 Bandwidth: TypeAlias = float | Sequence[float] | Tensor
 """One number, or one for each coordinate."""
 

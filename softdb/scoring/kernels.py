@@ -19,8 +19,6 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import Bandwidth, DistanceScore
 from softdb.scoring.score import Fold, comparable
 
-__all__ = ["Boxcar", "Constant", "Epanechnikov", "Gaussian", "Kernel", "Laplacian", "Triangular"]
-
 ROUNDING = 16  # a record at distance h counts as inside though its distance was rounded so many times up
 
 

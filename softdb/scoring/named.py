@@ -11,8 +11,6 @@ from softdb.scoring.dense import Normalised, Softmax, Uniform
 from softdb.scoring.sparse import Argmax, Entmax15, Sparsemax
 from softdb.scoring.weighting import Weighting
 
-__all__ = ["valid_mask", "weighting"]
-
 _WEIGHTINGS: tuple[Weighting, ...] = (Softmax(), Sparsemax(), Entmax15(), Normalised(), Uniform(), Argmax())
 _KINDS = tuple(type(one) for one in _WEIGHTINGS)
 _NAMED = {one.name: one for one in _WEIGHTINGS} | {"normalized": Normalised()}

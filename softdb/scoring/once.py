@@ -9,8 +9,6 @@ from torch import Tensor
 
 from softdb.errors import BadInput
 
-__all__ = ["Once"]
-
 
 class Once(torch.autograd.Function):
     """A gradient that refuses to be differentiated: torch's own guard stays silent where the loss is linear."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from softdb.check import Metric, integer
 from softdb.scoring.score import Fold, alike, comparable, meet, wide
 
-__all__ = ["Cosine", "Dot", "General", "ScaledDot", "unit"]
-
 
 @dataclass(frozen=True)
 class Dot:

@@ -10,8 +10,6 @@ from torch import Tensor
 from softdb.check import Metric, attribute
 from softdb.errors import BadInput
 
-__all__ = ["Fold", "Score", "ScoreFunction", "fold", "metric_of", "query_width"]
-
 ScoreFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Anything that compares queries (q, d) with shared keys (n, d) and returns (q, n); enough for an exact soft query."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from softdb.scoring.weighting import Weighed, divisor, masked
 
-__all__ = ["Argmax", "Entmax15", "Sparse", "Sparsemax"]
-
 FLOOR = -4.0  # z that far below the largest weighs 0 in sparsemax (from -1) and entmax15 (from -2); its square is small
 MARGIN = 2.0**-26  # in z: the rounding error of a threshold at which very many entries lie
 

@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Weighed", "Weighting", "divisor", "largest", "masked"]
-
 
 class Weighed(NamedTuple):
     """What a weighting makes of scores (…, k)."""

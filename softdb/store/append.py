@@ -14,8 +14,6 @@ from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
 
-__all__ = ["Batch", "append"]
-
 
 class Batch(NamedTuple):
     """Checked records on their way in."""

@@ -26,8 +26,6 @@ from softdb.store.segments import ColumnFiles, SegmentEntry, SegmentPart
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.store import Store
 
-__all__ = ["backup", "require_free"]
-
 SLOTS = 8192  # copied at once
 _UNFINISHED = "unfinished.sqlite"  # the catalogue's name until the copy is whole
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 
-__all__ = ["DENSEST", "Budget", "occupied"]
-
 STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
 DENSEST = 1024  # a file that claims more bytes for each on disk is none: nothing compresses so well
 

@@ -21,8 +21,6 @@ from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-__all__ = ["Catalog", "CatalogState"]
-
 # the last two are for macOS, where an fsync stops at the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 _MOST = 1 << 62  # generations and rows, of which there is room for more

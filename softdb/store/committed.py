@@ -18,8 +18,6 @@ from zlib import crc32
 from softdb.errors import CorruptionError
 from softdb.store import disk, files
 
-__all__ = ["NAME", "Committed", "last", "require"]
-
 NAME = "committed"
 
 _LINE = len("00000000000000000000 01234567\n")

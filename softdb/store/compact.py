@@ -24,8 +24,6 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, damaged
 from softdb.store.store import Store
 
-__all__ = ["compact"]
-
 
 def compact(store: Store) -> CompactReport:
     """Remove the dead rows of a database, merge small segments, and say what that gave.

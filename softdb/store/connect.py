@@ -21,19 +21,6 @@ import apsw
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
-__all__ = [
-    "UnreadableLog",
-    "connect",
-    "damaged_catalog",
-    "damaged_text",
-    "damaged_text_index",
-    "has_no_log",
-    "of_text_index",
-    "refused",
-    "typed",
-    "typed_errors",
-]
-
 _RESCUE = "copy the directory, then run `softdb verify` on the copy, which with --repair saves what is sound"
 
 BUSY = 10_000  # milliseconds that another connection is waited for

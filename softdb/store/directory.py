@@ -26,8 +26,6 @@ from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase
 from softdb.store import files
 from softdb.store.files import Mark, mark
 
-__all__ = ["CATALOG", "LOG", "Directory", "Displaced", "enter", "require_new"]
-
 CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
 
 _SHARED = "catalog.sqlite-shm"  # the log's index

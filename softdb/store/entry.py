@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from softdb.check import Id
 from softdb.store.connect import damaged_catalog
 
-__all__ = ["RecordEntry", "plain"]
-
 
 class RecordEntry(NamedTuple):
     """A stored record; what was not asked for is None."""

@@ -19,30 +19,6 @@ from typing import BinaryIO, NamedTuple
 
 from softdb.store import disk
 
-__all__ = [
-    "Lock",
-    "Mark",
-    "acquire",
-    "aside",
-    "building",
-    "clear",
-    "copy",
-    "create",
-    "filling",
-    "make_directory",
-    "make_once",
-    "mark",
-    "occupied",
-    "open_regular",
-    "publish",
-    "remove",
-    "sync",
-    "sync_directory",
-    "temporary",
-    "write_at",
-    "write_whole",
-]
-
 _COPIED = 1 << 20  # bytes at once
 _PROCESS = re.compile(rb"\d{0,20}\n?")  # what a lock's file holds
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)  # of a file system without hard links

@@ -21,8 +21,6 @@ import apsw
 from softdb.errors import SoftDBError
 from softdb.store.worker import Worker
 
-__all__ = ["Connected", "Inherited", "abandon", "hold", "watch"]
-
 
 class Inherited(Protocol):
     """Something open that a child inherits."""

@@ -41,22 +41,6 @@ from softdb.errors import BadInput, CorruptionError, FormatTooNew, NotADatabase
 from softdb.store.connect import damaged_catalog
 from softdb.store.paths import field_names, field_sql, parts_of, spelled
 
-__all__ = [
-    "APPLICATION",
-    "CHUNK",
-    "FORMAT",
-    "TABLES",
-    "TOKENIZERS",
-    "field_index",
-    "field_index_sql",
-    "indexed_field",
-    "recognise",
-    "setting_crc",
-    "state_crc",
-    "text_crc",
-    "text_index_sql",
-]
-
 APPLICATION = 0x736F6674  # "soft"
 FORMAT = 1
 CHUNK = 8192  # rows a tombstone blob covers: 1 KiB

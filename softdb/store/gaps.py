@@ -21,9 +21,6 @@ from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 from softdb.store.segments import SegmentEntry
 
-__all__ = ["Gaps", "adds_up", "follows", "next_segment", "put", "read", "reserve"]
-
-
 MAX_SEGMENT = 10**8 - 2  # their files are named by eight digits
 
 

@@ -25,8 +25,6 @@ from softdb.store.ours import remove_database, require_ours
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
-__all__ = ["Gathered", "digest"]
-
 Rows = NDArray[np.int64]
 
 

@@ -15,8 +15,6 @@ from softdb.store.connect import damaged_catalog
 from softdb.store.segments import ColumnFiles, SegmentEntry, checksum
 from softdb.store.snapshot import Segment, Snapshot
 
-__all__ = ["SnapshotLoader"]
-
 
 class Loaded(NamedTuple):
     """A snapshot and what made its keys; one attribute, so that no thread sees the one without the other."""

@@ -15,8 +15,6 @@ from softdb.errors import BadInput
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 
-__all__ = ["Keyed", "note", "read", "require_name"]
-
 LONGEST = 1000  # characters of an encoder's name
 _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 

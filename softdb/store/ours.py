@@ -8,8 +8,6 @@ from pathlib import Path
 from softdb.errors import BadInput
 from softdb.store import disk
 
-__all__ = ["entries", "remove_database", "require_ours"]
-
 _FILE = re.compile(
     r"catalog\.sqlite(-wal|-shm|-journal)?|lock|committed|(keys|values|rows)-\d{8,}\.npy|"
     r"[a-z]+-[0-9a-f]{16}\.faiss(\.tmp)?|\.softdb-[0-9a-f]{16}"

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter, BadInput
 
-__all__ = ["field_names", "field_sql", "parts_of", "spelled", "utf8"]
-
 _MOST_NUMBERS = 4  # each may be a list's place or an object's field: 16 ways to look
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # a longer one overflows in SQLite below 3.54, and meets another place
 

@@ -22,8 +22,6 @@ from softdb.store.keyed import Keyed
 from softdb.store.segments import ColumnFiles
 from softdb.store.snapshot import Snapshot
 
-__all__ = ["Reader"]
-
 
 class Reader:
     """A connection to the catalogue and the snapshot that a handle reads. On the store's thread."""

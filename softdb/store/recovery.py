@@ -19,8 +19,6 @@ from softdb.store.connect import typed_errors
 from softdb.store.ours import remove_database, require_ours
 from softdb.store.segments import ColumnFiles
 
-__all__ = ["bring_to_disk", "clean", "clean_folders"]
-
 _GATHERED = re.compile(r"reembed-(\d{1,20})")
 
 

@@ -32,8 +32,6 @@ from softdb.errors import CorruptionError, SoftDBError
 from softdb.store import files
 from softdb.store.directory import Displaced
 
-__all__ = ["ColumnFiles", "Piece", "SegmentEntry", "SegmentPart", "capacity_for", "checksum", "header"]
-
 FIRST_ROWS = 64  # a phone book must not allocate megabytes
 MAX_ROWS = 1 << 20  # beyond this many slots, files get unwieldy and gain nothing
 

@@ -32,8 +32,6 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.worker import Worker
 from softdb.store.writer import Change, Writer
 
-__all__ = ["Session", "lookup", "on_thread"]
-
 P = ParamSpec("P")
 S = TypeVar("S", bound="Session")
 T = TypeVar("T")

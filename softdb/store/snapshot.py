@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from softdb.kernels._native import Column
 
-__all__ = ["Block", "Segment", "Snapshot"]
-
 SAMPLED = 1024  # values that their size is taken from
 
 Rows = NDArray[np.int64]

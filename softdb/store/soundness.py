@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from softdb.check import Array
 from softdb.store.snapshot import Segment
 
-__all__ = ["Damage", "checksums", "damaged", "damaged_texts"]
-
 AT_ONCE = 8192  # records
 
 Rows = NDArray[np.int64]

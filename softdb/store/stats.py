@@ -11,8 +11,6 @@ from softdb.reports import DeviceReport, IndexReport, Stats
 from softdb.store.snapshot import Snapshot
 from softdb.store.store import Store
 
-__all__ = ["noted_index", "stats"]
-
 
 def stats(store: Store, index: IndexReport | None, device: DeviceReport | None = None) -> Stats:
     """The facts of a store. Cost: a walk over its directory."""

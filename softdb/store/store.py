@@ -24,8 +24,6 @@ from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
 
-__all__ = ["Store"]
-
 
 class Located(NamedTuple):
     """Where ids are in a snapshot."""

@@ -24,8 +24,6 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged
 from softdb.store.store import Store
 
-__all__ = ["Progress", "Switch", "pending", "require_sound_values"]
-
 Rows = NDArray[np.int64]
 Gather = Callable[[Snapshot, Rows], None]
 

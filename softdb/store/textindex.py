@@ -14,8 +14,6 @@ import apsw
 
 from softdb.store import format
 
-__all__ = ["MATCHING", "NONE", "add", "drop", "make", "phrases", "remove", "replace", "tokenizer", "unlike"]
-
 NONE = "there is no text index; the writer's db.index_text(), or on a shell softdb fields PATH --text words, makes one"
 MATCHING = "row IN (SELECT rowid FROM texts WHERE texts MATCH ?)"  # SQL of a filter
 _LISTED = "(SELECT value FROM json_each(?))"

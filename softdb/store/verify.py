@@ -16,8 +16,6 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
-__all__ = ["verify"]
-
 _LONG = 4000  # characters from which on there may be a number that Python does not read
 
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from softdb.errors import SoftDBError
 
-__all__ = ["Worker"]
-
 
 class _Job:
     """A call on its way to the thread and back; by locks that no interrupt leaves half held."""

@@ -36,8 +36,6 @@ from softdb.store.directory import CATALOG, LOG, Directory, Displaced
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
 
-__all__ = ["DELAY", "Change", "Writer"]
-
 DELAY = 1.0  # seconds that a relaxed change may wait
 PAGES = 1000  # of the WAL from which on a commit is followed by a checkpoint
 MOST_PAGES = 4 * PAGES  # from here on the checkpoint waits for readers, so that the WAL can be restarted

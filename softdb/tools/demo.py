@@ -28,8 +28,6 @@ from softdb.store.ours import remove_database, require_ours
 from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
 
-__all__ = ["DemoReport", "run_demo"]
-
 MARK = "demo.json"  # a directory with this file may be made anew by --fresh
 _OURS = (MARK, PROJECTION, "projection.npy")  # beside the database
 

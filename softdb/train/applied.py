@@ -18,8 +18,6 @@ from softdb.reports import ReembedReport
 from softdb.train.keys import KeyEncoder
 from softdb.train.projection import QueryProjection
 
-__all__ = ["TextTowers", "apply"]
-
 AT_ONCE = 4096  # keys that are encoded and kept together
 
 

@@ -18,8 +18,6 @@ from softdb.store.files import write_whole
 from softdb.train.held_out import Split
 from softdb.train.projection import packed, unpacked
 
-__all__ = ["identity", "may_write", "read", "require_writable", "write"]
-
 FORMAT = "softdb checkpoint 1"
 SAMPLE = 1024  # stored keys that tell one database from another
 COUNTERS = ("unindexed", "live_recall", "live_checked", "building", "device")  # of an index that stays the same

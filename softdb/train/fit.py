@@ -27,8 +27,6 @@ from softdb.train.pairs import require_known
 from softdb.train.projection import BROKEN, QueryProjection
 from softdb.typing import Vectors
 
-__all__ = ["Epoch", "Fitted", "fit"]
-
 MAX_LR = 1000.0  # Adam moves each number by about lr a step
 MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 

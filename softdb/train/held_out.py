@@ -18,8 +18,6 @@ from softdb.nn.targets import handle, listed
 from softdb.nn.view import View
 from softdb.train.pairs import require_known
 
-__all__ = ["Ranking", "Split", "ranked", "ranking", "split"]
-
 DEPTH = 100  # ranks that count
 BATCH = 256  # queries searched at once
 ENCODED = 1024  # with keys that are encoded each time

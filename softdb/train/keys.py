@@ -9,8 +9,6 @@ from torch import Tensor
 
 from softdb import check
 
-__all__ = ["KeyEncoder"]
-
 
 class KeyEncoder(torch.nn.Module):
     """A residual layer on the keys, f(k) = k + B relu(A k + a) + b, which begins as the identity. Cost 2 d h a key.

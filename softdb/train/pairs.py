@@ -18,8 +18,6 @@ from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.formats import Fields, Line, is_vector, read_rows
 
-__all__ = ["Pairs", "read_pairs", "require_known"]
-
 NAMED = 3  # unknown ids that a message names
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
 

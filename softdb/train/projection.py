@@ -19,8 +19,6 @@ from softdb.store.files import write_whole
 from softdb.train.keys import KeyEncoder
 from softdb.typing import Vectors
 
-__all__ = ["TRAINED", "QueryProjection", "load", "packed", "save", "unpacked"]
-
 FORMAT = "softdb projection 1"
 TRAINED = "softdb train"  # of the names of encoders
 BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError, MemoryError)

@@ -76,13 +76,15 @@ def files_imported(path: Path, root: Path) -> set[Path]:
 
 
 def gives(path: Path, name: str) -> bool:
-    """Whether a file says that a name is its own."""
-    names = [
-        node.value
-        for node in parsed(path).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    return bool(names) and name in ast.literal_eval(names[0])
+    """Return True for a name that a file defines."""
+    return any(name in (getattr(node, "name", None), *targets(node)) for node in parsed(path).body)
+
+
+def targets(node: ast.stmt) -> list[str]:
+    """Names that a statement assigns to."""
+    if isinstance(node, ast.AnnAssign):
+        return [ast.unparse(node.target)]
+    return [ast.unparse(target) for target in node.targets] if isinstance(node, ast.Assign) else []
 
 
 def test_no_imports_go_in_a_circle() -> None:
@@ -94,7 +96,7 @@ def test_the_walk_sees_a_circle(tmp_path: Path) -> None:
     root = tmp_path / "house"
     root.mkdir()
     (root / "a.py").write_text("def f():\n    from house import g\n")
-    (root / "b.py").write_text("__all__ = ['g']\nfrom house.a import f\n")
+    (root / "b.py").write_text("from house.a import f\ndef g(): f()\n")
     (root / "__init__.py").write_text("from house.b import g\n")
     with pytest.raises(CycleError):
         TopologicalSorter({path: files_imported(path, root) for path in root.glob("[ab].py")}).prepare()

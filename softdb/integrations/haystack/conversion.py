@@ -20,8 +20,6 @@ try:
 except ImportError as error:
     raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from None
 
-__all__ = ["document", "payload_of", "plain_meta", "require_documents"]
-
 
 def require_documents(documents: object, dim: int) -> list[Any]:
     """Documents with embeddings of that width, or none. Raises BadInput."""

@@ -12,8 +12,6 @@ from softdb.errors import BadInput
 from softdb.integrations.documents import awaited
 from softdb.integrations.haystack.store import SoftDBDocumentStore
 
-__all__ = ["SoftDBEmbeddingRetriever", "SoftDBHybridRetriever", "SoftDBKeywordRetriever"]
-
 
 class _Retriever:
     """What the three share: their settings, and what a run says in place of them."""

@@ -31,8 +31,6 @@ try:
 except ImportError as error:
     raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from None
 
-__all__ = ["DuplicateDocument", "RefusedFilter", "SoftDBDocumentStore"]
-
 
 class DuplicateDocument(DuplicateId, DuplicateDocumentError):
     """A document of that id is stored already, or comes twice; nothing was written."""

@@ -21,8 +21,6 @@ from softdb.nn.targets import handle, listed
 from softdb.train import ranking
 from softdb.train.pairs import require_known
 
-__all__ = ["DatabaseEvaluator", "RefreshCallback"]
-
 METRICS = ("recall_1", "recall_10", "mrr_100")
 
 

@@ -24,8 +24,6 @@ from softdb.train.pairs import require_known
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["DatabaseLoss", "ModelEncoder", "labelled", "require_model"]
-
 SHARP = 0.05  # the library's own: its losses multiply cosines by 20
 MARK = -(1 << 62)  # stands first among labels that are rows
 AT_ONCE = 32  # texts that go through the model together

@@ -23,8 +23,6 @@ from softdb.scoring import unit
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["mine_hard_negatives"]
-
 AT_ONCE = 4096  # records whose texts are read together
 CHUNK = 1024  # queries compared at once: that many times n scores in memory
 ROUNDING = 1e-6  # of a float32 vector's length

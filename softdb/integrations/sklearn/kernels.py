@@ -20,8 +20,6 @@ from softdb.nn import KernelRegressor
 from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
 from softdb.scoring.distance import Bandwidth
 
-__all__ = ["KernelDensity", "NadarayaWatsonRegressor"]
-
 KERNELS: dict[str, type[Kernel]] = {  # by scikit-learn's names
     "gaussian": Gaussian, "tophat": Boxcar, "epanechnikov": Epanechnikov, "exponential": Laplacian,
     "linear": Triangular,

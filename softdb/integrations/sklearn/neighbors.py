@@ -22,8 +22,6 @@ from softdb.errors import BadInput
 from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, rounded, whole
 from softdb.scoring import weighting
 
-__all__ = ["KNeighborsTransformer", "SoftKNeighborsClassifier", "SoftKNeighborsRegressor"]
-
 LEFT_OUT = 1024  # samples that are told from all others to learn the temperature by
 WEIGHTS = ("softmax", "uniform", "sparsemax", "entmax15", "argmax")
 MASKED = 1 << 26  # bools that say which those are

@@ -15,8 +15,6 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.opening import open as open_database
 
-__all__ = ["SampleEstimator", "TargetEstimator", "halves", "rounded", "whole"]
-
 FLOATS = [np.float64, np.float32]  # what X may be; anything else becomes the first
 MOST = float(np.finfo(np.float32).max)
 

@@ -15,24 +15,6 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.encoded import evaluating
 
-__all__ = [
-    "HiddenStates",
-    "Text",
-    "Window",
-    "context_of",
-    "first_temperature",
-    "forward",
-    "head_of",
-    "padded",
-    "predicting",
-    "prompts_of",
-    "records_of",
-    "require_made_by",
-    "tokens_of",
-    "unstored",
-    "windows_of",
-]
-
 Text: TypeAlias = "str | Sequence[int]"
 
 LONGEST = 1024  # tokens in one window, of models that see more

@@ -42,8 +42,6 @@ from softdb.integrations.transformers.hidden import (
 )
 from softdb.scoring import NegativeL2
 
-__all__ = ["KNNLanguageModel", "Mixture"]
-
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 QUERIES = 512  # places asked at once

@@ -14,8 +14,6 @@ from softdb.errors import BadInput
 from softdb.terminal import counted, print_json, print_table, progress, terminal
 from softdb.tools.cli.arguments import AsJson, MetricName
 
-__all__ = ["bench"]
-
 ALL = "all"
 
 

@@ -16,8 +16,6 @@ from softdb.errors import BadInput
 from softdb.formats.arrays import READERS, KeyFile, read_queries
 from softdb.index.contract import Floats, Rows, prepared
 
-__all__ = ["BLOCK", "WORLDS", "Dataset", "load", "queries_near", "uniform", "world"]
-
 BLOCK = 1 << 16  # keys in memory at once, where they come from a mapped file
 QUERIES = 2000  # half of which are tuned on
 SIZE, WIDTH = 200_000, 128  # of a world

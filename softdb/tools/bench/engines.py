@@ -18,8 +18,6 @@ from softdb.index.contract import Floats, Index, Rows, faiss_module
 from softdb.opening import open as open_database
 from softdb.tools.bench.datasets import Dataset
 
-__all__ = ["SOFTDB", "Engine", "Progress", "Setup", "pin_threads"]
-
 Progress = Callable[[str, int, int], None]  # the step, the amount done, the total
 COMMIT = 100_000  # records inserted at once
 

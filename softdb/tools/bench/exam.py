@@ -11,8 +11,6 @@ from softdb.errors import BadInput, SoftDBError
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.tools.bench.datasets import Dataset
 
-__all__ = ["Exam", "WrongAnswer", "exact_scores", "nearest", "true_nearest"]
-
 COMPARED = 1 << 14  # keys that are compared at once
 MORE = 16  # candidates beyond k that are scored again, so that ties are broken by row
 SAMPLED = 50  # queries whose neighbours in a file are looked up again

@@ -24,8 +24,6 @@ from softdb.tools.bench.exam import Exam, true_nearest
 from softdb.tools.bench.peers import ENGINES
 from softdb.tools.bench.report import command, commit, compared, in_turn, machine, spread, versions
 
-__all__ = ["CURVE", "DEFAULT", "Ask", "run"]
-
 DEFAULT = ("softdb", "softdb-ivf", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
 ALONE = 200  # queries that are asked one by one

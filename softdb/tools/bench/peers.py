@@ -19,8 +19,6 @@ from softdb.index.contract import Floats, Rows
 from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import SOFTDB, Engine, Progress
 
-__all__ = ["ENGINES"]
-
 
 class _Calls(NamedTuple):
     """The calls of one library's index."""

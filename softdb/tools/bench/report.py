@@ -17,22 +17,6 @@ from typing import Any, TypeVar
 
 from softdb.errors import BadInput
 
-__all__ = [
-    "MIB",
-    "can_draw",
-    "command",
-    "commit",
-    "compared",
-    "draw",
-    "frontier",
-    "in_turn",
-    "leading",
-    "machine",
-    "spread",
-    "versions",
-    "write_json",
-]
-
 MIB = 1 << 20  # sizes are in mebibytes, as memory is sold
 ENDS = (".png", ".svg", ".pdf")
 Row = dict[str, Any]

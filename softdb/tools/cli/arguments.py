@@ -21,34 +21,6 @@ if TYPE_CHECKING:
     from softdb.cluster import Cluster
     from softdb.database import SoftDB, Verbs
 
-__all__ = [
-    "STDIN",
-    "AsJson",
-    "DTypeOption",
-    "Database",
-    "EncoderName",
-    "Kind",
-    "MetricName",
-    "MetricOption",
-    "Mode",
-    "Projection",
-    "Query",
-    "QueryFile",
-    "TextIndex",
-    "TypedIds",
-    "Where",
-    "array_of",
-    "filter_of",
-    "ids_of",
-    "input_lines",
-    "meant_ids",
-    "named",
-    "projected",
-    "query_of",
-    "spooled",
-    "typed_ids",
-]
-
 Database = Annotated[Path, Argument(metavar="PATH", help="The database's directory.")]
 Query = Annotated[
     str, Argument(help="A text, a JSON list of numbers, or @FILE.npy; - reads one text or list a line from a pipe.")

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from softdb.answers import Pooled
     from softdb.database import Verbs
 
-__all__ = ["attend", "search", "soft_answers"]
-
 SHOWN = 8  # numbers of a soft query's output that are shown
 
 

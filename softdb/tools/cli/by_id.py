@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from softdb.database import SoftDB
     from softdb.filters import FilteredStore
 
-__all__ = ["count", "delete", "get", "insert", "record_facts"]
-
 AT_ONCE = 1000  # ids that are looked up together
 SHOWN = 4  # numbers of a vector that are shown
 FIELDS = ("id", "key", "value", "payload", "text")

@@ -15,8 +15,6 @@ from typer.core import TyperGroup
 from softdb.errors import SoftDBError
 from softdb.tools.cli.endings import exit_code, warn_in_one_line
 
-__all__ = ["app", "run"]
-
 COMMANDS = {
     "demo": "softdb.tools.cli.transfer:demo",
     "import": "softdb.tools.cli.transfer:import_",

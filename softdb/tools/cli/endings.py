@@ -11,8 +11,6 @@ from typing import Any
 from softdb.errors import DatabaseLocked, SoftDBError, UnknownId
 from softdb.terminal import dumps, safe, terminal
 
-__all__ = ["EXIT_CODES", "exit_code", "warn_in_one_line"]
-
 FAILED, USAGE, UNKNOWN, LOCKED = 1, 2, 3, 4
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as shells count Ctrl-C and SIGPIPE: 128 and the signal
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from softdb.index.choose import Progress
     from softdb.reports import ReembedReport
 
-__all__ = ["reembed", "train"]
-
 
 def train(
     path: Database,

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = [
-    "answering",
-    "chosen",
-    "described",
-    "named_encoder",
-    "opened",
-    "place",
-    "read",
-    "require_outside",
-    "writing",
-]
-
 PATIENCE = 600.0  # seconds for a cluster's shards; a person can end it before
 
 

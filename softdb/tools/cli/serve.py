@@ -12,8 +12,6 @@ from softdb.terminal import terminal
 from softdb.tools.cli.arguments import Database, EncoderName
 from softdb.tools.cli.served import HOST, PORT, Served
 
-__all__ = ["explore", "mcp"]
-
 FIRST = "violin"  # the demo's first question
 
 

@@ -12,8 +12,6 @@ from softdb.tools.cli.places import opened
 if TYPE_CHECKING:
     from softdb.database import SoftDB
 
-__all__ = ["HOST", "PORT", "Served"]
-
 HOST, PORT = "127.0.0.1", 8730  # of the page
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from softdb.database import SoftDB
     from softdb.formats import Rows
 
-__all__ = ["demo", "export", "import_"]
-
 OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
 STOP = OnError("stop")
 SHOWN = 20  # bad rows that are told of

@@ -36,8 +36,6 @@ from softdb.tools.cli.arguments import (
 )
 from softdb.tools.cli.places import answering, opened, read, writing
 
-__all__ = ["compact", "fields", "index", "info", "snapshot", "tune", "verify"]
-
 LOST = 20  # lost records that are shown; --json lists up to a thousand
 
 

@@ -13,8 +13,6 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, MissingDependency
 from softdb.text import Vectors
 
-__all__ = ["demo_database"]
-
 
 class KnownWords:
     """Words whose vectors ship with softdb; other texts by the model that made them, where it is installed."""

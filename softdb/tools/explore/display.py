@@ -11,8 +11,6 @@ from softdb.check import Id
 from softdb.store.paths import spelled
 from softdb.visible import visible
 
-__all__ = ["fields_of", "named_id", "record", "title"]
-
 TITLE, TEXT, FIELD = 120, 2000, 600  # characters that are shown
 FIELDS, VALUES = 40, 24  # of a payload; names to complete, values of each
 DEPTH, NAMES = 4, 200

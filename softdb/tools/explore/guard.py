@@ -8,8 +8,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["LONGEST", "SECONDS", "WAITING", "Connection", "Guard", "failure"]
-
 LONGEST = 1 << 18  # bytes of a question: a vector of 10,000 numbers
 SECONDS = 10.0  # from the connection, or from the last answer, to the end of the next request's head
 WAITING = 64  # connections that may be waited for at once; the oldest makes room

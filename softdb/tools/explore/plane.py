@@ -15,8 +15,6 @@ from softdb.database import SoftDB
 from softdb.scoring import score_of
 from softdb.store.entry import RecordEntry
 
-__all__ = ["Plane", "Temperatures"]
-
 SAMPLE = 2000  # records on the map
 FEW = 3  # records that the answer is a mean of where the slider starts; of what is not stored, some hundred
 QUERIES = 64  # of them, whose scores say which temperatures are cold and hot

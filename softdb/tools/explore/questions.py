@@ -11,8 +11,6 @@ from typing import Any
 from softdb import check
 from softdb.errors import BadInput
 
-__all__ = ["Question", "Weighing"]
-
 MOST = 50  # records that are shown
 RANKINGS, WAYS = ("vector", "hybrid", "text"), ("exact", "nearest", "estimate")
 _ASKED = {"text", "id", "vector", "where", "ranking", "words", "shown"}

@@ -26,8 +26,6 @@ from softdb.tools.explore.display import fields_of, named_id, record, title
 from softdb.tools.explore.plane import Plane
 from softdb.tools.explore.questions import Question, Weighing
 
-__all__ = ["Answers", "Wanted", "note_warnings"]
-
 KEPT = 32  # questions whose records are remembered, so that another temperature finds nothing anew
 NUMBERS, CLASSES = 12, 8  # of an output that are shown
 EXACT = 1 << 28  # numbers of keys up to which all records are weighed where nothing else is asked for

@@ -24,8 +24,6 @@ from softdb.tools.explore.guard import LONGEST, Connection, Guard, failure
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.replies import Answers, Wanted
 
-__all__ = ["Desk", "application", "configured", "listening"]
-
 THREADS = 2  # that answer at once
 WAITING = 32  # questions that may wait for them
 _FILES = {

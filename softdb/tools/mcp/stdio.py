@@ -13,8 +13,6 @@ from mcp.shared.message import SessionMessage
 from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
-__all__ = ["Server"]
-
 
 class Server(MCPServer[Any]):
     """The SDK's server, which by itself drops a line that it cannot parse without a word."""

@@ -20,8 +20,6 @@ from softdb.tools.cli.ask import soft_answers
 from softdb.tools.cli.served import Served
 from softdb.tools.mcp.stdio import Server
 
-__all__ = ["Tools"]
-
 MOST = 50  # records of an answer
 TEXT, PAYLOAD, WHOLE = 2_000, 4_000, 60_000  # characters of a text, of a payload and of all records of an answer
 SAMPLE, NAMES = 100, 100  # records that are looked at for names of fields; names that are told
