@@ -1,4 +1,4 @@
-"""The kernels of softdb/gpu compiled for devices that need not be there: registers, shared memory and spills of each.
+"""The kernels of softdb/device compiled for devices that need not be there: registers, shared memory, spills.
 
     python benchmarks/gpu_binaries.py [--target sm_90] [--few] [--output benchmarks/results/gpu_binaries.json]
 

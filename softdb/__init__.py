@@ -51,7 +51,7 @@ _LAZY = {  # where a name lies that is imported when it is first used
 if not TYPE_CHECKING:  # a type checker knows what there is
 
     def __getattr__(name: str) -> Any:
-        """What needs torch is imported when it is first used: `softdb --help` must not wait for it."""
+        """Import what needs torch when it is first used: `softdb --help` must not wait for it."""
         if name in ("nn", "scores", "train"):
             return importlib.import_module(f"softdb.{name}")
         place = next((module for module, names in _LAZY.items() if name in names), None)

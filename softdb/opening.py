@@ -138,7 +138,7 @@ def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
 
 
 def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBError:
-    """What the system says, as one of the family."""
+    """Return an error of the system as one of softdb's."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, apsw.ReadOnlyError) and mode == "r":
         return NotADatabase(

@@ -73,7 +73,7 @@ _RENAMED = {"efSearch": "ef_search", "candidates": "fetch_k", "young": "unindexe
 
 @dataclass(frozen=True, repr=False)
 class DeviceReport(Report):
-    """What of a database lies on the devices that it computes on, as of now."""
+    """Columns of a database on the devices that it computes on, as of now."""
 
     devices: list[str]  # each with a run of the records
     keys: str = field(metadata=ALWAYS)  # "resident", "streamed" where they do not fit, or "not asked for yet"
@@ -85,7 +85,7 @@ class DeviceReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class Stats(Report):
-    """What a database is, holds and occupies."""
+    """Description of a database: its schema, its records and its size."""
 
     path: str | None  # its directory; None in memory
     mode: str  # "rw" or "r"
@@ -112,7 +112,7 @@ class Stats(Report):
 
 @dataclass(frozen=True, repr=False)
 class CompactReport(Report):
-    """What `compact()` has removed."""
+    """Report of `compact()`: what was removed."""
 
     records: int
     removed: int  # rows of deleted and replaced records that are gone
@@ -156,7 +156,7 @@ class ReindexReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ViewReport(Report):
-    """How old the encoded keys of a View are, and what they cost."""
+    """Age of the encoded keys of a View, and their cost."""
 
     version: int  # counts reindexings; 0: none yet
     records: int  # encoded
@@ -171,7 +171,7 @@ class ViewReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport(Report):
-    """How old the candidates of a Memory, or of other trained keys, are, and what renewing them cost."""
+    """Age of the candidates of a Memory, or of other trained keys, and the cost of renewing them."""
 
     records: int
     steps: int  # of training, so far

@@ -43,7 +43,7 @@ def listed(each: Iterator[str], count: int) -> str:
 
 
 def part_of(some: int, every: int) -> str:
-    """How many of how many are shown."""
+    """Text that says how many of all are shown."""
     return f"{every:,}" if some == every else f"{some:,} of {every:,}"
 
 

@@ -168,7 +168,7 @@ class Hits(Sequence["QueryHits"]):
 
     @property
     def live(self) -> Tensor:
-        """Where there is a hit, (q, k) bool."""
+        """Mask of hits, (q, k) bool, False where there is none."""
         return self.rows >= 0
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What soft queries return, one entry a query."""
+"""Answers of soft queries, one entry a query."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Estimate", "Explanation", "Pooled", "Samples"]
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What carries the answer to one query: its heaviest records, heaviest first. Prints as a table."""
+    """Explanation of the answer to one query: its heaviest records, heaviest first. Prints as a table."""
 
     ids: list[Id]
     weights: list[float]  # of all weight, not of what is listed

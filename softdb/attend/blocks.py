@@ -110,7 +110,7 @@ class _Places:
 
 
 class Solved(NamedTuple):
-    """What a soft query found, and what its gradient needs."""
+    """Answer of a soft query, and the state that its gradient needs."""
 
     output: Tensor  # (q, v)
     lse: Tensor  # (q,)

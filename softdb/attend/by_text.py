@@ -51,7 +51,7 @@ def text_hits(query: TextQuery) -> tuple[Tensor, Tensor]:  # (q, k) rows, (q, k)
 
 
 def _best(scores: Floats, k: int, keep: Live | None) -> Positions:
-    """Where the k best scores above 0 are, (m,) -> (≤ k,)."""
+    """Positions of the k best scores above 0, (m,) -> (≤ k,)."""
     places = np.flatnonzero(scores if keep is None else scores * keep)
     if len(places) > k:
         found = scores[places]

@@ -1,4 +1,4 @@
-"""How many records lie within a radius, estimated from some that are drawn through the index."""
+"""Number of records within a radius, estimated from some that are drawn through the index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Numbers = NDArray[np.float64]
 
 @torch.no_grad()
 def count_by_scores(source: SourceRecords, request: Request, least: float) -> Estimate:
-    """How many records score at least so much: every one is scored. Cost q n d."""
+    """Number of records that score at least so much, by scoring all. Cost q n d."""
     value = torch.zeros(len(request.queries), dtype=torch.float64)
     for tile, scores in scored_tiles(request.detached, source):
         value[tile.chunk] += (scores >= least).sum(1).to(value)
@@ -49,7 +49,7 @@ def count_drawn(
     request: Request,
     least: float,  # the score that counts
 ) -> Estimate:
-    """How many records score at least so much, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
+    """Number of records scoring at least so much, ĉ = Σ 1[s ≥ least] / p over those drawn (Horvitz and Thompson 1952).
 
     Its variance is Σ 1[s ≥ least] (1 - p) / p². One more record counts as drawn, as uncertain as those just outside, so
     that few draws, or none, do not pass for certainty; and the bar allows for records that draws may not show, in lists
@@ -85,7 +85,7 @@ def count_drawn(
 
 
 def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)
-    """How many records score at least so much. Cost q n d."""
+    """Number of records that score at least so much. Cost q n d."""
     ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source.live), None, 0)
     return ball.exactly(np.arange(len(request.queries)), ball.keep).astype(np.int64)
 

@@ -25,7 +25,7 @@ Numbers = NDArray[np.float64]
 
 
 class ErrorEstimate(NamedTuple):
-    """What the error of a drawn answer is made of, c = (1 - p) w² of each candidate, w its weight, p its probability.
+    """Terms of the squared error of a drawn answer, c = (1 - p) w² of each candidate, w its weight, p its probability.
 
     Of parts that share no record the spreads merge into that of the whole (`joined`).
     """
@@ -45,7 +45,7 @@ class ErrorEstimate(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """How far a drawn answer may be from the one over all records."""
+    """Distance that a drawn answer may have from the one over all records."""
 
     bar: Numbers  # (q,) quantile of ‖ô - o‖
     stderr: Numbers  # (q,)
@@ -79,7 +79,7 @@ def spread_at(
     answer: tuple[NDArray[np.floating], NDArray[np.floating]],  # (q, v), v = 0: nothing was pooled; (q,) its lse
     salt: int = 0,  # parts that are merged need their own
 ) -> tuple[ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
-    """What the error of an answer is made of whose candidates were drawn independently.
+    """Terms of the squared error of an answer whose candidates were drawn independently.
 
     stderr² = Σ c ‖v - o‖², c = (1 - p) w² (Särndal, Swensson and Wretman 1992, section 5.6); of Z relative to it Σ c.
     Cost q k v SIGNS.
@@ -145,7 +145,7 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
 
 
 def parts_of_error(parts: Sequence[ErrorEstimate], whole: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
-    """What each part adds to the squared error of the whole: of its output, or of Z relative to it."""
+    """Share of each part in the squared error of the whole: of its output, or of Z relative to it."""
     shares = [np.exp(part.lse - np.where(np.isneginf(whole.lse), 0, whole.lse)) for part in parts]
     seen = [_variance(part, part.output - whole.output) if pools else part.noise for part in parts]
     return np.stack([share**2 * one for share, one in zip(shares, seen, strict=True)])

@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 
     @property
     def labels(self) -> bool:
-        """Whether the weight of classes is what is pooled."""
+        """True if the weight of classes is what is pooled."""
         return self.pools and self.num_classes is not None
 
     def chunk(self, part: slice) -> Pass:
@@ -57,7 +57,7 @@ class Pass(NamedTuple):
 
 
 class _PassSums(NamedTuple):
-    """What a pass found: the answer, and what its gradient needs."""
+    """Result of a pass: the answer, and the state that its gradient needs."""
 
     output: Array  # (q, v) float32
     top: Array  # (q,) float32, the largest score
@@ -104,7 +104,7 @@ def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tens
 
 
 def _trains(request: Request, source: SourceRecords) -> bool:
-    """Whether the kernels give the gradients that the source's own columns want, if they want any."""
+    """Return True if the kernels give the gradients that the source's own columns want, if they want any."""
     if not torch.is_grad_enabled() or source.trained == (None, None):
         return True
     metric, columns = attribute(request.score, "metric"), source.columns
@@ -233,7 +233,7 @@ def _aligned(size: int) -> Array:
 
 
 class _PassLayout:
-    """How the records are shared among threads, and their pieces as the kernels take them."""
+    """Pieces of the records for each thread, as the kernels take them."""
 
     def __init__(self, queries: Array, what: Pass) -> None:
         self.what = what
@@ -244,7 +244,7 @@ class _PassLayout:
         self.threads = workers(products * len(what.keep))
 
     def attention(self, queries: Array, centre: Array | None = None) -> Any:
-        """What is asked of every piece."""
+        """Arguments that every piece shares."""
         what = self.what
         negligible = -(25 * math.log(2) + math.log(max(1, len(what.keep))))
         return native().Attention(

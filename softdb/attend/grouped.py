@@ -70,7 +70,7 @@ class _Chosen:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing better or more can come."""
+        """True if nothing better or more can come."""
         return self.ended or (len(self.groups) == self.most and not self.incomplete)
 
     @property

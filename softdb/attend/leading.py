@@ -27,7 +27,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How leading dimensions become (u, q): u entries with records of their own, each with q queries.
+    """Layout of leading dimensions as (u, q): u entries with records of their own, each with q queries.
 
     Where keys and values are shared, a leading dimension only means more queries of the same records.
     """
@@ -75,7 +75,7 @@ class Layout:
         return moved.expand(*own, *moved.shape[-2:]).reshape(self.entries, *moved.shape[-2:])
 
     def back(self, tensor: Tensor) -> Tensor:  # (u, q) or (u, q, *) -> (…, m) or (…, m, *)
-        """What was found, as the caller's leading dimensions have it."""
+        """Results in the caller's leading dimensions."""
         order = (*self.own, *self.shared)
         apart = tensor.reshape(*self.moved, *tensor.shape[2:])
         return apart.permute(*(order.index(i) for i in range(len(order))), *range(len(order), apart.ndim))
@@ -83,7 +83,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TakingPart:
-    """Which keys take part in which query, made when it is asked for."""
+    """Mask of the keys that take part in each query, made when first used."""
 
     layout: Layout
     mask: Tensor | None  # (own …, shared …, m, n) bool

@@ -114,7 +114,7 @@ class SourceRecords(Protocol):
         return np.array([known.get(row, -1) for row in rows.tolist()], np.int64)
 
     def read_from(self, pools: bool) -> str:
-        """Where an answer over every record was computed, as its `finder` tells; "" for this process."""
+        """Place where an answer over every record was computed, as its `finder` tells; "" for this process."""
         return ""
 
 
@@ -144,4 +144,4 @@ class IndexedRecords(SourceRecords, Protocol):
         """Positions of every record whose score may reach the least one."""
 
     def sampler(self) -> tuple[Tail | None, int]:
-        """What draws records through the index, None where nothing does; and the first position beyond it."""
+        """Sampler of records through the index, None if there is none; and the first position beyond it."""

@@ -141,7 +141,7 @@ class Request(Query):
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether the queries do."""
+        """True if the queries do."""
         return self.queries.requires_grad and torch.is_grad_enabled()
 
     def masks(self, live: Live) -> tuple[Tensor | None, Tensor | None]:
@@ -166,7 +166,7 @@ class Request(Query):
         return scores.exp() if isinstance(self.score, LogScore) else scores
 
     def taking_part(self, source: Population) -> Tensor:  # (q,)
-        """How many records each query may weigh."""
+        """Number of records that each query may weigh."""
         device = self.queries.device
         if self.mask is None:
             count = source.count if self.allowed is None else int(np.count_nonzero(self.keep(source.live)))
@@ -185,7 +185,7 @@ class Candidates(NamedTuple):
 
     @property
     def certain(self) -> bool:
-        """Whether every record was compared, so that they are the nearest for sure."""
+        """True if every record was compared, so that they are the nearest for sure."""
         return self.finder in ("flat", "scan")
 
 

@@ -45,7 +45,7 @@ class Estimated(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """What is known of the error of an answer that may not be exact."""
+    """Error, as far as known, of an answer that may not be exact."""
 
     exact: Tensor  # (q,) bool
     missed_mass: Tensor | None  # (q,); None: unknown where not exact

@@ -58,7 +58,7 @@ class Round(NamedTuple):
 
 
 class Estimator(NamedTuple):
-    """What is drawn from, for what."""
+    """Source and request of an estimate."""
 
     request: Request
     source: IndexedRecords
@@ -97,7 +97,7 @@ class Estimator(NamedTuple):
         return cls(request, source, tolerance, tail, factor, asked, counts, unindexed, count, drawable)
 
     def after(self, task: Round, found: Estimated, allowed: Tensor, blind: Tensor) -> tuple[Tensor, list[Round]]:
-        """Which queries (q,) a round has answered, and the rounds for the others."""
+        """Mask (q,) of the queries that a round has answered, and the rounds for the others."""
         most, further = self.tolerance.most, []
         wider = blind & ~found.met & (task.look < looks(self.request))
         done = found.met | (~wider & (task.budget == most))
@@ -111,7 +111,7 @@ class Estimator(NamedTuple):
         return done, further
 
     def near(self, task: Round) -> int:
-        """How many records are scored because they are near: more where few of those found take part."""
+        """Number of records that are scored because they are near: more where few of those found take part."""
         return int(min(NEAR * task.budget * WIDER**task.look / self._share, self.tail.size))
 
     def draws(self, task: Round) -> int:
@@ -133,7 +133,7 @@ class Estimator(NamedTuple):
         return [task._replace(which=one) for one in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
     def too_dear(self, task: Round) -> bool:
-        """Whether a pass over every record costs less, where the number of draws is not given.
+        """Return True if a pass over every record costs less, where the number of draws is not given.
 
         A round costs its first look, and whatever more a wider one scores.
         """
@@ -144,18 +144,18 @@ class Estimator(NamedTuple):
         return self._costs.round(q * records / usual) > self._exact_seconds(q)
 
     def _exact_seconds(self, queries: int) -> float:
-        """What a pass over every record costs."""
+        """Cost of a pass over every record, in seconds."""
         return self._costs.exact.seconds(self.taking_part * (self.asked.shape[1] + self._width), queries)
 
     @property
     def _kind(self) -> object:
-        """What estimates are alike in, so that they take about as long."""
+        """Features by which estimates take about the same time."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         scales = self.factor, rtol, atol, float(len(self.asked)), self.taking_part / self.source.count
         return self._width, *(math.frexp(scale)[1] for scale in scales)
 
     def hopeless(self) -> bool:
-        """Whether estimates of this kind have taken longer than a pass over every record."""
+        """Return True if estimates of this kind have taken longer than a pass over every record."""
         return self.tolerance.most is None and self.tail.planner.hopeless(self._kind)
 
     def learn(self, seconds: float) -> None:

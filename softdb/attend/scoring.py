@@ -56,7 +56,7 @@ def score_rows(
 
 
 def in_place(tensor: Tensor, snapshot: RecordColumns) -> bool:
-    """Whether kernels read stored columns where they lie for it; else torch has to, from copies."""
+    """Return True if kernels read stored columns where they lie for it; else torch has to, from copies."""
     fits = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.placed is None
     return fits and snapshot.size > 0 and available()
 
@@ -103,7 +103,7 @@ def scan(request: Request, source: SourceRecords) -> Positions:  # (q, k)
 
 
 def plateaus(score: object) -> bool:
-    """Whether records at unlike distances score alike, so that an index orders more finely than the score does."""
+    """True if records at unlike distances score alike, so that an index orders more finely than the score does."""
     return isinstance(score, Kernel) and (score.compact or isinstance(score, Constant))
 
 

@@ -39,12 +39,12 @@ class OfGeneration(Source):
 
     @property
     def live(self) -> Live:
-        """Which positions hold a record."""
+        """Mask of positions that hold a record."""
         return self.snapshot.live
 
     @property
     def count(self) -> int:
-        """How many do."""
+        """Number of records."""
         return self.snapshot.count
 
     @property
@@ -144,5 +144,5 @@ class Stored(OfGeneration):
         return "" if self.placed is None else self.placed.place(pools)
 
     def sampler(self) -> tuple[Tail | None, int]:
-        """What draws records through the index, None where nothing does; and the first position beyond it."""
+        """Sampler of records through the index, None if there is none; and the first position beyond it."""
         return self.finder.tail(self.snapshot)

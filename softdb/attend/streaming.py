@@ -81,7 +81,7 @@ def _on_device(
 
 
 def _hides_parameters(request: Request, source: SourceRecords) -> bool:
-    """Whether the score depends on tensors that want gradients."""
+    """Return True if the score depends on tensors that want gradients."""
     first = int(np.argmax(source.live)) if source.count else 0
     block = next(source.blocks(1, start=first), None)
     if block is None:

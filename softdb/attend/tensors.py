@@ -33,7 +33,7 @@ class Columns(Source):
 
     @property
     def count(self) -> int:
-        """How many records there are."""
+        """Number of records."""
         return len(self.keys)
 
     @property

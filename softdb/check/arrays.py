@@ -53,7 +53,7 @@ def devices(value: object) -> tuple[torch.device, ...] | None:
 
 
 def resident_dtype(value: object) -> torch.dtype | None:
-    """What columns are on a device, a torch dtype or its name; None: as they are stored."""
+    """Dtype of columns on a device: a torch dtype or its name; None: as they are stored."""
     if value is None:
         return None
     import torch
@@ -96,14 +96,14 @@ def precise() -> contextlib.AbstractContextManager[Any]:
 
 
 def are_texts(value: object) -> bool:
-    """Whether something is a text, or holds some."""
+    """Return True if something is a text, or holds some."""
     if isinstance(value, np.ndarray):
         return bool(value.dtype.kind == "U")
     return isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(one, str) for one in value))
 
 
 def query_encoder(encoder: Encoder | None) -> Encoder | None:
-    """What encodes texts that ask: the method `encode_queries` of an encoder that has one, else itself."""
+    """Return the encoder of queries: the method `encode_queries` of an encoder that has one, else itself."""
     found = attribute(encoder, "encode_queries")
     return found if callable(found) else encoder
 
@@ -172,7 +172,7 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
 
 
 def all_finite(array: Array) -> bool:
-    """Whether all numbers are finite, for sure: their sum of squares is, which costs far less than asking each."""
+    """True if all numbers are finite, for sure: their sum of squares is, which costs far less than asking each."""
     flat = array.reshape(-1)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return math.isfinite(np.dot(flat, flat))

@@ -21,7 +21,7 @@ DEFAULT_K = 10
 
 
 class Extent(TypedDict):
-    """How many of the nearest records a search wants, as keywords of a `Query`."""
+    """Number and order of the records that a search wants, as keywords of a `Query`."""
 
     k: int
     least: float | None
@@ -52,7 +52,7 @@ def extent(metric: Metric, k: object, radius: object, offset: object = 0, **othe
 
 
 class Tolerance(NamedTuple):
-    """What error of a soft query is small enough: bar ≤ atol + rtol max(‖o‖, 0.1 rms‖v‖)."""
+    """Largest error of a soft query that is accepted: bar ≤ atol + rtol max(‖o‖, 0.1 rms‖v‖)."""
 
     rtol: float
     atol: float

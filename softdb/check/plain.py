@@ -47,7 +47,7 @@ def attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether something is a tensor. Does not import torch, so that the metadata of a database is read without it."""
+    """True if something is a tensor. Does not import torch, so that the metadata of a database is read without it."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 

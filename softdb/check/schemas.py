@@ -1,4 +1,4 @@
-"""Where a database is, and what it stores: its metric and its columns."""
+"""Paths of databases, and their schema: metric and columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DIM = 1 << 20  # a wider vector is a mistake in the argument
 
 
 class Metric(Enum):
-    """How a query and a key are compared."""
+    """Metric by which a query and a key are compared."""
 
     DOT = "dot"
     COSINE = "cosine"
@@ -36,7 +36,7 @@ class Metric(Enum):
 
 @dataclass(frozen=True)
 class Schema:
-    """What a database stores: fixed when it is created."""
+    """Schema of a database, fixed when it is created."""
 
     dim: int  # d, width of a key
     value_dim: int | None  # v, width of a value; None: the key serves, unless there are classes
@@ -57,7 +57,7 @@ class Schema:
 
     @property
     def has_values(self) -> bool:
-        """Whether a record carries a value of its own."""
+        """True if a record carries a value of its own."""
         return self.value_dim is not None or self.num_classes is not None
 
     @property

@@ -21,7 +21,7 @@ LONGEST = 100_000  # characters of a text that is searched for
 
 
 class Mode(Enum):
-    """What a search compares."""
+    """Mode of a search: vectors, words or both."""
 
     HYBRID = "hybrid"
     TEXT = "text"
@@ -29,14 +29,14 @@ class Mode(Enum):
 
 
 class Fusion(NamedTuple):
-    """How the scores of text and vector become one."""
+    """Fusion of the scores of text and vector."""
 
     ranks: bool  # by reciprocal ranks, else by a sum
     weight: float | Tensor | None  # of the text's score in that sum; None: of scores scaled to 0 … 1
 
 
 class Words(NamedTuple):
-    """What a search is asked with."""
+    """Queries and texts of a search."""
 
     queries: Any  # as they came; texts to be encoded, where there are no others; None where none are compared
     texts: list[str]
@@ -51,7 +51,10 @@ class Words(NamedTuple):
 
 
 def words(queries: object, texts: object, mode: object, fusion: object, encodes: Callable[[], bool]) -> Words:
-    """What a search by text asks. Mode None: hybrid where there is something to compare with vectors, else text."""
+    """Return the checked arguments of a search by text.
+
+    Mode None: hybrid where there is something to compare with vectors, else text.
+    """
     if queries is None and texts is None:
         raise BadInput("neither queries nor texts are given; give one of them, or both")
     chosen = None if mode is None else Mode(one_of(mode, "mode", [one.value for one in Mode]))

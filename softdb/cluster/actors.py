@@ -36,7 +36,7 @@ HEDGE = 3  # a replica is asked when this part of the timeout has passed
 
 
 class Host:
-    """What an actor is: some shards of a table on one host."""
+    """Actor that serves some shards of a table on one host."""
 
     def __init__(self, truth: Truth, folder: str, mine: Sequence[int]) -> None:
         self.truth, self.folder, self.mine = truth, folder, list(mine)
@@ -266,7 +266,7 @@ def _grouped(ray: Any) -> type:
 
 
 def _group(truth: Truth, bundles: int, timeout: float) -> Any:
-    """Where the actors go: as far apart as there are hosts. Raises ShardUnavailable where there is no room."""
+    """Place the actors as far apart as there are hosts. Raises ShardUnavailable where there is no room."""
     ray, name = _ray(), f"{_key(truth.url)}-{bundles}"
     there = _groups(ray, name)
     if there:
@@ -334,7 +334,7 @@ def _connected() -> Any:
 
 
 def _news(record: logging.LogRecord) -> bool:
-    """Whether what Ray warns of is no news: a placement group here is detached, too, and ends with its actors."""
+    """True if what Ray warns of is no news: a placement group here is detached, too, and ends with its actors."""
     return "detached actor with a placement group" not in record.getMessage()
 
 

@@ -1,4 +1,4 @@
-"""Where a table is, and where its shards lie on a machine; and who says what went wrong there."""
+"""Addresses of a table and of its shards' directories, and the table's name in errors."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def address(url: str | os.PathLike[str]) -> str:
 
 
 def folder_of(url: str, cache: str | os.PathLike[str] | None) -> Path:
-    """Where directories of a table's shards lie on this machine."""
+    """Folder of the directories of a table's shards on this machine."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softdb" if cache is None else Path(cache)
     return base / blake2b(url.encode(), digest_size=8).hexdigest()

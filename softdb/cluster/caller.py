@@ -1,4 +1,4 @@
-"""Who asks the shards: at which versions, how long, and whether it takes part of an answer."""
+"""Caller of the shards: the versions that it asks, its timeout, and if it takes partial answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Caller:
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """Number of shards."""
         return self.transport.shards
 
     @property
@@ -54,11 +54,11 @@ class Caller:
         return whole
 
     def look(self, make: Callable[[int], Describe | Refresh]) -> None:
-        """What each shard is; it replaces what was known. As `described`."""
+        """Read the descriptions of all shards, in place of the known ones. As `described`."""
         self.known = self.described(make)
 
     def described(self, make: Callable[[int], Describe | Refresh]) -> dict[int, Description]:
-        """What each shard is. Raises BadInput for shards that are no parts of one whole.
+        """Descriptions of all shards. Raises BadInput for shards that are no parts of one whole.
 
         Raises StaleRead for one that is behind what this handle has seen: nobody reads backwards.
         """

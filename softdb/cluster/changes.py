@@ -53,7 +53,7 @@ def _ids(dataset: Any, rows: list[int], column: str) -> list[Id]:
 
 
 def _bounded(reader: Any) -> Any:
-    """What a reader gives, as a table; None where that is more than is held."""
+    """Rows that a reader gives, as a table; None where that is more than is held."""
     pa = needed("pyarrow", "cluster", "a cluster")
     kept, size = [], 0
     for batch in reader:

@@ -26,7 +26,7 @@ PATIENCE = 5.0  # seconds to connect all ranks in
 
 
 class Door(NamedTuple):
-    """Where a rank is reached."""
+    """Address of a rank."""
 
     host: str
     addresses: list[str]  # from other hosts
@@ -91,7 +91,7 @@ class Connections:
 
 
 def _addresses() -> list[str]:
-    """Where this host may be reached from others. None where gloo was told its interface: then all goes by gloo."""
+    """Addresses of this host for others. None where gloo was told its interface: then all goes by gloo."""
     found = list[str]()
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return found

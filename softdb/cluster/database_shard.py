@@ -169,7 +169,7 @@ class DatabaseShard:
     def request(
         self, ask: say.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
     ) -> tuple[Request, Stored]:
-        """What is asked, as the database's own answers take it."""
+        """Return a message as a request to the database."""
         queries = torch.tensor(ask.queries).requires_grad_(grad)
         score, temperature = self._score(ask)
         weights = Uniform() if ask.uniform else Softmax()

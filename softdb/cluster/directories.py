@@ -75,7 +75,7 @@ _writers = weakref.WeakValueDictionary[Path, SoftDB]()  # of this process
 
 @dataclass(frozen=True)
 class TakenFrom:
-    """What a directory holds: kept with its records."""
+    """Origin of a directory's records, stored with them."""
 
     url: str
     columns: list[str | None]  # id, key and value
@@ -93,7 +93,7 @@ class TakenFrom:
 
     @classmethod
     def of(cls, text: str | None) -> TakenFrom | None:
-        """What was kept, if it can be read."""
+        """Parse a stored origin; None if it cannot be read."""
         with contextlib.suppress(TypeError, ValueError):
             noted = None if text is None else cls(**json.loads(text))
             return noted and replace(noted, left_out=[LeftOut(*row) for row in noted.left_out])
@@ -124,7 +124,7 @@ class Directories:
             raise
 
     def origin(self, shard: int) -> TakenFrom | None:
-        """What a shard's directory says that it holds; None where that is nothing of this table.
+        """Origin that a shard's directory notes; None if it is not of this table.
 
         It is read again for every generation: a flush that fails takes records and version back together.
         """
@@ -213,7 +213,7 @@ class Directories:
         return db
 
     def _ours(self, origin: TakenFrom, shard: int, shards: int) -> bool:
-        """Whether a directory holds a shard of this table, read alike."""
+        """Return True if a directory holds a shard of this table, read alike."""
         fields = self.truth.fields
         columns = [fields.id, fields.key, fields.value]
         return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])

@@ -90,7 +90,7 @@ class Ranks:
         return together(asks, replies)
 
     def anyone(self, more: bool) -> bool:
-        """Whether any rank has more to ask."""
+        """Return True if any rank has more to ask."""
         told = self._exchanged(dict.fromkeys(self._others, b"1" if more else b"0"), "anyone")
         return more or b"1" in told.values()
 
@@ -103,7 +103,7 @@ class Ranks:
         self._group = None
 
     def _told(self, mine: bytes) -> list[bytes]:
-        """What each rank gives, by its number."""
+        """Data of each rank, by its number."""
         found = self._exchanged(dict.fromkeys(self._others, mine), "open") | {self.rank: mine}
         return [found[rank] for rank in range(self.ranks)]
 
@@ -129,7 +129,7 @@ class Ranks:
         return {rank: begun + more.get(rank, b"") for rank, begun in found.items()}
 
     def _slots(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
-        """What fits in a slot, to each other rank and from each."""
+        """Exchange data that fits in a slot with each other rank."""
         connections = self._connections
         if connections is not None:
             return self._collectively(lambda: connections.exchanged(sent, self._limit))
@@ -151,7 +151,7 @@ class Ranks:
         return {rank: one.numpy().tobytes() for rank, one in taken.items()}
 
     def _collectively(self, call: Callable[[], T]) -> T:
-        """What all ranks do together. Raises ShardUnavailable where one does not, now and from then on."""
+        """Run a collective operation of all ranks. Raises ShardUnavailable where one does not, now and from then on."""
         if self._broken:
             raise ShardUnavailable(
                 f"the ranks are out of step since {self._broken}; make the transport anew on all of them"

@@ -27,7 +27,7 @@ def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tenso
 
 
 class ShardDrawing(NamedTuple):
-    """What is drawn from, for which message."""
+    """Source and message of a draw."""
 
     request: Request  # its seed is the shard's own
     source: Stored
@@ -104,7 +104,7 @@ class ShardDrawing(NamedTuple):
 
 
 def taking_part(request: Request, source: Stored) -> int:
-    """How many records a request may weigh, whether it has queries or not."""
+    """Number of records that a request may weigh, whether it has queries or not."""
     return source.count if request.allowed is None else int(np.count_nonzero(request.keep(source.live)))
 
 

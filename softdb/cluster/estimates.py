@@ -36,7 +36,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass
 class _Book:
-    """What the rounds have found, for each shard and query."""
+    """Results of the rounds, for each shard and query."""
 
     parts: dict[int, list[NDArray[Any]]] = field(default_factory=dict)  # by shard: the columns of its ErrorEstimate
     pooled: dict[int, Positions] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Rounds:
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """Number of shards."""
         return self.source.caller.shards
 
     def draw(self) -> None:
@@ -145,7 +145,7 @@ class _Rounds:
         return budgets
 
     def judge(self) -> None:
-        """What the whole is off by, which queries that does for, and what the others are asked next."""
+        """Judge the error of the whole, settle the queries that it fits, and prepare messages for the others."""
         book, which, tolerance, request = self.book, self.rest, self.tolerance, self.request
         if not len(which):
             return

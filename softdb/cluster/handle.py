@@ -20,7 +20,7 @@ BUILDING = 3600.0  # seconds that an index may take
 
 
 class Versioned(Protocol):
-    """Where the records are kept, as far as a reader needs it."""
+    """Truth of the records, as far as a reader needs it."""
 
     def newest(self) -> int:
         """The newest version."""
@@ -75,7 +75,7 @@ class Cluster(Verbs):
 
     @property
     def version(self) -> int:
-        """What this handle sees; the newest of its shards', which are all at one where there is a truth."""
+        """Version that this handle sees; the newest of its shards', which are all at one where there is a truth."""
         return self.core.version
 
     @verb

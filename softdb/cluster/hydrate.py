@@ -183,7 +183,7 @@ class Hydrated(Directories):
         self._make(pool, unclear, dataset)
 
     def _unclear(self, shard: int, removed: list[Id]) -> bool:
-        """Whether one of several rows of an id has gone: which of them was stored, the table says."""
+        """Return True if one of several rows of an id has gone: which of them was stored, the table says."""
         origin = self.origin(shard)
         ids = {id for id, _ in origin.left_out} & set(removed) if origin is not None and origin.left_out else set()
         return not all(map(is_id, ids)) or bool(ids and self.databases[shard].core.stored([*filter(is_id, ids)]).any())
@@ -269,7 +269,7 @@ class Hydrated(Directories):
                 self._say("shards", self._done, self._whole)
 
     def _noted(self, origin: TakenFrom, left_out: list[LeftOut]) -> str:
-        """What a directory notes. Raises BadInput where too many rows are no records."""
+        """Origin that a directory notes. Raises BadInput where too many rows are no records."""
         if len(left_out) > MOST_LEFT_OUT:
             id, reason = left_out[-1]
             several = f"more than {MOST_LEFT_OUT} rows of a shard are no records"

@@ -19,7 +19,7 @@ _JOINED = (say.PassOver, say.Nearest, say.CountWithin, say.Explain)  # questions
 
 
 def id_order(name: Id) -> tuple[bool, Id]:
-    """What ids are sorted by where scores tie: numbers, then strings."""
+    """Sort key of ids where scores tie: numbers, then strings."""
     return isinstance(name, str), name
 
 

@@ -72,12 +72,12 @@ class RowWindow(NamedTuple):
     parts: Rows  # (n,) the shard of each
 
     def own(self, shard: int, after: int) -> Rows:
-        """Where the rows of a shard are in the table, from a row on, ascending."""
+        """Positions of a shard's rows in the table, from a row on, ascending."""
         places = np.flatnonzero(self.parts == shard) + self.low
         return places[np.searchsorted(places, after) :]
 
     def taken(self, places: Rows, width: int, local: bool) -> bool:
-        """Whether it costs less to take some rows (m,) of so many bytes each than to read all of them."""
+        """Return True if it costs less to take some rows (m,) of so many bytes each than to read all of them."""
         if not len(places):
             return True
         request = REQUEST[local]
@@ -94,7 +94,7 @@ def parts_of(ids: list[Any], shards: int) -> Rows:
 
 
 def is_id(one: Any) -> TypeGuard[Id]:
-    """Whether a record can have this id: a text, or a whole number of 64 bits."""
+    """Return True if a record can have this id: a text, or a whole number of 64 bits."""
     return isinstance(one, str) or (isinstance(one, int) and -(1 << 63) <= one < 1 << 63)
 
 

@@ -33,7 +33,7 @@ class Posed(NamedTuple):
 
 
 def posed(request: Request, metric: Metric, dim: int, where: dict[str, Any] | None) -> Posed:
-    """What travels. Raises BadInput for a score that neither folds nor pickles."""
+    """Form of a request that travels. Raises BadInput for a score that neither folds nor pickles."""
     queries, temperature = request.queries, divisor(request.temperature, request.queries.dtype)
     if isinstance(request.weighting, Uniform):  # which asks no score
         alike = queries[:, :1].expand(-1, dim) * 0

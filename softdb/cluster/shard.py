@@ -1,4 +1,4 @@
-"""What a caller and the shards of a cluster say to each other: messages, shards, and what carries the messages.
+"""Protocol between a caller and the shards of a cluster: messages, shards, and transports.
 
 Messages are frozen dataclasses of numpy arrays and plain values, which pickle: any transport carries them. Each names
 the version that it asks of; a shard that is at another one raises StaleRead. A shard knows its number, keeps nothing
@@ -61,17 +61,17 @@ class Message:
 
     @property
     def by_rows(self) -> bool:
-        """Whether the answer depends on how a directory numbers its rows; else another at the version will do."""
+        """True if the answer depends on how a directory numbers its rows; else another at the version will do."""
         return False
 
     def fits(self, version: int) -> bool:
-        """Whether a shard at that version may answer."""
+        """Return True if a shard at that version may answer."""
         return self.version == version if self.by_rows else of_records(self.version) == of_records(version)
 
 
 @dataclass(frozen=True)
 class Describe(Message):
-    """What is there? -> `Description`. At whatever version the shard is."""
+    """Describe the shard -> `Description`. At whatever version the shard is."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class CallVerb(Message):
 
 @dataclass(frozen=True)
 class Locate(Message):
-    """Where are these ids, if a filter matches them? -> (i,) int64 rows, -1 = none here, or without a key."""
+    """Locate ids that a filter matches -> (i,) int64 rows, -1 = none here, or without a key."""
 
     ids: list[Id]
     where: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ class Locate(Message):
 
 @dataclass(frozen=True)
 class ResolveRows(Message):
-    """What are these rows (r,)? -> list of RecordEntry, by the cluster's rows; those that are gone are absent."""
+    """Read rows (r,) -> list of RecordEntry, by the cluster's rows; those that are gone are absent."""
 
     rows: Array
     payloads: bool = True
@@ -194,7 +194,7 @@ class Backward(Message):
 
 @dataclass(frozen=True)
 class CountWithin(Message):
-    """How many records score at least so much, exactly -> `Counted`."""
+    """Count the records that score at least so much, exactly -> `Counted`."""
 
     question: ShardQuery
     least: float
@@ -226,7 +226,7 @@ class LeftOut(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a shard is."""
+    """Description of a shard."""
 
     shard: int
     shards: int
@@ -304,14 +304,14 @@ class ClusterShard(Protocol):
 
 
 class ShardReplies(NamedTuple):
-    """Who answered what."""
+    """Replies, and the shards that gave them."""
 
     replies: dict[int, Any]  # by shard; one that is of several, by the first of them
     missing: dict[int, str]  # shards without an answer in time, and why
     merged: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # whose a reply is that is of several
 
     def of(self, shard: int) -> tuple[int, ...]:
-        """Whose the reply is that stands under this shard."""
+        """Shards whose replies are merged in the one of this shard."""
         return self.merged.get(shard, (shard,))
 
 
@@ -331,7 +331,7 @@ class Transport(Protocol):
         """
 
     def anyone(self, more: bool) -> bool:
-        """Whether any rank has more to ask; `more` itself where ranks ask on their own."""
+        """Return True if any rank has more to ask; `more` itself where ranks ask on their own."""
 
     def close(self) -> None:
         """Let go of the shards; those that others use live on."""

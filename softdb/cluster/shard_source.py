@@ -64,7 +64,7 @@ class AskedShards(Source):
 
     @property
     def count(self) -> int:
-        """How many records take part; asked where no answer told it yet."""
+        """Number of records that take part; asked if no answer told it yet."""
         if self._count is None:
             nobody = say.ShardQuery(np.zeros((0, self.schema.dim), np.float32), self.schema.metric, where=self.where)
             answers = self.ask(lambda shard, version: say.PassOver(version, nobody, pools=False))
@@ -72,7 +72,7 @@ class AskedShards(Source):
         return self._count
 
     def took_part(self, count: int) -> None:
-        """What an answer told of that; the first round of an estimate asks every shard."""
+        """Note the number of records that take part; the first round of an estimate asks every shard."""
         self._count = count if self._count is None else self._count
 
     def whole(self: A) -> A:
@@ -93,7 +93,7 @@ class AskedShards(Source):
 
     @staticmethod
     def wants_gradient(asked: Posed) -> bool:
-        """Whether the queries, or parameters whose gradients the shards give, do."""
+        """Return True if the queries, or parameters whose gradients the shards give, do."""
         return torch.is_grad_enabled() and any(one.requires_grad for one in (asked.queries, *asked.parameters))
 
     def states(

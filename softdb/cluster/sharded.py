@@ -184,7 +184,7 @@ class Sharded(AskedShards):
         return None if None in known else [one.id for one in known if one is not None]
 
     def _fetched(self, rows: Positions) -> None:
-        """Where nobody can ask alone later: all of the hits now."""
+        """Resolve all of the hits now, where no rank can ask alone later."""
         if self.caller.transport.collective:
             self.known |= self._looked_up(np.unique(rows[rows >= 0]), payloads=True, texts=True)
 

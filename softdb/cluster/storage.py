@@ -31,7 +31,7 @@ def dataset_at(url: str, options: dict[str, str] | None) -> Any:
 
 @contextlib.contextmanager
 def lance_errors(url: str) -> Iterator[None]:
-    """What Lance raises meanwhile becomes an error of softdb: see `failure`."""
+    """Turn errors of Lance into errors of softdb: see `failure`."""
     try:
         yield
     except SoftDBError:
@@ -145,7 +145,7 @@ def literal(one: Id) -> str:
 
 
 class Occupied(NamedTuple):
-    """What a version of a table consists of."""
+    """Files and rows of a version of a table."""
 
     records: int
     dead: int  # rows of deleted and replaced records

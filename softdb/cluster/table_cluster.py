@@ -59,7 +59,7 @@ class TableCluster(Cluster):
 
     @property
     def url(self) -> str:
-        """Where the table is."""
+        """Address of the table."""
         return self.table.url
 
     @verb

@@ -94,7 +94,7 @@ class Truth:
 
     @property
     def digest(self) -> str:
-        """What tells those apart who read a table of others in other ways; nothing of a table that says how."""
+        """Digest of the way in which a foreign table is read; empty for a table that says how."""
         said = json.dumps([*vars(self.fields).values(), self.payload, self.described]).encode()
         return "" if self.own else blake2b(said, digest_size=8).hexdigest()
 
@@ -133,7 +133,7 @@ class Truth:
         return int(self.now().version)
 
     def identity(self, dataset: Any) -> str:
-        """What tells a version from that of another table at the same address."""
+        """Identity of a version, which another table at the same address does not share."""
         with lance_errors(self.url):
             known = getattr(transaction(dataset, dataset.version), "uuid", None)
             return str(known or next(v["timestamp"] for v in dataset.versions() if v["version"] == dataset.version))
@@ -165,7 +165,7 @@ class Truth:
 
     @property
     def local(self) -> bool:
-        """Whether the table is in a folder, not in an object store."""
+        """True if the table is in a folder, not in an object store."""
         return "://" not in self.url
 
     def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
@@ -231,7 +231,7 @@ class Truth:
         return found["num_deleted_rows"], version
 
     def stored_shards(self) -> int:
-        """How many shards the table says that it is answered by."""
+        """Number of shards that the table's configuration names."""
         return int(self.now().config()["softdb.shards"]) if self.own else self.shards
 
     def with_shards(self, shards: int) -> Truth:

@@ -16,7 +16,7 @@ AT_ONCE = 256  # texts that are given to the encoder in one call
 
 
 def telling(progress: Progress | bool | None) -> contextlib.AbstractContextManager[Progress]:
-    """What is told of progress: the callable itself, a bar for True, nothing for None and False."""
+    """Return the receiver of progress: the callable itself, a bar for True, nothing for None and False."""
     if callable(progress):
         return contextlib.nullcontext(progress)
     if not (progress is None or isinstance(progress, bool)):

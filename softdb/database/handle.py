@@ -50,7 +50,7 @@ class SoftDB(Verbs):
 
     @property
     def device(self) -> torch.device:
-        """Where this handle computes: its columns and its index lie there, and queries that are no tensors go there.
+        """Device of this handle: its columns and its index lie there, and queries that are no tensors go there.
 
         Given to `softdb.open`, changed by `to` and `build_index(device=)`; the first of several. A tensor is answered
         where it lies: beside the columns where they are there, else from the host's.
@@ -309,7 +309,7 @@ class SoftDB(Verbs):
 
     @verb
     def watch(self, share: float = 0.01, window: int = 500) -> None:
-        """How closely this handle watches the recall of its searches by the index; it does so from the beginning.
+        """Set how closely this handle watches the recall of its searches by the index; it watches from the beginning.
 
         Now and then one query of a batch is also searched exactly, after the batch was answered. `stats().index`
         shows the share of the true nearest that such queries were given (`live_recall`) and how many were checked; a

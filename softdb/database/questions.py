@@ -251,7 +251,7 @@ class Questions:
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
     ) -> Estimate:
-        """How many records are near enough, estimated: `value` (q,) float64, its `bar`, `met`, `exact`.
+        """Estimate the number of records that are near enough: `value` (q,) float64, its `bar`, `met`, `exact`.
 
         A count has no gradient. Exact where that costs less, such as for few records or few that are near.
 

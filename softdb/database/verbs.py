@@ -25,7 +25,7 @@ class Verbs(Questions):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self.core.closed
 
     @property
@@ -55,12 +55,12 @@ class Verbs(Questions):
 
     @property
     def dtype(self) -> str:
-        """How vectors are stored, "float32" or "float16"."""
+        """Dtype of stored vectors, "float32" or "float16"."""
         return str(self.core.schema.dtype.name)
 
     @property
     def metric(self) -> str:
-        """How queries and keys are compared: "dot", "cosine" or "l2"."""
+        """Metric of queries and keys: "dot", "cosine" or "l2"."""
         return self.core.schema.metric.value
 
     @property
@@ -70,7 +70,7 @@ class Verbs(Questions):
 
     @verb
     def stats(self) -> Stats:
-        """What the database is, holds and occupies. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
+        """Describe the database and its size. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
         return self.core.stats()
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Verbs(Questions):
 
     @verb
     def count(self, where: dict[str, Any] | None = None) -> int:
-        """How many records there are, or how many a filter matches, with a key or without."""
+        """Return the number of records, or of those that a filter matches, with a key or without."""
         return self.core.count(where)
 
     @verb

@@ -1,4 +1,4 @@
-"""Whether this process and the Triton kernels can use a device, and if not, why."""
+"""Availability of a device to this process and to the Triton kernels, with the reason if there is none."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Board:
         return tuple(snapshot.part(low, high) for low, high in ends if low < high)
 
     def _holds(self, device: torch.device) -> bool:
-        """Whether a device is one of these."""
+        """Return True if a device is one of these."""
         own = [(card.device.type, card.device.index if card.device.type == "cuda" else None) for card in self.cards]
         return (device.type, device.index) in own
 
@@ -83,14 +83,14 @@ class Board:
         return DeviceColumns(snapshot, self.shards(snapshot)) if held else None
 
     def beside(self, snapshot: Snapshot, device: torch.device) -> bool:
-        """Whether queries on a device lie beside all keys."""
+        """Return True if queries on a device lie beside all keys."""
         return self._holds(device) and self._resident(snapshot)
 
     def _resident(self, snapshot: Snapshot) -> bool:
         return all(shard.keys is not None for shard in self.shards(snapshot))
 
     def small(self, snapshot: Snapshot) -> bool:
-        """Whether a search of every record takes a moment: the keys are here, and few."""
+        """Return True if a search of every record takes a moment: the keys are here, and few."""
         if not snapshot.size:
             return True
         numbers = snapshot.size * snapshot.segments[0].keys.shape[1]

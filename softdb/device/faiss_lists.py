@@ -210,7 +210,7 @@ def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device
 
 
 def _movable(index: Index, device: torch.device) -> bool:
-    """Whether an index of the CPU has a form on a GPU; one line in the log where it has none."""
+    """Return True if an index of the CPU has a form on a GPU; one line in the log where it has none."""
     try:
         faiss, inner = gpu_faiss(device), index.inner
     except MissingDependency as error:

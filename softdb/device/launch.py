@@ -22,7 +22,7 @@ GROUPS = 64, 1024  # records of a group, at least and at most
 
 
 def forward(what: DevicePass) -> tuple[PassedSums, Tensor]:
-    """What a pass finds, and lse (h, q)."""
+    """Result of a pass, and lse (h, q)."""
     plan, (h, q, _) = plan_of(what), what.queries.shape
     width, chunks = what.width, max(1, -(-what.width // plan.BV))
     blocks = -(-q // plan.BQ)

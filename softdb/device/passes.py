@@ -1,4 +1,4 @@
-"""What the kernels are asked, in one form: every tensor with a leading dimension of heads."""
+"""Arguments of the kernels in one form: every tensor with a leading dimension of heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DevicePass(NamedTuple):
 
     @property
     def labels(self) -> bool:
-        """Whether the weight of classes is what is pooled."""
+        """True if the weight of classes is what is pooled."""
         return self.values is not None and not self.values.is_floating_point()
 
     @property
@@ -41,14 +41,14 @@ class DevicePass(NamedTuple):
         return self.num_classes or 0 if self.labels else self.values.shape[2]
 
     def live(self, part: slice = slice(None)) -> Tensor | None:  # broadcasts to (h, q, m)
-        """Which of some records take part; None: all."""
+        """Mask of some records that take part; None: all."""
         keep = None if self.keep is None else self.keep[part]
         if self.mask is None:
             return keep
         return self.mask[:, :, part] if keep is None else self.mask[:, :, part] & keep
 
     def unfit(self) -> str | None:
-        """Why the kernels do not take this, if they do not."""
+        """Reason why the kernels do not take this; None if they do."""
         columns = [self.keys] if self.values is None or self.labels else [self.keys, self.values]
         if self.queries.dtype is not torch.float32:
             return f"the queries are {self.queries.dtype}; the kernels take float32"

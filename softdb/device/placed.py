@@ -29,7 +29,7 @@ GATHERED = 1 << 22  # numbers of keys scored at once where candidates are listed
 
 
 def served(device: torch.device) -> bool:
-    """Whether tensors there are asked where they lie."""
+    """Return True if tensors there are asked where they lie."""
     return device.type == "cuda" or usable(device) is None
 
 
@@ -86,7 +86,7 @@ class DeviceColumns(PlacedColumns):
         return self.shards[0].device
 
     def resident(self, pools: bool) -> bool:
-        """Whether the keys, and the values if they are pooled, lie there; else they pass through."""
+        """Return True if the keys, and the values if they are pooled, lie there; else they pass through."""
         return all(shard.keys is not None and (not pools or shard.values is not None) for shard in self.shards)
 
     def place(self, pools: bool) -> str:

@@ -1,4 +1,4 @@
-"""How a pass is cut into programs: by its shape, its dtypes and the device's processors alone, so that it repeats."""
+"""Division of a pass into programs: by its shape, its dtypes and the device's processors alone, so that it repeats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTIAL = 1 << 26  # numbers of partial sums at most: 256 MB
 
 
 class Way(enum.Enum):
-    """What a pass computes."""
+    """Kind of a pass."""
 
     FORWARD, TO_QUERIES, TO_RECORDS = range(3)
 

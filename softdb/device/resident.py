@@ -90,12 +90,12 @@ class DeviceColumn:
         return segment.values_or_keys if self.values else segment.keys
 
     def dtype_of(self, numbers: np.ndarray) -> torch.dtype:
-        """What those of a segment are there."""
+        """Dtype that numbers of a segment have on the device."""
         own = torch.from_numpy(numbers[:0]).dtype
         return own if self.dtype is None or not own.is_floating_point else self.dtype
 
     def _extended(self, snapshot: Snapshot) -> Tensor:
-        """What is there with what is not there yet. Raises OutOfMemoryError where it does not fit."""
+        """Extend the resident columns by what is missing. Raises OutOfMemoryError where it does not fit."""
         numbers, have = self._reserve(snapshot, sum(length for _, _, length in self._layout))
         narrowed = self.dtype is torch.float16
         for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
@@ -134,7 +134,7 @@ class DeviceColumn:
 
 
 def _begins(longer: Layout, shorter: Layout) -> bool:
-    """Whether one layout's records are the first of those of the other: only the last segment may have grown."""
+    """Return True if one layout's records are the first of those of the other: only the last segment may have grown."""
     if not shorter or len(shorter) > len(longer):
         return not shorter
     *before, (number, first_row, length) = shorter

@@ -16,7 +16,7 @@ CONVERTED = 1 << 24  # numbers of keys and values at once
 
 
 class PassedSums(NamedTuple):
-    """What a pass found: the answer, and what its gradient needs."""
+    """Result of a pass: the answer, and the state that its gradient needs."""
 
     output: Tensor  # (h, q, v)
     top: Tensor  # (h, q), the largest score, before it is scaled; 0 where nothing takes part

@@ -1,4 +1,4 @@
-"""What all formats share: names of fields, headers of exports, batches of records, and errors that name a file."""
+"""Types that formats share: names of fields, headers of exports, batches of records, errors that name a file."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _log = logging.getLogger("softdb")
 
 
 class Step(NamedTuple):
-    """What a build is doing, how much of it is done, and the whole."""
+    """Step of a build, the amount done, and the total."""
 
     what: str
     done: int
@@ -57,17 +57,17 @@ class Build(Generic[Report]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: built, failed or cancelled."""
+        """True if it has ended: built, failed or cancelled."""
         return self._ended
 
     @property
     def running(self) -> bool:
-        """Whether it has begun and not ended."""
+        """True if it has begun and not ended."""
         return self._begun and not self._ended
 
     @property
     def progress(self) -> Step:
-        """What is being done, how much of it is done, and the whole."""
+        """Step, the amount done, and the total."""
         return self._step
 
     def result(self, timeout: float | None = None) -> Report:
@@ -178,7 +178,7 @@ class Build(Generic[Report]):
 
 
 def _seconds(timeout: object) -> float | None:
-    """What `Event.wait` takes, or BadInput."""
+    """Return a timeout as `Event.wait` takes it. Raises BadInput."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:

@@ -105,7 +105,7 @@ def build(
 
 
 def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices | None = None) -> list[Option]:
-    """What may be built, nothing where exact search serves better. Raises MissingDependency and BadInput."""
+    """Options that may be built, none if exact search serves better. Raises MissingDependency and BadInput."""
     if kind == "flat" or (devices is not None and not devices.engines):
         return []
     if kind == "auto" and (snapshot.count < SMALL if devices is None else devices.small(snapshot)):
@@ -237,7 +237,7 @@ class _FullTrial:
         return slice(1, None, 2) if held_out and len(self.asked) > 1 else slice(0, None, 2)
 
     def _candidates(self, queries: Tensor, effort: int, fetch_k: int, selected: Selected) -> Rows:
-        """What a search scores exactly: the nearest of these that count are those that it finds."""
+        """Candidates that a search scores exactly: the nearest of these that count are those that it finds."""
         vectors = prepared(queries.float().numpy(), self.index.metric)
         return self.snapshot.positions(self.index.find(vectors, max(FLOOR, fetch_k * self.wanted), selected, effort))
 
@@ -262,7 +262,7 @@ class _FullTrial:
         return True
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """What a whole search costs."""
+        """Seconds of a whole search."""
         return seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.asked.float().numpy()))
 
     def _searching(self, effort: int, fetch_k: int) -> Callable[[Floats], Rows]:

@@ -1,4 +1,4 @@
-"""Which engine and which codes: tried on a sample of the records, as far as memory allows."""
+"""Choice of engine and codes: tried on a sample of the records, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def budget(memory: object) -> int | None:
 def options(
     kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]] = KINDS
 ) -> list[Option]:
-    """What may be built within the memory, the likeliest to be fast first; BadInput where there is nothing."""
+    """Options that fit the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
     every = [
         Option(engine, codes, count * engine.record_bytes(dim, codes) + fixed)

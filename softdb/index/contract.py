@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """What a finder answers."""
+    """Answer of a finder."""
 
     positions: Rows  # (q, k), best first, -1 = none
     scores: Floats | None  # (q, k) their exact scores in float32; None where they were not all computed
@@ -38,14 +38,14 @@ class Found(NamedTuple):
 
 
 class Recent(Generic[T]):
-    """What was computed from the last few objects, such as masks, known by identity. Safe to use from any thread."""
+    """Results computed from the last few objects, such as masks, known by identity. Safe to use from any thread."""
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
         self._known: list[tuple[tuple[weakref.ref[Any], ...], T]] = []  # replaced, never changed
 
     def of(self, compute: Callable[[], T], *objects: object) -> T:
-        """What was computed from these objects, computed now where it is not known."""
+        """Return the result for these objects, computed if it is not cached."""
         known = self._known
         for references, result in known:
             if all(reference() is mine for reference, mine in zip(references, objects, strict=True)):
@@ -69,7 +69,7 @@ def faiss_module() -> Any:
 
 
 def measure_of(metric: Metric) -> Any:
-    """What FAISS calls the metric of `prepared` vectors."""
+    """FAISS' constant for the metric of `prepared` vectors."""
     return faiss_module().METRIC_L2 if metric is Metric.L2 else faiss_module().METRIC_INNER_PRODUCT
 
 
@@ -110,7 +110,7 @@ class Selected:
 
 
 class Reach(NamedTuple):
-    """What is known of the records that an index holds, those set apart left out of every maximum."""
+    """Statistics of the records that an index holds, those set apart left out of every maximum."""
 
     apart: Rows  # (m,) ascending: scored for every query
     is_apart: Live  # (covered,) over rows
@@ -163,7 +163,7 @@ class Index(ABC):
     @classmethod
     @abstractmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """What keys may be coded as, by FAISS' names, from the smallest to the finest."""
+        """Codes that keys may have, by FAISS' names, from the smallest to the finest."""
 
     @classmethod
     @abstractmethod
@@ -256,7 +256,7 @@ class Devices(Protocol):
         """A snapshot's columns for queries that lie on a device; None where the host's serve."""
 
     def beside(self, snapshot: Snapshot, device: torch.device) -> bool:
-        """Whether all keys lie on the devices, and queries on a device with them."""
+        """Return True if all keys lie on the devices, and queries on a device with them."""
 
     def nearest(self, snapshot: Snapshot, query: Query) -> Rows:  # (q, k)
         """As `softdb.index.flat.nearest`."""
@@ -271,7 +271,7 @@ class Devices(Protocol):
         """An index of the CPU, copied there; as it is where it has no form there."""
 
     def small(self, snapshot: Snapshot) -> bool:
-        """Whether comparing every record takes a moment."""
+        """Return True if comparing every record takes a moment."""
 
     def require_faiss(self) -> None:
         """Raise MissingDependency where FAISS cannot use the devices."""

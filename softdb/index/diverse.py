@@ -16,7 +16,7 @@ def diverse(
     metric: Metric,
     diversity: float,
 ) -> Tensor:  # (q, k) int64
-    """Which of the candidates to take, in the order of taking, those that are none last.
+    """Candidates to take, in the order of taking, missing ones last.
 
         next = argmax_i [λ s(q, k_i) - (1 - λ) max_{j taken} s(k_i, k_j)],  λ = 1 - diversity
 

@@ -67,7 +67,7 @@ class Finder:
 
     @property
     def building(self) -> bool:
-        """Whether an index is being built."""
+        """True if an index is being built."""
         return self._build is not None and self._build.running
 
     def after_fork(self) -> None:
@@ -159,7 +159,7 @@ class Finder:
         memory: object = None,  # bytes, or text such as "200MB"
         devices: Devices | None = None,  # to build on, and to compute on from then on; None: the CPU
     ) -> Callable[[Progress], IndexReport]:
-        """What builds, measures, saves and uses a new index, and returns the report. The old one serves until then."""
+        """Build, measure, save and use a new index, and return the report. The old one serves until then."""
         devices = self._in_place_of(devices)
         kind, recall, most = checked(kind, recall, memory, devices)
         snapshot, metric = self._store.snapshot, self._store.schema.metric
@@ -196,7 +196,7 @@ class Finder:
 
     @property
     def place(self) -> str:
-        """Where it computes, as it is shown."""
+        """Name of the device that it computes on."""
         return "the CPU" if self.devices is None else self.devices.name
 
     def device_report(self) -> DeviceReport | None:
@@ -306,7 +306,7 @@ class Finder:
             self._looked = False
 
     def report(self) -> IndexReport | None:
-        """What is known of the index, how many records it does not cover yet, and of one that is being built."""
+        """Report on the index, on the records that it does not cover yet, and on a build under way."""
         snapshot, build = self._store.snapshot, self._build
         building = "" if build is None or build.done else str(build.progress)
         index = self._current(snapshot)

@@ -41,5 +41,5 @@ class HNSW(Index):
         return cls(metric, inner)
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """How many records the search keeps in view."""
+        """Search parameters; the effort is the number of records that the search keeps in view."""
         return faiss_module().SearchParametersHNSW(efSearch=effort, **({} if selector is None else {"sel": selector}))

@@ -80,7 +80,7 @@ class IVF(Index):
         return inner
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """How many lists are probed."""
+        """Search parameters; the effort is the number of lists that are probed."""
         return _probing(effort) if selector is None else faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
 
 

@@ -48,7 +48,7 @@ class Outliers:
         self.keys[:, : keys.shape[1]] = keys[order]
 
     def positions(self, snapshot: Snapshot, allowed: Live | None) -> Rows:  # (m,)
-        """Where those lie that are live and allowed, -1 for the others."""
+        """Positions of those that are live and allowed, -1 for the others."""
         found = _live(snapshot, self.rows)
         return found if allowed is None else np.where((found >= 0) & allowed[found], found, -1)
 
@@ -139,7 +139,7 @@ def lengths_of(snapshot: Snapshot, until: int) -> Floats:  # (until,)
 
 
 def most_of(snapshot: Snapshot) -> int:
-    """How many outliers there may be, whatever they cost."""
+    """Largest number of outliers, whatever they cost."""
     return max(LEAST, round(MOST * snapshot.count))
 
 

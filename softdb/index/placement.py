@@ -112,7 +112,7 @@ class PlacedColumns(ColumnPass, Protocol):
         """At most so many of the first records, all live, on one device."""
 
     def resident(self, pools: bool) -> bool:
-        """Whether the keys, and the values if they are pooled, lie on the devices; else they are streamed."""
+        """Return True if the keys, and the values if they are pooled, lie on the devices; else they are streamed."""
 
     def place(self, pools: bool) -> str:
         """Suffix of an answer's `finder`: " on cuda:0" or " streamed to cuda:0"."""

@@ -130,12 +130,12 @@ class Planner:
         return "blocks"
 
     def blocks_are_cheaper(self, snapshot: Snapshot, matches: int, queries: int, effort: int) -> bool:
-        """Whether comparing all matches costs less than a search with that effort."""
+        """Return True if comparing all matches costs less than a search with that effort."""
         costs = self.search_costs(snapshot)
         return costs.blocks(matches, queries) <= costs.search(self.index.codes_at(effort), queries)
 
     def _pairs_are_cheaper(self, snapshot: Snapshot, matches: int, k: int) -> bool:
-        """Whether scoring matches one by one costs less than a search with twice the usual effort."""
+        """Return True if scoring matches one by one costs less than a search with twice the usual effort."""
         if matches <= FEW:
             return True
         costs = self.search_costs(snapshot)
@@ -149,7 +149,7 @@ class Planner:
         return known
 
     def hopeless(self, kind: object) -> bool:
-        """Whether estimates of a kind were slower than passes. Now and then one is tried again."""
+        """Return True if estimates of a kind were slower than passes. Now and then one is tried again."""
         share = self._shares.get(kind, 0.0)
         if share > DEAR:
             self._shares[kind] = 1 + FORGOTTEN * (share - 1)

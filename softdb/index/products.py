@@ -88,7 +88,7 @@ class Probe:
         worst: Tensor,  # (q,) float64, score of the last found
         longest: Tensor,  # (q,) float64, length of the longest key concerned
     ) -> Tensor:  # (q,) float64
-        """How far an approximate score may lie from the true one, for a record about as near as the last found.
+        """Largest error of an approximate score, for a record about as near as the last found.
 
         |error| ≤ d u Σ|a_i b_i| for a product of d terms at unit rounding u (Higham 2002, section 3.1).
         """
@@ -104,7 +104,7 @@ class Probe:
 
 
 def reduced() -> bool:
-    """Whether products of float32 may run in less; torch refuses to say once its newer settings were used."""
+    """Return True if products of float32 may run in less; torch refuses to say once its newer settings were used."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:

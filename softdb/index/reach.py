@@ -1,4 +1,4 @@
-"""How far records reach beyond what the index knows of them: code errors, radii of the lists, and the records apart.
+"""Reach of records beyond what the index knows of them: code errors, radii of the lists, and the records apart.
 
 An estimate may leave a record undrawn only where something bounds its weight. What bounds it is measured once, in two
 passes over the keys: the error ‖k - k̂‖ of each code, the distance ‖k - m‖ of each key from the mean of its list, the
@@ -66,7 +66,7 @@ def reach_of(index: Index, snapshot: Snapshot) -> Reach:
 
 
 def _is_of(reach: Reach, snapshot: Snapshot) -> bool:
-    """Whether it was measured of these records: a signed index file of another database may stand in this one's."""
+    """True if it was measured of these records: a signed index file of another database may stand in this one's."""
     positions = snapshot.positions(reach.witnesses)
     there = positions >= 0  # the others were compacted away
     if there.any() and np.array_equal(_checksums(snapshot, positions[there]), reach.checksums[there]):
@@ -148,7 +148,7 @@ def _measured(index: Index, snapshot: Snapshot) -> Reach:
 
 
 def _shape(index: Index, snapshot: Snapshot, means: Floats) -> tuple[Floats, float]:  # (d, d)
-    """How keys lie, seen from the means of their lists: one root of the covariance for all lists, and `spread`."""
+    """Shape of the keys around the means of their lists: one root of the covariance for all lists, and `spread`."""
     keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
     left = keys - means[index.inner.quantizer.search(keys, 1)[1][:, 0]]
     squares = np.einsum("md,md->m", left, left, dtype=np.float64)
@@ -200,7 +200,7 @@ class _InLists:
         return _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
 
     def codes(self, which: int, size: int) -> tuple[NDArray[np.uint8], Floats, Floats]:
-        """How a list of so many records is coded, as kernels take it: (blocks, bytes), the words, what is added."""
+        """Codes of a list of so many records, as kernels take them: (blocks, bytes), the words, what is added."""
         faiss = faiss_module()
         lists, (_, d) = faiss.downcast_InvertedLists(self.index.inner.invlists), self.centroids.shape
         blocks = -(-size // lists.n_per_block)
@@ -238,7 +238,7 @@ def _measure(
 
 
 def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
-    """How far records reach in a single coordinate, or err in a single part of their codes: a second pass."""
+    """Reach of records in a single coordinate, or their error in a single part of their codes: a second pass."""
     loops = native()
     extents, largest = np.zeros(means.shape, np.float32), np.zeros(len(records.words))
     for batch in map(records.batch, records.runs):
@@ -252,12 +252,12 @@ def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Num
 
 
 def flat(words: Floats) -> Floats:  # (parts, 16, d / parts) -> (16 parts, d / parts)
-    """What codes stand for, as kernels take it."""
+    """Values of the codes, as kernels take them."""
     return words.reshape(-1, words.shape[2])
 
 
 def words_of(inner: Any) -> Floats:
-    """What the codes stand for, (parts, 16, d / parts); no parts for codes other than FAISS' packed 4-bit ones."""
+    """Values of the codes, (parts, 16, d / parts); no parts for codes other than FAISS' packed 4-bit ones."""
     if not isinstance(inner, faiss_module().IndexIVFPQFastScan) or inner.bbs != 32:
         return np.empty((0, 16, 1), np.float32)
     words: Floats = faiss_module().vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
@@ -283,7 +283,7 @@ def _centre(snapshot: Snapshot) -> Numbers:
 
 
 def _limit(measure: Numbers, share: float) -> float:
-    """What is extreme: the few that stand out of the others."""
+    """Limit beyond which a measure is extreme: few stand out of the others."""
     there = measure[np.isfinite(measure)]
     if not len(there):
         return 0.0

@@ -87,7 +87,7 @@ def scores_at(
 def _given(
     snapshot: Snapshot, asked: Floats, positions: Rows, metric: Metric, *out: Any
 ) -> tuple[Callable[[slice], tuple[Any, ...]], int]:
-    """What the kernels take for a run of the queries, prepared; and how many products all of them cost."""
+    """Arguments of the kernels for a run of the queries, prepared; and the number of products of all."""
     keys, code = snapshot.key_column, CODES[metric]
 
     def given(part: slice) -> tuple[Any, ...]:

@@ -124,7 +124,7 @@ def indexed_until(snapshot: Snapshot, index: Index) -> int:
 
 
 def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
-    """How many of a segment's rows are older than an index."""
+    """Number of a segment's rows that are older than an index."""
     return min(max(covered - first, 0), length) if rows is None else int(np.searchsorted(rows, covered))
 
 
@@ -145,7 +145,7 @@ class _Eligible:
 
 
 class _Coverage:
-    """What one snapshot has of an index; it takes O(n) to work out and is kept from one search to the next."""
+    """Coverage of one snapshot by an index; it takes O(n) to work out and is kept from one search to the next."""
 
     def __init__(self, snapshot: Snapshot, index: Index) -> None:
         self.snapshot = weakref.ref(snapshot)  # an old one must not keep its segments mapped
@@ -158,7 +158,7 @@ class _Coverage:
         self._filtered: Recent[_Eligible] = Recent()
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
-        """Which rows the index may return for a filter."""
+        """Rows that the index may return for a filter."""
         if allowed is None:
             return self.every
         return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self.until), allowed)
@@ -230,7 +230,7 @@ class _Search:
         return None
 
     def _doublings(self, vectors: Floats, effort: int) -> Rows:  # (q,)
-        """How often to double the effort for each query.
+        """Number of times to double the effort for each query.
 
         The rarer the records that count, the farther a query's nearest lie. The effort that finds them grows about as
         the root of that, as measured on sentence embeddings and on clusters; but in full where they are rarer around
@@ -250,5 +250,5 @@ class _Search:
         return np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer)).astype(np.int64)
 
     def _exact_is_cheaper(self, effort: int, queries: int) -> bool:
-        """Whether comparing every match costs less than a search with that effort."""
+        """Return True if comparing every match costs less than a search with that effort."""
         return self.searcher.planner.blocks_are_cheaper(self.snapshot, self.eligible.inside, queries, effort)

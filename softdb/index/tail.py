@@ -1,4 +1,4 @@
-"""What an estimate is made of: records scored surely, and records drawn from the others with known probabilities.
+"""Parts of an estimate: records scored surely, and records drawn from the others with known probabilities.
 
 Surely, with probability 1: the records whose codes are nearest, and those set apart (`softdb.index.reach`). The others
 are drawn by the lists of an IVF index, in proportion to how much a record of the list is thought to matter, the root of
@@ -177,7 +177,7 @@ class Tail:
         return _Near(rows, positions, scores, searched, others)
 
     def _to_search(self, ask: Drawing, lists: _Lists) -> tuple[Rows, Rows]:  # (q, most), (q,)
-        """Which lists to search for each query, the highest caps first, and how many of them.
+        """Lists to search for each query, the highest caps first, and their number.
 
         As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where the weights in a list
         are about equal, draws from it do as well. And so many that no term of those not searched, by their caps, is

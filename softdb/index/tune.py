@@ -1,4 +1,4 @@
-"""How hard an index must look: the least effort and candidates whose measured recall meets a goal."""
+"""Tuning of an index: the least effort and candidates whose measured recall meets a goal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Trial(Protocol):
         """The share of the true nearest that are found."""
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """What a query costs."""
+        """Seconds of a query."""
 
 
 def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], None]) -> Setting:
@@ -100,7 +100,7 @@ def steadied(trial: Trial, most: int, setting: Setting) -> Setting:
 
 
 def _loses(trial: Trial, effort: int, most: int, fetch_k: int) -> bool:
-    """Whether recall falls somewhere as the effort is doubled."""
+    """Return True if recall falls somewhere as the effort is doubled."""
     highest = 0.0
     while True:
         reached = trial.recall(effort, fetch_k)
@@ -123,7 +123,7 @@ def hits_of(
     truth: Rows,  # (q, k), -1 = none
     own: Rows | None,  # (q,) positions that do not count
 ) -> tuple[Live, Live]:  # (q, k), (q, k)
-    """Which of the true nearest were found, and which of them count."""
+    """Masks of the true nearest that were found, and of those that count."""
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]

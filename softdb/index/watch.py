@@ -35,7 +35,7 @@ def upper_bound(share: float, count: int, deviations: float = DEVIATIONS) -> flo
 
 
 class Watch:
-    """What recall live searches by one index reach.
+    """Recall that live searches by one index reach.
 
     A check compares one query of a batch. It is made when the checks so far and it fit into `share` of the time that
     searches took. Safe to use from several threads: one of them checks at a time.
@@ -110,7 +110,7 @@ class Watch:
             warnings.warn(message, RecallWarning, stacklevel=2)
 
     def _verdict(self) -> str | None:
-        """What to warn of, once."""
+        """Return the warning that is due, once."""
         promised = min(self._report.get("target", 0.0), self._report.get("recall", 0.0))
         count = len(self._recalls)
         if self._warned or count < min(LEAST, self._recalls.maxlen or LEAST):

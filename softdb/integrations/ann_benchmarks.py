@@ -57,11 +57,11 @@ class SoftDBAlgorithm(BaseANN):
         self._results = self.db.search(X, n).rows.numpy()
 
     def get_batch_results(self) -> NDArray[np.int64]:  # (q, n)
-        """What `batch_query` found."""
+        """Return the results of `batch_query`."""
         return self._results
 
     def get_additional(self) -> dict[str, Any]:
-        """What the index is, its effort, and the recall that was measured on keys held aside."""
+        """Return the index's kind, its effort, and the recall that was measured on keys held aside."""
         index = self.db.stats().index
         return {} if index is None else {f"index_{name}": getattr(index, name) for name in REPORTED}
 

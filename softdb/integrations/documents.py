@@ -1,4 +1,4 @@
-"""What stores of documents share, whose ids are text: LangChain's and Haystack's."""
+"""Functions that stores of documents share, whose ids are text: LangChain's and Haystack's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opened(
 
 
 def settled(db: SoftDB | TableCluster, ask: Callable[[], T]) -> T:
-    """What `ask` answers of one state of the records: asked again where others have brought them on meanwhile."""
+    """Return the answer of `ask` for one state of the records, asked again if others have changed them meanwhile."""
     for _ in range(_AGAIN):
         try:
             return ask()

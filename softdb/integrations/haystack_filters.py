@@ -100,7 +100,7 @@ def _ordered(name: str, operator: str, value: Any) -> dict[str, Any]:
 
 
 def _example(ours: dict[Any, Any]) -> str:
-    """What a filter in softdb's dialect, which is MongoDB's and others', is in Haystack's."""
+    """Translate a filter from softdb's dialect, which is MongoDB's and others', into Haystack's."""
     parts = []
     for name, condition in ours.items():
         asked = condition if isinstance(condition, dict) else {"$eq": condition}

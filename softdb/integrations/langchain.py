@@ -78,11 +78,11 @@ class SoftDBVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """What makes the vectors."""
+        """Embeddings that make the vectors."""
         return self.embedding
 
     def _new(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """What a new database is, where nobody says."""
+        """Arguments of a new database, where none are given."""
         if self.embedding is None and not {"dim", "encoder"} & set(settings):
             raise BadInput("there is no embedding; give one, or encoder=, or, for search by words alone, dim=1")
         if self.embedding is None or "dim" in settings:

@@ -23,7 +23,7 @@ LABEL = "label"  # the payload's field for VectorDBBench's labels
 
 
 class SoftDBConfig(DBConfig):
-    """Where the databases lie: each collection is a directory below `path`."""
+    """Folder of the databases: each collection is a directory below `path`."""
 
     path: str
 
@@ -110,7 +110,7 @@ class SoftDBClient(VectorDB):
         self._open("rw").build_index(**self.case.index_param())
 
     def prepare_filter(self, filters: Filter) -> None:
-        """What the next searches are asked with: ids from a number on, or one label."""
+        """Set the filter of the next searches: ids from a number on, or one label."""
         if filters.type == FilterOp.NonFilter:
             self.where = None
         elif filters.type == FilterOp.NumGE:

@@ -38,7 +38,7 @@ def loaded() -> ModuleType | None:
 
 
 def available() -> bool:
-    """Whether there are kernels; else torch serves."""
+    """Return True if there are kernels; else torch serves."""
     return loaded() is not None
 
 

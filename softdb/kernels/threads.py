@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 def workers(products: int) -> int:
-    """How many threads so many products are worth."""
+    """Number of threads for so many products."""
     return max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
 
 
@@ -42,7 +42,7 @@ def by_lines(
 
 
 def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
-    """What the work finds in each part, one thread a part."""
+    """Return the results of the work for each part, one thread a part."""
     if len(parts) == 1:
         return [work(parts[0])]
     return list(_pool(os.getpid(), len(parts)).map(work, parts))

@@ -1,4 +1,4 @@
-"""What torch.compile and autocast leave alone, as they do the verbs of a database."""
+"""Decorators that keep torch.compile and autocast out, as for the verbs of a database."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _like(encoder: Encode) -> Tensor | None:
 
 
 def device_of(encoder: Encode) -> torch.device | None:
-    """Where the encoder's parameters lie; None where it has none."""
+    """Device of the encoder's parameters; None if it has none."""
     like = _like(encoder)
     return None if like is None else like.device
 
@@ -159,7 +159,7 @@ def _shaped(encoded: object, count: int, dim: int | None) -> int:
 
 
 def unindexed(snapshot: Snapshot, version: Version, allowed: Live | None = None) -> Live:  # (size,) -> (size,)
-    """Which records came after a version."""
+    """Mask of records that came after a version."""
     keep = snapshot.live.copy() if allowed is None else snapshot.live & allowed
     if snapshot.contiguous:
         keep[: version.indexed_until] = False

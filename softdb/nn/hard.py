@@ -146,7 +146,7 @@ class MovingBaseline(torch.nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def extra_repr(self) -> str:
-        """How much of the past is kept."""
+        """Return the momentum of the average."""
         return f"momentum={self.momentum}"
 
     __call__: Callable[..., Tensor]

@@ -16,7 +16,7 @@ from softdb.errors import BadInput
 
 
 class Masks(NamedTuple):
-    """What may not attend, and what is added to the scores; each (N or 1, heads or 1, L or 1, n) or None."""
+    """Blocked positions, and the numbers added to scores; each (N or 1, heads or 1, L or 1, n) or None."""
 
     blocked: Tensor | None  # bool
     added: Tensor | None  # floating
@@ -60,7 +60,7 @@ def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
 
 
 def _split(mask: Tensor) -> Masks:
-    """What a mask blocks, and what it adds to the others, None where that is 0."""
+    """Positions that a mask blocks, and the numbers that it adds to others, None if these are 0."""
     if mask.dtype is torch.bool:
         return Masks(mask, None)
     blocked = mask == -torch.inf

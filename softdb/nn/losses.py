@@ -44,7 +44,7 @@ IMPOSSIBLE = 100.0  # what a label without any weight costs, as in torch.nn.BCEL
 
 
 class Asking(TypedDict, total=False):
-    """How a loss asks for the answers that it judges: as `SoftDB.attend` is asked; None is the default."""
+    """Arguments of the answers that a loss judges: as of `SoftDB.attend`; None is the default."""
 
     temperature: float | None
     score: Score | ScoreFunction | None

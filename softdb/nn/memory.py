@@ -126,7 +126,7 @@ class Memory(Reindexed):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie. Raises BadInput where keys and values lie apart."""
+        """Device of the parameters. Raises BadInput where keys and values lie apart."""
         devices = {parameter.device for parameter in self.parameters()}
         if len(devices) > 1:
             where = " and ".join(f"{name} on {one.device}" for name, one in self.named_parameters())
@@ -134,7 +134,7 @@ class Memory(Reindexed):
         return devices.pop()
 
     def __len__(self) -> int:
-        """How many records are held."""
+        """Number of records held."""
         return len(self._followed.origin.rows)
 
     def extra_repr(self) -> str:
@@ -165,7 +165,7 @@ class Memory(Reindexed):
         return Parameters(self._at_newest(), self.keys, self.values, self._stale.now, self.overfetch)
 
     def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
-        """What is asked, checked, where the parameters lie, and these; temperature None: its own."""
+        """Return a checked request on the parameters' device, and its source; temperature None: its own."""
         device = self.device
         asked, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
         heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
@@ -206,7 +206,7 @@ class Memory(Reindexed):
         return self._recall
 
     def report(self) -> MemoryReport:
-        """How old the candidates are, what renewing them cost, and what had a gradient since the last commit."""
+        """Return the age of the candidates, the cost of renewing them, and the records touched since a commit."""
         seconds, touched = self._stale.now.seconds, int(self._touched.sum())
         counts = len(self), self.steps, self.age, self._recall, self.reindexing, self._reindexes
         return MemoryReport(*counts, seconds, self._seconds, touched)

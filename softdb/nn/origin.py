@@ -1,4 +1,4 @@
-"""Which record each parameter of a memory stands for, as of one generation of the database."""
+"""Records that the parameters of a memory stand for, as of one generation of the database."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ class Origin:
 
     @cached_property
     def positions(self) -> Rows:
-        """Where each record stands, (n,), -1 where it is gone from the files."""
+        """Positions of the records, (n,), -1 for one that is gone from the files."""
         return self.snapshot.positions(self.rows)
 
     @cached_property
     def present(self) -> Live:
-        """Which records are still there as they were, (n,): neither deleted nor replaced."""
+        """Mask of records that are still there as they were, (n,): neither deleted nor replaced."""
         if not self.snapshot.size:
             return np.zeros(len(self.rows), np.bool_)
         return (self.positions >= 0) & self.snapshot.live[self.positions]
 
     @cached_property
     def count(self) -> int:
-        """How many of them are there."""
+        """Number of them that are still there."""
         return int(np.count_nonzero(self.present))
 
     @cached_property
@@ -114,7 +114,7 @@ class Origin:
 
     @property
     def indexed(self) -> bool:
-        """Whether the database has an index."""
+        """True if the database has an index."""
         report = self.db.core.finder.report()
         return report is not None and report.kind != "flat"
 
@@ -182,7 +182,7 @@ class Followed:
         return cls(origin, origin.names())
 
     def told(self) -> Tensor:  # (n, DIGEST) bytes
-        """Which records the parameters stand for, as a state_dict holds it; zeros where the record is gone."""
+        """Records that the parameters stand for, as a state_dict holds them; zeros where the record is gone."""
         names = np.where(self.origin.present, self.names, UNKNOWN).astype(self.names.dtype)
         return torch.from_numpy(names.view(np.uint8).reshape(-1, DIGEST))
 
@@ -191,7 +191,7 @@ class Followed:
         told: object,  # (m, DIGEST) bytes, as `told` of another memory
         columns: list[Tensor],  # (m, …) that came with it
     ) -> Rows:  # (n,), -1 = not there
-        """Where each parameter's record stands in the state of another memory.
+        """Positions of the parameters' records in the state of another memory.
 
         Raises BadInput unless both hold the same records; those that are gone from one of them do not count.
         """

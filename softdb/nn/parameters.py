@@ -28,7 +28,7 @@ from softdb.store.snapshot import Block
 
 
 def chosen(schema: Schema, keys: object, values: object) -> tuple[bool, bool]:
-    """Whether keys and values are trained. Raises BadInput for what a memory cannot train."""
+    """Return which of keys and values are trained, as two bools. Raises BadInput for what a memory cannot train."""
     if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
         raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
     if values and schema.value_dim is None:
@@ -52,12 +52,12 @@ class Parameters(Source):
 
     @property
     def live(self) -> Live:
-        """Which parameters' records are there."""
+        """Mask of the parameters whose records are there."""
         return self.origin.present
 
     @property
     def count(self) -> int:
-        """How many are."""
+        """Number of those records."""
         return self.origin.count
 
     @property
@@ -77,7 +77,7 @@ class Parameters(Source):
 
     @property
     def stale(self) -> bool:
-        """Whether candidates come from keys as they were; else comparing them all, as they are, costs no more.
+        """True if candidates come from keys as they were; else comparing them all, as they are, costs no more.
 
         On a GPU it never does: what fits there is read in some milliseconds.
         """

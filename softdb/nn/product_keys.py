@@ -93,7 +93,7 @@ class ProductKeys(torch.nn.Module):
     __call__: Callable[..., Tensor]
 
     def forward(self, inputs: Tensor) -> Tensor:  # (…, dim) -> (…, value_dim)
-        """What the memory holds for each input, summed over heads. Raises BadInput for inputs that do not fit."""
+        """Return the memory's values for each input, summed over heads. Raises BadInput for inputs that do not fit."""
         slots, scores = self.find(inputs)
         flat = (-1, self.num_heads * self.k)
         weights = scores.softmax(-1).reshape(flat).to(self.values.dtype)

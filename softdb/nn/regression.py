@@ -90,7 +90,7 @@ class _NadarayaWatson(torch.nn.Module):
         return self.db.attend(queries, score=self.kernel, k=k, where=where, mask=mask).output
 
     def leave_one_out(self, places: Tensor | None = None) -> tuple[Tensor, Tensor]:  # (b,) -> (b, v), (b, v)
-        """What is told for stored records from all others, and what is true of them; a duplicate is another record.
+        """Predictions for stored records from all others, and their true values; a duplicate is another record.
 
         `places` are the records' int64 places in row order; None: all. Differentiable in the bandwidth: their distance
         is what to train it by. Cost b n (d + v), and a mask of b n bits; the database must not change meanwhile. Raises

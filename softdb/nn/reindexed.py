@@ -1,4 +1,4 @@
-"""What a View and a Memory share: candidates from a stale index, and the policies that say when it is made anew.
+"""Base of View and Memory: candidates from a stale index, and the policies that say when it is made anew.
 
 Every so many steps, by recall, never: the three of ATLAS (Izacard et al. 2022, section 2.4); and REALM's asynchronous
 one (Guu et al. 2020, section 3.3).
@@ -56,7 +56,7 @@ class Reindexed(torch.nn.Module, ABC):
 
     @property
     def reindexing(self) -> bool:
-        """Whether the vectors are being indexed anew in the background."""
+        """True if the vectors are being indexed anew in the background."""
         return self._build is not None and not self._build.done
 
     def step(self) -> str:
@@ -100,11 +100,11 @@ class Reindexed(torch.nn.Module, ABC):
 
     @abstractmethod
     def _work(self, background: bool) -> Work | None:
-        """What makes the next version of the stale index, and counts it; None where there is nothing to do."""
+        """Function that makes the next version of the stale index, and counts it; None where there is nothing to do."""
 
     @abstractmethod
     def _lags(self) -> bool:
-        """Whether candidates come from vectors as they were."""
+        """Return True if candidates come from vectors as they were."""
 
     def _counted(self, report: ReindexReport) -> ReindexReport:
         self._reindexes += 1

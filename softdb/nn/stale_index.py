@@ -60,7 +60,7 @@ class Version:
         return None if self.index is None else Searcher(self.index)
 
     def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
-        """Which of the records are still there, and allowed; the last are remembered: an index knows them again."""
+        """Mask of records that are still there, and allowed; the last few are cached: an index knows them again."""
         named = snapshot.live if allowed is None else allowed
 
         def computed() -> Live:

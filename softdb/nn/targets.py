@@ -1,4 +1,4 @@
-"""What losses compare answers with: the records that each query shall find or avoid, class labels, tensors."""
+"""Targets of losses: the records that each query shall find or avoid, class labels, tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Positives(NamedTuple):
         return self.source.scored(self.request, positions)[:2]
 
     def wins(self, positions: Rows) -> NDArray[np.bool_]:  # (q, k), -1 = none -> (q, k)
-        """Which of some records each query shall find."""
+        """Records that each query shall find."""
         found: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
         return found
 
@@ -54,7 +54,7 @@ def asked(
     tolerance: check.Tolerance | None = None,
     generator: torch.Generator | None = None,
 ) -> Positives:
-    """What a loss over positives asks, checked; one look into the catalogue for all ids.
+    """Checked request of a loss over positives; one look into the catalogue for all ids.
 
     Raises UnknownId for a positive that is not stored; BadInput for a query without one, one outside `where`, or
     another number of them than of queries; StaleRead for one that is being replaced at this moment.
@@ -136,7 +136,7 @@ def _several(value: Any) -> list[Any]:
 
 
 def live(positions: Rows, like: Tensor) -> Tensor:
-    """Where there is a record, on the device of another tensor."""
+    """Mask of records, on the device of another tensor."""
     return torch.from_numpy(positions >= 0).to(like.device)
 
 
@@ -157,7 +157,7 @@ def mined(ask: Positives, count: int, skip: int, pool: int, generator: torch.Gen
 
 
 def without(found: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q, k)
-    """What was found, -1 where it is among the positions of its query."""
+    """Candidates, -1 where one is among the positions of its query."""
     return np.where((found[:, :, None] == positions[:, None, :]).any(2), -1, found)
 
 

@@ -1,4 +1,4 @@
-"""How true the gradients of a truncated or estimated soft query are: measured on a sample, while training goes on."""
+"""Accuracy of the gradients of a truncated or estimated soft query: measured on a sample, while training goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from softdb.typing import Vectors
 
 
 class GradientReport(NamedTuple):
-    """What a soft query misses of the exact one, one entry a query."""
+    """Errors of a soft query beside the exact one, one entry a query."""
 
     mass: Tensor  # (q,) share of the exact weight that its candidates hold; 1 where exact
     effective: Tensor  # (q,) exp(entropy) of the exact weights: among how many equal records they are as spread out

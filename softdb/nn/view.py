@@ -205,7 +205,7 @@ class View(Reindexed):
         where: dict[str, Any] | None = None,
         exact: bool = False,
     ) -> tuple[Request, Encoded]:
-        """What is asked, checked, and the encoded records; `exact`: k are found by comparing every record."""
+        """Return a checked request and the encoded records; `exact`: k are found by comparing every record."""
         self.db.core.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
@@ -275,7 +275,7 @@ class View(Reindexed):
         return self._recall
 
     def report(self) -> ViewReport:
-        """How old the stale index is, and what it cost."""
+        """Return the age of the stale index and its cost."""
         self.db.core.require_open()
         now, snapshot = self._stale.now, self.db.core.view()[0]
         return ViewReport(
@@ -339,7 +339,7 @@ class View(Reindexed):
         return self
 
     def _start(self) -> None:
-        """What no copy takes along."""
+        """Make the locks and the state that no copy takes along."""
         self._first, self._running = threading.Lock(), threading.RLock()
         self._build, self._asked = None, None
 

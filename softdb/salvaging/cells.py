@@ -47,7 +47,7 @@ def spot(data: bytes, at: int, inner: bool, table: bool) -> Spot:
 
 
 def local_size(size: int, page: int, table: bool) -> int:
-    """How much of a record is on its own page."""
+    """Number of bytes of a record on its own page."""
     most = page - 35 if table else (page - 12) * 64 // 255 - 23
     if size <= most:
         return size

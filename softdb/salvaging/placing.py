@@ -1,4 +1,4 @@
-"""Where the vectors of records lie in column files whose catalogue, names or headers may be damaged.
+"""Places of the records' vectors in column files whose catalogue, names or headers may be damaged.
 
 A record's checksums tell: its key lies in the slot whose bytes give the key's checksum, and its value likewise. First
 each file is held against what the catalogue says of its segment. A file that then holds little of what it should, or
@@ -50,7 +50,7 @@ class ColumnSpec(NamedTuple):
 
 
 def columns(schema: Schema) -> list[ColumnSpec]:
-    """What a schema's records have."""
+    """Columns that a schema's records have."""
     found = [ColumnSpec("keys", schema.dtype, (schema.dim,))]
     if schema.has_values:
         found.append(ColumnSpec("values", schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)))
@@ -66,7 +66,7 @@ def file_of(directory: Path, column: str, number: int) -> Path:
 
 
 def at_once(size: int) -> int:
-    """How many slots of so many bytes are read at once."""
+    """Number of slots of so many bytes that are read at once."""
     return max(1, min(_AT_ONCE, _BYTES // size))
 
 
@@ -105,7 +105,7 @@ def crcs_in(path: Path, size: int) -> Numbers:
 
 
 def rows_in(directory: Path, number: int) -> Numbers | None:
-    """What a segment's column of rows says, -1 where it cannot be read; None where there is none."""
+    """Rows by a segment's column of rows, -1 where it cannot be read; None where there is none."""
     try:
         with files.open_regular(file_of(directory, "rows", number)) as file:
             slots = min(max(file.seek(0, io.SEEK_END) - HEAD, 0) // 8, MAX_ROWS)
@@ -142,21 +142,21 @@ def _numbers(directory: Path, column: str) -> list[int]:
 
 
 def _mostly_not(scratch: apsw.Connection, column: str, number: int) -> bool:
-    """Whether the records that should lie in a file mostly do not."""
+    """Return True if the records that should lie in a file mostly do not."""
     sql = f"SELECT count({column}_slot), count(*) FROM found WHERE {column}_file = ?"
     counts: list[Any] = scratch.execute(sql, (number,)).fetchall()
     return bool(2 * counts[0][0] < counts[0][1])
 
 
 class Claim(NamedTuple):
-    """Which rows lie in which slots, as something says; one that is wrong does no harm."""
+    """Rows and their slots by one source; one that is wrong does no harm."""
 
     rows: Numbers  # (m,) ascending
     slots: Numbers  # (m,)
 
 
 class _Said:
-    """What the catalogue, and columns of rows, say of where rows lie."""
+    """Places of rows by the catalogue and by columns of rows."""
 
     def __init__(self, remains: Remains, directory: Path) -> None:
         self.entries = {entry.number: entry for entry in remains.segments()}
@@ -164,7 +164,7 @@ class _Said:
         self.directory = directory
 
     def claims(self, number: int) -> Iterator[Claim]:
-        """Where rows of a segment lie."""
+        """Places of a segment's rows."""
         rows, entry = rows_in(self.directory, number), self.entries.get(number)
         if rows is not None:
             kept = np.flatnonzero(rows >= 0)
@@ -175,7 +175,7 @@ class _Said:
             yield Claim(entry.first_row + slots, slots)
 
     def is_doubtful(self, number: int) -> bool:
-        """Whether the catalogue does not know a segment, or its column of rows is not as it was written."""
+        """Return True if the catalogue does not know a segment, or its column of rows is not as it was written."""
         crc = self.gaps.get(number)
         if number not in self.entries or crc is None:
             return number not in self.entries
@@ -239,7 +239,7 @@ class _File:
         return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
     def _sure(self, hits: int) -> bool:
-        """Whether so many hits in one line are none of chance.
+        """Return True if so many hits in one line are none of chance.
 
         A checksum is met by chance in one of the slots with probability c / 2³², so hits do so on about
         u (c / 2³²)^hits of the u lines.

@@ -1,4 +1,4 @@
-"""What can still be read of a damaged catalogue without opening it as a database.
+"""Contents that can still be read of a damaged catalogue without opening it as a database.
 
 Trees are found by their names in the schema, or else where SQLite puts them when it lays a catalogue out. Leaves that
 no tree reaches any more, because a page above them is damaged, are looked for, unless the list of freed pages is
@@ -104,7 +104,7 @@ class Remains:
         return -1 if state is None else state.generation
 
     def _adds_up(self) -> bool:
-        """Whether there are as many records as there should be: after half a checkpoint there are others."""
+        """Return True if there are as many records as there should be: after half a checkpoint there are others."""
         seen = self.pages.seen.copy()
         try:
             keyless = [cell.columns is not None and cell.columns[3] is None for cell in self.records()]
@@ -119,7 +119,7 @@ class Remains:
 
     @property
     def found(self) -> bool:
-        """Whether there is a table of records: the schema says so, or there is an entry of one."""
+        """True if there is a table of records: the schema says so, or there is an entry of one."""
         if self._named:
             return True
         seen = self.pages.seen.copy()
@@ -129,7 +129,7 @@ class Remains:
             self.pages.seen = seen
 
     def expected(self) -> int:
-        """How many records with a key there should be, by rows and tombstones; 0 where these are lost."""
+        """Expected number of records with a key, by rows and tombstones; 0 where these are lost."""
         state, gone = self.state(), self.settings().get("gone", 0)
         if state is None or not isinstance(gone, int):
             return 0
@@ -215,7 +215,7 @@ class Remains:
 
 
 def is_dead(dead: dict[int, bytes], row: int) -> bool:
-    """Whether a row has a tombstone."""
+    """Return True if a row has a tombstone."""
     packed = dead.get(row // format.CHUNK)
     bit = row % format.CHUNK
     return packed is not None and bool(packed[bit // 8] >> bit % 8 & 1)
@@ -253,7 +253,7 @@ def _numbers(row: tuple[Value, ...]) -> list[int]:
 
 
 def _laid_out() -> list[tuple[str, int]]:
-    """Where SQLite puts the trees of a new catalogue, and of one that it has vacuumed."""
+    """Pages where SQLite puts the trees of a new catalogue, and of one that it has vacuumed."""
     connection = apsw.Connection(":memory:")
     try:
         connection.execute(format.TABLES)

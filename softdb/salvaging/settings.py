@@ -1,4 +1,4 @@
-"""What the records of a damaged database are: by its settings, or by what else says so."""
+"""Schema of a damaged database: by its settings, or by what else says so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
 def schema_of(remains: Remains, path: Path, words: dict[str, Any], notes: list[str]) -> Schema:
-    """What the records are, by the settings, else by the words, else by the headers of column files."""
+    """Schema of the records by the settings, else by the words, else by the headers of column files."""
     settings = {name: value for name, value in remains.settings().items() if name in _SETTINGS}
     given = {name: one for name, one in words.items() if one is not None}
     headers, known = _headers(path), {name: one for name, one in settings.items() if one is not None}
@@ -45,7 +45,7 @@ def _guessed(said: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:
 
 
 def _headers(path: Path) -> dict[str, Any]:
-    """What most column files say of their kind."""
+    """Header that most column files of a kind have."""
     kinds: dict[str, Counter[tuple[bytes, bytes | None]]] = {"keys": Counter(), "values": Counter()}
     for file in path.glob("*-*.npy"):
         with contextlib.suppress(OSError), files.open_regular(file) as opened:

@@ -1,4 +1,4 @@
-"""Which of a damaged catalogue's records can be trusted: what the table of records says is held against its checksums,
+"""Records of a damaged catalogue that can be trusted: the table of records is held against its checksums,
 against the index of its ids, and against the tombstones.
 
 An id has no checksum, but it is stored twice, in the table and in the index: where these differ, it is not known

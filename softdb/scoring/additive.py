@@ -62,7 +62,7 @@ class Additive(torch.nn.Module):
 
     @property
     def query_dim(self) -> int:
-        """How wide queries are."""
+        """Width of queries."""
         return self.query_weight.shape[1]
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
@@ -133,7 +133,7 @@ class LinearAdditive(torch.nn.Module):
 
     @property
     def query_dim(self) -> int:
-        """How wide queries are."""
+        """Width of queries."""
         return len(self.query_weight)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)

@@ -149,7 +149,7 @@ def _losses(
     kernel: type[Kernel],
     hs: list[float],
 ) -> list[float]:
-    """What each bandwidth loses, infinite where some record reaches no other."""
+    """Loss of each bandwidth, infinite where some record reaches no other."""
     kernels, losses = [kernel(h) for h in hs], [0.0] * len(hs)
     for part, squares in apart:
         measured = torch.empty_like(squares)

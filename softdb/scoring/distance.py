@@ -21,7 +21,7 @@ WIDENED = 4096  # keys held in float64 at once: a few MB, which stay in cache
 
 
 class DistanceScore(torch.nn.Module):
-    """What scores of u = ‖(q - k) / h‖ share: the bandwidth h, one number or one for each coordinate.
+    """Base of scores of u = ‖(q - k) / h‖: the bandwidth h, one number or one for each coordinate.
 
     h is kept as its logarithm, `log_bandwidth`, so that a trained one stays above 0: a parameter where `learnable`, in
     the dtype of the tensor given or else torch's default; else a float64 buffer. Without a bandwidth h is 1.

@@ -1,4 +1,4 @@
-"""What a caller names or gives, made canonical: a weighting by its name, a mask by the lengths of a padded batch."""
+"""Canonical forms of arguments: a weighting by its name, a mask by the lengths of a padded batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every score promises, how it folds into what an index can find, and the checks they share."""
+"""Protocol of scores, their folding into a form that an index can find, and their checks."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Score(Protocol):
         """Scores of keys; larger is closer."""
 
     def fold(self, queries: Tensor) -> Fold | None:  # (…, q, d)
-        """How an index must see this score; None where no index can find its nearest records."""
+        """Return the form in which an index must see this score; None where no index can find its nearest records."""
 
 
 def fold(score: Score | ScoreFunction, queries: Tensor) -> Fold | None:  # (…, q, d)
-    """How an index must see a score; None where no index can find its nearest records.
+    """Return the form in which an index must see a score; None where no index can find its nearest records.
 
     A plain callable has no fold, unless it carries an attribute `metric`, a softdb.check.Metric: that says that it
     ranks records as the metric does, for the queries as they are.
@@ -80,7 +80,7 @@ def metric_of(score: Score | ScoreFunction) -> Metric:
 
 
 def query_width(score: Score | ScoreFunction, key_dim: int) -> int:
-    """How wide queries must be: a score's own `query_dim`, where it has one, else as wide as the keys."""
+    """Width that queries must have: a score's own `query_dim`, where it has one, else as wide as the keys."""
     return int(attribute(score, "query_dim", key_dim))
 
 

@@ -1,4 +1,4 @@
-"""What every weighting promises, and what their files share."""
+"""Protocol of weightings, and functions that their files share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Weighed(NamedTuple):
-    """What a weighting makes of scores (…, k)."""
+    """Weights that a weighting makes of scores (…, k)."""
 
     weights: Tensor  # (…, k)
     lse: Tensor  # (…): the smoothed largest z; -inf where nothing is live
@@ -28,11 +28,11 @@ class Weighting(Protocol):
 
     @property
     def name(self) -> str:
-        """What `weighting` calls it."""
+        """Name by which `weighting` knows it."""
 
     @property
     def sparse(self) -> bool:
-        """Whether live entries with finite scores may weigh exactly 0."""
+        """True if live entries with finite scores may weigh exactly 0."""
 
     def weigh(
         self,

@@ -1,4 +1,4 @@
-"""What a query or a copy may cost. Guarantee: it follows from the bytes on disk, not from what a header claims."""
+"""Limits of a query or a copy. Guarantee: it follows from the bytes on disk, not from what a header claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Budget:
         self._steps = math.inf
 
     def __call__(self) -> bool:
-        """Whether to stop."""
+        """True if the work is to stop."""
         self._steps -= 1
         return self._steps < 0
 

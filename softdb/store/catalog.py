@@ -28,7 +28,7 @@ _SETTINGS = "SELECT name, value, crc FROM settings"
 
 
 class CatalogState(NamedTuple):
-    """What every commit moves."""
+    """Counters that every commit moves."""
 
     generation: int
     next_row: int
@@ -126,7 +126,7 @@ class Catalog:
             self._budget.end()
 
     def _bytes(self) -> int:
-        """What the catalogue occupies, on disk or in memory: a header may claim more."""
+        """Bytes that the catalogue occupies, on disk or in memory: a header may claim more."""
         files = (self.connection.filename, self.connection.filename_wal)
         return sum(map(occupied, files)) if files[0] else self._claimed()
 
@@ -219,7 +219,7 @@ class Catalog:
         return np.concatenate([np.empty(0, np.int64), *(chunk * CHUNK + np.flatnonzero(bits) for chunk, bits in found)])
 
     def live(self, rows: int) -> NDArray[np.bool_]:
-        """Which of the rows 0 … rows - 1 have no tombstone."""
+        """Mask of the rows 0 … rows - 1 without a tombstone."""
         live = np.ones(-(-rows // CHUNK) * CHUNK, np.bool_)
         for chunk, bits in self._tombstones(rows):
             live[chunk * CHUNK : (chunk + 1) * CHUNK] = ~bits
@@ -289,7 +289,7 @@ class Catalog:
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?, ?, ?)", records)
 
     def lookup(self, ids: Sequence[Id], whole: bool = False) -> dict[Id, RecordEntry]:
-        """Where those ids are that are stored; `whole`: with payload and text."""
+        """Entries of those ids that are stored; `whole`: with payload and text."""
         with contextlib.suppress(TypeError):  # str and int mixed have no order
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
         columns = "r.payload, r.text" if whole else "NULL, NULL"
@@ -297,7 +297,7 @@ class Catalog:
         return {one.id: one for one in plain(self._looked_up(sql, json.dumps(ids)))}
 
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
-        """What those rows hold that hold a record: ids, and what is asked for. Raises CorruptionError."""
+        """Entries of those rows that hold a record: ids, and what is asked for. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
         return {one.row: one for one in plain(self._looked_up(sql, _json(rows)))}

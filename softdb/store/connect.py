@@ -134,7 +134,7 @@ def refused(error: Exception) -> str:
 
 
 def of_text_index(error: Exception) -> bool:
-    """Whether FTS5 has met what it does not write; no read or write was refused then."""
+    """Return True if FTS5 has met what it does not write; no read or write was refused then."""
     known = isinstance(error, apsw.CorruptError | apsw.SQLError)
     return known and (getattr(error, "extendedresult", 0) == apsw.SQLITE_CORRUPT_VTAB or "fts5" in str(error))
 

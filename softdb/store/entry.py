@@ -1,4 +1,4 @@
-"""What the catalogue gives of a stored record, once it is of the types that softdb writes."""
+"""Entry of a stored record in the catalogue, checked to be of the types that softdb writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What softdb does with files other than the catalogue's. Guarantee: each step is on disk when it returns.
+"""Operations on files other than the catalogue's. Guarantee: each step is on disk when it returns.
 
 `folder`: the descriptor of a file's directory; then what is meant is the file of that name there, even where the
 directory was renamed and another has taken its path.

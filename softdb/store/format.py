@@ -1,4 +1,4 @@
-"""What a catalogue is made of, and whether a file is one.
+"""Layout of a catalogue, and the check that a file is one.
 
 The format, as MUSTs:
 
@@ -61,7 +61,7 @@ CREATE TABLE gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT
 
 
 def recognise(connection: apsw.Connection, place: str) -> bool:
-    """Whether a catalogue is laid out; not where its creation was cut short.
+    """Return True if a catalogue is laid out; not where its creation was cut short.
 
     Raises NotADatabase, FormatTooNew, and CorruptionError where the schema is not what it must be.
     """
@@ -104,7 +104,7 @@ def _ours(kind: str, name: str, what: tuple[str, str | None], expected: dict[tup
 
 @cache
 def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, str | None]]:
-    """What SQLite itself makes of our statements."""
+    """Schema as SQLite itself stores our statements."""
     connection = apsw.Connection(":memory:")
     try:
         connection.execute(TABLES if tokenizer is None else TABLES + text_index_sql(tokenizer))

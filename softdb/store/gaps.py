@@ -1,4 +1,4 @@
-"""What compaction leaves in the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
+"""Traces of compaction in the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
 
 The format, as MUSTs (none of it is there before a first compaction):
 
@@ -25,14 +25,14 @@ MAX_SEGMENT = 10**8 - 2  # their files are named by eight digits
 
 
 class Gaps(NamedTuple):
-    """What is missing, and where."""
+    """Missing rows, and their segments."""
 
     gone: int  # rows that no segment holds
     checksums: dict[int, int]  # of the row columns, by segment
 
 
 def read(catalog: Catalog) -> Gaps:
-    """What compactions have left."""
+    """Read the traces of compactions."""
     gone = catalog.setting("gone")
     sql = "SELECT segment, rows_crc FROM gaps LIMIT (SELECT count(*) + 1 FROM segments)"  # pages may form a cycle
     found = catalog.all(sql) if gone else []
@@ -43,12 +43,12 @@ def read(catalog: Catalog) -> Gaps:
 
 
 def follows(entry: SegmentEntry, row: int, gone: int) -> bool:
-    """Whether a segment may come where the rows before it end at `row`."""
+    """Return True if a segment may come where the rows before it end at `row`."""
     return entry.first_row >= row if gone else entry.first_row == row
 
 
 def adds_up(entries: Iterable[SegmentEntry], next_row: int, gone: int) -> bool:
-    """Whether segments and what was compacted away are all rows there were."""
+    """Return True if segments and what was compacted away are all rows there were."""
     return sum(entry.used for entry in entries) + gone == next_row
 
 

@@ -29,7 +29,7 @@ Rows = NDArray[np.int64]
 
 
 def digest(text: str) -> str:
-    """What tells a text from every other."""
+    """Digest of a text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -37,7 +37,7 @@ class Gathered:
     """The new keys of rows."""
 
     def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
-        """What a run by the same encoder has left, or nothing yet. One without a name may be any, and begins anew.
+        """Remains of a run by the same encoder, or nothing yet. One without a name may be any, and begins anew.
 
         Raises DatabaseLocked where another run goes on, BadInput where others' files lie in its folder, WriteFailed.
         """
@@ -61,7 +61,7 @@ class Gathered:
         return store
 
     def _found(self, made: Keyed) -> Store | None:
-        """What a run has left, if it is sound and of this one; else nothing stays there."""
+        """Return the remains of a run, if they are sound and of this one; else remove them."""
         if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
             return None
         require_ours(self._folder)

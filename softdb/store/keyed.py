@@ -1,4 +1,4 @@
-"""What made a database's keys: their schema, the name of their encoder, and since which generation that holds.
+"""Origin of a database's keys: their schema, the name of their encoder, and since which generation that holds.
 
 The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent where none is known. The
 setting `reembedded` is the generation that made all keys anew, absent before; such a commit MUST give every segment a
@@ -20,7 +20,7 @@ _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
 class Keyed(NamedTuple):
-    """What made the keys of a generation."""
+    """Origin of the keys of a generation."""
 
     schema: Schema
     encoder: str | None  # its name
@@ -39,7 +39,7 @@ def require_name(name: str) -> str:
 
 
 def read(catalog: Catalog) -> Keyed:
-    """What made the keys of the generation that a connection reads. Raises CorruptionError."""
+    """Origin of the keys of the generation that a connection reads. Raises CorruptionError."""
     settings = catalog.settings()
     missing = [name for name in _SCHEMA if name not in settings]
     if missing:

@@ -17,7 +17,7 @@ _UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal"
 
 
 def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
-    """What softdb makes in a directory, or files of further names, contents before folders; and everything else."""
+    """Return softdb's entries of a directory, or files of further names, contents before folders; and all others."""
     ours, others = list[Path](), list[Path]()
     if path.name.startswith(".softdb-"):
         more += _UNFINISHED

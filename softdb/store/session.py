@@ -203,7 +203,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether the handle was closed."""
+        """True if the handle was closed."""
         return self._reader is None or not (self._reader.connected or self._reader.inherited)
 
     def require_open(self) -> None:
@@ -236,7 +236,7 @@ class Session:
 
     @property
     def reader(self) -> Reader:
-        """What reads. Raises Closed."""
+        """Return the reader. Raises Closed."""
         self.require_open()
         assert self._reader is not None
         return self._reader
@@ -253,12 +253,12 @@ class Session:
 
     @property
     def keyed(self) -> keyed.Keyed:
-        """What made the keys of that snapshot."""
+        """Origin of the keys of that snapshot."""
         return self.loader.loaded.keyed
 
     @property
     def schema(self) -> Schema:
-        """What that snapshot stores."""
+        """Schema of that snapshot."""
         return self.loader.loaded.keyed.schema
 
     @on_thread
@@ -272,7 +272,7 @@ class Session:
 
     @property
     def writer(self) -> Writer:
-        """What writes. Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
+        """Return the writer. Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
         self.require_open()
         if self.mode != "rw" or self._writer is None:
             raise ReadOnly("this handle is read-only; open the database with mode='rw' to write")
@@ -310,5 +310,5 @@ class Session:
 
     @property
     def relaxed(self) -> bool:
-        """Whether changes may wait."""
+        """True if changes may wait."""
         return self._relaxed and self.mode == "rw"

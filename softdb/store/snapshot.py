@@ -120,12 +120,12 @@ class Snapshot:
         return np.sort(np.concatenate([rows, self.keyless])) if len(self.keyless) else rows
 
     def keyed(self, rows: Rows) -> Live:
-        """Which of rows (m,) lie in a slot of this generation and are not of records without a key."""
+        """Mask of rows (m,) that lie in a slot of this generation and are not of records without a key."""
         found: Live = self.positions(rows) >= 0
         return found & ~np.isin(rows, self.keyless) if len(self.keyless) else found
 
     def holds(self, rows: Rows) -> Live:
-        """Which of rows (m,) this generation knows, with a key or without."""
+        """Mask of rows (m,) that this generation knows, with a key or without."""
         found: Live = self.positions(rows) >= 0
         return found | np.isin(rows, self.keyless) if len(self.keyless) else found
 
@@ -136,7 +136,7 @@ class Snapshot:
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether rows are simply positions (true until a compaction leaves gaps)."""
+        """True if rows are simply positions (true until a compaction leaves gaps)."""
         return all(
             s.rows is None and s.first_row == start for s, start in zip(self.segments, self.starts, strict=False)
         )

@@ -41,7 +41,7 @@ def checksums(column: Array) -> list[int]:
 
 
 def damaged(fetch: Fetch, segment: Segment, only: Rows | None = None) -> Iterator[Damage]:
-    """Which keys and values of a segment's records, or of some rows of it (m,) alone, differ from their checksums.
+    """Keys and values of a segment's records, or of some rows of it (m,), that differ from their checksums.
 
     Cost: every byte of them is read once. A record that the segment does not hold is not looked at.
     """
@@ -58,7 +58,7 @@ def damaged(fetch: Fetch, segment: Segment, only: Rows | None = None) -> Iterato
 
 
 def damaged_texts(fetch: FetchTexts, only: Rows | None = None) -> Iterator[Damage]:
-    """Which payloads and texts of all records, or of some rows (m,), differ from their checksums. Cost: as above."""
+    """Payloads and texts of all records, or of some rows (m,), that differ from their checksums. Cost: as above."""
     for column in ("payload", "text"):
         if rows := fetch(column, only):
             yield Damage("catalog.sqlite", rows, f"{column} of ")

@@ -1,4 +1,4 @@
-"""What a database is, holds and occupies: metadata, read without torch or FAISS."""
+"""Description of a database and its size: metadata, read without torch or FAISS."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def noted_index(store: Store) -> IndexReport | None:
 
 
 def _unindexed(snapshot: Snapshot, covered: int) -> int:
-    """How many rows are not below `covered`."""
+    """Number of rows that are not below `covered`."""
     count = 0
     for segment in snapshot.segments:
         if segment.rows is None:

@@ -26,7 +26,7 @@ from softdb.store.soundness import damaged, damaged_texts
 
 
 class Located(NamedTuple):
-    """Where ids are in a snapshot."""
+    """Positions of ids in a snapshot."""
 
     snapshot: Snapshot
     rows: NDArray[np.int64]  # (n,), -1 for those that it does not hold
@@ -41,7 +41,7 @@ class Store(Session):
 
     @lookup
     def locate(self, ids: list[Id], whole: bool = False) -> Located:
-        """Where ids are in the snapshot, those with a key or without; `whole`: with payloads and texts."""
+        """Locate ids in the snapshot, those with a key or without; `whole`: with payloads and texts."""
         with typed_errors():
             known, snapshot = self.catalog.lookup(ids, whole), self.snapshot
         found = [known.get(one) or RecordEntry(-1, one) for one in ids]
@@ -78,7 +78,7 @@ class Store(Session):
 
     @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
-        """What `Catalog.checksums` says of the records in rows first … last."""
+        """Checksums of the records in rows first … last, as of `Catalog.checksums`."""
         with typed_errors():
             return self.catalog.checksums(first, last)
 
@@ -188,7 +188,7 @@ class Store(Session):
 
     @on_thread
     def source(self) -> str | None:
-        """What `apply` has noted last."""
+        """Return the last note of `apply`."""
         with typed_errors():
             found = self.catalog.settings().get("source")
         return found if isinstance(found, str) else None
@@ -235,7 +235,7 @@ class Store(Session):
 
     @on_thread
     def id_types(self) -> set[str]:
-        """Which of "integer" and "text" ids there are, as of now. Cost: two looks into their index."""
+        """Return the types of ids, "integer" and "text", as of now. Cost: two looks into their index."""
         ends = (f"(SELECT typeof(id) FROM records ORDER BY id {order} LIMIT 1)" for order in ("ASC", "DESC"))
         with typed_errors():
             return {kind for kind in self.catalog.one(f"SELECT {', '.join(ends)}") if kind is not None}
@@ -299,7 +299,7 @@ class Store(Session):
 
     @on_thread
     def index_entry(self) -> dict[str, Any] | None:
-        """What the catalogue knows of the index file, if there is one."""
+        """Return the catalogue's entry of the index file, if there is one."""
         with typed_errors():
             found = self.catalog.one("SELECT entry FROM indexes WHERE name = 'keys'")
         try:

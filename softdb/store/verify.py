@@ -49,7 +49,7 @@ def _records(store: Store, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
-    """What SQLite finds, and whether records and tombstones say the same."""
+    """Check the catalogue by SQLite, and records against tombstones."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
         return damage  # what its pages say is not worth asking

@@ -68,7 +68,7 @@ class Worker:
 
     @property
     def inside(self) -> bool:
-        """Whether the calling thread uses the connection; a signal's handler may have come into its query."""
+        """True if the calling thread uses the connection; a signal's handler may have come into its query."""
         return threading.get_ident() in (self._thread.ident, self._holder)
 
     def run(self, work: Callable[[], Any]) -> Any:

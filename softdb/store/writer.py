@@ -48,13 +48,13 @@ ending = False  # whether the interpreter ends: no thread will flush any more
 
 
 class Change:
-    """What an operation has done, where that spares reading it."""
+    """Effects of an operation, where they spare reading them."""
 
     appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # rows, and nothing else: all segments after
 
 
 class Writer:
-    """What writes to an open database."""
+    """Writer of an open database."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class TextTowers:
 
     @torch.no_grad()
     def encode_queries(self, texts: Sequence[str]) -> Tensor:  # (q, d)
-        """What q texts ask."""
+        """Vectors of q texts."""
         asking = check.query_encoder(self.encoder) or self.encoder
         found: Tensor = self.projection(_floats(asking(list(texts))))
         return found

@@ -67,7 +67,7 @@ class Fitted(NamedTuple):
 
 @dataclass
 class _Settings:
-    """How to train, checked."""
+    """Checked arguments of a training."""
 
     temperature: float
     k: int | None

@@ -24,7 +24,7 @@ ENCODED = 1024  # with keys that are encoded each time
 
 
 class Ranking(NamedTuple):
-    """How soon queries find a right record, by exact search."""
+    """Recall of held-out queries by exact search."""
 
     recall_1: float  # share of the queries whose nearest record is a right one
     recall_10: float  # share with a right one among the ten nearest
@@ -38,7 +38,7 @@ def ranking(
     positives: Any,  # m ids, or m lists of ids
     projection: torch.nn.Module | None = None,
 ) -> Ranking:
-    """How soon queries find one of their right records. Cost m n d: an exact search.
+    """Evaluate how soon queries find one of their right records. Cost m n d: an exact search.
 
     Recall counts queries, whatever the number of right records each has (as in Karpukhin et al. 2020, section 5). Of a
     `View` by its encoder as of the last reindexing.
@@ -132,7 +132,7 @@ def split(
 
 
 def _named(holdout: Any, positives: list[list[Id]]) -> NDArray[np.bool_]:  # (m,)
-    """Which queries the caller holds out. Raises BadInput where one shares a right record with a training query."""
+    """Return the held-out queries. Raises BadInput where one shares a right record with a training query."""
     found, m = np.asarray(holdout.cpu() if isinstance(holdout, Tensor) else holdout), len(positives)
     if found.dtype != np.bool_ or found.shape != (m,):
         raise BadInput(

@@ -34,7 +34,7 @@ class Pairs:
 
     @property
     def is_text(self) -> bool:
-        """Whether the queries are texts."""
+        """True if the queries are texts."""
         return isinstance(self.queries, list) and isinstance(self.queries[0], str)
 
     def resolve(self, db: Verbs) -> None:

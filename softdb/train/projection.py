@@ -56,7 +56,7 @@ class QueryProjection(torch.nn.Linear):
 
     @property
     def name(self) -> str:
-        """What a database notes as its encoder whose keys are by `keys`: it tells these numbers from any others."""
+        """Return the name of the encoder by `keys` that a database notes: it tells these numbers from any others."""
         digest = hashlib.blake2b(digest_size=8)
         for key, one in sorted(self.state_dict().items()):
             digest.update(key.encode() + one.detach().cpu().contiguous().numpy().tobytes())
@@ -119,7 +119,7 @@ KEYS = {"inner": "hd", "inner_bias": "h", "outer": "dh", "outer_bias": "d"}
 
 
 def _is_projection(state: object) -> bool:
-    """Whether something is the state_dict of a square linear map, with or without an encoder of keys."""
+    """Return True if something is the state_dict of a square linear map, with or without an encoder of keys."""
     if not isinstance(state, dict) or "weight" not in state:
         return False
     keys = {name for name in state if str(name).startswith("keys.")}
@@ -137,14 +137,14 @@ def _is_projection(state: object) -> bool:
 
 
 def packed(content: dict[str, Any]) -> bytes:
-    """What torch.save writes."""
+    """Return the bytes that torch.save writes."""
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
 
 
 def unpacked(path: Path, what: str) -> dict[str, Any]:
-    """What torch.load finds in a file, weights and plain numbers only. Raises BadInput for another file."""
+    """Return the contents of a file by torch.load, weights and plain numbers only. Raises BadInput for another file."""
     if not path.is_file():
         raise BadInput(f"{path} is not there; give the file of a {what}")
     try:

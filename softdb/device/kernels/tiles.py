@@ -1,4 +1,4 @@
-"""What the kernels share: products that lose no digits, scores of a tile, and who takes part in it."""
+"""Functions that the kernels share: products that lose no digits, scores of a tile, and who takes part in it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def scored(
 
 @triton.jit
 def present(keep, at, there, KEEP: tl.constexpr):  # (m,) -> (m,)
-    """Which records take part in any query."""
+    """Mask of records that take part in any query."""
     if KEEP:
         there = there & (tl.load(keep + at, mask=there, other=0) != 0)
     return there
@@ -122,7 +122,7 @@ def present(keep, at, there, KEEP: tl.constexpr):  # (m,) -> (m,)
 
 @triton.jit
 def together(mask, q_rows, q_stride, q_there, at, there, MASK: tl.constexpr):  # (BQ,), (BN,) -> (BQ, BN)
-    """Which records take part in which query."""
+    """Mask of records that take part in each query."""
     both = q_there[:, None] & there[None, :]
     if MASK:
         both = both & (tl.load(mask + q_rows[:, None] * q_stride + at[None, :], mask=both, other=0) != 0)
@@ -131,5 +131,5 @@ def together(mask, q_rows, q_stride, q_there, at, there, MASK: tl.constexpr):  #
 
 @triton.jit
 def finite(scores):
-    """Whether each is a number."""
+    """Mask of entries that are numbers."""
     return tl.abs(scores) < float("inf")

@@ -14,7 +14,7 @@ from softdb.integrations.haystack.store import SoftDBDocumentStore
 
 
 class _Retriever:
-    """What the three share: their settings, and what a run says in place of them."""
+    """Base of the three: their settings, and the arguments of a run that replace them."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class _Retriever:
         self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
 
     def to_dict(self) -> dict[str, Any]:
-        """How the retriever is made, with its store."""
+        """Return the retriever's arguments, with those of its store."""
         settings = {**vars(self), "filter_policy": self.filter_policy.value}
         return default_to_dict(self, **{k: v for k, v in settings.items() if not k.startswith("_")})  # type: ignore[no-any-return]
 

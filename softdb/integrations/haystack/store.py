@@ -139,7 +139,7 @@ class SoftDBDocumentStore:
                     held.db.close()
 
     def to_dict(self) -> dict[str, Any]:
-        """How the store is made; one in memory comes back empty."""
+        """Return the store's arguments; one in memory comes back empty."""
         settings = {name: getattr(self, name) for name in ("path", "embedding_dim", "metric", "text_index", "mode")}
         fields = None if self.fields is None else list(self.fields)
         return default_to_dict(self, **settings, fields=fields)  # type: ignore[no-any-return]
@@ -157,7 +157,7 @@ class SoftDBDocumentStore:
 
     @of_one_state
     def count_documents(self) -> int:
-        """How many documents there are."""
+        """Return the number of documents."""
         return len(self.db)
 
     @of_one_state
@@ -240,12 +240,12 @@ class SoftDBDocumentStore:
 
     @of_one_state
     def count_documents_by_filter(self, filters: dict[str, Any]) -> int:
-        """How many documents match."""
+        """Return the number of documents that match."""
         return self.db.count(_where(filters))
 
     @of_one_state
     def count_unique_metadata_by_filter(self, filters: dict[str, Any], metadata_fields: list[str]) -> dict[str, int]:
-        """How many different values each field has in the documents that match."""
+        """Return the number of different values of each field in the documents that match."""
         kinds: dict[str, set[str]] = {name.removeprefix("meta."): set() for name in metadata_fields}
         for meta in self._metas(filters):
             for name, values in kinds.items():
@@ -354,7 +354,7 @@ class SoftDBDocumentStore:
 
 
 def _place(path: object) -> str | None:
-    """Where documents are kept, None for memory. Raises BadInput."""
+    """Return the path of the documents, None for memory. Raises BadInput."""
     if path is None:
         return None
     expected = "a directory's path, a cluster's table, or None for memory"

@@ -25,7 +25,7 @@ METRICS = ("recall_1", "recall_10", "mrr_100")
 
 
 class DatabaseEvaluator(BaseEvaluator):
-    """How soon a model's queries find one of their right records: recall@1, recall@10 and MRR@100, by exact search.
+    """Evaluate how soon a model's queries find a right record: recall@1, recall@10 and MRR@100, by exact search.
 
     Give it to `SentenceTransformerTrainer(evaluator=…)`, or call it with a model. The queries are encoded anew each
     time, the records never: over a database by its stored keys, over a `View` (`loss.view` with encode_keys, which is
@@ -94,7 +94,7 @@ class DatabaseEvaluator(BaseEvaluator):
             writer.writerow(line)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What the library writes into a model card."""
+        """Return the entries of a model card."""
         return {"queries": len(self.queries), "records": handle(self.db).core.keyed}
 
 

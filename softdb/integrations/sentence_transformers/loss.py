@@ -151,7 +151,7 @@ class DatabaseLoss(torch.nn.Module):
         return [[known[row].id for row in mine if row >= 0] for mine in rows.tolist()]
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What the library writes into a model card."""
+        """Return the entries of a model card."""
         names = ("temperature", "k", "rtol", "max_draws", "where")
         return {name: getattr(self, name) for name in names} | {"encode_keys": self.view is not None}
 

@@ -188,7 +188,7 @@ class _SoftNeighbors(_Neighbors):
         return math.exp(_least(lambda log: self._loss(told(math.exp(log)).double().numpy(), true), math.log(spread)))
 
     def _told_by_others(self, keys: Tensor, places: NDArray[np.int64]) -> Callable[[float], Tensor]:  # T -> (b, v)
-        """What is told for some samples by all others, or by the k nearest of them, at a temperature."""
+        """Predictions for some samples by all others, or by the k nearest of them, at a temperature."""
         n, by = self.n_samples_fit_, weighting(self.weights)
         if self.n_neighbors is None:
             others = torch.ones(len(keys), n, dtype=torch.bool)
@@ -313,7 +313,7 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
 
 
 def _least(loss: Callable[[float], float], middle: float) -> float:
-    """Where a loss of log T is least: a grid, then a bounded search between the neighbours of its best."""
+    """Return the log T of the least loss: a grid, then a bounded search between the neighbours of its best."""
     grid = middle + np.linspace(*SPAN, STEPS)
     losses = [loss(log) for log in grid]
     best = int(np.argmin(losses))

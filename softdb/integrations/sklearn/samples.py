@@ -1,4 +1,4 @@
-"""What the estimators share: their samples lie in a database, which is pickled by its data."""
+"""Base of the estimators: their samples lie in a database, which is pickled by its data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SampleEstimator(BaseEstimator):
 
     @property
     def n_samples_fit_(self) -> int:
-        """How many samples the database holds."""
+        """Number of samples in the database."""
         return self.db_.core.keyed
 
     def _validated(self, X: ArrayLike, y: Any = "no_validation", *, reset: bool, **how: Any) -> Any:

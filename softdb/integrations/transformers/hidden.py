@@ -93,7 +93,7 @@ def head_of(model: Any, tokenizer: Any) -> Any:
 
 
 def context_of(model: Any) -> int:
-    """How many tokens pass through the model together."""
+    """Number of tokens that pass through the model together."""
     return min(LONGEST, int(getattr(model.config, "max_position_embeddings", None) or LONGEST))
 
 
@@ -130,7 +130,7 @@ def windows_of(tokens: list[list[int]], context: int) -> list[Window]:
 
 
 def predicting(states: Tensor, window: Window) -> Tensor:  # (t, d) -> (m, d)
-    """What stands before the tokens that a window predicts."""
+    """Context before the tokens that a window predicts."""
     return states[window.first - 1 : len(window.tokens) - 1]
 
 

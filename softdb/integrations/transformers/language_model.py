@@ -49,7 +49,7 @@ MAX_LR = 10.0  # Adam moves log T and the logit of λ by about lr a step
 
 
 class Mixture(torch.nn.Module):
-    """What is learned of a language model with a memory: the temperature T, and λ, a number or a gate λ(h).
+    """Learned parameters of a language model with a memory: the temperature T, and λ, a number or a gate λ(h).
 
         λ = σ(b),   or with a gate   λ(h) = σ(b + w·x),  x = (h, log Σ_i exp(-‖h - k_i‖² / T)) standardised
 
