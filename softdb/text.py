@@ -96,7 +96,7 @@ def _spaced(text: str) -> str:
 
 
 def _texts(texts: object) -> list[str]:
-    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(one, str) for one in texts):
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise BadInput(f"texts are {check.shown(texts)}; expected a list of str")
     return list(texts)
 

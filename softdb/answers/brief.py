@@ -34,7 +34,7 @@ def _cell(text: str) -> str:
 
 def _line(tag: str, cells: Iterable[str]) -> str:
     style = ' style="text-align:left;overflow-wrap:anywhere"'
-    return f"<tr>{''.join(f'<{tag}{style}>{_cell(one)}</{tag}>' for one in cells)}</tr>"
+    return f"<tr>{''.join(f'<{tag}{style}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def listed(each: Iterator[str], count: int) -> str:

@@ -233,7 +233,7 @@ class Hits(Sequence["QueryHits"]):
         for name in fields:
             if not isinstance(name, str) or name in columns:
                 raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
-            own = [one.get(name) if isinstance(one, dict) else None for one in payloads]
+            own = [payload.get(name) if isinstance(payload, dict) else None for payload in payloads]
             columns[name] = texts if name == "$text" else own
         return pandas.DataFrame(columns)
 

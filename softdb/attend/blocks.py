@@ -228,7 +228,8 @@ class Blocks(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
             grads = _backward(ctx, output_grad, lse_grad)
         query_grad, key_grad, value_grad, *parameter_grads = Once.guarded(
-            grads, (queries, *parameters, output_grad, lse_grad, *(one for one in ctx.columns if one is not None))
+            grads,
+            (queries, *parameters, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)),
         )
         return query_grad, key_grad, value_grad, None, None, *parameter_grads
 

@@ -147,7 +147,7 @@ class _Ball(NamedTuple):
         some = found.unseen > -np.inf  # else no record that was not drawn can lie inside
         variance, squares = variance + one_more * some, squares + np.square(one_more) * some
         draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
-        bar = np.sqrt(variance * [f_quantile(confidence, 1.0, one) for one in draws])
+        bar = np.sqrt(variance * [f_quantile(confidence, 1.0, draw) for draw in draws])
         blind = np.minimum(np.sqrt(2 * doubt * np.exp(found.hidden)), doubt * np.exp(found.unseen))
         by_chance = found.log_weights > 0
         wrong = inside & by_chance & (found.log_weights > found.unseen[:, None] + 1e-6)  # where none was said to be

@@ -113,7 +113,7 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
     if not are_texts(value):
         return value
     texts: Any = [value] if isinstance(value, str) else value.tolist() if isinstance(value, np.ndarray) else value
-    if not all(isinstance(one, str) for one in texts):
+    if not all(isinstance(text, str) for text in texts):
         raise BadInput(f"{name} mix text and numbers; give all of one kind")
     encoder = encoder_of()
     if encoder is None:

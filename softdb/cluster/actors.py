@@ -304,7 +304,7 @@ def _names(truth: Truth, ray: Any) -> list[list[str]]:
 def _named(ray: Any, start: str) -> list[str]:
     """Names of the actors here whose names begin so."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [one["name"] for one in actors if one["namespace"] == NAMESPACE and one["name"].startswith(start)]
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(start)]
 
 
 def _threads(ray: Any, names: list[list[str]]) -> int:

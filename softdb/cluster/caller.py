@@ -102,7 +102,7 @@ class Caller:
         """Return True, and ask these shards from now on, where replicas or shards made anew are at the same version."""
         before = max(of_records(one.version) for one in self.known.values())
         shards = self.described(lambda _: Refresh(before))
-        if {of_records(one.version) for one in shards.values()} != {before} or not self._intact(shards):
+        if {of_records(shard.version) for shard in shards.values()} != {before} or not self._intact(shards):
             return False
         self.known.update(shards)
         return True

@@ -74,7 +74,7 @@ def written_since(dataset: Any, version: int, columns: list[str] | None) -> tupl
         return delta.get_updated_rows(), delta.get_inserted_rows()
     new, touched = (f"_row_{name}_at_version > {version}" for name in ("created", "last_updated"))
     conditions = f"{touched} AND NOT {new}", new
-    updated, inserted = (dataset.scanner([*columns, "_rowid"], filter=one) for one in conditions)
+    updated, inserted = (dataset.scanner([*columns, "_rowid"], filter=condition) for condition in conditions)
     return updated.to_reader(), inserted.to_reader()
 
 

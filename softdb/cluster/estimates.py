@@ -58,7 +58,7 @@ class _Book:
 
     def of(self, which: Positions) -> list[ErrorEstimate]:
         """By shard, for some of the queries."""
-        return [ErrorEstimate(*(column[which] for column in self.parts[one])) for one in self.shards]
+        return [ErrorEstimate(*(column[which] for column in self.parts[shard])) for shard in self.shards]
 
     @property
     def shards(self) -> list[int]:

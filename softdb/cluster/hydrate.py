@@ -162,7 +162,7 @@ class Hydrated(Directories):
             return None
         identity = self.truth.identity(dataset)
         origins = [self.origin(shard) for shard in shards]
-        return dataset if all(one is not None and one.identity == identity for one in origins) else None
+        return dataset if all(origin is not None and origin.identity == identity for origin in origins) else None
 
     def _catch_up(self, pool: ThreadPoolExecutor, shards: list[int], since: int, dataset: Any) -> None:
         """From one version to another, by what has changed; anew where that cannot be told."""

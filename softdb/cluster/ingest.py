@@ -52,7 +52,7 @@ def ingest(
     files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth))
     for table in files.iter_batches(batch_format="pyarrow", batch_size=None):
         _require_right(table)
-        fragments += [one for text in table["fragments"].to_pylist() for one in pickle.loads(text)]
+        fragments += [fragment for text in table["fragments"].to_pylist() for fragment in pickle.loads(text)]
         ids += [part.flatten() for part in table["ids"].chunks]
     return append(truth, fragments, ids)
 
@@ -144,7 +144,7 @@ def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
 
         def commit() -> None:
             newest.merge_insert("id").when_matched_fail().execute_uncommitted(names)  # noqa: B023
-            whole = [*(one.metadata for one in newest.get_fragments()), *fragments]  # noqa: B023
+            whole = [*(fragment.metadata for fragment in newest.get_fragments()), *fragments]  # noqa: B023
             operation = lance.LanceOperation.Merge(whole, newest.lance_schema)  # noqa: B023
             made.append(lance.LanceDataset.commit(newest, operation, newest.version, max_retries=0))  # noqa: B023
 

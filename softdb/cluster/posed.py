@@ -109,7 +109,9 @@ class Parts(torch.autograd.Function):
                 if several[part]:  # of a pass; all shards of it are told the same, which travels once
                     return say.Backward(ask.version, ask, of_output[part], of_whole[part], lses[part])
                 grads = (one[part][places[shard]] for one in (of_output, of_lse))
-                masked = (np.where(own.reshape(-1, *[1] * (one.ndim - 1)), one, 0).astype(one.dtype) for one in grads)
+                masked = (
+                    np.where(own.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0).astype(grad.dtype) for grad in grads
+                )
                 return say.Backward(ask.version, ask, *masked)
 
             answers = ctx.caller.ask(

@@ -205,7 +205,7 @@ class Sharded(AskedShards):
         """The sum of exact counts. Cost of a pass in every shard."""
         question = say.ShardQuery(array(request.queries), self.schema.metric, where=self.where)
         answers = self.ask(lambda shard, version: say.CountWithin(version, question, least))
-        value = torch.from_numpy(np.sum([one.counts for one in answers.replies.values()], axis=0)).double()
+        value = torch.from_numpy(np.sum([reply.counts for reply in answers.replies.values()], axis=0)).double()
         whole = torch.full(value.shape, not self.missing)
         return Estimate(value, torch.zeros_like(value).masked_fill(~whole, torch.inf), whole, whole, self.missing)
 

@@ -156,6 +156,6 @@ class Occupied(NamedTuple):
 def occupied(dataset: Any) -> Occupied:
     """The files of a version, and the rows in them."""
     parts = dataset.get_fragments()
-    sizes = [one.file_size_bytes or 0 for part in parts for one in part.data_files()]
+    sizes = [file.file_size_bytes or 0 for part in parts for file in part.data_files()]
     dead = sum(one.num_deletions for one in parts)
     return Occupied(dataset.count_rows(), dead, len(sizes), sum(sizes))

@@ -224,7 +224,7 @@ class Truth:
     def delete(self, ids: list[Id]) -> tuple[int, int]:
         """Delete records, missing ones are fine; how many there were, and the version then."""
         whole, newest = self.id_type == "integer", self.now()
-        ids = [one for one in dict.fromkeys(ids) if (type(one) is int) is whole]  # others are not stored
+        ids = [name for name in dict.fromkeys(ids) if (type(name) is int) is whole]  # others are not stored
         table = _arrow().table({"id": self._ids(ids)})
         merge, found = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
         version = self._written(newest, lambda: found.update(merge.execute(table)))

@@ -25,7 +25,7 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
     for records in batches:
         parts.append(made.batch(records))
         for name, column in fields.items():
-            column.extend(one.get(name) if isinstance(one, dict) else None for one in records.payloads)
+            column.extend(payload.get(name) if isinstance(payload, dict) else None for payload in records.payloads)
     pyarrow = _pyarrow()
     table = pyarrow.Table.from_batches(parts, made.schema)
     for name, column in fields.items():
@@ -91,7 +91,11 @@ class _Made:
 
 
 def _names(columns: object) -> list[str]:
-    if isinstance(columns, str) or not isinstance(columns, Sequence) or not all(type(one) is str for one in columns):
+    if (
+        isinstance(columns, str)
+        or not isinstance(columns, Sequence)
+        or not all(type(column) is str for column in columns)
+    ):
         raise BadInput(f'columns are {check.shown(columns)}; expected a list of names such as ["id", "year"]')
     return list(dict.fromkeys(columns))
 

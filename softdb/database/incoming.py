@@ -94,7 +94,7 @@ class RecordChecker(NamedTuple):
 
     def _keys(self, keys: Vectors, count: int, say: Progress) -> Array:
         schema = self.schema
-        if isinstance(keys, list | tuple) and keys and all(isinstance(one, str) for one in keys):
+        if isinstance(keys, list | tuple) and keys and all(isinstance(key, str) for key in keys):
             return check.filled(embedded(list(keys), "keys", self.encoder, schema, say), "keys", count)
         array = check.matrix(check.encoded(keys, "keys", self.encoder), "keys", schema.dim, schema.dtype)
         return check.filled(array, "keys", count)
@@ -108,9 +108,9 @@ class RecordChecker(NamedTuple):
             return embedded(texts, "texts", self.encoder, schema, say), keyed
         if keys is None:
             keyed[:] = False
-        elif isinstance(keys, list | tuple) and any(one is None for one in keys):
+        elif isinstance(keys, list | tuple) and any(key is None for key in keys):
             keyed = np.array([one is not None for one in check.filled(keys, "keys", count)])
-            keys = [one for one in keys if one is not None]
+            keys = [key for key in keys if key is not None]
         if keyed.all():
             return self._keys(keys, count, say), keyed  # type: ignore[arg-type]
         column = np.zeros((count, schema.dim), schema.dtype)

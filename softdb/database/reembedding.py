@@ -124,7 +124,10 @@ class _Run:
         kept = rows[[row in found for row in rows.tolist()]]
         records = [found[row] for row in kept.tolist()]
         texts = _texts_of(self.core, snapshot, records, self.field)
-        crcs = [[-1 if part is None else crc32(part.encode()) for part in (one.payload, one.text)] for one in records]
+        crcs = [
+            [-1 if part is None else crc32(part.encode()) for part in (record.payload, record.text)]
+            for record in records
+        ]
         keyed = snapshot.keyed(kept).tolist()
         checked = [self._text(*one) for one in zip(records, texts, keyed, strict=True)]
         return kept, checked, np.array(crcs, np.int64).reshape(-1, 2)

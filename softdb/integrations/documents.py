@@ -81,12 +81,12 @@ def own_ids(
     if isinstance(ids, str):
         raise BadInput(f"ids are {shown(ids)}; expected a list of str")
     names = identifiers(ids, unique=False)
-    wholes = [one for one in names if isinstance(one, str) and _WHOLE.fullmatch(one)]
+    wholes = [name for name in names if isinstance(name, str) and _WHOLE.fullmatch(name)]
     if not wholes or "integer" not in db.core.id_types:
         return names
     numbers, texts = settled(db, lambda: (db.core.stored([int(one) for one in wholes]), db.core.stored(list(wholes))))
     known = {one for one, number, text in zip(wholes, numbers, texts, strict=True) if number and not text}
-    return [int(one) if one in known else one for one in names]
+    return [int(name) if name in known else name for name in names]
 
 
 def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:

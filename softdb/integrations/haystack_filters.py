@@ -34,7 +34,7 @@ def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
     operator, conditions = _part(filters, "operator"), _part(filters, "conditions")
     if not isinstance(conditions, list | tuple):
         raise BadFilter(f"conditions are {shown(conditions)}; expected a list of filters")
-    parts = [where_of(one, depth + 1) for one in conditions]
+    parts = [where_of(condition, depth + 1) for condition in conditions]
     found: dict[str, dict[str, Any]] = {"AND": {"$and": parts}, "OR": {"$or": parts}, "NOT": {"$not": {"$and": parts}}}
     if operator not in list(found):
         raise BadFilter(f"operator is {shown(operator)}; around conditions stand {', '.join(found)}")

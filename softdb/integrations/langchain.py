@@ -111,7 +111,7 @@ class SoftDBVectorStore(VectorStore):
         Raises BadInput, where nothing of the batch was written: DuplicateId for an id that comes twice.
         """
         texts = texts if isinstance(texts, str) else list(texts)
-        if isinstance(texts, str) or not all(isinstance(one, str) for one in texts):
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise BadInput(f"texts are {shown(texts)}; expected a list of str")
         if isinstance(ids, str):
             raise BadInput(f"ids are {shown(ids)}; expected a list of str, None where one is to be made")
@@ -130,10 +130,12 @@ class SoftDBVectorStore(VectorStore):
 
     def add_documents(self, documents: list[Document], **added: Any) -> list[str]:
         """As `add_texts`, of documents; an id of theirs stands where `ids` are not given."""
-        if not isinstance(documents, list | tuple) or not all(isinstance(one, Document) for one in documents):
+        if not isinstance(documents, list | tuple) or not all(isinstance(document, Document) for document in documents):
             raise BadInput(f"documents are {shown(documents)}; expected a list of LangChain's Document")
-        ids = {"ids": [one.id for one in documents], **added}
-        return self.add_texts([one.page_content for one in documents], [one.metadata for one in documents], **ids)
+        ids = {"ids": [document.id for document in documents], **added}
+        return self.add_texts(
+            [document.page_content for document in documents], [document.metadata for document in documents], **ids
+        )
 
     def delete(self, ids: list[str] | None = None, *, filter: dict[str, Any] | None = None) -> bool:
         """Delete documents by id (missing ones are fine), by filter, or, where neither is given, all of them."""
@@ -259,7 +261,7 @@ class SoftDBTranslator(Visitor):
 
     def visit_operation(self, operation: Any) -> dict[str, Any]:
         """AND, OR and NOT."""
-        parts = [one.accept(self) for one in operation.arguments]
+        parts = [argument.accept(self) for argument in operation.arguments]
         if operation.operator is Operator.NOT:
             return {"$not": {"$and": parts}}
         return {f"${operation.operator.value}": parts}

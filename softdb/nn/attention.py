@@ -290,7 +290,7 @@ class Attention(torch.nn.MultiheadAttention):
             k, v = (_one_more(column, one) for column, one in ((k, self.bias_k), (v, self.bias_v)))
         if self.add_zero_attn:
             k, v = (F.pad(column, (0, 0, 0, 1)) for column in (k, v))
-        blocked, added = (None if one is None else F.pad(one, (0, k.shape[2] - before)) for one in masks)
+        blocked, added = (None if mask is None else F.pad(mask, (0, k.shape[2] - before)) for mask in masks)
         live = None if blocked is None else ~blocked
         if added is None and not self._drops:
             if not need_weights:

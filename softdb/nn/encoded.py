@@ -90,7 +90,7 @@ class Encoding:
     def stamp(self) -> tuple[tuple[int, int], ...]:
         """Changes when a parameter of the encoder is changed in place, or replaced."""
         parameters = self.encoder.parameters() if isinstance(self.encoder, torch.nn.Module) else ()
-        return tuple((id(one), 0 if one.is_inference() else one._version) for one in parameters)
+        return tuple((id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in parameters)
 
     def of(self, keys: Tensor, rows: NDArray[np.int64]) -> Tensor:  # (m, d), (m,) -> (m, d')
         """Encoded keys, in the mode that the encoder is in, with gradient; a message names a record by its row.
@@ -129,7 +129,7 @@ class Encoding:
 def _like(encoder: Encode) -> Tensor | None:
     """A parameter of the encoder, in whose dtype and on whose device it takes keys; None where it has none."""
     parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
-    return next((one for one in parameters if one.is_floating_point()), None)
+    return next((parameter for parameter in parameters if parameter.is_floating_point()), None)
 
 
 def device_of(encoder: Encode) -> torch.device | None:

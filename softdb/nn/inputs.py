@@ -40,8 +40,8 @@ def masks_of(
         pairs = _parsed(attn_mask, "attn_mask", [(length, n), (batch * num_heads, length, n)])
         by_head = pairs.ndim == 3
         masks.append(_split(pairs.view(batch if by_head else 1, num_heads if by_head else 1, length, n)))
-    blocked = [one.blocked.to(query.device) for one in masks if one.blocked is not None]
-    added = [one.added.to(query) for one in masks if one.added is not None]
+    blocked = [mask.blocked.to(query.device) for mask in masks if mask.blocked is not None]
+    added = [mask.added.to(query) for mask in masks if mask.added is not None]
     return Masks(
         functools.reduce(torch.logical_or, blocked) if blocked else None,
         functools.reduce(torch.add, added) if added else None,
@@ -53,7 +53,7 @@ def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
         raise BadInput(f"{name} is {shown(mask)}; expected a bool tensor, True = may not attend, or a floating one")
     if tuple(mask.shape) not in shapes:
-        raise BadInput(f"{name} has shape {tuple(mask.shape)}; expected {' or '.join(str(one) for one in shapes)}")
+        raise BadInput(f"{name} has shape {tuple(mask.shape)}; expected {' or '.join(str(shape) for shape in shapes)}")
     if mask.is_floating_point() and not bool((mask.detach() < torch.inf).all()):
         raise BadInput(f"{name} holds NaN or +inf; floats are added to the scores, -inf = may not attend")
     return mask

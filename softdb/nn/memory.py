@@ -175,7 +175,7 @@ class Memory(Reindexed):
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """BadInput for one that takes no sparse gradients, moves records without one, or is not of these parameters."""
-        mine = {id(one) for one in self.parameters()}
+        mine = {id(parameter) for parameter in self.parameters()}
         groups = [group for group in optimizer.param_groups if any(id(one) in mine for one in group["params"])]
         name = type(optimizer).__name__
         if not groups:

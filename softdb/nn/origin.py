@@ -200,8 +200,10 @@ class Followed:
                 f"the state's {TOLD!r} are {shown(told)}; expected what a memory's state_dict() says of whose "
                 "parameters these are"
             )
-        if any(len(one) != len(told) for one in columns):
-            raise BadInput(f"the state has {len(told)} records and columns of {[len(one) for one in columns]} rows")
+        if any(len(column) != len(told) for column in columns):
+            raise BadInput(
+                f"the state has {len(told)} records and columns of {[len(column) for column in columns]} rows"
+            )
         theirs = np.ascontiguousarray(told.cpu().to(torch.uint8).numpy()).view(self.names.dtype).reshape(-1)
         places = np.full(len(self.names), -1, np.int64)
         if len(theirs):

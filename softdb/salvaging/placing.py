@@ -98,7 +98,7 @@ def crcs_in(path: Path, size: int) -> Numbers:
             found = np.empty(slots, np.int64)
             for low in range(0, slots, at_once(size)):
                 high = min(low + at_once(size), slots)
-                found[low:high] = [crc32(one) if one else -1 for one in read_slots(file, size, low, high)]
+                found[low:high] = [crc32(slot) if slot else -1 for slot in read_slots(file, size, low, high)]
             return found
     except OSError:
         return np.empty(0, np.int64)
@@ -109,7 +109,7 @@ def rows_in(directory: Path, number: int) -> Numbers | None:
     try:
         with files.open_regular(file_of(directory, "rows", number)) as file:
             slots = min(max(file.seek(0, io.SEEK_END) - HEAD, 0) // 8, MAX_ROWS)
-            said = [int.from_bytes(one, "little", signed=True) for one in read_slots(file, 8, 0, slots)]
+            said = [int.from_bytes(slot, "little", signed=True) for slot in read_slots(file, 8, 0, slots)]
             return np.array([row if row >= 0 else -1 for row in said], np.int64)
     except OSError:
         return None

@@ -267,7 +267,7 @@ class _Training:
             loss = self.step(part)
             if not math.isfinite(loss):
                 raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower lr, or raise temperature")
-            if not all(bool(one.isfinite().all()) for one in self.projection.parameters()):
+            if not all(bool(parameter.isfinite().all()) for parameter in self.projection.parameters()):
                 raise BadInput("the projection became NaN or infinity; lower lr, or raise temperature")
             total += loss * len(part)
             if progress is not None:

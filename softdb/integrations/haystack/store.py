@@ -264,8 +264,8 @@ class SoftDBDocumentStore:
     def get_metadata_field_min_max(self, metadata_field: str) -> dict[str, Any]:
         """The least and largest number, or text, of a field; None where there are none, or both."""
         values: list[Any] = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas()]
-        values = [one for one in values if isinstance(one, int | float | str)]
-        if not values or len({isinstance(one, str) for one in values}) > 1:
+        values = [value for value in values if isinstance(value, int | float | str)]
+        if not values or len({isinstance(value, str) for value in values}) > 1:
             return {"min": None, "max": None}
         return {"min": min(values), "max": max(values)}
 
@@ -280,8 +280,8 @@ class SoftDBDocumentStore:
     ) -> tuple[list[Any], int]:
         """A page of the different values of a field, in the order of their text, and how many there are in all."""
         values = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas(filters)]
-        kinds = {json.dumps(one, sort_keys=True): one for one in values if one is not None}
-        kept = [one for one in kinds.values() if (search_term or "").lower() in str(one).lower()]
+        kinds = {json.dumps(value, sort_keys=True): value for value in values if value is not None}
+        kept = [kind for kind in kinds.values() if (search_term or "").lower() in str(kind).lower()]
         kept.sort(key=lambda one: (str(one), type(one).__name__))
         first = check.integer(from_, "from_", 0)
         return kept[first : first + check.integer(size, "size", 0)], len(kept)

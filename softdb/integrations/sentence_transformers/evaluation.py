@@ -54,7 +54,7 @@ class DatabaseEvaluator(BaseEvaluator):
         primary_metric: str = "recall_10",
     ) -> None:
         super().__init__()
-        if isinstance(queries, str) or not all(isinstance(one, str) for one in queries) or not len(queries):
+        if isinstance(queries, str) or not all(isinstance(query, str) for query in queries) or not len(queries):
             raise BadInput(f"queries are {shown(queries)}; expected one text or more, in a list")
         self.db, self.queries, self.ids = db, list(queries), listed(ids, len(queries))
         require_known(handle(db), self.ids)
@@ -68,7 +68,7 @@ class DatabaseEvaluator(BaseEvaluator):
         """The metrics; a line more in `output_path`/database_evaluation_NAME.csv where a path is given."""
         require_model(model, handle(self.db), "dim" if isinstance(self.db, SoftDB) else None)
         if isinstance(self.db, View):
-            now = [(id(one), one._version) for one in self.db.parameters()]
+            now = [(id(parameter), parameter._version) for parameter in self.db.parameters()]
             if now != self._indexed:
                 self.db.reindex()
                 self._indexed = now

@@ -101,12 +101,12 @@ def tokens_of(texts: Any, tokenizer: Any, head: Any) -> list[list[int]]:
     """Token ids of texts, or those given, checked."""
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise BadInput(f"texts are {check.shown(texts)}; expected a list of texts, or of lists of token ids")
-    if any(isinstance(one, str) for one in texts):
-        if tokenizer is None or not all(isinstance(one, str) for one in texts):
+    if any(isinstance(text, str) for text in texts):
+        if tokenizer is None or not all(isinstance(text, str) for text in texts):
             missing = "no tokenizer is given" if tokenizer is None else "some are lists of token ids"
             raise BadInput(f"texts are given but {missing}; give tokenizer=, or token ids alone")
         texts = tokenizer(list(texts))["input_ids"] if texts else []
-    found = [torch.as_tensor(one).reshape(-1).tolist() if len(one) else [] for one in texts]
+    found = [torch.as_tensor(text).reshape(-1).tolist() if len(text) else [] for text in texts]
     for number, ids in enumerate(found):
         wrong = [one for one in ids if not (isinstance(one, int) and 0 <= one < len(head.weight))]
         if wrong:
@@ -159,7 +159,7 @@ def records_of(model: Any, head: Any, tokens: list[list[int]], size: int) -> tup
         hidden, _ = forward(model, head, [windows[i].tokens for i in some], False)
         for i, states in zip(some, hidden, strict=True):
             keys[i] = predicting(states, windows[i]).float().cpu()
-    return torch.cat(keys), [token for one in windows for token in one.tokens[one.first :]]
+    return torch.cat(keys), [token for window in windows for token in window.tokens[window.first :]]
 
 
 def unstored(db: SoftDB, tokens: list[list[int]], lengths: list[int]) -> Iterator[tuple[int, int]]:

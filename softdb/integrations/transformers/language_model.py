@@ -177,7 +177,7 @@ class KNNLanguageModel(LogitsProcessor):
         head = head_of(model, tokenizer)
         made = HiddenStates(model, tokenizer, head)
         tokens = tokens_of(texts, tokenizer, head)
-        lengths = [max(0, len(one) - 1) for one in tokens]
+        lengths = [max(0, len(token) - 1) for token in tokens]
         if not sum(lengths):
             raise BadInput(f"the corpus of {len(tokens)} texts has no token that follows another; give longer texts")
         size, (classes, dim) = check.integer(batch_size, "batch_size"), head.weight.shape
@@ -263,7 +263,7 @@ class KNNLanguageModel(LogitsProcessor):
                 first = states[torch.randperm(len(states), generator=draws)[: 2 * QUERIES]]
                 mixture.standardise(first, self._asked(first, mixture, None).lse)
             gate = [] if mixture.gate is None else list(mixture.gate.parameters())
-            others = [one for one in mixture.parameters() if not any(one is mine for mine in gate)]
+            others = [parameter for parameter in mixture.parameters() if not any(parameter is mine for mine in gate)]
             adam = torch.optim.Adam([{"params": others, "lr": rate}, {"params": gate, "lr": rate / 10}])
             found, steps = [], -(-len(states) // size)
             for epoch in range(epochs):
@@ -274,7 +274,10 @@ class KNNLanguageModel(LogitsProcessor):
                     loss.backward()  # type: ignore[no-untyped-call]
                     adam.step()
                     total += float(loss.detach()) * len(part)
-                    if not (math.isfinite(total) and all(bool(one.isfinite().all()) for one in mixture.parameters())):
+                    if not (
+                        math.isfinite(total)
+                        and all(bool(parameter.isfinite().all()) for parameter in mixture.parameters())
+                    ):
                         raise BadInput(f"the loss became {total:g} in epoch {epoch + 1}; lower lr, which is {rate:g}")
                     if progress is not None:
                         progress(f"epoch {epoch + 1}", epoch * steps + step, epochs * steps)
@@ -311,7 +314,7 @@ class KNNLanguageModel(LogitsProcessor):
         if inputs is None or isinstance(inputs, Tensor):
             return self.model.generate(inputs, **words)
         texts = [inputs] if isinstance(inputs, str) else inputs
-        if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str | list) for one in texts):
+        if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str | list) for text in texts):
             raise BadInput(f"inputs are {check.shown(inputs)}; expected a text, texts, or token ids (q, t)")
         told = isinstance(texts[0], str)
         if told and self.tokenizer is None:

@@ -41,9 +41,9 @@ def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
         wanted = typed_ids(db, ids)
         records = [one for low in range(0, len(wanted), AT_ONCE) for one in db.get(wanted[low : low + AT_ONCE])]
     if as_json:
-        print_json([record_facts(one) for one in records])
+        print_json([record_facts(record) for record in records])
         return
-    rows = [tuple(_cell(part) for part in record_facts(one).values()) for one in records]
+    rows = [tuple(_cell(part) for part in record_facts(record).values()) for record in records]
     print_table(FIELDS, rows)
 
 
@@ -130,7 +130,7 @@ def insert(
                 if batch[0].embeds and made is None and noted is not None:
                     made = named_encoder(chosen(path, noted, None), dim)
                 given: Any = made(texts) if batch[0].embeds and made is not None else keys
-                own = values if any(one is not None for one in values) else None
+                own = values if any(value is not None for value in values) else None
                 put(ids, given, own, payloads, texts=texts)
                 done += len(batch)
         except SoftDBError as error:

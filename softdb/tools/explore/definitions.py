@@ -42,8 +42,8 @@ def demo_database() -> SoftDB:
     data = load_wordnet()
     db = softdb.open(None, dim=data.keys.shape[1], metric="cosine", encoder=KnownWords(data), fields=["pos"])
     db.insert(
-        data.ids, data.keys, texts=[one["gloss"] for one in data.payloads],
-        payloads=[{name: one[name] for name in ("word", "lemmas", "pos")} for one in data.payloads],
+        data.ids, data.keys, texts=[payload["gloss"] for payload in data.payloads],
+        payloads=[{name: payload[name] for name in ("word", "lemmas", "pos")} for payload in data.payloads],
     )  # fmt: skip
     db.index_text()
     return db

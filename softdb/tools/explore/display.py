@@ -37,7 +37,7 @@ def title(payload: Any, text: str | None) -> str:
     """One line that says which record it is; "" where nothing does."""
     fields = payload if isinstance(payload, dict) else {}
     named = [fields[name] for name in _TITLES if isinstance(fields.get(name), str)]
-    texts = [*named, text, *(one for one in fields.values() if isinstance(one, str)), payload]
+    texts = [*named, text, *(field for field in fields.values() if isinstance(field, str)), payload]
     found = next((one for one in texts if one is not None), "")
     return _cut(_line(found), TITLE)
 

@@ -78,8 +78,8 @@ class Answers:
         """Facts of the database, and the questions that it can answer."""
         db = self._served.newest()
         stats, plane = db.stats(), self._plane_of(db)
-        payloads = parsed([one.payload for one in plane.entries])
-        has_text = any(one.text is not None for one in plane.entries)
+        payloads = parsed([entry.payload for entry in plane.entries])
+        has_text = any(entry.text is not None for entry in plane.entries)
         facts = stats.asdict()
         index = facts.pop("index")
         return {
@@ -99,7 +99,7 @@ class Answers:
         """A sample of the records on a plane."""
         db = self._served.newest()
         plane = self._plane_of(db)
-        payloads = parsed([one.payload for one in plane.entries])
+        payloads = parsed([entry.payload for entry in plane.entries])
         return {
             "generation": plane.generation, "of": db.core.keyed, "share": plane.share,
             "points": [[round(x, 5), round(y, 5)] for x, y in plane.at(plane.keys).tolist()],
@@ -265,7 +265,7 @@ class Answers:
             # Σ w² = exp(lse(T/2) - 2 lse(T))
             half = db.attend(query, temperature=t / 2, where=question.filter, **weighing.options)
             return min(max(1.0, math.exp(2 * lse - half.lse[0].item())), float(db.core.keyed))
-        squares = sum(one * one for one in weights)
+        squares = sum(weight * weight for weight in weights)
         return 1 / squares if squares else 0.0
 
     def _hits(self, db: SoftDB, question: Question, query: Tensor | None) -> Hits:
@@ -287,12 +287,12 @@ def _shares(
     scores: list[float | None], t: float, lse: float, floor: float | None
 ) -> tuple[float | None, float, list[float]]:
     """The best score, its weight, and all weights: w_i = exp((s_i - s_best) / T) w_best; 0 without a key or below k."""
-    known = [one for one in scores if one is not None and (floor is None or one >= floor)]
+    known = [score for score in scores if score is not None and (floor is None or score >= floor)]
     if not known:
         return None, 0.0, []
     best = max(known)
     most = 1 / sum(math.exp((one - best) / t) for one in known) if _is_cold(lse) else math.exp(min(0.0, best / t - lse))
-    within = [one is not None and (floor is None or one >= floor) for one in scores]
+    within = [score is not None and (floor is None or score >= floor) for score in scores]
     pairs = zip(scores, within, strict=True)
     return best, most, [most * math.exp((one - best) / t) if own and one is not None else 0.0 for one, own in pairs]
 

@@ -76,8 +76,8 @@ class Tools:
         db = self._served.newest()
         first = next(db.scan(SAMPLE), None)
         payloads = [one for one in (first.payloads if first is not None else []) if isinstance(one, dict)]
-        seen = sorted({name[:TEXT] for one in payloads for name in one})[:NAMES]
-        has_texts = first is not None and any(one is not None for one in first.texts)
+        seen = sorted({name[:TEXT] for payload in payloads for name in payload})[:NAMES]
+        has_texts = first is not None and any(text is not None for text in first.texts)
         return {
             "records": len(db), "dim": db.dim, "metric": db.metric,
             "takes_text": self._served.takes_text or db.text_index is not None,
