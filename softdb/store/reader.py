@@ -66,9 +66,10 @@ class Reader:
             self.connected = fresh
             old.close()
 
-    def abandon(self) -> None:
-        """In a forked child: close the inherited connection."""
+    def abandon(self, directory: Directory | None) -> None:
+        """In a forked child: close the inherited connection; others may change the directory from now on."""
         inherited, self.connected, self.in_operation = self.connected, None, False
+        self._directory = directory
         if inherited is not None:
             self.inherited = True
             fork.abandon(inherited.connection)

@@ -227,7 +227,7 @@ class Session:
             self._directory.lock.close()
             self._directory.lock = None
         if self._reader is not None:
-            self._reader.abandon()
+            self._reader.abandon(self._directory)
             if self.path is None:
                 self._reader.inherited, self._why_closed = False, _IN_MEMORY
         self.worker = Worker(self.flush_late)

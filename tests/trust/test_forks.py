@@ -367,6 +367,35 @@ def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
         batches.write(db, 3)
 
 
+def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path) -> None:
+    asked, ask = os.pipe()
+    gone, go = os.pipe()
+    read = Catalog.segments
+
+    def segments(catalog: Catalog) -> list[Any]:
+        Catalog.segments = read  # type: ignore[method-assign]
+        entries = read(catalog)
+        os.write(ask, b"1")
+        os.read(gone, 1)
+        return entries
+
+    def child() -> list[int]:
+        os.read(gone, 1)
+        Catalog.segments = segments  # type: ignore[method-assign]
+        db.refresh()
+        return sorted(batches.seen(db))
+
+    with made(path, 3) as db:
+        forked = Forked(child)
+        for batch in range(2):  # the second time goes the segment that the first has made, which the child looks for
+            db.delete(batches.ids(batch))
+            db.compact()
+            os.write(go, b"1")
+            if not batch:
+                os.read(asked, 1)
+        assert forked.found() == [2]
+
+
 def test_a_child_whose_directory_is_gone_is_refused(path: Path) -> None:
     """Not the parent's connection, which it would use in place of its own."""
     with made(path, 2) as db:
