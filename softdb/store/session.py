@@ -230,6 +230,7 @@ class Session:
             self._reader.abandon(self._directory)
             if self.path is None:
                 self._reader.inherited, self._why_closed = False, _IN_MEMORY
+        self.worker.after_fork()
         self.worker = Worker(self.flush_late)
 
     # -- the rooms -------------------------------------------------------------------------------------------------

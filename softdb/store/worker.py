@@ -119,6 +119,10 @@ class Worker:
         """Call `late` in so many seconds. On the thread."""
         self._at = time.monotonic() + seconds
 
+    def after_fork(self) -> None:
+        """In a forked child, which does not have the thread: calls run in their callers'."""
+        self._busy, self._holder, self.stopped = threading.Lock(), -1, True
+
     def stop(self) -> None:
         """End the thread when what was asked for is done."""
         self.stopped = True

@@ -367,6 +367,20 @@ def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
         batches.write(db, 3)
 
 
+def test_a_child_that_may_start_no_thread_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, here = threading.Thread.start, os.getpid()
+
+    def start(thread: threading.Thread) -> None:
+        if os.getpid() != here:
+            raise RuntimeError("can't start new thread")
+        own(thread)
+
+    with made(path, 3) as db:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert Forked(lambda: sorted(batches.seen(db))).found() == [0, 1, 2]
+        batches.write(db, 3)
+
+
 def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path) -> None:
     asked, ask = os.pipe()
     gone, go = os.pipe()
