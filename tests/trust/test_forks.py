@@ -381,13 +381,13 @@ def test_a_child_that_may_start_no_thread_reads(path: Path, monkeypatch: pytest.
         batches.write(db, 3)
 
 
-def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path) -> None:
+def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ask = os.pipe()
     gone, go = os.pipe()
     read = Catalog.segments
 
     def segments(catalog: Catalog) -> list[Any]:
-        Catalog.segments = read  # type: ignore[method-assign]
+        monkeypatch.undo()
         entries = read(catalog)
         os.write(ask, b"1")
         os.read(gone, 1)
@@ -395,7 +395,7 @@ def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path) -> None:
 
     def child() -> list[int]:
         os.read(gone, 1)
-        Catalog.segments = segments  # type: ignore[method-assign]
+        monkeypatch.setattr(Catalog, "segments", segments)
         db.refresh()
         return sorted(batches.seen(db))
 
