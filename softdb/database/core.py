@@ -1,6 +1,6 @@
 """`Core`: the inner face of whatever holds records, which `softdb.nn`, `train`, `formats`, `cluster` and `tools` use.
 
-`db.core` is a `DatabaseCore`, that of a cluster a `softdb.cluster.cluster_core.ClusterCore`; `Verbs` is written once over both.
+`db.core` is a `DatabaseCore`, that of a cluster a `ClusterCore`; `Verbs` is written once over both.
 """
 
 from __future__ import annotations
