@@ -26,6 +26,7 @@ bool is_format(const char* format) {
     else if constexpr (std::is_floating_point_v<Plain>) return *format == (sizeof(Plain) == 4 ? 'f' : 'd');
     else if constexpr (sizeof(Plain) == 1) return *format == 'B';
     else if constexpr (std::is_signed_v<Plain>) return *format == 'l' || *format == 'q' || (sizeof(Plain) == 4 && *format == 'i');
+    else if constexpr (sizeof(Plain) == 2) return *format == 'H';
     else return *format == 'L' || *format == 'Q' || (sizeof(Plain) == 4 && *format == 'I');
 }
 
@@ -249,6 +250,59 @@ void bind_codes(nb::module_& module) {
     }, free);
 }
 
+// An index' arrays where they lie, for as long as they live.
+struct BoundLists {
+    Lists lists;
+
+    BoundLists(int64_t d, Table<const uint8_t> rotation, Line<const float> turns, Table<const uint8_t> centroids,
+               Line<const float> scales, Line<const float> lengths, Line<const float> inverse_spreads,
+               Line<const int64_t> starts, Table<const uint8_t> codes, Table<const uint16_t> factors,
+               Table<const uint16_t> offsets, double unit, Table<const float> words, int64_t parts,
+               Line<const float> origin) {
+        const int64_t width = (d + 3) / 4 * 4;
+        lists.rotation = {rotation.first, turns.first, turns.length, width};
+        lists.centroids = {centroids.first, scales.first, scales.length, width};
+        lists.lengths = lengths.first, lists.inverse_spreads = inverse_spreads.first;
+        lists.starts = starts.first, lists.count = starts.length - 1;
+        lists.codes = codes.first, lists.factors = factors.first;
+        lists.offsets = offsets.rows ? offsets.first : nullptr, lists.unit = float(unit);
+        lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
+        lists.origin = origin.length ? origin.first : nullptr;
+    }
+};
+
+void bind_lists(nb::module_& module) {
+    const auto free = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<BoundLists>(module, "Lists", "Inverted lists where they lie, for as long as their arrays live.")
+        .def(nb::init<int64_t, Table<const uint8_t>, Line<const float>, Table<const uint8_t>, Line<const float>,
+                      Line<const float>, Line<const float>, Line<const int64_t>, Table<const uint8_t>,
+                      Table<const uint16_t>, Table<const uint16_t>, double, Table<const float>, int64_t,
+                      Line<const float>>());
+    module.def("search_lists", [](const BoundLists& lists, Table<const float> queries, Line<const uint16_t> allowed,
+                                  Line<const uint32_t> places, const StoredColumn* keys, int metric,
+                                  Line<const double> rule, int64_t nearest, int64_t kept, Table<int64_t> found,
+                                  Table<float> scores) {
+        int64_t scanned = 0;
+        Stored none;
+        none.kind = Kind::none;
+        const double* rate = rule.first;
+        ListSearch ask{lists.lists, queries, allowed.first, places.first, keys ? keys->stored : none, Metric(metric),
+                       {rate[0], rate[1], rate[2], rate[3], rate[4]}, nearest, kept, found, scores, &scanned};
+        auto scratch = memory<char>(kernels().list_scratch(ask));
+        bool whole = kernels().search_lists(ask, scratch.get());
+        return whole ? scanned : -1 - scanned;
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+       nb::arg(), nb::arg(), free);
+    module.def("scan_lists", [](const BoundLists& lists, Table<const float> turned, Table<const int64_t> order,
+                                Table<const float> nearness, Line<const uint16_t> allowed,
+                                Line<const uint32_t> places, Table<int64_t> found, Table<float> scores,
+                                Line<double> steps) {
+        ListScan ask{lists.lists, turned, order, nearness, allowed.first, places.first, found, scores, steps.first};
+        auto scratch = memory<char>(kernels().scan_scratch(ask));
+        kernels().scan_lists(ask, scratch.get());
+    }, free);
+}
+
 }  // namespace
 
 void bind_records(nb::module_& module) {
@@ -261,6 +315,7 @@ void bind_records(nb::module_& module) {
     bind_pooling<double>(module);
     bind_draws(module);
     bind_codes(module);
+    bind_lists(module);
 }
 
 }  // namespace softdb

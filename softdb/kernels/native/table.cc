@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "beyond.h"
 #include "draw.h"
+#include "list_scan.h"
 #include "longest.h"
 #include "pooling.h"
 #include "rerank.h"
@@ -21,7 +22,8 @@ const Kernels kTable = {
     rerank, take_in, prepare, score, scan, settle,
     pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
     propose, draw, subsample, log_sums, hashes,
-    to_search, peaks, caps, packed_errors, part_errors, extents, distances,
+    to_search, peaks, caps, packed_errors, part_errors, extents,
+    list_scratch, search_lists, scan_scratch, scan_lists, distances,
 };
 
 }  // namespace SOFTDB_LEVEL

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "lists.h"
 #include "records.h"
 
 namespace softdb {
@@ -38,6 +39,10 @@ struct Kernels {
     void (*packed_errors)(const Coded& ask);
     void (*part_errors)(const Coded& ask);
     void (*extents)(const Table<const float>& keys, const float* mean, const bool* skip, float* out);
+    int64_t (*list_scratch)(const ListSearch& ask);
+    bool (*search_lists)(const ListSearch& ask, char* scratch);
+    int64_t (*scan_scratch)(const ListScan& ask);
+    void (*scan_lists)(const ListScan& ask, char* scratch);
     void (*distances)(const Table<const float>& keys, const double* centre, double* out);
 };
 

@@ -1,0 +1,254 @@
+// The scan of blocks of 4-bit codes: tables, sums of sixteen records in registers, and the best of them.
+#pragma once
+
+#include "heap.h"
+#include "lists.h"
+#include "stored.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+int64_t list_scratch(const ListSearch& ask);  // bytes
+bool search_lists(const ListSearch& ask, char* scratch);
+int64_t scan_scratch(const ListScan& ask);
+void scan_lists(const ListScan& ask, char* scratch);
+
+constexpr int kBlock = 16;     // records
+constexpr int kTop = 127;    // the largest entry: two of them fit in a byte
+
+typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Eight __attribute__((vector_size(16)));
+
+// What is kept of the records that a query has looked at.
+struct ListState {
+    uint8_t *low, *high;  // (parts / 2, 16) tables of even parts and of odd ones
+    float step, base;     // of an entry; of all zeros
+    float threshold;      // estimates above it are kept
+    int64_t count, kept, room;
+    float* estimates;
+    uint32_t* slots;
+    int64_t* heap;  // (kept,)
+};
+
+SOFTDB_INLINE Bytes bytes_at(const uint8_t* at) {
+    Bytes found;
+    std::memcpy(&found, at, sizeof found);
+    return found;
+}
+
+// Entries of 16-byte tables, one in each quarter of a register.
+SOFTDB_INLINE Bytes lookup(Bytes table, Bytes index) {
+#if defined(__AVX512BW__)
+    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#elif defined(__aarch64__)
+    return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+#else
+    return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
+#endif
+}
+
+// A bit for each lane where a > b.
+SOFTDB_INLINE uint32_t above(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX2__)
+    return uint32_t(_mm256_movemask_ps((__m256)(a > b)));
+#elif defined(__aarch64__)
+    const uint32x4_t bits = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32((uint32x4_t)(a > b), bits));
+#else
+    return uint32_t(_mm_movemask_ps((__m128)(a > b)));
+#endif
+}
+
+// The sum of the quarters.
+SOFTDB_INLINE Eight folded(Shorts x) {
+    Eight parts[kLanes / 4];
+    std::memcpy(parts, &x, sizeof x);
+    for (int half = kLanes / 8; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
+}
+
+// Sums of `count` blocks, 16 records each: of the first eight, of the others. An entry takes a byte; the sum of the even
+// bytes is what the sum of all, as whole numbers of 16 bits, has beyond that of the odd ones.
+template <int count>
+SOFTDB_INLINE void add_up(const uint8_t* codes, int64_t bytes, const uint8_t* low, const uint8_t* high,
+                          Eight (*sums)[2]) {
+    Shorts all[count] = {}, odd[count] = {};
+    const Bytes half = Bytes{} + 15;
+    for (int64_t at = 0; at < bytes; at += kLanes * 4) {
+        const Bytes a = bytes_at(low + at), b = bytes_at(high + at);
+        for (int u = 0; u < count; u++) {
+            const Bytes code = bytes_at(codes + u * bytes + at);
+            const Bytes entry = lookup(a, code & half) + lookup(b, (Bytes)((Shorts)code >> 4) & half);
+            all[u] += (Shorts)entry, odd[u] += (Shorts)entry >> 8;
+        }
+    }
+    for (int u = 0; u < count; u++) {
+        sums[u][0] = folded(all[u] - (odd[u] << 8));
+        sums[u][1] = folded(odd[u]);
+    }
+}
+
+// The sums of kLanes records, from `first` on.
+SOFTDB_INLINE Vec widened(const Eight* sums, int first) {
+#if defined(__AVX512F__)
+    (void)first;
+    __m256i both = _mm256_set_m128i((__m128i)sums[1], (__m128i)sums[0]);
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(both));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32((__m128i)sums[first / 8]));
+#else
+    typedef uint16_t Four __attribute__((vector_size(8)));
+    Four some;
+    std::memcpy(&some, (const char*)sums + 2 * first, 8);
+    return __builtin_convertvector(__builtin_convertvector(some, IntVec), Vec);
+#endif
+}
+
+SOFTDB_INLINE float least_of(Vec x) {
+    float found = x[0];
+    for (int i = 1; i < kLanes; i++) found = min(found, x[i]);
+    return found;
+}
+
+// A number that at least `wanted` of the numbers reach, and at most `slack` more where they can be told apart in a few
+// steps.
+inline float level(const float* numbers, int64_t count, int64_t wanted, int64_t slack) {
+    const int64_t whole = count / kLanes * kLanes;
+    float low = numbers[0], high = numbers[0];
+    if (whole) {
+        Vec least = load(numbers), most = least;
+        for (int64_t i = kLanes; i < whole; i += kLanes)
+            least = smaller(load(numbers + i), least), most = greater(load(numbers + i), most);
+        low = least_of(least), high = -least_of(-most);
+    }
+    for (int64_t i = whole; i < count; i++) low = min(low, numbers[i]), high = max(high, numbers[i]);
+    int64_t reach = count, beyond = 0;
+    for (int turn = 0; turn < 24 && reach > wanted + slack; turn++) {
+        const float share = float(reach - wanted) / float(max(int64_t(1), reach - beyond));
+        const float middle = low + (high - low) * (turn & 1 ? 0.5f : min(0.9f, max(0.1f, share)));
+        if (!(middle > low && middle < high)) break;
+        const Vec edge = everywhere(middle);
+        IntVec reaching = {};
+        for (int64_t i = 0; i < whole; i += kLanes) reaching -= load(numbers + i) >= edge;
+        int64_t many = 0;
+        for (int i = 0; i < kLanes; i++) many += reaching[i];
+        for (int64_t i = whole; i < count; i++) many += numbers[i] >= middle;
+        if (many >= wanted) low = middle, reach = many;
+        else high = middle, beyond = many;
+    }
+    return low;
+}
+
+SOFTDB_INLINE void push(int64_t* heap, int64_t size, int64_t entry) {
+    if (size && entry < heap[0]) sink(heap, size, entry);
+}
+
+// Leaves the best of them, as many as shall be kept or an eighth more.
+inline void cut(ListState& state) {
+    const int64_t most = state.kept + state.kept / 8;
+    if (state.count <= most) return;
+    const float least = level(state.estimates, state.count, state.kept, state.kept / 8);
+    int64_t reach = 0;
+    for (int64_t i = 0; i < state.count; i++) reach += state.estimates[i] >= least;
+    state.threshold = least;
+    if (reach <= most) {
+        int64_t stay = 0;
+        for (int64_t i = 0; i < state.count; i++) {
+            const float estimate = state.estimates[i];
+            state.estimates[stay] = estimate, state.slots[stay] = state.slots[i];
+            stay += estimate >= least;
+        }
+        state.count = stay;
+        return;
+    }
+    fill(state.heap, state.kept, kLast);  // many alike
+    for (int64_t i = 0; i < state.count; i++)
+        push(state.heap, state.kept, entry_of(state.estimates[i], state.slots[i]));
+    state.threshold = score_in(state.heap[0]);
+    for (int64_t i = 0; i < state.kept; i++)
+        state.estimates[i] = score_in(state.heap[i]), state.slots[i] = uint32_t(state.heap[i]);
+    state.count = state.kept;
+}
+
+// Appends records from a slot on that have a bit in `hits`.
+SOFTDB_INLINE void keep(ListState& state, Vec estimates, uint32_t slot, uint32_t hits) {
+#if defined(__AVX512F__)
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i slots = _mm512_add_epi32(lanes, _mm512_set1_epi32(int(slot)));
+    const __mmask16 mask = __mmask16(hits);
+    _mm512_storeu_ps(state.estimates + state.count, _mm512_maskz_compress_ps(mask, (__m512)estimates));
+    _mm512_storeu_si512(state.slots + state.count, _mm512_maskz_compress_epi32(mask, slots));
+    state.count += __builtin_popcount(hits);
+#else
+    float each[kLanes];
+    store(each, estimates);
+    for (; hits; hits &= hits - 1) {
+        const int which = __builtin_ctz(hits);
+        state.estimates[state.count] = each[which], state.slots[state.count++] = slot + uint32_t(which);
+    }
+#endif
+}
+
+// Looks at the blocks of a list, whose own score is `score`.
+SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, ListState& state, float score, int64_t first,
+                               int64_t last) {
+    const int64_t bytes = lists.parts * 8;
+    const float step = state.step, base = state.base, unit = lists.unit;
+    auto take = [&](const Eight* sums, int64_t block) {
+        for (int lane = 0; lane < kBlock; lane += kLanes) {
+            const int64_t slot = block * kBlock + lane;
+            Vec estimate = load(lists.factors + slot) * (widened(sums, lane) * step + base) + score;
+            if (lists.offsets) estimate -= load(lists.offsets + slot) * unit;
+            uint32_t hits = above(estimate, everywhere(state.threshold)) & uint32_t(allowed[block]) >> lane;
+            if (hits) keep(state, estimate, uint32_t(slot), hits);
+        }
+    };
+    for (int64_t block = first; block < last; block += 2) {
+        const int64_t next = block + 1 < last ? 1 : 0;
+        if (!(allowed[block] | allowed[block + next])) continue;
+        const uint8_t* codes = lists.codes + block * bytes;
+        Eight sums[2][2];
+        if (next) add_up<2>(codes, bytes, state.low, state.high, sums);
+        else add_up<1>(codes, bytes, state.low, state.high, sums);
+        take(sums[0], block);
+        if (next) take(sums[1], block + 1);
+        if (state.count > state.room) cut(state);
+    }
+}
+
+// Tables of a turned query: what each word of each part adds, in whole steps above the least of all.
+inline void make_tables(const Lists& lists, const float* turned, float* entries, ListState& state) {
+    constexpr int kVectors = kBlock / kLanes;
+    typedef uint8_t Few __attribute__((vector_size(kLanes)));
+    const float gain = lists.offsets ? 2.0f : 1.0f;
+    Vec lowest = {}, highest = {};
+    for (int64_t part = 0; part < lists.parts; part++) {
+        Vec sums[kVectors] = {};
+        for (int64_t j = part * lists.word; j < (part + 1) * lists.word; j++)
+            for (int u = 0; u < kVectors; u++) sums[u] += load(lists.words + j * kBlock + u * kLanes) * (gain * turned[j]);
+        for (int u = 0; u < kVectors; u++) {
+            store(entries + part * kBlock + u * kLanes, sums[u]);
+            lowest = smaller(sums[u], lowest), highest = greater(sums[u], highest);
+        }
+    }
+    const float low = least_of(lowest), range = -least_of(-highest) - low;
+    const float inverse = range > 0 ? kTop / range : 0;
+    for (int64_t part = 0; part < lists.parts; part++) {
+        uint8_t* table = (part % 2 ? state.high : state.low) + part / 2 * kBlock;
+        for (int u = 0; u < kVectors; u++) {
+            const Vec entry = load(entries + part * kBlock + u * kLanes);
+            const Few steps = __builtin_convertvector((entry - low) * inverse + 0.5f, Few);
+            std::memcpy(table + u * kLanes, &steps, kLanes);
+        }
+    }
+    state.step = range / kTop, state.base = float(lists.parts) * low;
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb

@@ -1,0 +1,350 @@
+// Search by inverted lists of 4-bit codes, in one call. A record k of list j, with centroid c, is coded as
+//
+//     k ≈ c + f Rᵀ w        R a rotation, w one of 16 words for each part of the turned residual R (k - c), and
+//                           f = |r|² / <r, Rᵀ w>, which makes the estimate exact along the residual r itself
+//     q·k ≈ q·c + f Σ_m <(Rq)_m, w_m>;      for l2  -|q - k|² + |q|² ≈ 2 q·c - |c|² + 2 f Σ_m … - (2 c·f Rᵀw + |r|²)
+//
+// (Jégou et al. 2011, product quantization; Gao and Long 2024, RaBitQ, for f). The sums are looked up sixteen records at
+// a time in tables of 7 bits, which stay in registers (André et al. 2015, fast scan). A query
+//
+//     1. is multiplied with R and all centroids, both int8;
+//     2. scans its few best lists; t is the estimate of the k-th best record in them;
+//     3. visits every list where  log rate = a g + b z + c z² + d > -log(records per match):  g = (s - t) / (ρ u) is how
+//        far the list's score s lies above t in deviations of its records (ρ of the residuals; u = |q|, 2 |q - c| for
+//        l2), z is s standardised over the lists;
+//     4. scores the best `kept` exactly, where the keys lie.
+//
+// A batch takes steps 3 and 4 list by list, so that codes are read once for all of its queries. Cost of a query:
+// (lists + parts · word) d / 2 products of int16, parts / 2 bytes a slot scanned, 2 kept d for exact scores.
+#include "lists.h"
+
+#include "heap.h"
+#include "list_scan.h"
+#include "stored.h"
+
+namespace softdb {
+namespace SOFTDB_LEVEL {
+
+namespace {
+
+constexpr int64_t kTogether = 64;      // queries of a batch that take lists together: a bit each
+constexpr int64_t kFirst = 4;          // lists that are scanned at least
+constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the first cache
+constexpr int64_t kWide = 4096;        // records of the first lists that are kept at once
+constexpr int kQuery = 63;             // steps of a query's largest number: two products with uint8 fit into int16
+
+// Memory of one query.
+struct Query {
+    ListState state;
+    float* scores;    // (lists,)
+    float length;     // |q|²
+    float last;       // estimate of the k-th best in its first lists
+    float visited;    // lists with this score at least are scanned already
+};
+
+// Σ u s over four numbers of kLanes rows (kLanes, 4): u of uint8, s the same four int8 of the query, at most 63.
+SOFTDB_INLINE IntVec products_of_four(const uint8_t* at, int32_t four) {
+#if defined(__AVX512BW__)
+    __m512i pairs = _mm512_maddubs_epi16(_mm512_loadu_si512(at), _mm512_set1_epi32(four));
+    return (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i*)at), _mm256_set1_epi32(four));
+    return (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__aarch64__)
+    uint8x16_t numbers = vld1q_u8(at);
+    int16x8_t query = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    int16x8_t low = vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(numbers))), query);
+    int16x8_t high = vmulq_s16(vreinterpretq_s16_u16(vmovl_high_u8(numbers)), query);
+    return (IntVec)vpaddlq_s16(vpaddq_s16(low, high));
+#else
+    __m128i pairs = _mm_maddubs_epi16(_mm_loadu_si128((const __m128i*)at), _mm_set1_epi32(four));
+    return (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
+#endif
+}
+
+// A query in whole steps.
+struct Steps {
+    int8_t* numbers;  // (width,)
+    float step;
+    int32_t sum;
+};
+
+// Rounds a query (width,), filled up with zeros to whole vectors.
+void round_off(const float* query, int64_t width, Steps& out) {
+    Vec largest = {};
+    for (int64_t j = 0; j < width; j += kLanes) {
+        const Vec x = load(query + j);
+        largest = greater(greater(x, -x), largest);
+    }
+    const float top = -least_of(-largest), inverse = top > 0 ? kQuery / top : 0;
+    IntVec sum = {};
+    for (int64_t j = 0; j < width; j += kLanes) {
+        const Vec x = load(query + j) * inverse;
+        const IntVec near = __builtin_convertvector(x + (x < 0 ? everywhere(-0.5f) : everywhere(0.5f)), IntVec);
+        sum += near;
+        for (int i = 0; i < kLanes; i++) out.numbers[j + i] = int8_t(near[i]);
+    }
+    out.step = top / kQuery, out.sum = 0;
+    for (int i = 0; i < kLanes; i++) out.sum += sum[i];
+}
+
+// The product with a query: rows numbers.
+void multiply(const ByteMatrix& matrix, const Steps& query, float* out) {
+    constexpr int kVectors = kBlock / kLanes;
+    const IntVec zero = IntVec{} + 128 * query.sum;  // numbers are stored with 128 added
+    for (int64_t row = 0; row < matrix.rows; row += kBlock) {
+        const uint8_t* at = matrix.numbers + row * matrix.width;
+        IntVec sums[2][kVectors] = {};
+        auto add = [&](int64_t j, int which) {
+            int32_t four;
+            std::memcpy(&four, query.numbers + j, 4);
+            for (int u = 0; u < kVectors; u++)
+                sums[which][u] += products_of_four(at + j * kBlock + u * kLanes * 4, four);
+        };
+        int64_t j = 0;
+        for (; j + 8 <= matrix.width; j += 8) add(j, 0), add(j + 4, 1);
+        if (j < matrix.width) add(j, 0);
+        for (int u = 0; u < kVectors; u++) {
+            const Vec whole = __builtin_convertvector(sums[0][u] + sums[1][u] - zero, Vec);
+            store(out + row + u * kLanes, whole * load(matrix.scales + row + u * kLanes) * query.step);
+        }
+    }
+}
+
+// Hands out parts of one piece of memory; with none it only measures.
+struct Memory {
+    char* at;
+    int64_t used = 0;
+    template <class Number>
+    Number* take(int64_t count) {
+        Number* found = (Number*)(at + used);
+        used += (count * int64_t(sizeof(Number)) + 63) / 64 * 64;
+        return found;
+    }
+};
+
+// Room for so many records that are kept, and some that are not cut yet.
+void make_room(Memory& memory, int64_t room, ListState& state) {
+    state.room = room;
+    state.estimates = memory.take<float>(room + 2 * kBlock);
+    state.slots = memory.take<uint32_t>(room + 2 * kBlock);
+}
+
+ListState state_in(Memory& memory, const Lists& lists, int64_t kept) {
+    ListState state;
+    state.low = memory.take<uint8_t>(lists.parts * 8);
+    state.high = memory.take<uint8_t>(lists.parts * 8);
+    state.heap = memory.take<int64_t>(kept);
+    state.kept = kept;
+    make_room(memory, 3 * kept + 64, state);
+    return state;
+}
+
+// What lists.h calls search, for one element type of the keys.
+struct Search {
+    const ListSearch& ask;
+    const Lists& lists;
+    Query* queries;
+    ListState wide;    // of the query that begins
+    float *centred, *turned, *entries;
+    Steps steps;
+    uint64_t* visits;  // (lists,) which of the queries visit each
+    int64_t* positions;
+    int64_t scanned = 0;
+
+    Search(const ListSearch& ask, Memory& memory) : ask(ask), lists(ask.lists) {
+        const int64_t together = min(kTogether, max(ask.queries.rows, int64_t(1))), d = lists.rotation.width;
+        queries = memory.take<Query>(together);
+        centred = memory.take<float>(d + kLanes);
+        steps.numbers = memory.take<int8_t>(d + kLanes);
+        turned = memory.take<float>(lists.rotation.rows);
+        entries = memory.take<float>(lists.parts * kBlock);
+        visits = memory.take<uint64_t>(lists.count);
+        positions = memory.take<int64_t>(2 * ask.kept + 64);
+        make_room(memory, max(kWide, 3 * ask.kept + 64), wide);
+        for (int64_t i = 0; i < together; i++) {
+            ListState state = state_in(memory, lists, ask.kept);
+            float* scores = memory.take<float>(lists.centroids.rows);
+            if (memory.at) queries[i] = {state, scores, 0, 0, 0};
+        }
+    }
+
+    void scan(Query& query, int64_t list, int64_t first, int64_t last) {
+        scan_blocks(lists, ask.allowed, query.state, query.scores[list], first, last);
+        scanned += (last - first) * kBlock;
+    }
+
+    // Calls visit(list) for those of which test(first of kLanes) has a bit.
+    template <class Test, class Visit>
+    void each_list(Test test, Visit visit) const {
+        for (int64_t j = 0; j < lists.count; j += kLanes) {
+            uint32_t bits = test(j);
+            if (lists.count - j < kLanes) bits &= (1u << (lists.count - j)) - 1;
+            for (; bits; bits &= bits - 1) visit(j + __builtin_ctz(bits));
+        }
+    }
+
+    // Steps 1 and 2.
+    void begin(Query& query, const float* asked) {
+        const int64_t d = ask.queries.width;
+        fill(centred, lists.rotation.width + kLanes, 0.0f);
+        for (int64_t j = 0; j < d; j++) centred[j] = asked[j];
+        for (int64_t j = 0; lists.origin && j < d; j++) centred[j] -= lists.origin[j];
+        query.length = summed(centred, centred, d, [](auto a, auto b) { return a * b; });
+        round_off(centred, lists.rotation.width, steps);
+        multiply(lists.rotation, steps, turned);
+        multiply(lists.centroids, steps, query.scores);
+        for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
+            store(query.scores + j, load(query.scores + j) - load(lists.lengths + j));
+        ListState& state = query.state;
+        make_tables(lists, turned, entries, state);
+        const ListState own = state;
+        state.estimates = wide.estimates, state.slots = wide.slots, state.room = wide.room;
+        state.count = 0, state.threshold = -kInfinity;
+        query.visited = kInfinity;
+        for (int64_t first = kFirst; query.visited > -kInfinity; first *= 4) {
+            const float least = first < lists.count ? level(query.scores, lists.count, first, first / 2) : -kInfinity;
+            each_list([&](int64_t j) {
+                const Vec scores = load(query.scores + j);
+                return ~above(everywhere(least), scores) & above(everywhere(query.visited), scores);
+            }, [&](int64_t j) { scan(query, j, lists.starts[j], lists.starts[j + 1]); });
+            query.visited = least;
+            if (state.count >= ask.nearest) break;
+        }
+        query.last = state.count < ask.nearest ? -kInfinity : level(state.estimates, state.count, ask.nearest, 0);
+        cut(state);
+        std::memcpy(own.estimates, state.estimates, state.count * sizeof(float));
+        std::memcpy(own.slots, state.slots, state.count * sizeof(uint32_t));
+        state.estimates = own.estimates, state.slots = own.slots, state.room = own.room;
+    }
+
+    // Step 3: calls visit(list) for those that are left and may hold a match.
+    template <class Visit>
+    void choose(const Query& query, Visit visit) const {
+        const float *scores = query.scores, t = query.last, shift = scores[0];
+        if (!(query.visited > -kInfinity)) return;
+        Vec total = {}, square = {};
+        for (int64_t j = 0; j + kLanes <= lists.count; j += kLanes) {
+            const Vec x = load(scores + j) - shift;
+            total += x, square += x * x;
+        }
+        const float whole = float(max(lists.count / kLanes * kLanes, int64_t(1)));
+        const float apart = sum(total) / whole, variance = sum(square) / whole - apart * apart;
+        const float inverse = variance > 0 ? 1 / __builtin_sqrtf(variance) : 0, middle = shift + apart;
+        const float a = float(ask.rule.gap), b = float(ask.rule.linear), c = float(ask.rule.square);
+        const float least = float(-log(ask.rule.records_per_match) - ask.rule.constant);
+        const float length = query.length, plain = 1 / max(__builtin_sqrtf(length), 1e-30f);
+        each_list([&](int64_t j) {
+            const Vec score = load(scores + j);
+            Vec side = everywhere(plain);
+            if (lists.offsets) {
+                float apart[kLanes];
+                store(apart, greater(length - score, everywhere(1e-30f)));
+                for (int i = 0; i < kLanes; i++) apart[i] = 0.5f / __builtin_sqrtf(apart[i]);
+                side = load(apart);
+            }
+            const Vec z = (score - middle) * inverse, g = (score - t) * side * load(lists.inverse_spreads + j);
+            return above(a * g + z * (b + c * z), everywhere(least)) & above(everywhere(query.visited), score);
+        }, visit);
+    }
+
+    // Step 4. Returns whether k were found, and no score is NaN.
+    template <class Number>
+    bool finish(Query& query, int64_t i) {
+        ListState& state = query.state;
+        const int64_t k = ask.found.width;
+        int64_t* heap = ask.found[i];
+        bool whole = true;
+        fill(heap, k, kLast);
+        if (ask.keys.kind == Kind::none) {
+            for (int64_t j = 0; j < state.count; j++)
+                push(heap, k, entry_of(state.estimates[j], ask.places[state.slots[j]]));
+        } else {
+            cut(state);
+            for (int64_t j = 0; j < state.count; j++) positions[j] = ask.places[state.slots[j]];
+            const Reader reader(ask.keys);
+            each_record(reader, positions, state.count, [&](int64_t j, const char* at) {
+                float score = score_of<float>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+                whole &= score == score;
+                push(heap, k, entry_of(score, positions[j]));
+            });
+        }
+        whole &= k < 1 || heap[0] != kLast;
+        sort(heap, k);
+        unpack(heap, k, ask.scores[i]);
+        return whole;
+    }
+
+    template <class Number>
+    bool run() {
+        bool whole = true;
+        const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
+        for (int64_t low = 0; low < ask.queries.rows; low += kTogether) {
+            const int64_t count = min(kTogether, ask.queries.rows - low);
+            if (count > 1) fill(visits, lists.count, uint64_t(0));
+            for (int64_t i = 0; i < count; i++) {
+                begin(queries[i], ask.queries[low + i]);
+                if (count > 1) choose(queries[i], [&](int64_t j) { visits[j] |= uint64_t(1) << i; });
+                else choose(queries[i], [&](int64_t j) { scan(queries[i], j, lists.starts[j], lists.starts[j + 1]); });
+            }
+            for (int64_t j = 0; count > 1 && j < lists.count; j++)
+                for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
+                    for (uint64_t left = visits[j]; left; left &= left - 1)
+                        scan(queries[__builtin_ctzll(left)], j, first, min(first + step, last));
+            for (int64_t i = 0; i < count; i++) whole &= finish<Number>(queries[i], low + i);
+        }
+        *ask.scanned += scanned;
+        return whole;
+    }
+};
+
+}  // namespace
+
+// Bytes of memory that a search needs.
+int64_t list_scratch(const ListSearch& ask) {
+    Memory memory{nullptr};
+    Search search(ask, memory);
+    return memory.used;
+}
+
+// The whole search; returns whether k were found for every query, and no score is NaN.
+bool search_lists(const ListSearch& ask, char* scratch) {
+    Memory memory{scratch};
+    Search search(ask, memory);
+    return ask.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
+}
+
+// Bytes of memory that a scan needs.
+int64_t scan_scratch(const ListScan& ask) {
+    Memory memory{nullptr};
+    state_in(memory, ask.lists, ask.found.width);
+    memory.take<float>(ask.lists.parts * kBlock);
+    return memory.used + 64;
+}
+
+// The best by codes of lists that are given.
+void scan_lists(const ListScan& ask, char* scratch) {
+    Memory memory{scratch};
+    ListState state = state_in(memory, ask.lists, ask.found.width);
+    float* entries = memory.take<float>(ask.lists.parts * kBlock);
+    for (int64_t i = 0; i < ask.turned.rows; i++) {
+        state.count = 0, state.threshold = -kInfinity;
+        make_tables(ask.lists, ask.turned[i], entries, state);
+        for (int64_t j = 0; j < ask.order.width; j++) {
+            const int64_t list = ask.order[i][j];
+            if (list < 0) continue;
+            scan_blocks(ask.lists, ask.allowed, state, ask.nearness[i][j], ask.lists.starts[list],
+                        ask.lists.starts[list + 1]);
+        }
+        int64_t* heap = ask.found[i];
+        fill(heap, ask.found.width, kLast);
+        for (int64_t j = 0; j < state.count; j++)
+            push(heap, ask.found.width, entry_of(state.estimates[j], ask.places[state.slots[j]]));
+        sort(heap, ask.found.width);
+        unpack(heap, ask.found.width, ask.scores[i]);
+        ask.steps[i] = state.step;
+    }
+}
+
+}  // namespace SOFTDB_LEVEL
+}  // namespace softdb
