@@ -46,7 +46,7 @@ def passes(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
         asked = functools.partial(shard.answer, PassOver(db.generation, question))
         timed(asked, 3)
         line: dict[str, Any] = {"n": n, "bytes": n * 2 * DIM * 4, "pass": ms(timed(asked, repeats))}
-        db.build_index("ivf-sq8", recall=0.9)
+        db.build_index("ivf", recall=0.9)
         for seed in range(3):
             draw(seed)
         seconds = []

@@ -64,7 +64,7 @@ def counted(n: int) -> dict[str, Any]:
         "one host": agree(whole, Cluster(together), queries),
     }
     for part in parts if n <= INDEXED else ():
-        part.build_index("ivf-sq8", recall=0.9)
+        part.build_index("ivf", recall=0.9)
     found: dict[str, Any] = {
         "indexed": n <= INDEXED,
         "off": off,
@@ -156,7 +156,7 @@ def parted(kind: str) -> Parted:
     one = softdb.open(None, dim=WIDTH, value_dim=VALUES)
     one.insert(range(N), keys, values)
     for db in (one, cluster):
-        db.build_index("ivf-sq8", recall=0.9)
+        db.build_index("ivf", recall=0.9)
     asked = centres[random.integers(0, CENTRES, ASKED)] + 0.6 * random.standard_normal((ASKED, WIDTH))
     return Parted(one, cluster, torch.from_numpy(asked.astype(np.float32)))
 

@@ -166,7 +166,7 @@ class DatabaseCore(Core[Stored]):
         count = check.DEFAULT_K if k is None else k
         if vectors is None or type(count) is not int or count < 1 or not check.all_finite(vectors):
             return None
-        found = self.finder.find_among_all(snapshot, vectors, count)
+        found = self.finder.find_plainly(snapshot, vectors, count)
         if found is None or found.scores is None:
             return None
         return Hits(torch.from_numpy(snapshot.rows(found.positions)), torch.from_numpy(found.scores), self.store.read)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.errors import MissingDependency
-from softdb.index.contract import Devices, Floats, Index, Rows, Selected, faiss_module
+from softdb.index.contract import Devices, FaissIndex, Floats, Index, Rows, faiss_module
 from softdb.index.ivf import ID, IVF, IVFSQ8
 
 MOST = 2048  # results or lists of a query: FAISS' limit on a GPU
@@ -139,9 +139,9 @@ class OnGPU(IVF):
             )
         return rows
 
-    def find(self, queries: Floats, c: int, allowed: Selected | None = None, effort: int | None = None) -> Rows:
+    def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """As `near`, for arrays of the host; no more than MOST are found, -1 follows."""
-        if allowed is not None:
+        if rows is not None:
             raise ValueError("an index on a GPU takes no filter: softdb.device.probe does without")
         found = np.full((len(queries), c), -1, np.int64)
         fetched = min(c, MOST)
@@ -203,7 +203,7 @@ def engines(devices: Devices, device: torch.device) -> dict[str, type[OnGPU]]:
 
 def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device) -> Index:
     """An index of the CPU, copied to a device; as it is where its codes have no form there."""
-    if not _movable(index, device):
+    if not _movable(index, device) or not isinstance(index, FaissIndex):
         return index
     engine = engines[index.kind]
     return index.restored(engine.uploaded(index.inner), engine)
@@ -212,7 +212,7 @@ def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device
 def _movable(index: Index, device: torch.device) -> bool:
     """Return True if an index of the CPU has a form on a GPU; one line in the log where it has none."""
     try:
-        faiss, inner = gpu_faiss(device), index.inner
+        faiss, inner = gpu_faiss(device), getattr(index, "inner", None)
     except MissingDependency as error:
         _log.warning("the index stays on the CPU: %s", error)
         return False

@@ -51,7 +51,7 @@ class _DeviceSearch:
         self.kept, self.until = shard.kept(query.allowed), indexed_until(shard.snapshot, index)
         whole = self.until == shard.snapshot.size
         self.inside = inside = self.kept.number if whole else int(np.count_nonzero(self.kept.mask[: self.until]))
-        self.share = max(inside, 1) / max(1, index.inner.ntotal)  # of the codes that count
+        self.share = max(inside, 1) / max(1, index.count)  # of the codes that count
         wanted = min(max(FLOOR, index.fetch_k * k), inside)
         spread = SURE * np.sqrt(wanted * (1 - min(1.0, self.share)))
         self.fetched = int(np.ceil((wanted + spread) / self.share))

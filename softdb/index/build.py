@@ -15,9 +15,9 @@ from torch import Tensor
 from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index import flat
-from softdb.index.choose import KINDS, TRIED, Option, Progress, SampledTrial, budget, choose, options
-from softdb.index.contract import Devices, Floats, Index, Live, Rows, Selected, faiss_module, prepared, sampled
-from softdb.index.ivf import POINTS_A_LIST, lists_for
+from softdb.index.choose import KINDS, TRIED, Option, Progress, SampledTrial, budget, choose, kinds, options
+from softdb.index.contract import Devices, Floats, Index, ListedIndex, Live, Rows, faiss_module, prepared, sampled
+from softdb.index.lists import POINTS_A_LIST, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
 from softdb.index.planner import FORCED, Planner
 from softdb.index.query import Query
@@ -33,6 +33,7 @@ TRAINED = 1 << 14  # records that codes are trained on at least
 BUILT = 3  # indexes at most, where the one that looked best on a sample does not reach the recall
 NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys whose recall is told apart
 ALIKE = 1.001  # lengths whose ratio is at most this are not told apart: rounding must not make classes
+FITTED = 256  # queries that an index learns its rule from
 AIMS = 4  # times that the aim is raised where the other half's recall is lower than that of the half tuned on
 
 
@@ -50,11 +51,13 @@ def checked(
     kind: object, recall: object, memory: object = None, devices: Devices | None = None
 ) -> tuple[str, float, int | None]:
     """Kind, recall target and memory in bytes, or BadInput."""
-    known = ("auto", "flat", *(KINDS if devices is None else devices.engines))
+    known = ("auto", "flat", *(kinds() if devices is None else devices.engines))
     if not isinstance(kind, str) or kind not in known:
         why, way = "", ""
         if isinstance(kind, str) and kind in KINDS and devices is not None:
             why, way = f", which has no form on {devices.name}", ", or device='cpu'"
+        elif isinstance(kind, str) and kind in KINDS:
+            why, way = ", which needs softdb's native kernels", ", or install softdb where a C++ compiler is"
         raise BadInput(f"kind is {shown(kind)}{why}; choose one of {', '.join(map(repr, known))}{way}")
     if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
         raise BadInput(f"recall is {shown(recall)}; expected a share above 0 and at most 1, such as 0.95")
@@ -91,7 +94,7 @@ def build(
         begun = time.perf_counter()
         index = _filled(snapshot, metric, option, say)
         built = time.perf_counter()
-        lists = int(getattr(index.inner, "nlist", 0)) or None
+        lists = len(index.centroids) if isinstance(index, ListedIndex) else None
         index.report = {"codes": option.codes, "lists": lists, "device": index.place}
         tuned(snapshot, index, target, say)
         ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
@@ -117,7 +120,7 @@ def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices
     if snapshot.count < LEAST:
         raise BadInput(f"{snapshot.count} records are too few to train an index on; it takes {LEAST}, or kind='flat'")
     dim = snapshot.segments[0].keys.shape[1]
-    return options(kind, dim, snapshot.count, memory, KINDS if devices is None else devices.engines)
+    return options(kind, dim, snapshot.count, memory, kinds() if devices is None else devices.engines)
 
 
 def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> None:
@@ -131,6 +134,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         index.room = most_of(snapshot)
         index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
     trial = _FullTrial(snapshot, index, asked, own, target.k)
+    trial.fit()
     trial.leave_out()
     setting, measured = _aimed(trial, target.recall, say)
     index.effort, index.fetch_k = setting.effort, setting.fetch_k
@@ -156,7 +160,7 @@ def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, fl
 
     def aimed_at(goal: float) -> Setting:
         progress = functools.partial(say, "measuring")
-        return steadied(trial, trial.index.effort_most, fastest(trial, trial.index, goal, progress))
+        return steadied(trial, trial.index, fastest(trial, trial.index, goal, progress))
 
     goal, kept = recall, None
     for aim in range(AIMS):
@@ -202,7 +206,13 @@ class _FullTrial:
         self.wanted = k + (own is not None)
         self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(asked, self.wanted, index.metric))
         self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query
-        self.left: tuple[Selected, Rows] | None = None  # the rows without outliers, and the truth (q / 2, k) among them
+        self.left: tuple[Rows, Rows] | None = None  # the rows without outliers, and the truth (q / 2, k) among them
+
+    def fit(self) -> None:
+        """Let the index learn from the half that is tuned on."""
+        half = self._half(False)
+        asked = prepared(self.asked[half][:FITTED].float().numpy(), self.index.metric)
+        self.index.fit(asked, self.snapshot.rows(self.truth[half][:FITTED]))
 
     def leave_out(self) -> None:
         """Leave the outliers of the index out of what is tuned on."""
@@ -214,7 +224,7 @@ class _FullTrial:
         allowed[snapshot.positions(longest)] = False
         tuned = Query(self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
         truth = flat.nearest(snapshot, tuned)
-        self.left = Selected(snapshot.rows(np.flatnonzero(allowed)), self.index.covered), truth
+        self.left = snapshot.rows(np.flatnonzero(allowed)), truth
         self.known.clear()
 
     def recall(self, effort: int, fetch_k: int) -> float:
@@ -236,10 +246,10 @@ class _FullTrial:
     def _half(self, held_out: bool) -> slice:
         return slice(1, None, 2) if held_out and len(self.asked) > 1 else slice(0, None, 2)
 
-    def _candidates(self, queries: Tensor, effort: int, fetch_k: int, selected: Selected) -> Rows:
+    def _candidates(self, queries: Tensor, effort: int, fetch_k: int, rows: Rows) -> Rows:
         """Candidates that a search scores exactly: the nearest of these that count are those that it finds."""
         vectors = prepared(queries.float().numpy(), self.index.metric)
-        return self.snapshot.positions(self.index.find(vectors, max(FLOOR, fetch_k * self.wanted), selected, effort))
+        return self.snapshot.positions(self.index.find(vectors, max(FLOOR, fetch_k * self.wanted), rows, effort))
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k) each
         """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
@@ -301,6 +311,7 @@ def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -
         index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
         done += len(block.positions)
         say("adding", done, snapshot.count)
+    index.seal()
     return index
 
 

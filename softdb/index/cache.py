@@ -1,6 +1,6 @@
 """Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
 
-An index file is FAISS' bytes, and behind them, from `codes` on, what estimates know of the records (`reach`). Its entry
+An index file is the engine's bytes, and behind them, from `codes` on, what estimates know of the records (`reach`). Its entry
 in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over the entry
 under a key that lies outside every database. The index of a database from elsewhere carries another signature: it is
 left aside, and its file is not even read. Nothing is ever unpickled.
@@ -22,15 +22,19 @@ from typing import Any
 import numpy as np
 
 from softdb.check import Metric
-from softdb.index.choose import KINDS
-from softdb.index.contract import Index, faiss_module
-from softdb.index.ivf import IVF
+from softdb.index.contract import FaissIndex, Index, ListedIndex
+from softdb.index.hnsw import HNSW
+from softdb.index.ivf import IVF, IVFSQ8
+from softdb.index.lists import Lists
 from softdb.index.reach import packed, unpacked
 from softdb.store import files
 from softdb.store.ours import entries
 
 _log = logging.getLogger("softdb")
-_NAME = re.compile(rf"({'|'.join(KINDS)})-[0-9a-f]{{16}}\.faiss")
+_ENGINES = {  # by kind and by what an index file's name ends in
+    ("ivf", "lists"): Lists, ("hnsw", "faiss"): HNSW, ("ivf", "faiss"): IVF, ("ivf-sq8", "faiss"): IVFSQ8,
+}  # fmt: skip
+_NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)")
 _KEPT = {  # what an entry calls the attributes of an index that stand beside its bytes
     "covered": "covered", "effort": "effort", "candidates": "fetch_k", "tuned_for": "tuned_for", "report": "report",
 }  # fmt: skip
@@ -45,7 +49,8 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
     codes, more = index.dump().data, b"" if index.reach is None else packed(index.reach)
     digest = hashlib.sha256(codes)
     digest.update(more)
-    name = f"{index.kind}-{secrets.token_hex(8)}.faiss"
+    suffix = "faiss" if isinstance(index, FaissIndex) else "lists"
+    name = f"{index.kind}-{secrets.token_hex(8)}.{suffix}"
     entry = {
         "file": name,
         "kind": index.kind,
@@ -73,9 +78,10 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         codes = data[: entry.get("codes")]  # an older softdb wrote nothing else
         if entry["metric"] != metric.value:
             raise ValueError(f"it is for the metric {entry['metric']!r}")
-        index = KINDS[entry["kind"]](metric, faiss_module().deserialize_index(np.frombuffer(codes, np.uint8)))
-        if dim is not None and index.inner.d != dim:
-            raise ValueError(f"it is of keys {index.inner.d} wide")
+        engine = _ENGINES.get((entry["kind"], entry["file"].rpartition(".")[2]))
+        if engine is None:
+            raise ValueError(f"it is of kind {entry['kind']!r}, which this version has not")
+        index = engine.loaded(metric, np.frombuffer(codes, np.uint8), dim)
         longest = entry.get("longest")  # an older softdb wrote neither
         index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
     except (NoKey, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
@@ -83,7 +89,7 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         return None
     for name, attribute in _KEPT.items():
         setattr(index, attribute, entry[name])
-    if len(codes) < len(data) and isinstance(index, IVF):
+    if len(codes) < len(data) and isinstance(index, ListedIndex):
         try:
             index.reach = unpacked(data[len(codes) :], index)
         except ValueError as error:

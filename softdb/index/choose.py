@@ -12,17 +12,23 @@ from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 from softdb.index.hnsw import HNSW
-from softdb.index.ivf import IVF, IVFSQ8, POINTS_A_LIST, IVFRaBitQ, lists_for
+from softdb.index.lists import POINTS_A_LIST, Lists, lists_for
 from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
+from softdb.kernels import available
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
 
-KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (IVF, IVFSQ8, IVFRaBitQ, HNSW)}
+KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (Lists, HNSW)}
 TRIED = 50_000  # records of a trial
 ASKED = 200  # queries of a trial
 LARGER = 1.1  # times as fast that the next larger codes must be
 RESCORED = 2e-10  # seconds to multiply two numbers of a candidate that is scored exactly
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def kinds() -> dict[str, type[Index]]:
+    """Engines that can be built here: lists are scanned by the kernels."""
+    return {kind: engine for kind, engine in KINDS.items() if available() or not engine.filters_inside}
 
 
 class Option(NamedTuple):
@@ -54,7 +60,7 @@ def budget(memory: object) -> int | None:
 
 
 def options(
-    kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]] = KINDS
+    kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]]
 ) -> list[Option]:
     """Options that fit the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
@@ -81,7 +87,7 @@ def choose(fit: list[Option], trial: SampledTrial, goal: float, say: Progress) -
     tried: list[tuple[Option, Setting]] = []
     for done, option in enumerate(fit):
         say("choosing", done, len(fit))
-        if option.engine.kind != IVF.kind and any(setting.recall >= goal for _, setting in tried):
+        if option.engine.kind != Lists.kind and any(setting.recall >= goal for _, setting in tried):
             break
         trial.build(option)
         tried.append((option, fastest(trial, trial.index, goal, lambda *_: None)))
@@ -122,6 +128,8 @@ class SampledTrial:
         """Try another index from now on."""
         self.index = option.engine.train(self.metric, self.training, len(self.keys), option.codes)
         self.index.add(np.arange(len(self.keys)), self.keys)
+        self.index.seal()
+        self.index.fit(self.queries, self.truth)
 
     def recall(self, effort: int, fetch_k: int) -> float:
         """Recall among the best codes, as many as exact scores would be worked out for."""

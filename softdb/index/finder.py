@@ -19,8 +19,7 @@ from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Target, build, checked, possible, tuned
 from softdb.index.choose import Progress
-from softdb.index.contract import Devices, Floats, Found, Index, Rows, Selected, faiss_module
-from softdb.index.ivf import IVF
+from softdb.index.contract import Devices, Floats, Found, Index, ListedIndex, Rows
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
 from softdb.index.query import Query
 from softdb.index.reach import reach_of
@@ -115,7 +114,7 @@ class Finder:
         """A snapshot's columns as queries on a device find them there; None where the host's serve."""
         return None if self.devices is None else self.devices.columns(snapshot, device)
 
-    def find_among_all(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
+    def find_plainly(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
         """As `find` on the CPU, with no filter, in the few steps that a single query should take; None: ask `find`."""
         index, since = self._in_use
         searcher = self._searcher
@@ -124,7 +123,7 @@ class Finder:
         if searcher is None or searcher.index is not index:
             return None
         start = time.perf_counter()
-        found = searcher.find_among_all(snapshot, vectors, k)
+        found = searcher.find_plainly(snapshot, vectors, k)
         if found is not None:
             numbers, seconds = snapshot.count * vectors.shape[1], time.perf_counter() - start
             self.watch.saw(
@@ -142,7 +141,7 @@ class Finder:
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
-        if index is None or not isinstance(index, IVF):
+        if index is None or not isinstance(index, ListedIndex):
             return None, 0
         with self._lock:
             searcher = self.searcher(index)
@@ -167,7 +166,7 @@ class Finder:
 
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
-            if isinstance(index, IVF) and devices is None and snapshot.count >= FEWEST and available():
+            if isinstance(index, ListedIndex) and devices is None and snapshot.count >= FEWEST and available():
                 reach_of(index, snapshot)  # here, and not when an estimate is first asked for
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
@@ -242,7 +241,7 @@ class Finder:
             if index is None:
                 raise BadInput("there is no index to tune, search is exact; build_index() makes one")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
-            twin = index.restored(index.inner)  # the other is being searched; the codes are shared
+            twin = index.twin()  # the other is being searched
             snapshot = self._store.snapshot
             tuned(snapshot, twin, Target(goal, min(k or index.report["k"], snapshot.count), queries), say)
             with self._lock:
@@ -285,11 +284,11 @@ class Finder:
             if self.index is None:
                 return
             rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self.index)]))
-            if len(rows) == self.index.inner.ntotal:
+            if len(rows) == self.index.count:
                 return
-            selected, twin = Selected(rows, self.index.covered), self.index.hosted()  # the other is being searched
+            twin = self.index.hosted()  # the other is being searched
             with contextlib.suppress(RuntimeError):  # an engine that cannot, such as a graph
-                twin.inner.remove_ids(faiss_module().IDSelectorNot(selected.selector))
+                twin.keep_only(rows)
                 twin = _placed(twin, self.index.devices)
                 self.watch.follow(twin)
                 self._use(twin, snapshot.generation)
@@ -328,6 +327,7 @@ class Finder:
                 index = index.copy()  # the other is being searched
                 for block in snapshot.blocks(ABSORB_ROWS, start=indexed_until(snapshot, index)):
                     index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
+                index.seal()
                 self.watch.follow(index)
                 self._use(index, snapshot.generation)
             return index

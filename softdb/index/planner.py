@@ -23,6 +23,7 @@ from softdb.index.timing import fastest
 from softdb.store import Segment, Snapshot
 
 FEW = 4096  # matches of a filter that are compared exactly sooner than the index is asked
+FEWEST = 128  # and where the index scans the matches alone
 KINDS = 256  # of searches whose way is kept
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 
@@ -121,6 +122,9 @@ class Planner:
         return way
 
     def _way(self, snapshot: Snapshot, matches: int, queries: int, k: int, filtered: bool, pairs: bool) -> Way:
+        if self.index.filters_inside:  # whose scan costs less than comparing, but for next to nothing
+            few = max(FEWEST, 4 * k)
+            return ("pairs" if pairs else "blocks") if matches <= few or k > self.index.covered // 8 else "index"
         if pairs and queries * matches <= PAIRS and self._pairs_are_cheaper(snapshot, matches, k):
             return "pairs"
         if k > self.index.covered // 8 or matches <= (max(FEW, 4 * k) if filtered else 4 * k):

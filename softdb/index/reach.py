@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Live, Numbers, Reach, Rows, faiss_module, prepared, sampled
+from softdb.index.contract import Floats, ListedIndex, Live, Numbers, Reach, Rows, prepared, sampled
+from softdb.index.lists import nearest_centroids
 from softdb.kernels import native
 from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
@@ -58,7 +59,7 @@ class _Measures(NamedTuple):
 _SHARES = SHARE, SHARE, SHARE, LONG  # of each measure
 
 
-def reach_of(index: Index, snapshot: Snapshot) -> Reach:
+def reach_of(index: ListedIndex, snapshot: Snapshot) -> Reach:
     """As it was kept with an IVF index of these records, or measured now, and kept."""
     if index.reach is None or not _is_of(index.reach, snapshot):
         index.reach = _measured(index, snapshot)
@@ -89,10 +90,11 @@ def packed(reach: Reach) -> bytes:
     return file.getvalue()
 
 
-def unpacked(data: bytes | memoryview, index: Index) -> Reach:
+def unpacked(data: bytes | memoryview, index: ListedIndex) -> Reach:
     """Read what `packed` wrote. Raises ValueError where it is not of such an index: that file may be another's."""
     file, found = io.BytesIO(data), dict[str, Any]()
-    sizes = {"d": index.inner.d, "l": index.inner.nlist, "p": len(words_of(index.inner))}
+    lists, d = index.centroids.shape
+    sizes = {"d": d, "l": lists, "p": index.parts}
     for name, (dtype, axes) in FORM.items():
         try:
             array = np.load(file, allow_pickle=False)
@@ -112,21 +114,19 @@ def unpacked(data: bytes | memoryview, index: Index) -> Reach:
     return Reach(is_apart=is_apart, **found)
 
 
-def _measured(index: Index, snapshot: Snapshot) -> Reach:
+def _measured(index: ListedIndex, snapshot: Snapshot) -> Reach:
     """Two passes over keys, one over values. Cost n (d + v) + d³; memory for the time: four numbers a record."""
-    inner = index.inner
-    centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)
-    (rows, starts), centre, means = lists_of(inner), _centre(snapshot), centroids.copy()
+    (rows, starts), centre, means = index.members(), _centre(snapshot), index.centroids.copy()
     found = _Measures(*np.full((len(_SHARES), len(rows)), np.nan))
-    records = _InLists(index, snapshot, rows, starts, centroids, words_of(inner))
+    records = _InLists(index, snapshot, rows, starts)
 
     def work(lists: range) -> None:
         _measure(records, records.batch(lists), centre, means, found)
 
-    runs, count = records.runs, workers(len(rows) * centroids.shape[1])
+    runs, count = records.runs, workers(len(rows) * means.shape[1])
     for first in range(0, len(runs), count):  # few at once: questions that come meanwhile want the threads, too
         share_out(work, runs[first : first + count])
-    if not len(records.words):  # the radius takes the place of the error
+    if not index.parts:  # the radius takes the place of the error
         found = found._replace(errors=found.radii)
     limits = [_limit(one, share) for one, share in zip(found, _SHARES, strict=True)]
     outside = np.zeros(len(rows), np.bool_)
@@ -147,10 +147,10 @@ def _measured(index: Index, snapshot: Snapshot) -> Reach:
     )  # fmt: skip
 
 
-def _shape(index: Index, snapshot: Snapshot, means: Floats) -> tuple[Floats, float]:  # (d, d)
+def _shape(index: ListedIndex, snapshot: Snapshot, means: Floats) -> tuple[Floats, float]:  # (d, d)
     """Shape of the keys around the means of their lists: one root of the covariance for all lists, and `spread`."""
     keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
-    left = keys - means[index.inner.quantizer.search(keys, 1)[1][:, 0]]
+    left = keys - means[nearest_centroids(index.centroids, keys)]
     squares = np.einsum("md,md->m", left, left, dtype=np.float64)
     whole = max(float(squares.mean()), 1e-12)
     values, vectors = np.linalg.eigh((left.T @ left / len(left)).astype(np.float64))
@@ -172,17 +172,16 @@ class _ListRun(NamedTuple):
 class _InLists:
     """The records that an index holds, list by list."""
 
-    index: Index
+    index: ListedIndex
     snapshot: Snapshot
     rows: Rows  # (n,)
     starts: Rows  # (lists + 1,)
-    centroids: Floats  # (lists, d)
-    words: Floats  # as `words_of`
 
     @property
     def runs(self) -> list[range]:
         """The lists in runs that are copied at once."""
-        most, found, first, lists = GATHERED // max(1, self.centroids.shape[1]), [], 0, len(self.starts) - 1
+        width = self.snapshot.segments[0].keys.shape[1]
+        most, found, first, lists = GATHERED // max(1, width), [], 0, len(self.starts) - 1
         for which in range(1, lists):
             if self.starts[which + 1] - self.starts[first] > most:
                 found.append(range(first, which))
@@ -198,15 +197,6 @@ class _InLists:
         places = [(i, slice(starts[i] - part.start, starts[i + 1] - part.start)) for i in run]
         filled = [(i, place) for i, place in places if place.start < place.stop]
         return _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
-
-    def codes(self, which: int, size: int) -> tuple[NDArray[np.uint8], Floats, Floats]:
-        """Codes of a list of so many records, as kernels take them: (blocks, bytes), the words, what is added."""
-        faiss = faiss_module()
-        lists, (_, d) = faiss.downcast_InvertedLists(self.index.inner.invlists), self.centroids.shape
-        blocks = -(-size // lists.n_per_block)
-        packed: NDArray[np.uint8] = faiss.rev_swig_ptr(lists.get_codes(which), blocks * lists.block_size)
-        base = self.centroids[which] if self.index.inner.by_residual else np.zeros(d, np.float32)
-        return packed.reshape(blocks, -1), flat(self.words), base
 
 
 def _measure(
@@ -225,8 +215,9 @@ def _measure(
         loops.distances(keys, means[which].astype(np.float64), radii[here])
         if records.index.metric is Metric.DOT:
             loops.distances(keys, nothing, lengths[here])
-        if len(records.words):
-            loops.packed_errors(keys, *records.codes(which, len(keys)), errors[here])
+        if records.index.parts:
+            apart = records.index.code_errors(which, keys)
+            errors[here] = np.sqrt(np.einsum("md,md->m", apart, apart, dtype=np.float64))
     if len(centre):
         snapshot = records.snapshot
         own = batch.stored if snapshot.segments[0].values is None else snapshot.values_at(batch.positions)
@@ -240,40 +231,18 @@ def _measure(
 def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
     """Reach of records in a single coordinate, or their error in a single part of their codes: a second pass."""
     loops = native()
-    extents, largest = np.zeros(means.shape, np.float32), np.zeros(len(records.words))
+    index, parts = records.index, records.index.parts
+    extents, largest = np.zeros(means.shape, np.float32), np.zeros(parts)
     for batch in map(records.batch, records.runs):
         skip = outside[batch.part] | (batch.positions < 0)
         for which, here in batch.lists:
             keys = batch.keys[here]
             loops.extents(keys, means[which], skip[here], extents[which])
-            if len(records.words):
-                loops.part_errors(keys, *records.codes(which, len(keys)), skip[here], largest)
+            if parts:
+                turned = index.turned(index.code_errors(which, keys)[~skip[here]])
+                squares = np.square(turned).reshape(len(turned), parts, -1).sum(2)
+                np.maximum(largest, np.sqrt(squares.max(0, initial=0)), out=largest)
     return extents, largest
-
-
-def flat(words: Floats) -> Floats:  # (parts, 16, d / parts) -> (16 parts, d / parts)
-    """Values of the codes, as kernels take them."""
-    return words.reshape(-1, words.shape[2])
-
-
-def words_of(inner: Any) -> Floats:
-    """Values of the codes, (parts, 16, d / parts); no parts for codes other than FAISS' packed 4-bit ones."""
-    if not isinstance(inner, faiss_module().IndexIVFPQFastScan) or inner.bbs != 32:
-        return np.empty((0, 16, 1), np.float32)
-    words: Floats = faiss_module().vector_to_array(inner.pq.centroids).reshape(inner.M, 16, -1)
-    return words
-
-
-def lists_of(inner: Any) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
-    """The rows of every list of an IVF index, one list after the other, and where each begins."""
-    faiss, lists = faiss_module(), inner.invlists
-    sizes = [lists.list_size(i) for i in range(lists.nlist)]
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    rows = np.empty(starts[-1], np.int64)
-    for i, size in enumerate(sizes):
-        if size:
-            rows[starts[i] : starts[i + 1]] = faiss.rev_swig_ptr(lists.get_ids(i), size)
-    return rows, starts
 
 
 def _centre(snapshot: Snapshot) -> Numbers:

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
+from softdb.index.contract import FaissIndex, Floats, Found, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
+from softdb.index.lists import NO_ROW, Lists, Places
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
 from softdb.index.planner import FEW, Planner
 from softdb.index.query import Query
-from softdb.index.rerank import best_of, ordered
+from softdb.index.rerank import ordered
 from softdb.index.tail import Tail
-from softdb.kernels import available
 from softdb.store import Snapshot
 
 FLOOR = 64  # candidates that are rescored at least
@@ -57,8 +57,11 @@ class Searcher:
             return None
         if way == "pairs" and listed is not None:
             return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
-        search = _Search(self, snapshot, coverage, eligible, allowed)
-        found, scores = search.find(vectors, k, min(query.certain or k, k))
+        certain = min(query.certain or k, k)
+        if self.index.filters_inside:
+            found, scores = self._scanned(snapshot, coverage, eligible, allowed, vectors, k, certain)
+        else:
+            found, scores = _Search(self, snapshot, coverage, eligible, allowed).find(vectors, k, certain)
         if coverage.until < snapshot.size:
             newer = nearest(snapshot, replace(query, k=min(k, snapshot.size - coverage.until)), coverage.until)
             found, scores = ordered(snapshot, vectors, np.concatenate([found, newer], axis=1), k, metric)
@@ -71,30 +74,36 @@ class Searcher:
         """As `find`, and by comparing every record where that costs less."""
         return self.find(snapshot, query) or Found(nearest(snapshot, query), None, "flat")
 
-    def find_among_all(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
+    def find_plainly(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
         """As `find`, where there is no filter and the index holds every record: with as little as one query needs.
 
-        None where `find` has to be asked. Scores are those of `ordered`.
+        None where `find` has to be asked.
         """
         coverage, index = self._coverage, self.index
-        if coverage is None or not coverage.whole or coverage.snapshot() is not snapshot or not available():
+        if coverage is None or coverage.until < snapshot.size or coverage.snapshot() is not snapshot:
             return None
-        metric, eligible = index.metric, coverage.every
-        if self.planner.way(snapshot, eligible.count, len(vectors), k, filtered=False) != "index":
+        eligible = coverage.every
+        if not index.filters_inside or self.planner.way(snapshot, eligible.count, len(vectors), k, False) != "index":
             return None
-        asked = prepared(vectors, metric)
-        candidates = index.find(asked, max(FLOOR, index.fetch_k * k, k), None, index.effort_for(k))
-        found, scores, whole = best_of(snapshot, asked, candidates, k, metric)
-        if not whole:
-            return None
-        if metric is Metric.DOT:
-            known = eligible.outliers
-            if known is None or known[0].named is not index.longest:
-                known = self.outliers(snapshot, coverage, eligible, None)
-            outliers, positions = known
-            if outliers.count and outliers.take_part(vectors, positions, found, scores):
-                found, scores, whole = best_of(snapshot, asked, found, k, metric)
-        return Found(found, scores, index.kind)
+        found, scores = self._scanned(snapshot, coverage, eligible, None, vectors, k, k)
+        return None if (found[:, -1] < 0).any() else Found(found, scores, index.kind)
+
+    def _scanned(
+        self, snapshot: Snapshot, coverage: _Coverage, eligible: _Eligible, allowed: Live | None, vectors: Floats,
+        k: int, certain: int,
+    ) -> tuple[Rows, Floats]:  # (q, d) -> (q, k), (q, k)  # fmt: skip
+        """The k best of the records that the index holds and that count, by its one scan."""
+        index = self.index
+        assert isinstance(index, Lists)
+        asked, kept = prepared(vectors, index.metric), max(index.kept_for(certain), k)
+        found, scores, _ = index.scan(
+            asked, k, snapshot.key_column, coverage.places, eligible.bits, certain, kept
+        )
+        if index.metric is Metric.DOT:
+            outliers, positions = self.outliers(snapshot, coverage, eligible, allowed)
+            if outliers.count:
+                outliers.take_part(vectors, positions, found, scores)
+        return found, scores
 
     def outliers(
         self, snapshot: Snapshot, coverage: _Coverage, eligible: _Eligible, allowed: Live | None
@@ -131,16 +140,20 @@ def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
 class _Eligible:
     """The records of a snapshot that may be found."""
 
-    def __init__(self, snapshot: Snapshot, index: Index, keep: Live, until: int) -> None:
+    def __init__(self, snapshot: Snapshot, index: Index, keep: Live, until: int, places: Places | None) -> None:
         self.filtered = keep is not snapshot.live
         self.count = int(np.count_nonzero(keep))
         self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # their positions, where they are few
         self.inside = int(np.count_nonzero(keep[:until]))  # of them in the index
-        indexed: int = index.inner.ntotal
+        indexed = index.count
         self.share = max(1, self.inside) / max(1, indexed)  # of the rows that the index holds
         self.selected: Selected | None = None  # None: all of these
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
-        if self.count > FEW and self.inside != indexed:
+        if places is not None:
+            assert isinstance(index, Lists)
+            whole = self.inside == indexed
+            self.bits = index.filled if whole else index.layout.bits(keep, places)
+        elif self.count > FEW and self.inside != indexed:
             self.selected = Selected(snapshot.rows(np.flatnonzero(keep[:until])), index.covered)
 
 
@@ -152,16 +165,25 @@ class _Coverage:
         # whether rows are positions; an index of another database may name rows that are nowhere
         self.aligned = snapshot.contiguous and index.covered <= snapshot.size
         self.until = indexed_until(snapshot, index)
-        self.every = _Eligible(snapshot, index, snapshot.live, self.until)
-        # whether rows are positions, and every one of them is in the index, and nothing else
-        self.whole = self.aligned and self.until == snapshot.size and self.every.selected is None
+        self.places: Places | None = None
+        if isinstance(index, Lists):
+            self.places = index.layout.rows if self.aligned else _places(snapshot, index.layout.rows)
+        self.every = _Eligible(snapshot, index, snapshot.live, self.until, self.places)
         self._filtered: Recent[_Eligible] = Recent()
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
         """Rows that the index may return for a filter."""
         if allowed is None:
             return self.every
-        return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self.until), allowed)
+        return self._filtered.of(
+            lambda: _Eligible(snapshot, index, snapshot.live & allowed, self.until, self.places), allowed
+        )
+
+
+def _places(snapshot: Snapshot, rows: Places) -> Places:  # (slots,)
+    """Positions of rows, NO_ROW of those that are nowhere."""
+    positions = snapshot.positions(rows.astype(np.int64))
+    return np.where(positions >= 0, positions, NO_ROW).astype(np.uint32)
 
 
 @dataclass
@@ -175,7 +197,8 @@ class _Search:
     allowed: Live | None  # (size,) over positions
 
     @property
-    def index(self) -> Index:
+    def index(self) -> FaissIndex:
+        assert isinstance(self.searcher.index, FaissIndex)
         return self.searcher.index
 
     def find(self, queries: Floats, k: int, certain: int) -> tuple[Rows, Floats | None]:  # (q, d) -> (q, k), (q, k)
@@ -188,7 +211,7 @@ class _Search:
             c = min(c, max(1, eligible.inside))
         if selected is None or eligible.share >= MOSTLY:
             wider = effort if selected is None else int(np.ceil(effort / eligible.share))
-            rows = index.find(asked, c, selected, wider)
+            rows = index.search(asked, c, selected, wider)
             candidates = rows if self.coverage.aligned else snapshot.positions(rows)
         else:
             candidates, unfound = self._filtered(asked, c, effort)
@@ -222,7 +245,7 @@ class _Search:
         """Candidates among the rows that count; None where to compare all of these costs less."""
         found, short = np.full((len(vectors), c), -1, np.int64), np.arange(len(vectors))
         while not self._exact_is_cheaper(effort, len(vectors)):
-            found[short] = self.index.find(vectors[short], c, self.eligible.selected, effort)
+            found[short] = self.index.search(vectors[short], c, self.eligible.selected, effort)
             short = short[found[short].min(axis=1) < 0]  # what counts lies elsewhere: look farther
             if not len(short) or effort >= self.index.effort_most:
                 return found
@@ -240,7 +263,7 @@ class _Search:
         snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
         if self._exact_is_cheaper(effort, len(vectors)):
             return np.zeros(len(vectors), np.int64)
-        near = snapshot.positions(index.find(vectors, FLOOR, None, max(1, effort // 4)))
+        near = snapshot.positions(index.search(vectors, FLOOR, None, max(1, effort // 4)))
         counts = snapshot.live[near] & (near >= 0)
         if allowed is not None:
             counts &= allowed[near]

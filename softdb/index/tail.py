@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Numbers, Rows, faiss_module
+from softdb.index.contract import Floats, ListedIndex, Numbers, Rows
 from softdb.index.placement import RecordColumns
 from softdb.index.planner import Planner
-from softdb.index.reach import flat, lists_of, reach_of, words_of
+from softdb.index.reach import reach_of
 from softdb.index.rerank import scores_at
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
@@ -108,22 +108,20 @@ class _Near(NamedTuple):
 class Tail:
     """A sampler over the rows that an IVF index holds. Safe to use from several threads."""
 
-    def __init__(self, index: Index, snapshot: Snapshot, planner: Planner) -> None:
-        inner = index.inner
+    def __init__(self, index: ListedIndex, snapshot: Snapshot, planner: Planner) -> None:
         self.index = index
         self.planner = planner
-        self.centroids: Floats = inner.quantizer.reconstruct_n(0, inner.nlist)  # (lists, d)
+        self.centroids = index.centroids  # (lists, d)
         self.reach = reach_of(index, snapshot)
         self.lengths, self.mean_lengths = (
             np.einsum("ld,ld->l", one, one, dtype=np.float64) for one in (self.centroids, self.reach.means)
         )  # ‖c‖², ‖m‖²
-        self.frame = _frame(*lists_of(inner), self.reach.is_apart)
+        self.frame = _frame(*index.members(), self.reach.is_apart)
         self.sizes = np.diff(self.frame.starts)  # (lists,)
         self.size = len(self.frame.rows) + len(self.reach.apart)
         self.origin = self.reach.means.mean(0)
         radii, largest = self.reach.mean_radii, self.reach.radii
         self.excess = np.divide(largest, radii, out=np.ones_like(radii), where=radii > 0)  # (lists,)
-        self._words = words_of(inner)
 
     def draw(self, ask: Drawing) -> TailSample:
         """The `near` nearest by their codes, the records set apart, and about `budget` drawn from the others.
@@ -162,7 +160,9 @@ class Tail:
         """Search the lists that may hold something heavy, and score what is found."""
         snapshot, queries = ask.snapshot, ask.queries
         order, searches = self._to_search(ask, lists)
-        rows, codes = self._search(queries, lists.nearness, order, searches, ask.near)
+        chosen = np.where(np.arange(order.shape[1]) < searches[:, None], order, -1)
+        nearness = np.take_along_axis(lists.nearness, order, 1)
+        rows, codes, rounding = self.index.near_in_lists(queries, chosen, nearness, ask.near)
         searched = np.zeros(lists.means.shape, np.bool_)
         np.put_along_axis(searched, order, np.arange(order.shape[1]) < searches[:, None], 1)
         rows[(rows >= 0) & self.reach.is_apart[rows]] = -1
@@ -172,8 +172,9 @@ class Tail:
         reach, usual = self.reach, max(self.reach.mean_error, 1e-300)
         others, l2 = np.empty((5, len(rows))), self.index.metric is Metric.L2
         origin = self.origin if l2 else np.zeros_like(self.origin)
-        known = reach.errors, reach.log_shares, usual, reach.part_errors, origin
-        native().caps(queries, codes, scores, flat(self._words), l2, *known, ask.factor, CERTAIN, ask.visible, others)
+        seen = queries, self.index.turned(queries - origin), codes, scores, rounding
+        known = reach.errors, reach.log_shares, usual, reach.part_errors
+        native().caps(*seen, l2, *known, ask.factor, CERTAIN, ask.visible, others)
         return _Near(rows, positions, scores, searched, others)
 
     def _to_search(self, ask: Drawing, lists: _Lists) -> tuple[Rows, Rows]:  # (q, most), (q,)
@@ -192,24 +193,6 @@ class Tail:
         if not np.isnan(ask.least):  # every list that may hold one
             counts = np.maximum(counts, (lists.caps >= ask.least).sum(1))
         return order[:, : int(counts.max(initial=1))], counts
-
-    def _search(
-        self, queries: Floats, nearness: Numbers, order: Rows, searches: Rows, count: int
-    ) -> tuple[Rows, Floats]:  # (q, count), (q, count)
-        """FAISS' search of chosen lists: rows and scores by their codes, -1 and -inf for none."""
-        faiss, (q, most), l2 = faiss_module(), order.shape, self.index.metric is Metric.L2
-        lists = np.where(np.arange(most) < searches[:, None], order, -1)
-        distances = np.take_along_axis(-nearness if l2 else nearness, order, 1).astype(np.float32)
-        rows, codes = np.empty((q, count), np.int64), np.empty((q, count), np.float32)
-        asked, pointer = np.ascontiguousarray(queries), faiss.swig_ptr
-        self.index.inner.search_preassigned_c(
-            q, pointer(asked), count, pointer(lists), pointer(distances), pointer(codes), pointer(rows), False,
-            faiss.SearchParametersIVF(nprobe=most),
-        )  # fmt: skip
-        if l2:
-            np.negative(codes, out=codes)
-        codes[rows < 0] = -np.inf
-        return rows, codes
 
     def _sampled(
         self, ask: Drawing, lists: _Lists, found: _Near

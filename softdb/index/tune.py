@@ -13,7 +13,6 @@ from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.timing import fastest as least_seconds
 from softdb.index.timing import timed
 
-LEVELS = (6, 10, 20, 40, 80, 160)  # candidates for each of the k: beyond, the codes are not worth their scan
 FLAT = 0.002  # recall that two doublings of effort must gain, else no more effort is tried
 FINE = 8  # the effort is found to within one part in so many
 STEADY = 0.001  # recall that more effort may lose
@@ -45,11 +44,11 @@ def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], N
 
     For each number of candidates the least effort, by doubling, then bisection.
     """
-    best, highest = None, Setting(1, LEVELS[0], -1.0, np.inf)
-    for done, fetch_k in enumerate(LEVELS):
-        say(done, len(LEVELS))
+    best, highest = None, Setting(index.effort_least, index.levels[0], -1.0, np.inf)
+    for done, fetch_k in enumerate(index.levels):
+        say(done, len(index.levels))
         recall = functools.partial(trial.recall, fetch_k=fetch_k)
-        effort, reached = least_effort(recall, 1, index.effort_most, goal, FINE)
+        effort, reached = least_effort(recall, index.effort_least, index.effort_most, goal, FINE)
         if reached < goal:
             if reached > highest.recall + FLAT or highest.recall < 0:
                 highest = Setting(effort, fetch_k, reached, np.inf)
@@ -58,7 +57,7 @@ def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], N
         if best is not None and this.seconds >= best.seconds:
             break
         best = this
-    say(len(LEVELS), len(LEVELS))
+    say(1, 1)
     return best or highest
 
 
@@ -87,14 +86,15 @@ def least_effort(
     return effort, reached
 
 
-def steadied(trial: Trial, most: int, setting: Setting) -> Setting:
+def steadied(trial: Trial, index: Index, setting: Setting) -> Setting:
     """With as many candidates more as it takes for a greater effort not to lose recall.
 
     More probed lists also bring more wrong codes, which push true neighbours out of too few candidates.
     """
     effort, fetch_k, reached, seconds = setting
-    while fetch_k < LEVELS[-1] and _loses(trial, effort, most, fetch_k):
-        fetch_k = min(LEVELS[-1], fetch_k + -(-fetch_k // 2))
+    most = index.levels[-1]
+    while fetch_k < most and _loses(trial, effort, index.effort_most, fetch_k):
+        fetch_k = min(most, fetch_k + -(-fetch_k // 2))
         reached = trial.recall(effort, fetch_k)
     return Setting(effort, fetch_k, reached, seconds)
 

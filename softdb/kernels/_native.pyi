@@ -1,7 +1,7 @@
 # What native/bind_*.cc bind. Arrays are numpy's, C order, of exactly these types; columns are float32 or float16.
 from typing import Any
 
-from numpy import bool_, float32, float64, int32, int64
+from numpy import bool_, float32, float64, int32, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
 def levels() -> list[str]: ...
@@ -135,5 +135,50 @@ def peaks(*arguments: Any) -> None: ...
 def caps(*arguments: Any) -> None: ...
 def distances(*arguments: Any) -> None: ...
 def extents(*arguments: Any) -> None: ...
-def packed_errors(*arguments: Any) -> None: ...
-def part_errors(*arguments: Any) -> None: ...
+
+# Inverted lists. Matrices of int8 and codes are interleaved as native/lists.h has it.
+
+class Lists:
+    def __init__(
+        self,
+        d: int,
+        rotation: NDArray[uint8],  # (groups, …)
+        turns: NDArray[float32],  # (parts · word,) scales of its rows, filled up to groups of 16
+        centroids: NDArray[uint8],  # (groups, …)
+        scales: NDArray[float32],  # (lists,) filled up, like the next two
+        lengths: NDArray[float32],  # (lists,) that scores of lists are lowered by
+        inverse_spreads: NDArray[float32],  # (lists,)
+        starts: NDArray[int64],  # (lists + 1,) first block of each
+        codes: NDArray[uint8],  # (blocks, 8 parts)
+        factors: NDArray[uint16],  # (blocks, 16) float16
+        offsets: NDArray[uint16],  # likewise of l2; else (0, 16)
+        unit: float,
+        words: NDArray[float32],  # (parts · word, 16)
+        parts: int,
+        origin: NDArray[float32],  # (d,) of l2; else (0,)
+    ) -> None: ...
+
+def search_lists(
+    lists: Lists,
+    queries: NDArray[float32],  # (q, d)
+    allowed: NDArray[uint16],  # (blocks,)
+    places: NDArray[uint32],  # (slots,)
+    keys: Column | None,
+    metric: int,
+    rule: NDArray[float64],  # gap, linear, square, constant, records per match
+    nearest: int,
+    kept: int,
+    found: NDArray[int64],  # (q, k), written to
+    scores: NDArray[float32],  # (q, k), written to
+) -> int: ...  # slots that were scanned; where not all queries have k, or a score is NaN: minus that, minus 1
+def scan_lists(
+    lists: Lists,
+    turned: NDArray[float32],  # (q, parts · word)
+    order: NDArray[int64],  # (q, m)
+    nearness: NDArray[float32],  # (q, m)
+    allowed: NDArray[uint16],  # (blocks,)
+    places: NDArray[uint32],  # (slots,)
+    found: NDArray[int64],  # (q, c), written to
+    scores: NDArray[float32],  # (q, c), written to
+    steps: NDArray[float64],  # (q,), written to
+) -> None: ...

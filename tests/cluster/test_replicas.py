@@ -137,7 +137,7 @@ def indexed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("softdb.attend.rounds", "softdb.index.finder"):
         monkeypatch.setattr(sys.modules[module], "FEWEST", 100)
     for _ in world.replicas.copies:
-        world.db.build_index("ivf-sq8", recall=0.9)
+        world.db.build_index("ivf", recall=0.9)
         world.replicas.first = 1 - world.replicas.first
 
 

@@ -203,7 +203,7 @@ class Crowd:
         self.counts["copies"] += 1
 
     def build(self, turn: int) -> None:
-        build = self.db.build_index(("ivf-sq8", "ivf", "hnsw")[turn % 3], background=True)
+        build = self.db.build_index(("ivf", "hnsw")[turn % 2], background=True)
         while not build.done:
             if self.stop.wait(0.02):
                 build.cancel()

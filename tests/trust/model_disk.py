@@ -240,7 +240,7 @@ class IndexedMachine(_OnDisk):
         self.fill(500, seed)
 
     @precondition(lambda self: self.builds < 3 and len(self.model.compared(None)) >= 1000)
-    @rule(kind=st.sampled_from(["ivf", "hnsw", "ivf-sq8"]))
+    @rule(kind=st.sampled_from(["ivf", "hnsw"]))
     def build_other(self, kind: str) -> None:
         self.builds += 1
         self.db.build_index(kind, recall=0.9)

@@ -93,7 +93,7 @@ def indexed(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[
     schema: dict[str, Any] = {"metric": "l2"}
     with softdb.open(path, dim=3, **schema) as db:
         db.insert(range(1000), rng.standard_normal((1000, 3)), payloads=list(map(payload, range(1000))))
-        db.build_index("ivf-sq8", recall=1.0)
+        db.build_index("ivf", recall=1.0)
     return schema, []
 
 

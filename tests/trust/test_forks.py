@@ -320,7 +320,7 @@ def _asked(db: softdb.SoftDB) -> list[int]:
 @pytest.mark.slow
 def test_a_child_does_not_wait_for_a_watch_that_a_thread_of_its_parent_held(path: Path) -> None:
     with clustered(path) as db:
-        db.build_index("ivf-sq8")
+        db.build_index("ivf")
         queries = np.random.default_rng(1).standard_normal((4, 16))
         expected = db.search(queries, k=5).rows.tolist()
         watch = db._finder.watch
@@ -336,7 +336,7 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
         torch.randn(900, 900) @ torch.randn(900, 900)
         db.build_index("ivf")
         before = db.search(queries, k=5).rows.tolist()
-        build = db.build_index("ivf-sq8", background=True)
+        build = db.build_index("ivf", background=True)
 
         def child() -> Any:
             assert build.done
@@ -345,7 +345,7 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
             exact = db.search(queries, k=5, exact=True).rows.tolist()
             mine = softdb.open(None, dim=16)
             mine.insert(range(6000), np.random.default_rng(0).standard_normal((6000, 16)))
-            mine.build_index("ivf-sq8")  # FAISS in the child, with one thread
+            mine.build_index("ivf")  # FAISS in the child, with one thread
             assert mine.search(queries, k=1).live.all()
             return db.search(queries, k=5).rows.tolist(), exact, bool(asked.grad is not None), db.verify()
 
@@ -353,7 +353,7 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
         assert (learns, count) == (True, 8000)
         assert rows == before
         assert exact == db.search(queries, k=5, exact=True).rows.tolist()
-        assert build.result(SECONDS).kind == "ivf-sq8"
+        assert build.result(SECONDS).kind == "ivf"
         assert db.search(queries, k=5).live.all()
 
 

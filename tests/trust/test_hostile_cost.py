@@ -137,7 +137,7 @@ def test_a_snapshot_copies_no_sparse_catalogue(path: Path, tmp_path: Path) -> No
 def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=8) as db:
         db.insert(range(2000), [[float(i % 7)] * 8 for i in range(2000)])
-        db.build_index("ivf-sq8")
+        db.build_index("ivf")
     (index,) = (tmp_path / "db" / "index").iterdir()
     os.truncate(index, HUGE)
     with apsw.Connection(str(tmp_path / "db" / "catalog.sqlite")) as connection:

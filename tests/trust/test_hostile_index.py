@@ -40,7 +40,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 for part in np.array_split(np.arange(count), parts):
                     db.insert(part, rng.standard_normal((len(part), wide)))
                 db.delete(list(range(N if count > N else 0)))  # as many as in `db` are left, in other rows
-                db.build_index("ivf-sq8", recall=0.5)
+                db.build_index("ivf", recall=0.5)
         yield folder
 
 
@@ -179,7 +179,7 @@ def test_an_index_is_never_written_through_a_link(indexed: Path, tmp_path: Path)
     (path / "index").symlink_to(outside)
     before = contents(outside)
     with contextlib.suppress(softdb.SoftDBError, OSError), softdb.open(path) as db:
-        db.build_index("ivf-sq8", recall=0.5)
+        db.build_index("ivf", recall=0.5)
     assert contents(outside) == before
     cache.clean(path / "index", None)
     assert contents(outside) == before
@@ -221,7 +221,7 @@ def test_without_a_key_the_index_serves_this_handle_and_why_is_said_once(
     _unusable(tmp_path / "key", kind, monkeypatch)
     with softdb.open(tmp_path / "db", dim=8, metric="l2") as db:
         db.insert(range(3000), keys)
-        assert db.build_index("ivf-sq8").kind == "ivf-sq8"
+        assert db.build_index("ivf").kind == "ivf"
         assert db.search(keys[:1], k=1).ids == [[0]]
     assert [record.message for record in caplog.records if "not kept" in record.message][1:] == []
     assert "signing key" in caplog.text

@@ -216,12 +216,12 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
     db = softdb.open(path, dim=8)
     keys = np.random.default_rng(0).standard_normal((5000, 8))
     db.insert(range(5000), keys)
-    db.build_index("ivf-sq8")
-    count = moments(lambda: db.build_index("ivf-sq8"))
+    db.build_index("ivf")
+    count = moments(lambda: db.build_index("ivf"))
     early = list(range(1, min(count, 120), max(1, 120 // most)))
     for at in sorted({*early, *sampled(count, most)}):
         interruption = Interruption(at)
-        interruption.during(lambda: db.build_index("ivf-sq8"))
+        interruption.during(lambda: db.build_index("ivf"))
         tally["interrupts"] += 1
         try:
             elsewhere(lambda: db.search(keys[:2], k=3))
@@ -240,7 +240,7 @@ def test_an_interrupt_while_an_index_is_loaded_leaves_its_lock_free(path: Path, 
     keys = np.random.default_rng(0).standard_normal((5000, 8))
     with softdb.open(path, dim=8) as db:
         db.insert(range(5000), keys)
-        db.build_index("ivf-sq8")
+        db.build_index("ivf")
     with softdb.open(path) as db:
         count = moments(lambda: db.search(keys[:1], k=3))
     for at in sampled(count, QUICK):

@@ -96,7 +96,7 @@ def compacted(db: softdb.SoftDB, place: Path) -> set[int]:
 
 
 def built(db: softdb.SoftDB, place: Path) -> set[int]:
-    db.build_index("ivf-sq8")
+    db.build_index("ivf")
     return checked(db, place)
 
 

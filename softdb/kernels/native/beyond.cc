@@ -9,35 +9,14 @@ namespace SOFTDB_LEVEL {
 
 namespace {
 
-// How far FAISS' scores by codes may be off: it rounds its tables to 8 bits, all parts of them alike.
-double rounding(const float* query, const Words& words, bool l2) {
-    double widest = 0, total = 0;
-    for (int64_t m = 0; m < words.parts; m++) {
-        double low = kInfinity, high = -kInfinity;
-        for (int64_t c = 0; c < words.codes; c++) {
-            const float* word = words.first + (m * words.codes + c) * words.width;
-            double entry = 0;
-            for (int64_t t = 0; t < words.width; t++) {
-                double one = query[m * words.width + t], other = word[t];
-                entry += l2 ? (one - other) * (one - other) : one * other;
-            }
-            low = min(low, entry), high = max(high, entry);
-        }
-        widest = max(widest, high - low), total = total + high - low;
-    }
-    return (0.5 * double(words.parts) + 1) * max(widest / 255, total / 65535);
-}
-
 // The most that the error of a single part of a code may add to a product with the query.
-double peak_of(const Caps& ask, const float* query) {
+double peak_of(const Caps& ask, const float* turned) {
     double most = 0;
-    for (int64_t m = 0; m < ask.words.parts; m++) {
+    const int64_t word = ask.parts ? ask.turned.width / ask.parts : 0;
+    for (int64_t m = 0; m < ask.parts; m++) {
         double square = 0;
-        for (int64_t j = m * ask.words.width; j < (m + 1) * ask.words.width; j++) {
-            double apart = double(query[j]) - double(ask.origin[j]);
-            square += apart * apart;
-        }
-        most = max(most, __builtin_sqrt(square) * ask.parts[m]);
+        for (int64_t j = m * word; j < (m + 1) * word; j++) square += double(turned[j]) * double(turned[j]);
+        most = max(most, __builtin_sqrt(square) * ask.part_errors[m]);
     }
     return most;
 }
@@ -88,7 +67,7 @@ void peaks(const Peaks& ask) {
             ask.out[i][j] = farthest(ask.queries[i], ask.means[j], ask.extents[j], ask.queries.width, ask.l2);
 }
 
-// What records may score whose codes are not among the near. Cost q (c + d · 16 + levels).
+// What records may score whose codes are not among the near. Cost q (c + d + levels).
 void caps(const Caps& ask) {
     const int64_t d = ask.queries.width;
     const double largest = ask.errors[ask.levels - 1], usual = ask.usual, root = __builtin_sqrt(double(d));
@@ -102,7 +81,7 @@ void caps(const Caps& ask) {
             const double error = score - code;
             count += 1, total += error, square += error * error, apart -= 4 * code;
         }
-        double edge = last + (ask.words.parts ? rounding(query, ask.words, ask.l2) : 0), sure, wide;
+        double edge = last + ask.rounding[i], sure, wide;
         if (ask.l2) {
             const double length = 2 * __builtin_sqrt(max(-edge, 0.0));
             const double slope = apart > 0 ? __builtin_sqrt(square / apart) : 0;
@@ -122,7 +101,7 @@ void caps(const Caps& ask) {
         if (last == -kInfinity) wide = 0;
         const double noise = wide * usual;
         // what codes leave unresolved in a few records may lie all in one part of them
-        const double peak = peak_of(ask, query) * (ask.l2 ? 2 : 1);
+        const double peak = peak_of(ask, ask.turned[i]) * (ask.l2 ? 2 : 1);
         if (largest > 0 && last > -kInfinity) wide = max(wide, (peak + kMore * noise) / (ask.certain * largest));
         auto shown = [&](int64_t level) {
             double spread = ask.factor * wide * ask.errors[level];

@@ -9,8 +9,6 @@ namespace SOFTDB_LEVEL {
 void to_search(const ToSearch& ask);
 void peaks(const Peaks& ask);
 void caps(const Caps& ask);
-void packed_errors(const Coded& ask);
-void part_errors(const Coded& ask);
 void extents(const Table<const float>& keys, const float* mean, const bool* skip, float* out);
 void distances(const Table<const float>& keys, const double* centre, double* out);
 

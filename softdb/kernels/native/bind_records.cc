@@ -215,9 +215,6 @@ void bind_draws(nb::module_& module) {
     }, free);
 }
 
-// What codes stand for, (parts · 16, d / parts).
-Words words_of(const Table<const float>& words) { return {words.first, words.rows / 16, 16, words.width}; }
-
 void bind_codes(nb::module_& module) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
     module.def("to_search", [](Table<const double> means, Table<const double> deviations, Table<const double> caps,
@@ -227,26 +224,18 @@ void bind_codes(nb::module_& module) {
     }, free);
     module.def("peaks", [](Table<const float> queries, Table<const float> means, Table<const float> extents, bool l2,
                            Table<double> out) { kernels().peaks({queries, means, extents, l2, out}); }, free);
-    module.def("caps", [](Table<const float> queries, Table<const float> codes, Table<const double> scores,
-                          Table<const float> words, bool l2, Line<const double> errors, Line<const double> log_shares,
-                          double usual, Line<const double> parts, Line<const float> origin, double factor,
+    module.def("caps", [](Table<const float> queries, Table<const float> turned, Table<const float> codes,
+                          Table<const double> scores, Line<const double> rounding, bool l2, Line<const double> errors,
+                          Line<const double> log_shares, double usual, Line<const double> parts, double factor,
                           double certain, double visible, Table<double> found) {
-        kernels().caps({queries, codes, scores, words_of(words), l2, errors.first, log_shares.first, errors.length,
-                        usual, parts.first, origin.first, factor, certain, visible, found});
+        kernels().caps({queries, turned, codes, scores, rounding.first, l2, errors.first, log_shares.first,
+                        errors.length, usual, parts.first, parts.length, factor, certain, visible, found});
     }, free);
     module.def("distances", [](Table<const float> keys, Line<const double> centre, Line<double> out) {
         kernels().distances(keys, centre.first, out.first);
     }, free);
     module.def("extents", [](Table<const float> keys, Line<const float> mean, Line<const bool> skip, Line<float> out) {
         kernels().extents(keys, mean.first, skip.first, out.first);
-    }, free);
-    module.def("packed_errors", [](Table<const float> keys, Table<const uint8_t> packed, Table<const float> words,
-                                   Line<const float> base, Line<double> out) {
-        kernels().packed_errors({keys, packed.first, packed.width, words_of(words), base.first, nullptr, out.first});
-    }, free);
-    module.def("part_errors", [](Table<const float> keys, Table<const uint8_t> packed, Table<const float> words,
-                                 Line<const float> base, Line<const bool> skip, Line<double> out) {
-        kernels().part_errors({keys, packed.first, packed.width, words_of(words), base.first, skip.first, out.first});
     }, free);
 }
 

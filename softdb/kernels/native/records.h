@@ -225,39 +225,23 @@ struct Peaks {
     Table<double> out;           // (q, lists), written to
 };
 
-// What 4-bit codes stand for.
-struct Words {
-    const float* first = nullptr;  // (parts, codes, width)
-    int64_t parts = 0, codes = 0, width = 0;  // parts = 0: unknown
-};
-
 struct Caps {
     Table<const float> queries;  // (q, d)
+    Table<const float> turned;   // (q, parts · word) as the parts of codes see them, from where keys lie about; or empty
     Table<const float> codes;    // (q, c) scores by codes, -inf = none
     Table<const double> scores;  // (q, at least c), -inf = none
-    Words words;
+    const double* rounding = nullptr;  // (q,) how far rounding may put a score by codes off
     bool l2 = false;                     // whether scores are squared distances, else products
     const double* errors = nullptr;      // (levels,) ‖k - k̂‖ of parts of the records, the last the largest
     const double* log_shares = nullptr;  // (levels,) log of the share of the records in each part
     int64_t levels = 0;
     double usual = 0;               // root of the mean square of ‖k - k̂‖
-    const double* parts = nullptr;  // (parts,) the largest error of each part of the codes
-    const float* origin = nullptr;  // (d,) where keys lie about: 0 for products
+    const double* part_errors = nullptr;  // (parts,) the largest error of each part of the codes
+    int64_t parts = 0;
     double factor = 0;              // logits are this times the score
     double certain = 0;             // deviations that no error exceeds
     double visible = 0;             // deviations of an error from which on too few draws would show it
     Table<double> found;  // (5, q), written to: last, cap, noise, half the log of the share hidden, edge
-};
-
-// The keys of one list and their codes, as FAISS packs them.
-struct Coded {
-    Table<const float> keys;          // (m, d) prepared, in the order of the list
-    const uint8_t* packed = nullptr;  // (blocks, block)
-    int64_t block = 0;                // bytes
-    Words words;
-    const float* base = nullptr;  // (d,) what the code is added to: the list's centroid, or zeros
-    const bool* skip = nullptr;   // (m,) or null
-    double* out = nullptr;        // written to
 };
 
 constexpr double kMore = 3;  // deviations that the other parts of a code may add to one that is extreme

@@ -22,7 +22,7 @@ const Kernels kTable = {
     rerank, take_in, prepare, score, scan, settle,
     pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
     propose, draw, subsample, log_sums, hashes,
-    to_search, peaks, caps, packed_errors, part_errors, extents,
+    to_search, peaks, caps, extents,
     list_scratch, search_lists, scan_scratch, scan_lists, distances,
 };
 

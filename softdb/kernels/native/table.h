@@ -36,8 +36,6 @@ struct Kernels {
     void (*to_search)(const ToSearch& ask);
     void (*peaks)(const Peaks& ask);
     void (*caps)(const Caps& ask);
-    void (*packed_errors)(const Coded& ask);
-    void (*part_errors)(const Coded& ask);
     void (*extents)(const Table<const float>& keys, const float* mean, const bool* skip, float* out);
     int64_t (*list_scratch)(const ListSearch& ask);
     bool (*search_lists)(const ListSearch& ask, char* scratch);

@@ -59,7 +59,7 @@ def parted(kind: str, shards: int = P) -> Parted:
     one = softdb.open(None, dim=D, value_dim=V)
     one.insert(range(N), keys, values)
     for db in (one, cluster):
-        db.build_index("ivf-sq8", recall=0.9)
+        db.build_index("ivf", recall=0.9)
     asked = centres[random.integers(0, CENTRES, 150)] + 0.6 * random.standard_normal((150, D))
     return Parted(one, cluster, torch.from_numpy(asked.astype(np.float32)))
 

@@ -217,7 +217,7 @@ def test_a_verb_at_another_version_does_nothing() -> None:
     shard, before = DatabaseShard(db, 0, 1), db.generation
     db.delete([3])
     with pytest.raises(StaleRead, match="but was asked for"):
-        shard.answer(CallVerb(before, "build_index", {"kind": "ivf-sq8", "recall": 0.9}))
+        shard.answer(CallVerb(before, "build_index", {"kind": "ivf", "recall": 0.9}))
     assert db.stats().index is None
 
 
@@ -361,7 +361,7 @@ def test_an_index_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(transport, "ask", ask)
     cluster = Cluster(transport, timeout=50.0)
-    cluster.build_index("ivf-sq8", recall=0.9)
+    cluster.build_index("ivf", recall=0.9)
     cluster.count()
     assert allowed == [("Describe", 50.0), ("build_index", 3600.0), ("Describe", 50.0), ("count", 50.0)]
 

@@ -183,15 +183,15 @@ def test_one_build_at_a_time() -> None:
         db.build_index("ivf")
         with building(db):
             for other in (
-                lambda: db.build_index("ivf-sq8"),
-                lambda: db.build_index("ivf-sq8", background=True),
+                lambda: db.build_index("ivf"),
+                lambda: db.build_index("ivf", background=True),
                 lambda: db.tune(),
             ):
                 with pytest.raises(
                     softdb.BadInput, match=r"being built or tuned already \(adding 100 %\); wait for it"
                 ):
                     other()
-        assert db.build_index("ivf-sq8", background=True).result(SECONDS).kind == "ivf-sq8"
+        assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
         assert db.tune(0.5).target == 0.5
 
 
@@ -237,7 +237,7 @@ def test_a_reader_builds_nothing(tmp_path: Path) -> None:
 def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> None:
     _, queries = world()
     with filled(tmp_path / "db") as db:
-        db.build_index("ivf-sq8")
+        db.build_index("ivf")
         before, stats = db.core.finder.index, db.stats().index
         said = rf"build_index: the build was cancelled while {moment} \d+ %: cancel\(\) was called; the old index"
         with building(db, moment=moment) as build:
@@ -250,9 +250,9 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
         assert db.stats().index == stats
         found = db.search(queries, k=5).rows.tolist()
         assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
-        db.build_index("ivf-sq8")
+        db.build_index("ivf")
     with softdb.open(tmp_path / "db", mode="r") as db:
-        assert index_report(db).kind == "ivf-sq8"
+        assert index_report(db).kind == "ivf"
         agrees(db, queries)
         assert len(found) == len(queries)
 
@@ -324,7 +324,7 @@ def test_waiting_for_oneself_is_refused() -> None:
 def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, queries = world()
     db = filled(tmp_path / "db")
-    db.build_index("ivf-sq8")
+    db.build_index("ivf")
     held = Held("adding")
     build = db.build_index("ivf", background=True, progress=held)
     assert held.there.wait(SECONDS)
@@ -335,7 +335,7 @@ def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(Cancelled, match="the database was closed; the old index serves on"):
         build.result()
     with softdb.open(tmp_path / "db") as db:
-        assert index_report(db).kind == "ivf-sq8"
+        assert index_report(db).kind == "ivf"
         agrees(db, queries)
 
 
@@ -465,7 +465,7 @@ def in_child(send: Any, db: softdb.SoftDB, build: Build[IndexReport], queries: F
 def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:
     _, queries = world()
     with filled(tmp_path / "db") as db:
-        db.build_index("ivf-sq8")
+        db.build_index("ivf")
         expected = db.search(queries, k=5).rows.tolist()
         with building(db) as build:
             context = multiprocessing.get_context("fork")
@@ -488,7 +488,7 @@ import sys, threading, numpy as np, softdb
 keys = np.random.default_rng(0).standard_normal((3000, 16))
 db = softdb.open(sys.argv[1], dim=16)
 db.insert(range(3000), keys)
-db.build_index("ivf-sq8")
+db.build_index("ivf")
 reached = threading.Event()
 def held(what, done, whole):
     if what == sys.argv[2]:
@@ -518,7 +518,7 @@ def test_a_process_that_is_killed_leaves_the_old_index(tmp_path: Path, moment: s
         assert child.stdout.readline() == "there\n"
         child.send_signal(signal.SIGKILL)
     with softdb.open(tmp_path / "db") as db:
-        assert index_report(db).kind == "ivf-sq8"
+        assert index_report(db).kind == "ivf"
         assert len(list((tmp_path / "db" / "index").iterdir())) == 1
         assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
 
@@ -529,7 +529,7 @@ def test_the_end_of_the_program_cancels(tmp_path: Path) -> None:
         out, errors = child.communicate(timeout=SECONDS)
     assert (child.returncode, out, errors) == (0, "there\n", "")
     with softdb.open(tmp_path / "db") as db:
-        assert index_report(db).kind == "ivf-sq8"
+        assert index_report(db).kind == "ivf"
 
 
 def test_a_system_without_threads_leaves_no_build_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,12 @@ class TestIVF(IndexContract):
 
 @pytest.mark.slow
 class TestIVFSQ8(IndexContract):
-    kind: ClassVar[str] = "ivf-sq8"
+    kind: ClassVar[str] = "ivf"
 
 
 @pytest.mark.slow
 class TestIVFRaBitQ(IndexContract):
-    kind: ClassVar[str] = "ivf-rabitq"
+    kind: ClassVar[str] = "ivf"
 
 
 @pytest.mark.slow

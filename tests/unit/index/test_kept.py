@@ -77,8 +77,8 @@ def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ("kind", "shape"),
     [
         ("ivf", {"metric": "dot", "value_dim": 3}),
-        ("ivf-sq8", {"metric": "l2", "num_classes": 3}),
-        ("ivf-rabitq", {"metric": "cosine", "dtype": "float16"}),
+        ("ivf", {"metric": "l2", "num_classes": 3}),
+        ("ivf", {"metric": "cosine", "dtype": "float16"}),
     ],
 )
 def test_what_is_loaded_is_what_is_measured(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
         keys *= lengths("Pareto 3", 5000, rng)
     with softdb.open(None, dim=8, metric=metric) as db:
         db.insert(range(5000), keys)
-        report = db.build_index("ivf-rabitq", recall=0.3)
+        report = db.build_index("ivf", recall=0.3)
         db.search(keys[:5], k=3)
         index = db.core.finder.index
         assert index is not None
@@ -259,7 +259,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
 def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
     with softdb.open(None, dim=8) as db:
         db.insert(range(5000), directions(5000, 8, rng))
-        classes = db.build_index("ivf-rabitq", recall=0.3).recall_by_norm
+        classes = db.build_index("ivf", recall=0.3).recall_by_norm
     assert [classes[name]["of"] for name in ("longest 1%", "next 9%")] == [0, 0]
     assert classes["rest"]["of"] > 1000
 
@@ -305,7 +305,7 @@ def made(path: Path | None = None, **words: Any) -> softdb.SoftDB:
     """A database whose index finds little by itself."""
     db = softdb.open(path, dim=W, **words)
     db.insert(range(M), items()[0], payloads=[{"g": i % 2} for i in range(M)])
-    assert db.build_index("ivf-rabitq", recall=0.2, queries=items()[1]).outliers >= outliers.LEAST
+    assert db.build_index("ivf", recall=0.2, queries=items()[1]).outliers >= outliers.LEAST
     return db
 
 
@@ -361,7 +361,7 @@ def test_recall_holds_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.
     keys[order[:60]] *= 10  # nothing else is ever the nearest
     with softdb.open(None, dim=W) as db:
         db.insert(range(M), keys, payloads=[{"long": bool(one)} for one in np.isin(np.arange(M), order[:60])])
-        report = db.build_index("ivf-rabitq", recall=0.7, queries=queries)
+        report = db.build_index("ivf", recall=0.7, queries=queries)
         assert report.outliers == 60
         assert report.recall == report.recall_by_norm["longest 1%"]["recall"] == 1
         found, exact = (

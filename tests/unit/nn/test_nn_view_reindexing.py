@@ -314,13 +314,13 @@ def test_a_failing_replacement_leaves_the_old_version() -> None:
 
 @pytest.mark.slow
 def test_a_large_index_is_indexed_and_says_what_it_finds() -> None:
-    index, centres = StaleIndex("l2", kind="ivf-sq8"), torch.randn(50, 12) * 3
+    index, centres = StaleIndex("l2", kind="ivf"), torch.randn(50, 12) * 3
     vectors = centres[torch.randint(50, (12_000,))] + torch.randn(12_000, 12)
     rows = np.arange(12_000) * 2 + 1
     index.replace(rows, torch.split(vectors, 5000))
     assert index.now.vectors is not None
     assert index.now.index is not None
-    assert index.now.index.kind == "ivf-sq8"
+    assert index.now.index.kind == "ivf"
     queries = vectors[:300] + 0.1
     true = torch.from_numpy(rows)[torch.cdist(queries, vectors).topk(5, largest=False).indices]
     assert 0.85 < shared(index.now.find(queries, 5).tolist(), true.tolist()) <= 1
