@@ -36,16 +36,17 @@ class Report:
 class IndexReport(Report):
     """The index of a database, as it was built or tuned; `stats().index` adds how it serves now."""
 
-    kind: str  # "ivf", "ivf-rabitq", "ivf-sq8", "hnsw", or "flat", which is exact search
+    kind: str  # "ivf", "hnsw", on a GPU "ivf-sq8", or "flat", which is exact search
     recall: float = field(default=1.0, metadata=ALWAYS)  # the true k nearest that queries found which tuned nothing
     met: bool = field(default=True, metadata=ALWAYS)  # whether that is the target, at least
     target: float = 0.0  # the recall asked for; 0 of exact search
     k: int = 0  # for which k
     reason: str = ""  # of "flat", why there is no index
     measured_on: str = ""  # which queries measured the recall
-    codes: str = ""  # how FAISS stores keys
+    codes: str = ""  # how keys are stored: "PQ96x4" is a code of 96 parts of 4 bits
     lists: int = 0  # inverted lists
-    nprobe: int = 0  # search effort: lists probed
+    records_per_match: int = 0  # search effort of lists: one is scanned that has a match among so many records
+    nprobe: int = 0  # search effort on a GPU: lists probed
     ef_search: int = 0  # search effort: records visited in a graph
     fetch_k: int = 0  # records fetched for each of the k, to be compared exactly
     outliers: int = 0  # of inner products: the longest keys, which are compared with every query

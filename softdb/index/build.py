@@ -21,7 +21,7 @@ from softdb.index.lists import POINTS_A_LIST, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
 from softdb.index.planner import FORCED, Planner
 from softdb.index.query import Query
-from softdb.index.search import FLOOR, Searcher, indexed_until
+from softdb.index.search import Searcher, indexed_until
 from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of, steadied
 from softdb.store import Snapshot
 
@@ -134,8 +134,8 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         index.room = most_of(snapshot)
         index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
     trial = _FullTrial(snapshot, index, asked, own, target.k)
-    trial.fit()
     trial.leave_out()
+    trial.fit()
     setting, measured = _aimed(trial, target.recall, say)
     index.effort, index.fetch_k = setting.effort, setting.fetch_k
     index.report = {
@@ -212,7 +212,8 @@ class _FullTrial:
         """Let the index learn from the half that is tuned on."""
         half = self._half(False)
         asked = prepared(self.asked[half][:FITTED].float().numpy(), self.index.metric)
-        self.index.fit(asked, self.snapshot.rows(self.truth[half][:FITTED]))
+        rows, truth = (None, self.truth[half]) if self.left is None else self.left
+        self.index.fit(asked, self.snapshot.rows(truth[:FITTED]), rows)
 
     def leave_out(self) -> None:
         """Leave the outliers of the index out of what is tuned on."""
@@ -248,8 +249,8 @@ class _FullTrial:
 
     def _candidates(self, queries: Tensor, effort: int, fetch_k: int, rows: Rows) -> Rows:
         """Candidates that a search scores exactly: the nearest of these that count are those that it finds."""
-        vectors = prepared(queries.float().numpy(), self.index.metric)
-        return self.snapshot.positions(self.index.find(vectors, max(FLOOR, fetch_k * self.wanted), rows, effort))
+        vectors, self.index.fetch_k = prepared(queries.float().numpy(), self.index.metric), fetch_k
+        return self.snapshot.positions(self.index.find(vectors, self.index.kept_for(self.wanted), rows, effort))
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k) each
         """For the half held aside: which of the true nearest were found, which of them count, and their positions."""

@@ -63,7 +63,7 @@ def options(
     kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]]
 ) -> list[Option]:
     """Options that fit the memory, the likeliest to be fast first; BadInput where there is nothing."""
-    fixed = lists_for(count) * (4 * dim + 200) + 64 * dim  # centroids, lists' ends, codebooks
+    fixed = (lists_for(count) + dim) * (dim + 200) + 64 * dim  # centroids and lists' last blocks, rotation, words
     every = [
         Option(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
         for engine in (engines.values() if kind == "auto" else [engines[kind]])

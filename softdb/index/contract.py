@@ -25,6 +25,7 @@ Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
 
+FLOOR = 64  # candidates that are scored exactly at least
 VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 
 T = TypeVar("T")
@@ -217,8 +218,13 @@ class Index(ABC):
         self,
         queries: Floats,  # (q, d) prepared
         truth: Rows,  # (q, k) the rows of their nearest, -1 = none
+        rows: Rows | None = None,  # among which these are the nearest; None: all
     ) -> None:
         """Learn from queries whose answers are known, before the effort is tuned."""
+
+    def kept_for(self, k: int) -> int:
+        """Candidates that are scored exactly to find k."""
+        return max(FLOOR, self.fetch_k * k)
 
     def effort_for(self, k: int) -> int:
         """Effort to find k with: farther neighbours lie in more places."""

@@ -300,7 +300,6 @@ class Lists(ListedIndex):
         keep[rows] = True
         coded = self.layout.coded()
         self._lay_out(coded.only(keep[coded.rows]))
-        self.reach = None
 
     def _lay_out(self, coded: Coded) -> None:
         self._use(Layout.of(coded, len(self.inner.centroids.scales), self.metric is Metric.L2))
@@ -325,13 +324,15 @@ class Lists(ListedIndex):
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """By codes alone."""
-        allowed = self.filled
-        if rows is not None:
-            keep = np.zeros(self.covered, np.bool_)
-            keep[rows] = True
-            allowed = self.layout.bits(keep, self.layout.rows)
-        asked = np.ascontiguousarray(queries)
+        asked, allowed = np.ascontiguousarray(queries), self._bits_of(rows)
         return self.scan(asked, c, None, self.layout.rows, allowed, min(c, self.tuned_for), c, effort)[0]
+
+    def _bits_of(self, rows: Rows | None) -> Bits:
+        if rows is None:
+            return self.filled
+        keep = np.zeros(self.covered, np.bool_)
+        keep[rows] = True
+        return self.layout.bits(keep, self.layout.rows)
 
     def scan(
         self,
@@ -356,7 +357,7 @@ class Lists(ListedIndex):
         scanned = share_out(lambda part: loop(lists, queries[part], *given, found[part], scores[part]), parts)
         return found, scores, min(scanned) >= 0
 
-    def fit(self, queries: Floats, truth: Rows) -> None:
+    def fit(self, queries: Floats, truth: Rows, rows: Rows | None = None) -> None:
         """Fit the rule. Poisson regression of how many of a query's nearest each list holds, given its records."""
         l2, table, (q, k) = self.metric is Metric.L2, self.inner.centroids.rows, truth.shape
         asked = queries - self.inner.origin if l2 else queries
@@ -365,7 +366,8 @@ class Lists(ListedIndex):
         if l2:
             scores = 2 * scores - np.square(table).sum(1)
         sides = 2 * np.sqrt(np.maximum(squares - scores, 1e-30)) if l2 else np.sqrt(np.maximum(squares, 1e-30))
-        edge = self.scan(queries, k, None, self.layout.rows, self.filled, k, max(k, KEPT), 0)[1][:, -1:]
+        allowed = self._bits_of(rows)
+        edge = self.scan(queries, k, None, self.layout.rows, allowed, k, max(k, KEPT), 0)[1][:, -1:]
         own = np.full(self.covered + 1, -1)
         coded = self.layout.coded()
         own[coded.rows] = coded.lists

@@ -203,7 +203,7 @@ def search_costs(snapshot: Snapshot, index: Index) -> Costs:
     )
     queries: Floats = keys[np.linspace(0, len(keys) - 1, BATCH).astype(int)]
     listed = few[np.linspace(0, len(few) - 1, LISTED).astype(int)][None]
-    c = max(64, index.fetch_k * index.tuned_for)
+    c = index.kept_for(index.tuned_for)
 
     def search(count: int, effort: int = index.effort) -> Callable[[], object]:
         def run() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from softdb.check import Metric
-from softdb.index.contract import FaissIndex, Floats, Found, Index, Live, Recent, Rows, Selected, prepared
+from softdb.index.contract import FLOOR, FaissIndex, Floats, Found, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
 from softdb.index.lists import NO_ROW, Lists, Places
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
@@ -20,7 +20,6 @@ from softdb.index.rerank import ordered
 from softdb.index.tail import Tail
 from softdb.store import Snapshot
 
-FLOOR = 64  # candidates that are rescored at least
 CODES = 8  # that are compared in the time of one exact score, where outliers were not timed
 MOSTLY = 0.9  # share of the records: a filter that allows so many is searched with a little more effort
 LISTED = 1 << 16  # matches of a filter whose positions are kept
@@ -101,8 +100,8 @@ class Searcher:
         )
         if index.metric is Metric.DOT:
             outliers, positions = self.outliers(snapshot, coverage, eligible, allowed)
-            if outliers.count:
-                outliers.take_part(vectors, positions, found, scores)
+            if outliers.count and outliers.take_part(vectors, positions, found, scores):
+                found, scores = ordered(snapshot, vectors, found, k, index.metric, asked)
         return found, scores
 
     def outliers(
@@ -205,7 +204,7 @@ class _Search:
         """The k best of them, and their scores where none was computed in another way."""
         snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
         effort = index.effort_for(certain)
-        c, asked = max(FLOOR, index.fetch_k * certain, k), prepared(queries, index.metric)
+        c, asked = max(index.kept_for(certain), k), prepared(queries, index.metric)
         unfound, selected = None, eligible.selected
         if selected is not None:
             c = min(c, max(1, eligible.inside))

@@ -10,7 +10,7 @@ from softdb.store import disk
 
 _FILE = re.compile(
     r"catalog\.sqlite(-wal|-shm|-journal)?|lock|committed|(keys|values|rows)-\d{8,}\.npy|"
-    r"[a-z]+-[0-9a-f]{16}\.faiss(\.tmp)?|\.softdb-[0-9a-f]{16}"
+    r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)(\.tmp)?|\.softdb-[0-9a-f]{16}"
 )
 _FOLDER = re.compile(r"index|reembed-\d{1,20}|\.softdb-[0-9a-f]{16}")
 _UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal", "-shm"))  # of a copy that was killed

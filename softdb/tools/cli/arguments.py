@@ -39,7 +39,7 @@ MetricName = Enum("MetricName", {"dot": "dot", "cosine": "cosine", "l2": "l2"}, 
 DType = Enum("DType", {"float32": "float32", "float16": "float16"}, type=str)
 Kind = Enum(
     "Kind",
-    {"auto": "auto", "ivf": "ivf", "ivf_rabitq": "ivf-rabitq", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
+    {"auto": "auto", "ivf": "ivf", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
     type=str,  # for older releases of typer
 )
 Mode = Enum("Mode", {"vector": "vector", "text": "text", "hybrid": "hybrid"}, type=str)

@@ -21,12 +21,12 @@ pytest.importorskip("faiss")
 Array = np.ndarray[Any, Any]
 
 
-def made(metric: Any) -> softdb.SoftDB:
+def made(metric: Any, kind: Any = "ivf") -> softdb.SoftDB:
     rng = np.random.default_rng(0)
     keys = (2 * rng.standard_normal((100, 24)))[rng.integers(0, 100, 12_000)] + rng.standard_normal((12_000, 24))
     db = softdb.open(None, dim=24, metric=metric)
     db.insert(range(len(keys)), keys)
-    db.build_index("ivf")
+    db.build_index(kind)
     db.watch(share=0)
     return db
 
@@ -37,11 +37,17 @@ def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
         yield db
 
 
+@pytest.fixture(scope="module")
+def graph() -> Iterator[softdb.SoftDB]:
+    with made("dot", "hnsw") as db:
+        yield db
+
+
 @pytest.fixture(autouse=True)
 def anew(request: pytest.FixtureRequest) -> None:
     """What was measured before, or set, counts no more."""
-    if "db" in request.fixturenames:
-        planner_of(request.getfixturevalue("db")).costs = None
+    if "graph" in request.fixturenames:
+        planner_of(request.getfixturevalue("graph")).costs = None
 
 
 def planner_of(db: softdb.SoftDB) -> Planner:
@@ -88,7 +94,8 @@ def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
 
 
 @pytest.mark.measured
-def test_costs_are_measured_once_for_an_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_for_a_graph(graph: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+    db = graph
     index = db.core.finder.index
     assert index is not None
     db.core.finder._searcher = None
@@ -115,26 +122,33 @@ def test_costs_are_measured_once_for_an_index(db: softdb.SoftDB, monkeypatch: py
 DEAR_INDEX = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
 
 
-def test_what_is_tuned_is_the_index(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tuned_is_the_index(graph: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where comparing records costs less, that finds everything: the effort would be too low for larger batches."""
     monkeypatch.setattr(GivenCosts, "searches", DEAR_INDEX)
-    found = db.tune(recall=0.9)
+    found = graph.tune(recall=0.9)
     assert found.recall < 1
-    assert planner_of(db).costs is None
+    assert planner_of(graph).costs is None
 
 
 @pytest.mark.parametrize("dear", ["index", "records"])
-def test_what_costs_less_is_taken(db: softdb.SoftDB, dear: str, rng: np.random.Generator) -> None:
-    index, snapshot = db.core.finder.index, db.core.view()[0]
+def test_what_costs_less_is_taken(graph: softdb.SoftDB, dear: str, rng: np.random.Generator) -> None:
+    index, snapshot = graph.core.finder.index, graph.core.view()[0]
     assert index is not None
     dear_records = Costs(called=1, code=0, scored=1, fetched=1, compared=1)
-    planner_of(db).costs = DEAR_INDEX if dear == "index" else dear_records
+    planner_of(graph).costs = DEAR_INDEX if dear == "index" else dear_records
     for q in (1, 100):
         queries = torch.from_numpy(rng.standard_normal((q, 24)).astype(np.float32))
-        finder = db.core.finder.find(snapshot, Query(queries, 10, index.metric)).finder
+        finder = graph.core.finder.find(snapshot, Query(queries, 10, index.metric)).finder
         assert finder == ("flat" if dear == "index" else index.kind)
-        plain = db.core.finder.find_among_all(snapshot, queries.numpy(), 10)
-        assert (plain is None) == (dear == "index")
+
+
+def test_lists_are_always_scanned_but_for_next_to_nothing(db: softdb.SoftDB) -> None:
+    index, snapshot, way = db.core.finder.index, db.core.view()[0], planner_of(db).way
+    assert index is not None
+    assert way(snapshot, 12_000, 1, 10, False) == way(snapshot, 200, 100, 10, True, True) == "index"
+    assert way(snapshot, 100, 1, 10, True, True) == "pairs"
+    assert way(snapshot, 100, 1, 10, True, False) == way(snapshot, 12_000, 1, 2000, False) == "blocks"
+    assert planner_of(db).costs is None
 
 
 def test_estimates_cost_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
