@@ -67,7 +67,7 @@ def options(
     every = [
         Option(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
         for engine in (engines.values() if kind == "auto" else [engines[kind]])
-        for codes in engine.codes(dim)
+        for codes in engine.codes(dim)[0 if memory else -2 :]  # the smallest of three for want of memory alone
     ]
     fit = [option for option in every if memory is None or option.size <= memory]
     if not fit:

@@ -26,7 +26,8 @@ from softdb.kernels.threads import by_lines, share_out, workers
 
 POINTS_A_LIST = 40  # that a list's centroid is trained on
 ROUNDS = 8  # of k-means: more changes recall by less than 0.001
-TRAINED = 40_000  # residuals that rotation and words are trained on
+TRAINED = 20_000  # residuals that rotation and words are trained on
+ROUNDS_OF_FIT = 25  # of Newton's method at most
 BLOCK = 16  # records whose codes stand together; words of a part
 FIRST = 4  # lists that are scanned whatever the rule (kFirst of lists.cc)
 KEPT = 24  # records that are scored exactly at least
@@ -386,7 +387,8 @@ class Lists(ListedIndex):
         facts = np.stack([gaps[there], away[there], np.square(away[there])], 1).astype(np.float64)
         records = np.broadcast_to(np.log(np.maximum(self.layout.sizes, 1)), scores.shape)[there]
         self.rule = _poisson(facts, counts[there], records)
-        self.effort_least = max(1, self.count // (100 * k))  # lists with a hundredth of the usual share of matches
+        # from a hundred times the usual share of matches to a hundred thousandth of it
+        self.effort_least, self.effort_most = max(1, self.count // (100 * k)), 100_000 * self.count // k
 
     @property
     def centroids(self) -> Floats:
@@ -424,9 +426,10 @@ class Lists(ListedIndex):
         blocks = layout.blocks[layout.starts[which] : layout.starts[which + 1]]
         codes = np.empty((len(blocks), BLOCK, blocks.shape[1]), np.uint8)
         codes[:, _ORDER] = blocks.transpose(0, 2, 1)
-        pairs = codes.reshape(-1, codes.shape[2])[: len(keys)]
-        both = np.stack([pairs & 15, pairs >> 4], 2).reshape(len(keys), self.parts)
-        guess = inner.words.transpose(0, 2, 1)[np.arange(self.parts), both].reshape(len(keys), -1)
+        pairs = codes.reshape(-1, codes.shape[2])[: len(keys)].astype(np.int32)
+        which_words = np.stack([pairs & 15, pairs >> 4], 2).reshape(len(keys), -1) + 16 * np.arange(self.parts)
+        words = torch.from_numpy(inner.words.transpose(0, 2, 1).reshape(-1, inner.words.shape[1]))
+        guess = words[torch.from_numpy(which_words)].view(len(keys), -1).numpy()
         factors = layout.factors[layout.starts[which] : layout.starts[which + 1]].reshape(-1)[: len(keys), None]
         stands_for = self.centroids[which] + (factors.astype(np.float32) * guess) @ inner.rotation.rows
         return keys - stands_for
@@ -490,25 +493,36 @@ def _no_records(inner: Quantizer) -> Coded:
 
 
 def _poisson(facts: NDArray[np.float64], counts: Floats, records: Floats) -> Rule:  # (m, 3), (m,), (m,)
-    """The rule of the greatest likelihood: counts ~ Poisson(exp(facts · weights + constant + records))."""
+    """The rule of the greatest likelihood: counts ~ Poisson(exp(facts · weights + constant + records)).
+
+    By Newton's method, the step halved until the likelihood rises (McCullagh and Nelder 1989, section 2.5).
+    """
     middle, spread = facts.mean(0), facts.std(0) + 1e-9
-    given, seen, known = (torch.from_numpy(np.asarray(x, np.float64)) for x in ((facts - middle) / spread, counts, records))
-    weights = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
+    given = np.column_stack([np.ones(len(facts)), (facts - middle) / spread])
 
-    def loss() -> torch.Tensor:
-        search.zero_grad()
-        logs = given @ weights[1:] + weights[0] + known
-        lost: torch.Tensor = (logs.clamp(max=20).exp() - seen * logs).mean()
-        lost.backward()  # type: ignore[no-untyped-call]
-        return lost
+    def likelihood(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        logs = np.minimum(given @ weights + records, 50)
+        expected = np.exp(logs)
+        return float((counts * logs - expected).sum()), expected
 
-    search.step(loss)
-    constant, *slopes = weights.detach().numpy()
-    rates = np.array(slopes) / spread
-    if not np.isfinite([constant, *rates]).all() or rates[0] <= 0:
+    weights = np.array([np.log(max(counts.sum(), 1) / np.exp(records).sum()), 0, 0, 0])
+    reached, expected = likelihood(weights)
+    for _ in range(ROUNDS_OF_FIT):
+        curvature = (given * expected[:, None]).T @ given + 1e-9 * np.eye(4)
+        step = np.linalg.solve(curvature, given.T @ (counts - expected))
+        for halving in range(ROUNDS_OF_FIT):
+            likely, moved = likelihood(weights + step / 2**halving)
+            if likely > reached:
+                break
+        else:
+            break
+        weights, gained, (reached, expected) = weights + step / 2**halving, likely - reached, (likely, moved)
+        if gained < 1e-6 * abs(reached):
+            break
+    rates = weights[1:] / spread
+    if not np.isfinite(weights).all() or rates[0] <= 0:
         return Rule(constant=float(np.log(max(counts.sum(), 1) / np.exp(records).sum())))
-    return Rule(*map(float, rates), float(constant - rates @ middle))
+    return Rule(*map(float, rates), float(weights[0] - rates @ middle))
 
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)

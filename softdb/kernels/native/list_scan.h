@@ -14,6 +14,7 @@ int64_t scan_scratch(const ListScan& ask);
 void scan_lists(const ListScan& ask, char* scratch);
 
 constexpr int kBlock = 16;     // records
+constexpr int64_t kBlocksAhead = 6;  // that are on their way from memory while one is worked on
 constexpr int kTop = 127;    // the largest entry: two of them fit in a byte
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
@@ -195,6 +196,14 @@ SOFTDB_INLINE void keep(ListState& state, Vec estimates, uint32_t slot, uint32_t
 #endif
 }
 
+// Asks memory for some blocks.
+SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
+    const char* codes = (const char*)lists.codes + block * lists.parts * 8;
+    for (int64_t line = 0; line < count * lists.parts * 8; line += kLine) __builtin_prefetch(codes + line, 0, 3);
+    __builtin_prefetch(lists.factors + block * kBlock, 0, 3);
+    if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 3);
+}
+
 // Looks at the blocks of a list, whose own score is `score`.
 SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, ListState& state, float score, int64_t first,
                                int64_t last) {
@@ -211,6 +220,7 @@ SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, List
     };
     for (int64_t block = first; block < last; block += 2) {
         const int64_t next = block + 1 < last ? 1 : 0;
+        fetch(lists, block + kBlocksAhead, 2);
         if (!(allowed[block] | allowed[block + next])) continue;
         const uint8_t* codes = lists.codes + block * bytes;
         Eight sums[2][2];

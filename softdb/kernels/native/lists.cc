@@ -184,6 +184,21 @@ struct Search {
         }
     }
 
+    // Scans the lists that are visited; the next one is on its way from memory meanwhile.
+    template <class Each>
+    void scan_each(Each each, Query& query) {
+        int64_t pending = -1;
+        auto flush = [&] {
+            if (pending >= 0) scan(query, pending, lists.starts[pending], lists.starts[pending + 1]);
+        };
+        each([&](int64_t j) {
+            fetch(lists, lists.starts[j], kBlocksAhead);
+            flush();
+            pending = j;
+        });
+        flush();
+    }
+
     // Steps 1 and 2.
     void begin(Query& query, const float* asked) {
         const int64_t d = ask.queries.width;
@@ -204,10 +219,12 @@ struct Search {
         query.visited = kInfinity;
         for (int64_t first = kFirst; query.visited > -kInfinity; first *= 4) {
             const float least = first < lists.count ? level(query.scores, lists.count, first, first / 2) : -kInfinity;
-            each_list([&](int64_t j) {
-                const Vec scores = load(query.scores + j);
-                return ~above(everywhere(least), scores) & above(everywhere(query.visited), scores);
-            }, [&](int64_t j) { scan(query, j, lists.starts[j], lists.starts[j + 1]); });
+            scan_each([&](auto visit) {
+                each_list([&](int64_t j) {
+                    const Vec scores = load(query.scores + j);
+                    return ~above(everywhere(least), scores) & above(everywhere(query.visited), scores);
+                }, visit);
+            }, query);
             query.visited = least;
             if (state.count >= ask.nearest) break;
         }
@@ -285,7 +302,7 @@ struct Search {
             for (int64_t i = 0; i < count; i++) {
                 begin(queries[i], ask.queries[low + i]);
                 if (count > 1) choose(queries[i], [&](int64_t j) { visits[j] |= uint64_t(1) << i; });
-                else choose(queries[i], [&](int64_t j) { scan(queries[i], j, lists.starts[j], lists.starts[j + 1]); });
+                else scan_each([&](auto visit) { choose(queries[i], visit); }, queries[i]);
             }
             for (int64_t j = 0; count > 1 && j < lists.count; j++)
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
