@@ -25,7 +25,7 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.errors import MissingDependency
-from softdb.index.contract import Devices, FaissIndex, Floats, Index, Rows, faiss_module
+from softdb.index.contract import Devices, Floats, Index, Rows, faiss_module
 from softdb.index.ivf import ID, IVF, IVFSQ8
 
 MOST = 2048  # results or lists of a query: FAISS' limit on a GPU
@@ -203,7 +203,7 @@ def engines(devices: Devices, device: torch.device) -> dict[str, type[OnGPU]]:
 
 def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device) -> Index:
     """An index of the CPU, copied to a device; as it is where its codes have no form there."""
-    if not _movable(index, device) or not isinstance(index, FaissIndex):
+    if not _movable(index, device):
         return index
     engine = engines[index.kind]
     return index.restored(engine.uploaded(index.inner), engine)
@@ -212,7 +212,7 @@ def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device
 def _movable(index: Index, device: torch.device) -> bool:
     """Return True if an index of the CPU has a form on a GPU; one line in the log where it has none."""
     try:
-        faiss, inner = gpu_faiss(device), getattr(index, "inner", None)
+        faiss, inner = gpu_faiss(device), index.inner
     except MissingDependency as error:
         _log.warning("the index stays on the CPU: %s", error)
         return False

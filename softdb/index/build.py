@@ -16,10 +16,11 @@ from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index import flat
 from softdb.index.choose import KINDS, TRIED, Option, Progress, SampledTrial, budget, choose, kinds, options
-from softdb.index.contract import Devices, Floats, Index, ListedIndex, Live, Rows, faiss_module, prepared, sampled
-from softdb.index.lists import POINTS_A_LIST, lists_for
+from softdb.index.contract import Devices, Floats, Index, Live, Rows, faiss_module, prepared, sampled
+from softdb.index.ivf import IVF
+from softdb.index.lists import Lists, lists_for
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
-from softdb.index.planner import FORCED, Planner
+from softdb.index.quantizer import POINTS_A_LIST
 from softdb.index.query import Query
 from softdb.index.search import Searcher, indexed_until
 from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of, steadied
@@ -94,7 +95,7 @@ def build(
         begun = time.perf_counter()
         index = _filled(snapshot, metric, option, say)
         built = time.perf_counter()
-        lists = len(index.centroids) if isinstance(index, ListedIndex) else None
+        lists = index.lists if isinstance(index, Lists | IVF) else None
         index.report = {"codes": option.codes, "lists": lists, "device": index.place}
         tuned(snapshot, index, target, say)
         ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
@@ -201,8 +202,7 @@ class _FullTrial:
 
     def __init__(self, snapshot: Snapshot, index: Index, asked: Tensor, own: Rows | None, k: int) -> None:
         self.snapshot, self.index, self.asked, self.own = snapshot, index, asked, own
-        # what is tuned is the index, also where to compare every record costs less
-        self.searcher = Searcher(index, Planner(index, FORCED))
+        self.searcher = Searcher(index)
         self.wanted = k + (own is not None)
         self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(asked, self.wanted, index.metric))
         self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query

@@ -1,9 +1,9 @@
 """Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
 
-An index file is the engine's bytes, and behind them, from `codes` on, what estimates know of the records (`reach`). Its entry
-in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over the entry
-under a key that lies outside every database. The index of a database from elsewhere carries another signature: it is
-left aside, and its file is not even read. Nothing is ever unpickled.
+An index file is the engine's bytes, and behind them, from `codes` on, what estimates know of the records (`reach`).
+Its entry in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over
+the entry under a key that lies outside every database. The index of a database from elsewhere carries another
+signature: it is left aside, and its file is not even read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from softdb.check import Metric
-from softdb.index.contract import FaissIndex, Index, ListedIndex
+from softdb.index.contract import Index
 from softdb.index.hnsw import HNSW
 from softdb.index.ivf import IVF, IVFSQ8
 from softdb.index.lists import Lists
@@ -31,7 +31,7 @@ from softdb.store import files
 from softdb.store.ours import entries
 
 _log = logging.getLogger("softdb")
-_ENGINES = {  # by kind and by what an index file's name ends in
+_ENGINES: dict[tuple[str, str], type[Index]] = {  # by kind and by what an index file's name ends in
     ("ivf", "lists"): Lists, ("hnsw", "faiss"): HNSW, ("ivf", "faiss"): IVF, ("ivf-sq8", "faiss"): IVFSQ8,
 }  # fmt: skip
 _NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)")
@@ -49,7 +49,7 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
     codes, more = index.dump().data, b"" if index.reach is None else packed(index.reach)
     digest = hashlib.sha256(codes)
     digest.update(more)
-    suffix = "faiss" if isinstance(index, FaissIndex) else "lists"
+    suffix = "lists" if isinstance(index, Lists) else "faiss"
     name = f"{index.kind}-{secrets.token_hex(8)}.{suffix}"
     entry = {
         "file": name,
@@ -89,7 +89,7 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         return None
     for name, attribute in _KEPT.items():
         setattr(index, attribute, entry[name])
-    if len(codes) < len(data) and isinstance(index, ListedIndex):
+    if len(codes) < len(data) and isinstance(index, Lists | IVF):
         try:
             index.reach = unpacked(data[len(codes) :], index)
         except ValueError as error:

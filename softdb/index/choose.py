@@ -12,7 +12,8 @@ from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 from softdb.index.hnsw import HNSW
-from softdb.index.lists import POINTS_A_LIST, Lists, lists_for
+from softdb.index.lists import Lists, lists_for
+from softdb.index.quantizer import POINTS_A_LIST
 from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
 from softdb.kernels import available
 
@@ -59,9 +60,7 @@ def budget(memory: object) -> int | None:
     return int(memory)
 
 
-def options(
-    kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]]
-) -> list[Option]:
+def options(kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]]) -> list[Option]:
     """Options that fit the memory, the likeliest to be fast first; BadInput where there is nothing."""
     fixed = (lists_for(count) + dim) * (dim + 200) + 64 * dim  # centroids and lists' last blocks, rotation, words
     every = [

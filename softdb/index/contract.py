@@ -26,7 +26,6 @@ Live = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
 
 FLOOR = 64  # candidates that are scored exactly at least
-VISITED = 256  # codes' worth of work for each record that a graph keeps in view
 
 T = TypeVar("T")
 
@@ -134,28 +133,29 @@ class Reach(NamedTuple):
 
 
 class Index(ABC):
-    """Codes of the keys of the rows below `covered`, and how hard to look. Safe to search from several threads.
+    """Codes of the keys of the rows below `covered`, and how hard to look.
 
-    An engine in FAISS is a `FaissIndex`, of which three methods are left to write; `softdb.index.lists` is one without.
-    To add or to remove records, take a `copy`.
+    A new engine in FAISS writes `train`, `codes`, `record_bytes`, `parameters` and its attributes; one of its own, as
+    `softdb.index.lists`, all that names FAISS here. Safe to search from several threads; to change it, take a `copy`.
     """
 
     kind: ClassVar[str]
-    effort_name: ClassVar[str]
-    effort_least, effort_most = 1, 1 << 30  # below and beyond, effort changes nothing
+    effort_name: ClassVar[str]  # what a report calls the effort
+    filters_inside: ClassVar[bool] = False  # one scan searches any share of the records: see `Lists`
+    levels: ClassVar[tuple[int, ...]] = (6, 10, 20, 40, 80, 160)  # of fetch_k: beyond, codes are not worth their scan
     devices: ClassVar[Devices | None] = None  # that the index lies on; None: the CPU
-    filters_inside: ClassVar[bool] = False  # it is searched among any share of the records by one scan: see `Lists`
-    covered = 0  # rows below this are in it
-    effort = 1
-    fetch_k = 10  # candidates that are fetched and rescored for each of the k asked for
-    tuned_for = 10  # the k for which effort and fetch_k were measured
-    room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
-    longest: Rows | None = None  # their rows, the longest first; None: not known
-    reach: Reach | None = None  # what estimates know of its records; None: not measured
-    place = "cpu"  # name of the device that it lies on, for reports
+    effort_least, effort_most = 1, 1 << 30  # below and beyond, effort changes nothing
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: Metric, inner: Any) -> None:
         self.metric = metric
+        self.inner = inner  # the FAISS index; its ids are rows
+        self.covered = 0  # rows below this are in it
+        self.effort = 1
+        self.fetch_k = 10  # candidates that are fetched and rescored for each of the k asked for
+        self.tuned_for = 10  # the k for which effort and fetch_k were measured
+        self.room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
+        self.longest: Rows | None = None  # their rows, the longest first; None: not known
+        self.reach: Reach | None = None  # what estimates know of its records; None: not measured
         self.report: dict[str, Any] = {}
 
     @classmethod
@@ -173,38 +173,58 @@ class Index(ABC):
     def record_bytes(cls, dim: int, codes: str) -> int:
         """Bytes that a record takes: its code, its id, its links."""
 
-    @classmethod
-    @abstractmethod
-    def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
-        """Read what `dump` wrote. Raises ValueError where it is of keys of another width than `dim`, or damaged."""
+    def parameters(self, effort: int, selector: Any) -> Any:
+        """FAISS' search parameters."""
+        raise NotImplementedError
 
-    @abstractmethod
+    @classmethod
+    def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
+        """Read what `dump` wrote, by FAISS' reader. Raises ValueError where it is of keys of another width."""
+        inner = faiss_module().deserialize_index(data)
+        if dim is not None and inner.d != dim:
+            raise ValueError(f"it is of keys {inner.d} wide")
+        return cls(metric, inner)
+
     def dump(self) -> NDArray[np.uint8]:
-        """The codes as bytes, for the cache."""
+        """The codes as bytes, for the cache, by FAISS' writer."""
+        data: NDArray[np.uint8] = faiss_module().serialize_index(self.inner)
+        return data
 
     @property
-    @abstractmethod
     def count(self) -> int:
         """Records that it holds."""
+        return int(self.inner.ntotal)
 
-    @abstractmethod
+    @property
+    def place(self) -> str:
+        """Name of the device that the index lies on, for reports."""
+        return "cpu"
+
     def add(
         self,
         rows: Rows,  # (n,) ascending, none below `covered`
         keys: NDArray[np.floating],  # (n, d)
     ) -> None:
-        """Take records in; the last is followed by `seal`."""
+        """Take records in; the last ones are followed by `seal`."""
+        self.inner.add_with_ids(prepared(keys, self.metric), rows)
+        self.covered = int(rows[-1]) + 1
+        self.longest = self.reach = None
 
-    def seal(self) -> None:
+    def seal(self) -> None:  # noqa: B027
         """End a run of `add`."""
 
-    @abstractmethod
     def keep_only(self, rows: Rows) -> None:
         """Remove all other records. Raises RuntimeError where the engine cannot, as a graph."""
+        self.inner.remove_ids(faiss_module().IDSelectorNot(Selected(rows, self.covered).selector))
 
-    levels: ClassVar[tuple[int, ...]] = (6, 10, 20, 40, 80, 160)  # of fetch_k: beyond, codes are not worth their scan
+    def fit(  # noqa: B027
+        self,
+        queries: Floats,  # (q, d) prepared
+        truth: Rows,  # (q, k) the rows of their nearest, -1 = none
+        rows: Rows | None = None,  # among which these are the nearest; None: all
+    ) -> None:
+        """Learn from queries whose answers are known, before the effort is tuned."""
 
-    @abstractmethod
     def find(
         self,
         queries: Floats,  # (q, d) prepared
@@ -213,14 +233,16 @@ class Index(ABC):
         effort: int | None = None,
     ) -> Rows:  # (q, c), -1 = none
         """The c rows of each query whose codes are nearest, in no promised order."""
+        return self.search(queries, c, None if rows is None else Selected(rows, self.covered), effort)
 
-    def fit(
-        self,
-        queries: Floats,  # (q, d) prepared
-        truth: Rows,  # (q, k) the rows of their nearest, -1 = none
-        rows: Rows | None = None,  # among which these are the nearest; None: all
-    ) -> None:
-        """Learn from queries whose answers are known, before the effort is tuned."""
+    def search(self, queries: Floats, c: int, allowed: Selected | None, effort: int | None = None) -> Rows:
+        """As `find`, for rows in FAISS' own form."""
+        # made anew for each call: to search, an id map writes to the parameters
+        parameters = self.parameters(min(effort or self.effort, self.effort_most), allowed and allowed.selector)
+        pointer, q, queries = faiss_module().swig_ptr, len(queries), np.ascontiguousarray(queries)
+        rows, scores = np.empty((q, c), np.int64), np.empty((q, c), np.float32)
+        self.inner.search_c(q, pointer(queries), c, pointer(scores), pointer(rows), parameters)
+        return rows
 
     def kept_for(self, k: int) -> int:
         """Candidates that are scored exactly to find k."""
@@ -230,124 +252,25 @@ class Index(ABC):
         """Effort to find k with: farther neighbours lie in more places."""
         return self.effort * max(1, -(-k // self.tuned_for))
 
-    @abstractmethod
-    def codes_at(self, effort: int) -> float:
-        """About how many codes a search with that effort compares."""
-
-    @abstractmethod
     def copy(self) -> Index:
-        """An index that can change while this one is searched."""
-
-    def hosted(self) -> Index:
-        """A copy on the CPU."""
-        return self.copy()
-
-    def twin(self) -> Index:
-        """An index of the same codes that is tuned anew while this one is searched."""
-        return copy.copy(self)
-
-
-class ListedIndex(Index):
-    """An index whose records stand in lists around centroids, from which estimates draw."""
-
-    parts = 0  # of a code whose errors are known one by one
-
-    @property
-    @abstractmethod
-    def centroids(self) -> Floats:
-        """(lists, d)."""
-
-    @abstractmethod
-    def members(self) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
-        """The rows of every list, one list after the other, and where each begins."""
-
-    @abstractmethod
-    def near_in_lists(
-        self,
-        queries: Floats,  # (q, d) prepared
-        order: Rows,  # (q, m) lists, -1 = none
-        nearness: Floats,  # (q, m) scores of their centroids, -|q - c|² for l2
-        count: int,
-    ) -> tuple[Rows, Floats, Numbers]:  # (q, count), (q, count), (q,)
-        """The rows whose codes are nearest, -1 for none; their scores by codes, -inf; the largest error of rounding."""
-
-    def turned(self, vectors: Floats) -> Floats:  # (q, d) -> (q, parts · word)
-        """Vectors as the parts of codes see them."""
-        return vectors[:, :0]
-
-    def code_errors(self, which: int, keys: Floats) -> Floats:  # (m, d) -> (m, d)
-        """k - k̂ of the records of a list, in its order, k̂ what their codes stand for; only where `parts` are known."""
-        raise NotImplementedError
-
-
-class FaissIndex(Index):
-    """An index of FAISS. An engine writes `train`, `codes`, `record_bytes`, `parameters` and its attributes."""
-
-    def __init__(self, metric: Metric, inner: Any) -> None:
-        super().__init__(metric)
-        self.inner = inner  # the FAISS index; its ids are rows
-
-    @classmethod
-    def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
-        """By FAISS' own reader, which is not hardened."""
-        inner = faiss_module().deserialize_index(data)
-        if dim is not None and inner.d != dim:
-            raise ValueError(f"it is of keys {inner.d} wide")
-        return cls(metric, inner)
-
-    def dump(self) -> NDArray[np.uint8]:
-        """By FAISS' own writer."""
-        data: NDArray[np.uint8] = faiss_module().serialize_index(self.inner)
-        return data
-
-    @abstractmethod
-    def parameters(self, effort: int, selector: Any) -> Any:
-        """FAISS' search parameters."""
-
-    @property
-    def count(self) -> int:
-        """Records that it holds."""
-        return int(self.inner.ntotal)
-
-    def add(self, rows: Rows, keys: NDArray[np.floating]) -> None:
-        """Take records in."""
-        self.inner.add_with_ids(prepared(keys, self.metric), rows)
-        self.covered = int(rows[-1]) + 1
-        self.longest = self.reach = None
-
-    def keep_only(self, rows: Rows) -> None:
-        """Remove all other records."""
-        self.inner.remove_ids(faiss_module().IDSelectorNot(Selected(rows, self.covered).selector))
-
-    def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
-        """By FAISS."""
-        return self.search(queries, c, None if rows is None else Selected(rows, self.covered), effort)
-
-    def search(self, queries: Floats, c: int, allowed: Selected | None = None, effort: int | None = None) -> Rows:
-        """As `find`, for rows in FAISS' own form."""
-        # made anew for each call: to search, an id map writes to the parameters
-        parameters = self.parameters(min(effort or self.effort, self.effort_most), allowed and allowed.selector)
-        pointer, q, queries = faiss_module().swig_ptr, len(queries), np.ascontiguousarray(queries)
-        rows, scores = np.empty((q, c), np.int64), np.empty((q, c), np.float32)
-        self.inner.search_c(q, pointer(queries), c, pointer(scores), pointer(rows), parameters)
-        return rows
-
-    def codes_at(self, effort: int) -> float:
-        """About how many codes a search with that effort compares."""
-        effort = min(effort, self.effort_most)
-        return effort / self.effort_most * self.count if self.effort_name == "nprobe" else VISITED * effort
-
-    def copy(self) -> Index:
-        """By FAISS' own copy."""
+        """An index that can grow while this one is searched."""
         return self.restored(faiss_module().clone_index(self.inner))
 
-    def restored(self, inner: Any, engine: type[FaissIndex] | None = None) -> FaissIndex:
-        """This index around another FAISS index, of its engine or of the same on another device."""
+    def hosted(self) -> Index:
+        """A copy on the CPU, from which rows can be removed."""
+        return self.copy()
+
+    def restored(self, inner: Any, engine: type[Index] | None = None) -> Index:
+        """This index around other codes, of its engine or of the same on another device."""
         twin = (engine or type(self))(self.metric, inner)
         for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest", "reach"):
             setattr(twin, name, getattr(self, name))
         twin.report = dict(self.report)
         return twin
+
+    def twin(self) -> Index:
+        """An index of the same codes that is tuned while this one is searched."""
+        return copy.copy(self)
 
 
 class Devices(Protocol):

@@ -19,7 +19,9 @@ from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Target, build, checked, possible, tuned
 from softdb.index.choose import Progress
-from softdb.index.contract import Devices, Floats, Found, Index, ListedIndex, Rows
+from softdb.index.contract import Devices, Floats, Found, Index, Rows
+from softdb.index.ivf import IVF
+from softdb.index.lists import Lists
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
 from softdb.index.query import Query
 from softdb.index.reach import reach_of
@@ -141,12 +143,14 @@ class Finder:
     def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
         """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
-        if index is None or not isinstance(index, ListedIndex):
+        if index is None or not isinstance(index, Lists | IVF):
             return None, 0
         with self._lock:
             searcher = self.searcher(index)
             if searcher.tail is None:  # draws go over lists on the host
-                searcher.tail = Tail(index if index.devices is None else index.hosted(), snapshot, searcher.planner)
+                hosted = index if index.devices is None else index.hosted()
+                assert isinstance(hosted, Lists | IVF)
+                searcher.tail = Tail(hosted, snapshot, searcher.planner)
             return searcher.tail, indexed_until(snapshot, index)
 
     def builder(
@@ -166,7 +170,7 @@ class Finder:
 
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
-            if isinstance(index, ListedIndex) and devices is None and snapshot.count >= FEWEST and available():
+            if isinstance(index, Lists | IVF) and devices is None and snapshot.count >= FEWEST and available():
                 reach_of(index, snapshot)  # here, and not when an estimate is first asked for
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:

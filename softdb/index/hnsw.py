@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from softdb.check import Metric
-from softdb.index.contract import FaissIndex, Floats, Index, faiss_module, measure_of
+from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
 LINKS = 32  # neighbours a record, twice as many on the lowest level
 CONSTRUCTION = 100  # records looked at for each that is added
 
 
-class HNSW(FaissIndex):
+class HNSW(Index):
     """A navigable graph: d bytes and 64 links a record. Search cost: about effort · links · d, whatever n."""
 
     kind: ClassVar[str] = "hnsw"

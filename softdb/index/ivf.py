@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.contract import FaissIndex, Floats, Index, ListedIndex, Numbers, Rows, faiss_module, measure_of
+from softdb.index.contract import Floats, Index, Numbers, Rows, faiss_module, measure_of
 
 POINTS_A_LIST = 64  # that a list's centroid is trained on
 ROUNDS = 10  # of k-means: more changes recall by less than 0.001
@@ -24,9 +24,10 @@ def lists_for(count: int) -> int:
     return int(1 << max(0, round(np.log2(np.sqrt(max(count, 1))))))
 
 
-class IVF(FaissIndex, ListedIndex):
+class IVF(Index):
     """Inverted lists of bytes. Cost: (lists + probed records) codes."""
 
+    parts = 0  # of a code whose errors are known one by one
     kind: ClassVar[str] = "ivf"
     effort_name: ClassVar[str] = "nprobe"
 
@@ -77,6 +78,11 @@ class IVF(FaissIndex, ListedIndex):
         return _probing(effort) if selector is None else faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
 
     @property
+    def lists(self) -> int:
+        """Number of lists."""
+        return int(self.inner.nlist)
+
+    @property
     def centroids(self) -> Floats:
         """(lists, d)."""
         found: Floats = self.inner.quantizer.reconstruct_n(0, self.inner.nlist)
@@ -93,12 +99,14 @@ class IVF(FaissIndex, ListedIndex):
                 rows[starts[i] : starts[i + 1]] = faiss.rev_swig_ptr(lists.get_ids(i), size)
         return rows, starts
 
-    def near_in_lists(
-        self, queries: Floats, order: Rows, nearness: Floats, count: int
-    ) -> tuple[Rows, Floats, Numbers]:
-        """By FAISS, whose scores by bytes are not rounded."""
+    def turned(self, vectors: Floats) -> Floats:  # (q, d) -> (q, 0)
+        """Vectors as the parts of codes see them: there are none."""
+        return vectors[:, :0]
+
+    def near_in_lists(self, queries: Floats, order: Rows, nearness: Floats, count: int) -> tuple[Rows, Floats, Numbers]:
+        """As `Lists.near_in_lists`, by FAISS, whose scores by bytes are not rounded."""
         faiss, q, l2 = faiss_module(), len(queries), self.metric is Metric.L2
-        distances = np.ascontiguousarray(-nearness if l2 else nearness, np.float32)
+        distances = -nearness if l2 else nearness
         rows, codes = np.empty((q, count), np.int64), np.empty((q, count), np.float32)
         asked, pointer = np.ascontiguousarray(queries), faiss.swig_ptr
         self.inner.search_preassigned_c(

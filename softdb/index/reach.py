@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, ListedIndex, Live, Numbers, Reach, Rows, prepared, sampled
-from softdb.index.lists import nearest_centroids
+from softdb.index.contract import Floats, Live, Numbers, Reach, Rows, prepared, sampled
+from softdb.index.ivf import IVF
+from softdb.index.lists import Lists
+from softdb.index.quantizer import nearest_centroids
 from softdb.kernels import native
 from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
@@ -59,7 +61,7 @@ class _Measures(NamedTuple):
 _SHARES = SHARE, SHARE, SHARE, LONG  # of each measure
 
 
-def reach_of(index: ListedIndex, snapshot: Snapshot) -> Reach:
+def reach_of(index: Lists | IVF, snapshot: Snapshot) -> Reach:
     """As it was kept with an IVF index of these records, or measured now, and kept."""
     if index.reach is None or not _is_of(index.reach, snapshot):
         index.reach = _measured(index, snapshot)
@@ -90,7 +92,7 @@ def packed(reach: Reach) -> bytes:
     return file.getvalue()
 
 
-def unpacked(data: bytes | memoryview, index: ListedIndex) -> Reach:
+def unpacked(data: bytes | memoryview, index: Lists | IVF) -> Reach:
     """Read what `packed` wrote. Raises ValueError where it is not of such an index: that file may be another's."""
     file, found = io.BytesIO(data), dict[str, Any]()
     lists, d = index.centroids.shape
@@ -114,7 +116,7 @@ def unpacked(data: bytes | memoryview, index: ListedIndex) -> Reach:
     return Reach(is_apart=is_apart, **found)
 
 
-def _measured(index: ListedIndex, snapshot: Snapshot) -> Reach:
+def _measured(index: Lists | IVF, snapshot: Snapshot) -> Reach:
     """Two passes over keys, one over values. Cost n (d + v) + d³; memory for the time: four numbers a record."""
     (rows, starts), centre, means = index.members(), _centre(snapshot), index.centroids.copy()
     found = _Measures(*np.full((len(_SHARES), len(rows)), np.nan))
@@ -147,7 +149,7 @@ def _measured(index: ListedIndex, snapshot: Snapshot) -> Reach:
     )  # fmt: skip
 
 
-def _shape(index: ListedIndex, snapshot: Snapshot, means: Floats) -> tuple[Floats, float]:  # (d, d)
+def _shape(index: Lists | IVF, snapshot: Snapshot, means: Floats) -> tuple[Floats, float]:  # (d, d)
     """Shape of the keys around the means of their lists: one root of the covariance for all lists, and `spread`."""
     keys = prepared(snapshot.keys_at(sampled(snapshot.live, SAMPLED, 3)).numpy(), index.metric)
     left = keys - means[nearest_centroids(index.centroids, keys)]
@@ -172,7 +174,7 @@ class _ListRun(NamedTuple):
 class _InLists:
     """The records that an index holds, list by list."""
 
-    index: ListedIndex
+    index: Lists | IVF
     snapshot: Snapshot
     rows: Rows  # (n,)
     starts: Rows  # (lists + 1,)
@@ -215,7 +217,7 @@ def _measure(
         loops.distances(keys, means[which].astype(np.float64), radii[here])
         if records.index.metric is Metric.DOT:
             loops.distances(keys, nothing, lengths[here])
-        if records.index.parts:
+        if isinstance(records.index, Lists):
             apart = records.index.code_errors(which, keys)
             errors[here] = np.sqrt(np.einsum("md,md->m", apart, apart, dtype=np.float64))
     if len(centre):
@@ -238,9 +240,9 @@ def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Num
         for which, here in batch.lists:
             keys = batch.keys[here]
             loops.extents(keys, means[which], skip[here], extents[which])
-            if parts:
+            if isinstance(index, Lists):
                 turned = index.turned(index.code_errors(which, keys)[~skip[here]])
-                squares = np.square(turned).reshape(len(turned), parts, -1).sum(2)
+                squares = np.square(turned).reshape(len(turned), parts, turned.shape[1] // parts).sum(2)
                 np.maximum(largest, np.sqrt(squares.max(0, initial=0)), out=largest)
     return extents, largest
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 from softdb.check import Metric
-from softdb.index.contract import FLOOR, FaissIndex, Floats, Found, Index, Live, Recent, Rows, Selected, prepared
+from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
-from softdb.index.lists import NO_ROW, Lists, Places
+from softdb.index.lists import Lists
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
 from softdb.index.planner import FEW, Planner
+from softdb.index.quantizer import NO_ROW, Places
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.index.tail import Tail
 from softdb.store import Snapshot
 
-CODES = 8  # that are compared in the time of one exact score, where outliers were not timed
-MOSTLY = 0.9  # share of the records: a filter that allows so many is searched with a little more effort
 LISTED = 1 << 16  # matches of a filter whose positions are kept
-ENOUGH = 0.25  # share of a query's neighbours that count, from which on the usual effort finds enough
 
 
 class Searcher:
@@ -51,16 +48,14 @@ class Searcher:
         eligible = coverage.of(snapshot, self.index, allowed)
         vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
         listed = eligible.listed if query.pairwise and eligible.filtered else None
-        way = self.planner.way(snapshot, eligible.count, len(queries), k, eligible.filtered, listed is not None)
+        way = self.planner.way(eligible.count, len(queries), k, eligible.filtered, listed is not None)
         if way == "blocks":
             return None
         if way == "pairs" and listed is not None:
             return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
         certain = min(query.certain or k, k)
-        if self.index.filters_inside:
-            found, scores = self._scanned(snapshot, coverage, eligible, allowed, vectors, k, certain)
-        else:
-            found, scores = _Search(self, snapshot, coverage, eligible, allowed).find(vectors, k, certain)
+        found, known = self._searched(snapshot, coverage, eligible, allowed, vectors, k, certain)
+        scores: Floats | None = known
         if coverage.until < snapshot.size:
             newer = nearest(snapshot, replace(query, k=min(k, snapshot.size - coverage.until)), coverage.until)
             found, scores = ordered(snapshot, vectors, np.concatenate([found, newer], axis=1), k, metric)
@@ -82,22 +77,26 @@ class Searcher:
         if coverage is None or coverage.until < snapshot.size or coverage.snapshot() is not snapshot:
             return None
         eligible = coverage.every
-        if not index.filters_inside or self.planner.way(snapshot, eligible.count, len(vectors), k, False) != "index":
+        if self.planner.way(eligible.count, len(vectors), k, False) != "index":
             return None
-        found, scores = self._scanned(snapshot, coverage, eligible, None, vectors, k, k)
+        found, scores = self._searched(snapshot, coverage, eligible, None, vectors, k, k)
         return None if (found[:, -1] < 0).any() else Found(found, scores, index.kind)
 
-    def _scanned(
+    def _searched(
         self, snapshot: Snapshot, coverage: _Coverage, eligible: _Eligible, allowed: Live | None, vectors: Floats,
         k: int, certain: int,
     ) -> tuple[Rows, Floats]:  # (q, d) -> (q, k), (q, k)  # fmt: skip
-        """The k best of the records that the index holds and that count, by its one scan."""
+        """The k best of the records that the index holds and that count."""
         index = self.index
-        assert isinstance(index, Lists)
         asked, kept = prepared(vectors, index.metric), max(index.kept_for(certain), k)
-        found, scores, _ = index.scan(
-            asked, k, snapshot.key_column, coverage.places, eligible.bits, certain, kept
-        )
+        if isinstance(index, Lists):
+            assert coverage.places is not None
+            found, scores = index.scan(asked, k, snapshot.key_column, coverage.places, eligible.bits, certain, kept)
+        else:  # what counts lies farther where less does
+            effort = int(np.ceil(index.effort_for(certain) / eligible.share))
+            rows = index.search(asked, min(kept, max(1, eligible.inside)), eligible.selected, effort)
+            candidates = rows if coverage.aligned else snapshot.positions(rows)
+            found, scores = ordered(snapshot, vectors, candidates, k, index.metric, asked)
         if index.metric is Metric.DOT:
             outliers, positions = self.outliers(snapshot, coverage, eligible, allowed)
             if outliers.count and outliers.take_part(vectors, positions, found, scores):
@@ -112,9 +111,8 @@ class Searcher:
         if known is not None and known[0].named is index.longest:
             return known
         room = index.room
-        if room is None:  # of an older softdb, or tuned on a GPU: by operations
-            scored = index.fetch_k * index.tuned_for
-            room = max(LEAST, int(SHARE * (scored + index.codes_at(index.effort) / CODES)))
+        if room is None:  # of an older softdb, or tuned on a GPU
+            room = max(LEAST, int(SHARE * index.kept_for(index.tuned_for)))
         self._outliers = outliers_of(snapshot, index, coverage.until, room, self._outliers)
         eligible.outliers = known = self._outliers, self._outliers.positions(snapshot, allowed)
         return known
@@ -183,94 +181,3 @@ def _places(snapshot: Snapshot, rows: Places) -> Places:  # (slots,)
     """Positions of rows, NO_ROW of those that are nowhere."""
     positions = snapshot.positions(rows.astype(np.int64))
     return np.where(positions >= 0, positions, NO_ROW).astype(np.uint32)
-
-
-@dataclass
-class _Search:
-    """One search among the rows of an index that it may return."""
-
-    searcher: Searcher
-    snapshot: Snapshot
-    coverage: _Coverage
-    eligible: _Eligible
-    allowed: Live | None  # (size,) over positions
-
-    @property
-    def index(self) -> FaissIndex:
-        assert isinstance(self.searcher.index, FaissIndex)
-        return self.searcher.index
-
-    def find(self, queries: Floats, k: int, certain: int) -> tuple[Rows, Floats | None]:  # (q, d) -> (q, k), (q, k)
-        """The k best of them, and their scores where none was computed in another way."""
-        snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
-        effort = index.effort_for(certain)
-        c, asked = max(index.kept_for(certain), k), prepared(queries, index.metric)
-        unfound, selected = None, eligible.selected
-        if selected is not None:
-            c = min(c, max(1, eligible.inside))
-        if selected is None or eligible.share >= MOSTLY:
-            wider = effort if selected is None else int(np.ceil(effort / eligible.share))
-            rows = index.search(asked, c, selected, wider)
-            candidates = rows if self.coverage.aligned else snapshot.positions(rows)
-        else:
-            candidates, unfound = self._filtered(asked, c, effort)
-        found, scores = ordered(snapshot, queries, candidates, k, index.metric, asked)
-        changed = False
-        if index.metric is Metric.DOT:
-            outliers, positions = self.searcher.outliers(snapshot, self.coverage, eligible, allowed)
-            changed = outliers.take_part(queries, positions, found, scores)
-        if unfound is not None and len(unfound):
-            keep = (snapshot.live if allowed is None else allowed).copy()
-            keep[self.coverage.until :] = False
-            found[unfound] = nearest(snapshot, Query(torch.from_numpy(queries[unfound]), k, index.metric, keep))
-            changed = True
-        return found, None if changed else scores
-
-    def _filtered(self, vectors: Floats, c: int, effort: int) -> tuple[Rows, Rows]:  # (q, c), (m,)
-        """Candidates among few eligible records, and the queries for which to compare all of these costs less.
-
-        The effort is doubled where these are rare around a query.
-        """
-        found, unfound = np.full((len(vectors), c), -1, np.int64), np.ones(len(vectors), np.bool_)
-        doublings = self._doublings(vectors, effort)
-        for times in np.unique(doublings).tolist():
-            mine = np.flatnonzero(doublings == times)
-            rows = self._selected(vectors[mine], c, effort << times)
-            if rows is not None:
-                found[mine], unfound[mine] = self.snapshot.positions(rows), False
-        return found, np.flatnonzero(unfound)
-
-    def _selected(self, vectors: Floats, c: int, effort: int) -> Rows | None:  # (q, c)
-        """Candidates among the rows that count; None where to compare all of these costs less."""
-        found, short = np.full((len(vectors), c), -1, np.int64), np.arange(len(vectors))
-        while not self._exact_is_cheaper(effort, len(vectors)):
-            found[short] = self.index.search(vectors[short], c, self.eligible.selected, effort)
-            short = short[found[short].min(axis=1) < 0]  # what counts lies elsewhere: look farther
-            if not len(short) or effort >= self.index.effort_most:
-                return found
-            effort *= 8
-        return None
-
-    def _doublings(self, vectors: Floats, effort: int) -> Rows:  # (q,)
-        """Number of times to double the effort for each query.
-
-        The rarer the records that count, the farther a query's nearest lie. The effort that finds them grows about as
-        the root of that, as measured on sentence embeddings and on clusters; but in full where they are rarer around
-        the query than elsewhere, as with a filter that goes with the keys. The share around a query is taken from the
-        nearest codes of all.
-        """
-        snapshot, index, eligible, allowed = self.snapshot, self.index, self.eligible, self.allowed
-        if self._exact_is_cheaper(effort, len(vectors)):
-            return np.zeros(len(vectors), np.int64)
-        near = snapshot.positions(index.search(vectors, FLOOR, None, max(1, effort // 4)))
-        counts = snapshot.live[near] & (near >= 0)
-        if allowed is not None:
-            counts &= allowed[near]
-        share = np.maximum(counts.sum(axis=1), 0.25) / FLOOR  # none seen: fewer than one
-        rarer = np.maximum(0, np.log2(eligible.share / share))
-        plenty = (share >= ENOUGH) & (rarer <= 1)
-        return np.where(plenty, 0, np.ceil(-0.5 * np.log2(share) + 0.5 * rarer)).astype(np.int64)
-
-    def _exact_is_cheaper(self, effort: int, queries: int) -> bool:
-        """Return True if comparing every match costs less than a search with that effort."""
-        return self.searcher.planner.blocks_are_cheaper(self.snapshot, self.eligible.inside, queries, effort)

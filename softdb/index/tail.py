@@ -28,7 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, ListedIndex, Numbers, Rows
+from softdb.index.contract import Floats, Numbers, Rows
+from softdb.index.ivf import IVF
+from softdb.index.lists import Lists
 from softdb.index.placement import RecordColumns
 from softdb.index.planner import Planner
 from softdb.index.reach import reach_of
@@ -108,7 +110,7 @@ class _Near(NamedTuple):
 class Tail:
     """A sampler over the rows that an IVF index holds. Safe to use from several threads."""
 
-    def __init__(self, index: ListedIndex, snapshot: Snapshot, planner: Planner) -> None:
+    def __init__(self, index: Lists | IVF, snapshot: Snapshot, planner: Planner) -> None:
         self.index = index
         self.planner = planner
         self.centroids = index.centroids  # (lists, d)
@@ -161,7 +163,7 @@ class Tail:
         snapshot, queries = ask.snapshot, ask.queries
         order, searches = self._to_search(ask, lists)
         chosen = np.where(np.arange(order.shape[1]) < searches[:, None], order, -1)
-        nearness = np.take_along_axis(lists.nearness, order, 1)
+        nearness = np.take_along_axis(lists.nearness, order, 1).astype(np.float32)
         rows, codes, rounding = self.index.near_in_lists(queries, chosen, nearness, ask.near)
         searched = np.zeros(lists.means.shape, np.bool_)
         np.put_along_axis(searched, order, np.arange(order.shape[1]) < searches[:, None], 1)

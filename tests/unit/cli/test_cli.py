@@ -213,9 +213,7 @@ def test_hits_may_be_unlike_each_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_index_is_built_and_tuned_for_queries_of_ones_own(vectors: Path, tmp_path: Path) -> None:
     keys = tmp_path / "k.npy"
-    report = answer(
-        "index", vectors, "--kind", "ivf", "--recall", 0.5, "-k", 3, "--queries", keys, "--memory", "9M"
-    )
+    report = answer("index", vectors, "--kind", "ivf", "--recall", 0.5, "-k", 3, "--queries", keys, "--memory", "9M")
     assert (report["kind"], report["k"], report["target"]) == ("ivf", 3, 0.5)
     assert report["measured_on"] == "queries given"
     assert "measured on queries given" in run("tune", vectors, "--queries", keys).stdout

@@ -140,7 +140,7 @@ def test_what_is_written_meanwhile_is_right_afterwards(
         index = db.core.finder.index
         assert index is not None
         if compacted and kind == "ivf":  # codes of what compaction removed are taken out
-            assert index.inner.ntotal == N - 100 - len(gone)
+            assert index.count == N - 100 - len(gone)
         with building(db, kind):  # anew, over rows with gaps
             db.insert(["last"], 9 * queries[:1])
         assert db.search(queries[:1], k=1).ids == [["last"]]

@@ -1,4 +1,4 @@
-"""What decides between the index and comparing records is measured here and now; and a plain search in few steps."""
+"""The planner's ways and measured costs; and a plain search in few steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 from clock import Clock
-from given_costs import GivenCosts
 
 import softdb
-from softdb.index import planner, timing
-from softdb.index.planner import DEAR, Costs, Planner, estimate_costs
-from softdb.index.query import Query
+from softdb.index import timing
+from softdb.index.planner import DEAR, Planner, estimate_costs
 
 pytest.importorskip("faiss")
 
@@ -35,19 +33,6 @@ def made(metric: Any, kind: Any = "ivf") -> softdb.SoftDB:
 def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
     with made(request.param) as db:
         yield db
-
-
-@pytest.fixture(scope="module")
-def graph() -> Iterator[softdb.SoftDB]:
-    with made("dot", "hnsw") as db:
-        yield db
-
-
-@pytest.fixture(autouse=True)
-def anew(request: pytest.FixtureRequest) -> None:
-    """What was measured before, or set, counts no more."""
-    if "graph" in request.fixturenames:
-        planner_of(request.getfixturevalue("graph")).costs = None
 
 
 def planner_of(db: softdb.SoftDB) -> Planner:
@@ -93,62 +78,19 @@ def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
     assert after[:2] == before[1:]
 
 
-@pytest.mark.measured
-def test_costs_are_measured_once_for_a_graph(graph: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
-    db = graph
-    index = db.core.finder.index
-    assert index is not None
-    db.core.finder._searcher = None
-    runs, timed = list[float](), timing.timed
-
-    def counted(run: Any) -> Any:
-        result, seconds = timed(run)
-        runs.append(seconds)
-        return result, seconds
-
-    monkeypatch.setattr(timing, "timed", counted)
-    db.search(np.ones((1, 24), np.float32))
-    assert len(runs) == 7 * planner.TURNS  # seven ways to find
-    found = planner_of(db).costs
-    assert isinstance(found, Costs)
-    assert min(found.code, found.scored, found.compared) > 0
-    assert min(found.called, found.fetched, found.asked) > -1e-12  # a difference of equals may be rounded
-    assert found.search(index.codes_at(index.effort)) < found.search(index.codes_at(index.effort_most))
-    db.search(np.ones((1, 24), np.float32))
-    assert len(runs) == 7 * planner.TURNS
-    assert planner_of(db).costs is found
-
-
-DEAR_INDEX = Costs(called=1, code=1, scored=1e-9, fetched=1e-9, compared=1e-9)
-
-
-def test_what_is_tuned_is_the_index(graph: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where comparing records costs less, that finds everything: the effort would be too low for larger batches."""
-    monkeypatch.setattr(GivenCosts, "searches", DEAR_INDEX)
-    found = graph.tune(recall=0.9)
-    assert found.recall < 1
-    assert planner_of(graph).costs is None
-
-
-@pytest.mark.parametrize("dear", ["index", "records"])
-def test_what_costs_less_is_taken(graph: softdb.SoftDB, dear: str, rng: np.random.Generator) -> None:
-    index, snapshot = graph.core.finder.index, graph.core.view()[0]
-    assert index is not None
-    dear_records = Costs(called=1, code=0, scored=1, fetched=1, compared=1)
-    planner_of(graph).costs = DEAR_INDEX if dear == "index" else dear_records
-    for q in (1, 100):
-        queries = torch.from_numpy(rng.standard_normal((q, 24)).astype(np.float32))
-        finder = graph.core.finder.find(snapshot, Query(queries, 10, index.metric)).finder
-        assert finder == ("flat" if dear == "index" else index.kind)
-
-
 def test_lists_are_always_scanned_but_for_next_to_nothing(db: softdb.SoftDB) -> None:
-    index, snapshot, way = db.core.finder.index, db.core.view()[0], planner_of(db).way
-    assert index is not None
-    assert way(snapshot, 12_000, 1, 10, False) == way(snapshot, 200, 100, 10, True, True) == "index"
-    assert way(snapshot, 100, 1, 10, True, True) == "pairs"
-    assert way(snapshot, 100, 1, 10, True, False) == way(snapshot, 12_000, 1, 2000, False) == "blocks"
-    assert planner_of(db).costs is None
+    way = planner_of(db).way
+    assert way(12_000, 1, 10, False) == way(200, 100, 10, True, True) == "index"
+    assert way(100, 1, 10, True, True) == "pairs"
+    assert way(100, 1, 10, True, False) == way(12_000, 1, 2000, False) == "blocks"
+
+
+def test_a_graph_is_asked_where_a_filter_leaves_much() -> None:
+    with made("dot", "hnsw") as db:
+        way = planner_of(db).way
+    assert way(12_000, 1, 10, False) == way(6000, 1, 10, True, True) == "index"
+    assert way(3000, 1, 10, True, True) == "pairs"
+    assert way(3000, 1000, 10, True, True) == way(12_000, 1, 2000, False) == "blocks"
 
 
 def test_estimates_cost_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "draw.h"
+#include "list_scan.h"
 #include "longest.h"
 #include "pooling.h"
 #include "rerank.h"
@@ -20,6 +21,8 @@ int64_t cache_bytes(int level) { return level == 1 ? 32 << 10 : 512 << 10; }
 
 namespace level = softdb::SOFTDB_LEVEL;
 using softdb::Attend;
+using softdb::Kind;
+using softdb::ListSearch;
 using softdb::Metric;
 
 namespace {
@@ -299,6 +302,77 @@ void check_longest(int64_t q, int64_t m) {
     }
 }
 
+// Lists of random codes: every record that is allowed, with its estimate.
+void check_lists(int64_t q, bool l2) {
+    const int64_t d = 20, parts = 8, word = 3, lists = 5, rows = 16, turns = 32, blocks = 6, slots = 16 * blocks;
+    const int64_t starts[] = {0, 2, 3, 5, 6, 6};
+    std::vector<uint8_t> rotation(turns * d), centroids(rows * d), codes(blocks * parts * 8);
+    std::vector<float> turn_scales(turns), scales(rows), lengths(rows), inverse(rows, 1), words(parts * word * 16);
+    std::vector<float> origin(d), queries(q * d), scores(q * slots);
+    std::vector<uint16_t> factors(slots), offsets(slots), allowed(blocks);
+    std::vector<uint32_t> places(slots);
+    std::vector<int64_t> found(q * slots);
+    for (auto* bytes : {&rotation, &centroids, &codes})
+        for (uint8_t& x : *bytes) x = uint8_t(uniform() * 127 + 128);
+    for (auto* numbers : {&turn_scales, &scales, &lengths, &words, &origin, &queries})
+        for (float& x : *numbers) x = uniform();
+    for (auto* numbers : {&turn_scales, &scales})
+        for (float& x : *numbers) x *= 0.01f;
+    for (int64_t i = 0; i < slots; i++) {
+        factors[i] = uint16_t(0x3800 + i), offsets[i] = uint16_t(0x3c00 + 7 * i), places[i] = uint32_t(1000 - i);
+        if (i % 3) allowed[i / 16] |= uint16_t(1 << i % 16);
+    }
+    ListSearch ask;
+    ask.lists.rotation = {rotation.data(), turn_scales.data(), turns, d};
+    ask.lists.centroids = {centroids.data(), scales.data(), rows, d};
+    ask.lists.lengths = lengths.data(), ask.lists.inverse_spreads = inverse.data(), ask.lists.starts = starts;
+    ask.lists.count = lists, ask.lists.codes = codes.data(), ask.lists.factors = factors.data();
+    if (l2) ask.lists.offsets = offsets.data(), ask.lists.unit = 0.5f, ask.lists.origin = origin.data();
+    ask.lists.words = words.data(), ask.lists.parts = parts, ask.lists.word = word;
+    ask.queries = {queries.data(), q, d, d}, ask.allowed = allowed.data(), ask.places = places.data();
+    ask.keys.kind = Kind::none, ask.nearest = slots, ask.kept = slots;
+    int64_t scanned = 0;
+    ask.found = {found.data(), q, slots, slots}, ask.scores = {scores.data(), q, slots, slots}, ask.scanned = &scanned;
+    std::vector<char> scratch(level::list_scratch(ask));
+    level::search_lists(ask, scratch.data());
+    expect(scanned == q * slots, "slots that were looked at", q, d, 0, double(scanned), double(q * slots));
+    for (int64_t i = 0; i < q; i++) {
+        std::vector<double> seen(d), turned(parts * word), table(parts * 16);
+        double top = 0, low = 0, high = 0;
+        for (int64_t j = 0; j < d; j++) seen[j] = queries[i * d + j] - (l2 ? origin[j] : 0), top = std::max(top, std::fabs(seen[j]));
+        for (double& x : seen) x = std::round(x / top * 63) * top / 63;
+        auto product = [&](const std::vector<uint8_t>& matrix, float scale, int64_t row) {
+            double total = 0;
+            for (int64_t j = 0; j < d; j++)
+                total += (double(matrix[row / 16 * 16 * d + (j / 4 * 16 + row % 16) * 4 + j % 4]) - 128) * seen[j];
+            return total * scale;
+        };
+        for (int64_t r = 0; r < parts * word; r++) turned[r] = product(rotation, turn_scales[r], r);
+        for (int64_t m = 0; m < parts; m++)
+            for (int64_t c = 0; c < 16; c++) {
+                for (int64_t t = 0; t < word; t++)
+                    table[m * 16 + c] += (l2 ? 2 : 1) * turned[m * word + t] * words[(m * word + t) * 16 + c];
+                low = std::min(low, table[m * 16 + c]), high = std::max(high, table[m * 16 + c]);
+            }
+        for (int64_t k = 0; k < slots && found[i * slots + k] >= 0; k++) {
+            const int64_t slot = 1000 - found[i * slots + k], block = slot / 16, record = slot % 16;
+            expect(slot % 3 != 0, "a record that is allowed", q, d, 0, double(slot), 0);
+            double sum = 0, step = (high - low) / 127;
+            for (int64_t m = 0; m < parts; m++) {
+                const uint8_t pair = codes[(block * parts / 2 + m / 2) * 16 + (record < 8 ? 2 * record : 2 * record - 15)];
+                sum += std::floor((table[m * 16 + (m % 2 ? pair >> 4 : pair & 15)] - low) / step + 0.5) * step + low;
+            }
+            int64_t list = 0;
+            while (starts[list + 1] <= block) list++;
+            auto half = [](uint16_t bits) { return std::ldexp(1.0 + (bits & 0x3ff) / 1024.0, (bits >> 10) - 15); };
+            double right = product(centroids, scales[list], list) - lengths[list] + half(factors[slot]) * sum;
+            if (l2) right -= half(offsets[slot]) * 0.5;
+            expect(std::fabs(scores[i * slots + k] - right) < 1e-3, "an estimate", q, d, 0, scores[i * slots + k], right);
+        }
+        expect(found[i * slots + slots - 1] == -1, "the end", q, d, 0, double(found[i * slots + slots - 1]), -1);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -319,6 +393,7 @@ int main() {
             }
     check_draws();
     for (int64_t q : {1, 3, 4, 9}) check_longest(q, 45);
+    for (int64_t q : {1, 5}) check_lists(q, false), check_lists(q, true);
     std::printf("%d answers are right\n", compared);
     return 0;
 }

@@ -1,0 +1,236 @@
+"""The quantizer of lists: centroids, a rotation and words, by which records are coded; and blocks of coded records.
+
+A record is coded as the centroid of its list, a rotation of words of 4 bits, one for each part of what the centroid
+leaves, and a factor that makes estimates exact along it; `softdb/kernels/native/lists.cc` has the equations. Jégou et
+al. 2011, "Product quantization for nearest neighbor search"; Ge et al. 2013, "Optimized product quantization", for the
+rotation: the eigenvectors of the residuals' covariance, dealt to the parts so that their variances multiply to about
+the same; Gao and Long 2024, "RaBitQ", arXiv 2405.12497, for the factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from softdb.index.contract import Floats, Live, Rows, faiss_module
+
+POINTS_A_LIST = 40  # that a list's centroid is trained on
+ROUNDS = 8  # of k-means: more changes recall by less than 0.001
+TRAINED = 20_000  # residuals that rotation and words are trained on
+BLOCK = 16  # records whose codes stand together; words of a part
+LEAST_FACTOR = 0.25  # of |r|² that <r, r̂> counts at least, so that no factor is above 4
+ENCODED = 1 << 22  # numbers at once: 16 MB
+CODE = 127  # the largest int8
+HIGHEST = 60_000  # of a float16
+NO_ROW = int(np.iinfo(np.uint32).max)
+_ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # records of a block by the bytes of their codes
+
+Places = NDArray[np.uint32]
+Bits = NDArray[np.uint16]
+
+
+class Matrix(NamedTuple):
+    """A matrix of int8, rows (r, d) each with a scale: what kernels multiply queries by."""
+
+    numbers: NDArray[np.int8]  # (r, d)
+    scales: Floats  # (r,)
+
+    @classmethod
+    def of(cls, rows: Floats) -> Matrix:  # (r, d)
+        """The nearest such matrix."""
+        scales = np.abs(rows).max(1, initial=0) / CODE
+        scales[scales == 0] = 1
+        return cls(np.rint(rows / scales[:, None]).astype(np.int8), scales.astype(np.float32))
+
+    @property
+    def rows(self) -> Floats:  # (r, d)
+        """The matrix in float32."""
+        rows: Floats = self.numbers * self.scales[:, None]
+        return rows
+
+    def interleaved(self) -> NDArray[np.uint8]:  # (groups, …)
+        """As kernels read it: 128 added, 16 rows together, and of these four numbers each."""
+        rows, width = self.numbers.shape
+        padded = np.full((-(-rows // BLOCK) * BLOCK, -(-width // 4) * 4), 128, np.uint8)
+        padded[:rows, :width] = self.numbers.view(np.uint8) ^ 128
+        groups = padded.reshape(-1, BLOCK, padded.shape[1] // 4, 4).transpose(0, 2, 1, 3)
+        return np.ascontiguousarray(groups).reshape(len(groups), -1)
+
+
+class Quantizer(NamedTuple):
+    """What records are coded by."""
+
+    rotation: Matrix  # (parts · word, d)
+    centroids: Matrix  # (lists, d)
+    words: Floats  # (parts, word, 16)
+    origin: Floats  # (d,) that keys are seen from: their mean for l2, else 0
+    unit: float  # of offsets
+
+    @classmethod
+    def train(cls, sample: Floats, lists: int, parts: int, is_l2: bool) -> Quantizer:  # (m, d)
+        """Centroids by k-means, then the rotation, then the words. Needs FAISS."""
+        faiss, d = faiss_module(), sample.shape[1]
+        origin = sample.mean(0) if is_l2 else np.zeros(d, np.float32)
+        sample = np.ascontiguousarray(sample - origin)
+        means = faiss.Clustering(d, lists)
+        means.niter, means.seed, means.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
+        means.train(sample, faiss.IndexFlatL2(d))
+        centroids = Matrix.of(faiss.vector_to_array(means.centroids).reshape(lists, d))
+        some = np.ascontiguousarray(sample[:: -(-len(sample) // TRAINED)])
+        residuals = some - centroids.rows[nearest_centroids(centroids.rows, some)]
+        rotation = Matrix.of(_balanced(residuals, parts, -(-d // parts)))
+        turned = np.ascontiguousarray(residuals @ rotation.rows.T)
+        words = faiss.ProductQuantizer(turned.shape[1], parts, 4)
+        words.cp.niter, words.cp.seed, words.cp.max_points_per_centroid = ROUNDS, 1234, 1000
+        words.train(turned)
+        table = faiss.vector_to_array(words.centroids).reshape(parts, BLOCK, -1).transpose(0, 2, 1)
+        trained = cls(rotation, centroids, np.ascontiguousarray(table, np.float32), origin.astype(np.float32), 1.0)
+        if not is_l2:
+            return trained
+        offsets = trained.coded(some).offsets  # with room for others that are larger
+        return trained._replace(unit=float(max(np.abs(offsets).max(), 1e-30)) * 8 / HIGHEST)
+
+    def coded(self, keys: Floats) -> Codes:  # (n, d) seen from the origin
+        """Code records. Cost n d (lists + parts · word)."""
+        centroids, turn = self.centroids.rows, torch.from_numpy(np.ascontiguousarray(self.rotation.rows.T))
+        lists, words = nearest_centroids(centroids, keys), torch.from_numpy(self.words)
+        parts, word, _ = self.words.shape
+        half, blocks = words.square().sum(1, keepdim=True) / 2, []
+        size = max(1, ENCODED // (parts * BLOCK))
+        for low in range(0, len(keys), size):
+            own = centroids[lists[low : low + size]]
+            residual = torch.from_numpy(keys[low : low + size] - own)
+            turned = (residual @ turn).view(-1, parts, word)
+            best = torch.baddbmm(half, turned.transpose(0, 1), words, beta=-1).argmax(2)  # (parts, n)
+            guess = words.transpose(1, 2)[torch.arange(parts)[:, None], best].transpose(0, 1)  # (n, parts, word)
+            code = best.T.to(torch.uint8)
+            square, along = residual.square().sum(1), (turned * guess).sum((1, 2))
+            factor = square / torch.maximum(along, LEAST_FACTOR * square).clamp(min=1e-30)
+            factor[square == 0] = 0
+            central = (torch.from_numpy(own) @ turn * guess.flatten(1)).sum(1)  # <c, Rᵀ w>
+            blocks.append((code[:, 0::2] | code[:, 1::2] << 4, factor, 2 * factor * central + square, square))
+        return Codes(lists, *(torch.cat(part).numpy() for part in zip(*blocks, strict=True)))
+
+
+class Codes(NamedTuple):
+    """Records as `Quantizer.coded` codes them, in float32."""
+
+    lists: Rows  # (n,)
+    codes: NDArray[np.uint8]  # (n, parts / 2)
+    factors: Floats  # (n,)
+    offsets: Floats  # (n,)
+    squares: Floats  # (n,) |r|²
+
+
+class Coded(NamedTuple):
+    """Records by list, in the order in which they came."""
+
+    lists: Rows  # (n,)
+    codes: NDArray[np.uint8]  # (n, parts / 2)
+    factors: NDArray[np.float16]  # (n,)
+    offsets: NDArray[np.float16]  # (n,) in units, of l2
+    rows: NDArray[np.uint32]  # (n,)
+    squares: Floats  # (n,) |r|²
+
+    def take(self, which: NDArray[Any]) -> Coded:
+        """Some of them, in a given order."""
+        return Coded(
+            self.lists[which], self.codes[which], self.factors[which], self.offsets[which], self.rows[which],
+            self.squares[which],
+        )  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """Coded records where kernels read them: in blocks of 16, list by list; the last of a list has spare slots."""
+
+    sizes: Rows  # (lists,) records
+    starts: Rows  # (lists + 1,) first block
+    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16)
+    factors: NDArray[np.float16]  # (blocks, 16)
+    offsets: NDArray[np.float16]  # (blocks, 16) of l2, else (0, 16)
+    rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
+    squares: Floats  # (lists,) Σ |r|²
+
+    @classmethod
+    def of(cls, coded: Coded, lists: int, is_l2: bool) -> Layout:
+        """Lay records out. Cost n."""
+        coded = coded.take(np.argsort(coded.lists, kind="stable"))
+        sizes = np.bincount(coded.lists, minlength=lists)
+        starts = np.concatenate([[0], np.cumsum(-(-sizes // BLOCK))])
+        count, slots = max(1, int(starts[-1])), _slots(sizes, starts)
+
+        def spread(numbers: NDArray[Any], spare: int = 0) -> NDArray[Any]:
+            found = np.full((count * BLOCK, *numbers.shape[1:]), spare, numbers.dtype)
+            found[slots] = numbers
+            return found
+
+        blocks = spread(coded.codes).reshape(count, BLOCK, -1)[:, _ORDER].transpose(0, 2, 1)
+        offsets = spread(coded.offsets).reshape(-1, BLOCK) if is_l2 else np.empty((0, BLOCK), np.float16)
+        return cls(
+            sizes.astype(np.int64), starts.astype(np.int64), np.ascontiguousarray(blocks),
+            spread(coded.factors).reshape(-1, BLOCK), offsets, spread(coded.rows, NO_ROW),
+            np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
+        )  # fmt: skip
+
+    def pairs_of(self, which: int) -> NDArray[np.uint8]:  # (m, parts / 2)
+        """The codes of a list, and of the spare slots behind it."""
+        blocks = self.blocks[self.starts[which] : self.starts[which + 1]]
+        codes = np.empty((len(blocks), BLOCK, blocks.shape[1]), np.uint8)
+        codes[:, _ORDER] = blocks.transpose(0, 2, 1)
+        return codes.reshape(-1, codes.shape[2])
+
+    @property
+    def slots(self) -> Rows:  # (n,)
+        """Slots of the records."""
+        return _slots(self.sizes, self.starts)
+
+    def coded(self) -> Coded:
+        """The records, list by list; of |r|² the mean of their list."""
+        flat = np.empty((len(self.blocks), BLOCK, self.blocks.shape[1]), np.uint8)
+        flat[:, _ORDER] = self.blocks.transpose(0, 2, 1)
+        slots, squares = self.slots, self.squares / np.maximum(self.sizes, 1)
+        offsets = self.offsets.reshape(-1)[slots] if len(self.offsets) else np.zeros(len(slots), np.float16)
+        return Coded(
+            np.repeat(np.arange(len(self.sizes)), self.sizes), flat.reshape(-1, flat.shape[2])[slots],
+            self.factors.reshape(-1)[slots], offsets, self.rows[slots],
+            np.repeat(squares, self.sizes).astype(np.float32),
+        )  # fmt: skip
+
+    def bits(self, keep: Live, places: Places) -> Bits:  # (size,), (slots,) -> (blocks,)
+        """A bit a slot: whether it is filled, and `keep` at its place."""
+        taking_part = np.append(keep, False)[np.minimum(places, len(keep))]
+        return np.packbits(taking_part, bitorder="little").view(np.uint16)
+
+
+def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)
+    """Slots of records that stand list by list."""
+    first = starts[:-1] * BLOCK - np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    found: Rows = np.arange(int(sizes.sum())) + np.repeat(first, sizes)
+    return found
+
+
+def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)
+    """A rotation whose parts have about equal products of variances: each axis goes to the part that has least."""
+    values, axes = np.linalg.eigh((residuals.T @ residuals).astype(np.float64) / len(residuals))
+    logs = np.log(np.maximum(values[::-1], 1e-12 * max(values[-1], 1e-30)))
+    logs -= logs.min() - 1e-3
+    sums, held = np.zeros(parts), np.zeros(parts, np.int64)
+    found = np.zeros((parts * word, len(values)), np.float32)
+    for axis, log in zip(axes.T[::-1], logs, strict=True):
+        part = int(np.argmin(np.where(held < word, sums, np.inf)))
+        found[part * word + held[part]] = axis
+        sums[part] += log
+        held[part] += 1
+    return found
+
+
+def nearest_centroids(centroids: Floats, keys: Floats) -> Rows:  # (l, d), (n, d) -> (n,)
+    """The centroid that is nearest to each key."""
+    table, half = torch.from_numpy(centroids), torch.from_numpy(np.square(centroids).sum(1) / 2)
+    size = max(1, ENCODED // len(centroids))
+    found = [torch.addmm(half, part, table.T, beta=-1).argmax(1) for part in torch.split(torch.from_numpy(keys), size)]
+    nearest: Rows = torch.cat(found).numpy() if found else np.empty(0, np.int64)
+    return nearest
