@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, Numbers, Rows, prepared
-from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Bits, Coded, Layout, Matrix, Places, Quantizer
+from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Bits, CodeBlocks, Coded, Matrix, Places, Quantizer
 from softdb.index.rerank import CODES
 from softdb.index.rule import Rule, fitted
 from softdb.kernels import native
@@ -36,13 +36,13 @@ class Lists(Index):
     filters_inside: ClassVar[bool] = True
     levels: ClassVar[tuple[int, ...]] = (3, 4, 6, 10, 16, 28, 50, 90, 160)
 
-    def __init__(self, metric: Metric, inner: Quantizer, layout: Layout | None = None) -> None:
+    def __init__(self, metric: Metric, inner: Quantizer, layout: CodeBlocks | None = None) -> None:
         super().__init__(metric, inner)
-        self.rule = Rule()
+        self.rates = np.array(Rule())  # of the rule
         self.slack = 0.0  # the most that rounding of factors and offsets raises a score
         self.parts = len(inner.words)
         self._pending: list[Coded] = []
-        self._use(layout or Layout.of(_no_records(inner), len(inner.centroids.scales), metric is Metric.L2))
+        self._use(layout or CodeBlocks.of(_no_records(inner), len(inner.centroids.scales), metric is Metric.L2))
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
@@ -73,23 +73,22 @@ class Lists(Index):
         *shown, rule, sizes, starts, blocks, factors, offsets, rows, squares = arrays
         turns, turn_scales, centroids, scales, words, origin, unit = shown
         inner = Quantizer(Matrix(turns, turn_scales), Matrix(centroids, scales), words, origin, float(unit))
-        layout = Layout(sizes, starts, blocks, factors, offsets, rows, squares)
+        layout = CodeBlocks(sizes, starts, blocks, factors, offsets, rows, squares)
         _check(metric, inner, layout, rule, dim)
         index = cls(metric, inner, layout)
-        *rates, index.slack = map(float, rule)
-        index.rule = Rule(*rates)
+        index.rates, index.slack = rule[:-1].copy(), float(rule[-1])
         return index
 
     def dump(self) -> NDArray[np.uint8]:
         """As `loaded` reads it."""
         inner, file = self.inner, io.BytesIO()
-        rule = np.array([*self.rule, self.slack])
+        rule = np.append(self.rates, self.slack)
         arrays = *inner.rotation, *inner.centroids, inner.words, inner.origin, np.array(inner.unit), rule, *self.layout
         for array in arrays:
             np.save(file, array, allow_pickle=False)
         return np.frombuffer(file.getbuffer(), np.uint8)
 
-    def _use(self, layout: Layout) -> None:
+    def _use(self, layout: CodeBlocks) -> None:
         """Search these records from now on."""
         inner, l2 = self.inner, self.metric is Metric.L2
         self.layout = layout
@@ -150,7 +149,7 @@ class Lists(Index):
         self._lay_out(coded.take(keep[coded.rows]))
 
     def _lay_out(self, coded: Coded) -> None:
-        self._use(Layout.of(coded, len(self.inner.centroids.scales), self.metric is Metric.L2))
+        self._use(CodeBlocks.of(coded, len(self.inner.centroids.scales), self.metric is Metric.L2))
 
     def copy(self) -> Index:
         """The same arrays, which are replaced and never changed."""
@@ -161,10 +160,6 @@ class Lists(Index):
     def kept_for(self, k: int) -> int:
         """Records that are scored exactly to find k."""
         return max(KEPT, self.fetch_k * k)
-
-    def effort_for(self, k: int) -> int:
-        """Effort to find k with: the rule takes the k-th best into account."""
-        return self.effort
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """By codes alone."""
@@ -184,15 +179,15 @@ class Lists(Index):
         k: int,
         keys: Any,  # the stored column; None: the best by codes
         places: Places,  # (slots,) positions
-        allowed: Bits,  # (blocks,) of `Layout.bits`
+        allowed: Bits,  # (blocks,) of `CodeBlocks.bits`
         certain: int,
         kept: int,
         effort: int | None = None,
     ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
         """The best k, -1 for none, and their scores."""
         found, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
-        rule = np.array([*self.rule, self.effort if effort is None else effort], np.float64)
-        given = allowed, places, keys, CODES[self.metric], rule, certain, kept
+        effort = self.effort_for(certain) if effort is None else effort
+        given = allowed, places, keys, CODES[self.metric], self.rates, effort, certain, kept
         loop, lists, q = native().search_lists, self._native[0], len(queries)
         threads = min(q, workers(q * (kept + len(self.spreads)) * queries.shape[1])) if q > 1 else 1
         if threads == 1:  # which feels microseconds
@@ -215,9 +210,9 @@ class Lists(Index):
         edges = self.scan(queries, k, None, self.layout.rows, allowed, k, max(k, KEPT), 0)[1][:, -1:]
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
         deviations = np.maximum(sides, 1e-30) * self.spreads
-        self.rule = fitted(scores, edges, deviations, self.layout.sizes, lists[truth])
-        # from a hundred times the usual share of matches to a hundred thousandth of it
-        self.effort_least, self.effort_most = max(1, self.count // (100 * k)), 100_000 * self.count // k
+        self.rates = np.array(fitted(scores, edges, deviations, self.layout.sizes, lists[truth]))
+        # from ten times the usual share of matches to a hundred thousandth of it
+        self.effort_least, self.effort_most = max(1, self.count // (10 * k)), 100_000 * self.count // k
 
     @property
     def lists(self) -> int:
@@ -287,7 +282,7 @@ def _parts_in(codes: str) -> int:
     return int(codes.removeprefix("PQ").partition("x")[0])
 
 
-def _check(metric: Metric, inner: Quantizer, layout: Layout, rule: NDArray[Any], dim: int | None) -> None:
+def _check(metric: Metric, inner: Quantizer, layout: CodeBlocks, rule: NDArray[Any], dim: int | None) -> None:
     """Raise ValueError where arrays do not fit together: kernels do not look."""
     (turned, d), lists, (parts, word, _) = inner.rotation.numbers.shape, len(inner.centroids.scales), inner.words.shape
     blocks = len(layout.blocks)

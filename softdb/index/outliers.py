@@ -79,6 +79,8 @@ class Outliers:
         def given(part: slice) -> tuple[Any, ...]:
             return asked[part], positions, self.keys, self.lengths, found[part], scores[part]
 
+        if q == 1:  # which feels microseconds
+            return bool(native().take_in(asked, positions, self.keys, self.lengths, found, scores))
         return any(by_lines(native().take_in, given, q, q * m * width))
 
 

@@ -143,7 +143,7 @@ class Coded(NamedTuple):
         )  # fmt: skip
 
 
-class Layout(NamedTuple):
+class CodeBlocks(NamedTuple):
     """Coded records where kernels read them: in blocks of 16, list by list; the last of a list has spare slots."""
 
     sizes: Rows  # (lists,) records
@@ -155,7 +155,7 @@ class Layout(NamedTuple):
     squares: Floats  # (lists,) Σ |r|²
 
     @classmethod
-    def of(cls, coded: Coded, lists: int, is_l2: bool) -> Layout:
+    def of(cls, coded: Coded, lists: int, is_l2: bool) -> CodeBlocks:
         """Lay records out. Cost n."""
         coded = coded.take(np.argsort(coded.lists, kind="stable"))
         sizes = np.bincount(coded.lists, minlength=lists)

@@ -80,7 +80,7 @@ class Searcher:
         if self.planner.way(eligible.count, len(vectors), k, False) != "index":
             return None
         found, scores = self._searched(snapshot, coverage, eligible, None, vectors, k, k)
-        return None if (found[:, -1] < 0).any() else Found(found, scores, index.kind)
+        return None if found.min(initial=0) < 0 else Found(found, scores, index.kind)
 
     def _searched(
         self, snapshot: Snapshot, coverage: _Coverage, eligible: _Eligible, allowed: Live | None, vectors: Floats,
@@ -148,7 +148,7 @@ class _Eligible:
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
         if places is not None:
             assert isinstance(index, Lists)
-            whole = self.inside == indexed
+            whole = self.inside == indexed and places is index.layout.rows
             self.bits = index.filled if whole else index.layout.bits(keep, places)
         elif self.count > FEW and self.inside != indexed:
             self.selected = Selected(snapshot.rows(np.flatnonzero(keep[:until])), index.covered)

@@ -87,7 +87,7 @@ class Drawing(NamedTuple):
         return statistics.NormalDist().inv_cdf(max(0.5, 1 - math.log(1 / self.doubt) / self.budget))
 
 
-class _Lists(NamedTuple):
+class _ListScores(NamedTuple):
     """The lists as queries see them."""
 
     nearness: Numbers  # (q, lists) score of the centroid
@@ -158,7 +158,7 @@ class Tail:
         certain, none = np.zeros(everyone.shape, np.float32), np.full(len(queries), -np.inf)
         return TailSample(everyone, scores, certain, none, none, none, scales[there])
 
-    def _near(self, ask: Drawing, lists: _Lists) -> _Near:
+    def _near(self, ask: Drawing, lists: _ListScores) -> _Near:
         """Search the lists that may hold something heavy, and score what is found."""
         snapshot, queries = ask.snapshot, ask.queries
         order, searches = self._to_search(ask, lists)
@@ -179,7 +179,7 @@ class Tail:
         native().caps(*seen, l2, *known, ask.factor, CERTAIN, ask.visible, others)
         return _Near(rows, positions, scores, searched, others)
 
-    def _to_search(self, ask: Drawing, lists: _Lists) -> tuple[Rows, Rows]:  # (q, most), (q,)
+    def _to_search(self, ask: Drawing, lists: _ListScores) -> tuple[Rows, Rows]:  # (q, most), (q,)
         """Lists to search for each query, the highest caps first, and their number.
 
         As many as hold about SCANNED codes for a deviation of 1 of the logits in a list: where the weights in a list
@@ -197,7 +197,7 @@ class Tail:
         return order[:, : int(counts.max(initial=1))], counts
 
     def _sampled(
-        self, ask: Drawing, lists: _Lists, found: _Near
+        self, ask: Drawing, lists: _ListScores, found: _Near
     ) -> tuple[Rows, Floats, Numbers]:  # (q, w), (q, w), (3, q)
         """Rows drawn from the lists, their log-weights, and what those not drawn may be, as `TailSample` has it."""
         q, factor, least = len(ask.queries), ask.factor, ask.factor * ask.least
@@ -214,7 +214,7 @@ class Tail:
         each = (found.rows.shape[1] + len(self.sizes)) * STEPS
         return *_with_room(native().draw, given, q, _room(ask.budget), q * each), bounds
 
-    def _seen_by(self, queries: Floats, counts: bool = False) -> _Lists:
+    def _seen_by(self, queries: Floats, counts: bool = False) -> _ListScores:
         """Means, deviations and caps of the scores in each list. Cost q d (lists + d).
 
         For a count only what is certain is a cap: one record more is an error, however little it weighs.
@@ -244,7 +244,7 @@ class Tail:
         likely = np.full_like(certain, np.inf) if counts else means + CERTAIN * deviations * excess
         if l2:
             likely = np.minimum(likely + reach.mean_radii**2, 0)
-        return _Lists(nearness, means, deviations, excess, np.minimum(certain, likely) + rounding)
+        return _ListScores(nearness, means, deviations, excess, np.minimum(certain, likely) + rounding)
 
 
 def _frame(rows: Rows, starts: Rows, is_apart: NDArray[np.bool_]) -> Frame:

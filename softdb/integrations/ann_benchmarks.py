@@ -12,7 +12,7 @@ from softdb.check import one_of, share
 from softdb.opening import open as open_database
 
 METRICS: dict[str, Any] = {"angular": "cosine", "euclidean": "l2"}
-REPORTED = ("kind", "codes", "nprobe", "ef_search", "fetch_k", "recall")
+REPORTED = ("kind", "codes", "records_per_match", "ef_search", "fetch_k", "recall")
 BUILT_FOR = 0.5  # the recall that the effort is first tuned to; each query argument tunes it anew
 
 
@@ -24,7 +24,7 @@ class SoftDBAlgorithm(BaseANN):
 
     Args:
         metric: "angular" or "euclidean".
-        kind: of `SoftDB.build_index`: "auto", "ivf", "ivf-sq8", "ivf-rabitq", "hnsw", or "flat" for exact search.
+        kind: of `SoftDB.build_index`: "auto", "ivf", "hnsw", or "flat" for exact search.
 
     Raises BadInput for another metric.
     """

@@ -165,7 +165,8 @@ def search_lists(
     places: NDArray[uint32],  # (slots,)
     keys: Column | None,
     metric: int,
-    rule: NDArray[float64],  # gap, linear, square, constant, records per match
+    rates: NDArray[float64],  # gap, linear, square, constant
+    records_per_match: float,
     nearest: int,
     kept: int,
     found: NDArray[int64],  # (q, k), written to

@@ -269,19 +269,19 @@ void bind_lists(nb::module_& module) {
                       Line<const float>>());
     module.def("search_lists", [](const BoundLists& lists, Table<const float> queries, Line<const uint16_t> allowed,
                                   Line<const uint32_t> places, const StoredColumn* keys, int metric,
-                                  Line<const double> rule, int64_t nearest, int64_t kept, Table<int64_t> found,
-                                  Table<float> scores) {
+                                  Line<const double> rates, double effort, int64_t nearest, int64_t kept,
+                                  Table<int64_t> found, Table<float> scores) {
         int64_t scanned = 0;
         Stored none;
         none.kind = Kind::none;
-        const double* rate = rule.first;
+        const double* rate = rates.first;
         ListSearch ask{lists.lists, queries, allowed.first, places.first, keys ? keys->stored : none, Metric(metric),
-                       {rate[0], rate[1], rate[2], rate[3], rate[4]}, nearest, kept, found, scores, &scanned};
+                       {rate[0], rate[1], rate[2], rate[3], effort}, nearest, kept, found, scores, &scanned};
         auto scratch = memory<char>(kernels().list_scratch(ask));
         bool whole = kernels().search_lists(ask, scratch.get());
         return whole ? scanned : -1 - scanned;
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-       nb::arg(), nb::arg(), free);
+       nb::arg(), nb::arg(), nb::arg(), free);
     module.def("scan_lists", [](const BoundLists& lists, Table<const float> turned, Table<const int64_t> order,
                                 Table<const float> nearness, Line<const uint16_t> allowed,
                                 Line<const uint32_t> places, Table<int64_t> found, Table<float> scores,

@@ -67,7 +67,7 @@ def test_ann_benchmarks_runs(ann: Any, metric: str, kind: str) -> None:
         np.testing.assert_array_equal(np.sort(rows), np.sort(algorithm.get_batch_results()))
         assert str(algorithm) == f"softdb ({kind}, recall {recall})"
         recalls.append(found(rows, true))
-        efforts.append(algorithm.get_additional().get("index_nprobe", 0))
+        efforts.append(algorithm.get_additional().get("index_records_per_match", 0))
     assert recalls[1] >= 0.95
     assert recalls == [1, 1] if kind == "flat" else efforts[0] < efforts[1]
     algorithm.done()

@@ -48,7 +48,7 @@ def world(metric: Metric = Metric.DOT, d: int = 20, parts: int = 8, n: int = 300
     keys += origin
     index.add(np.arange(n), keys)
     index.seal()
-    index.rule = Rule(1.0, 0.5, -0.1, -3.0)
+    index.rates = np.array(Rule(1.0, 0.5, -0.1, -3.0))
     return World(index, index.layout.coded(), keys, (random.standard_normal((9, d)) + origin).astype(np.float32))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import softdb
 from softdb.errors import BadInput, Closed
+from softdb.index.lists import Lists
 from softdb.nn import Memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad makes them
@@ -121,19 +122,17 @@ def test_overfetched_candidates_get_no_gradient() -> None:
 
 
 def test_the_search_is_as_hard_as_for_k_however_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    db, efforts = large(), []
+    db, certain = large(), list[int]()
     db.build_index("ivf", k=10)
-    index = db.core.finder.index
-    assert index is not None
-    search = type(index).find
+    scan = Lists.scan
 
-    def find(self: Any, queries: Any, c: int, allowed: Any = None, effort: int | None = None) -> Any:
-        efforts.append(effort)
-        return search(self, queries, c, allowed, effort)
+    def counted(self: Lists, queries: Any, k: int, *others: Any) -> Any:
+        certain.append(others[3])
+        return scan(self, queries, k, *others)
 
-    monkeypatch.setattr(type(index), "find", find)
+    monkeypatch.setattr(Lists, "scan", counted)
     Memory(db, k=10, overfetch=4)(torch.randn(5, 16))
-    assert efforts == [index.effort]
+    assert certain == [10]
 
 
 @pytest.mark.slow

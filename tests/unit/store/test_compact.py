@@ -236,7 +236,7 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
         assert count <= 6
         index = db.core.finder.index
         assert index is not None
-        assert index.inner.ntotal <= len(db)
+        assert index.count <= len(db)
         queries = np.random.default_rng(3).standard_normal((100, 32)).astype(np.float32)
         truth, found = db.search(queries, k=10, exact=True), db.search(queries, k=10)
         hits = sum(len(set(a) & set(b)) for a, b in zip(truth.ids, found.ids, strict=True))
@@ -271,7 +271,7 @@ def test_the_index_serves_on_and_after_reopening(path: Path) -> None:
         model.delete(0.3)
         db.compact()
         assert db.core.finder.index is not None
-        assert db.core.finder.index.inner.ntotal == len(db)
+        assert db.core.finder.index.count == len(db)
     queries = np.random.default_rng(3).standard_normal((50, 16)).astype(np.float32)
     with softdb.open(path) as db:
         assert index_report(db).kind == "ivf"
