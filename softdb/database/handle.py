@@ -246,8 +246,8 @@ class SoftDB(Verbs):
         in other threads, and nothing that they change is lost; one build runs at a time.
 
         Args:
-            kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "ivf-rabitq" (lists with a bit a
-                number), "ivf-sq8" (lists with a byte a number), "hnsw" (a graph over bytes) or "flat" (none).
+            kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "hnsw" (a graph over bytes), "flat"
+                (none), or on a GPU "ivf-sq8" (lists with a byte a number).
             recall: the share of the true k nearest that a search shall find; the effort is raised until it is measured.
             k: for which k.
             queries: (q, d) of the kind that will come; without them, stored keys held aside. Half of them are tuned
@@ -257,7 +257,7 @@ class SoftDB(Verbs):
             background: return at once a `softdb.index.background.Build`: `.done`, `.progress`, `.cancel()`, and
                 `.result(timeout)`, the report. Closing the database cancels it. `progress` is called in its thread.
             device: where this handle computes from then on, "cpu", "cuda" or "cuda:1", as `db.device` says; None: as
-                before. On a GPU "ivf" has 8-bit codes, "hnsw" and "ivf-rabitq" do not exist, and memory is the GPU's;
+                before. On a GPU "ivf" has 8-bit codes, "hnsw" does not exist, and memory is the GPU's;
                 the cache is an index that a CPU reads, too.
 
         Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,18 @@ from softdb.index.rule import Rule, fitted
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines, share_out, workers
 
-KEPT = 24  # records that are scored exactly at least
+LEAST = 24  # candidates that are scored exactly at least
 WIDTHS = (8, 4, 2, 1)  # numbers that share a word
 PARTS = 32, 256  # of a code, at least and at most, where the width of keys allows it
 FORM = 15  # arrays of an index file
+
+
+class Among(NamedTuple):
+    """The records that a scan may return, and where their keys are."""
+
+    keys: Any  # the stored column; None: the best by their codes are returned, with estimates
+    places: Places  # (slots,) positions, or whatever names a record
+    allowed: Bits  # (blocks,) of `CodeBlocks.bits`
 
 
 class Lists(Index):
@@ -125,9 +133,9 @@ class Lists(Index):
         lists, codes, factors, offsets, squares = self.inner.coded(seen)
         halves = np.zeros(len(rows), np.float16)
         if self.metric is Metric.L2:
-            whole = offsets / self.inner.unit
-            halves = np.clip(whole, -HIGHEST, HIGHEST).astype(np.float16)
-            rounding = self.inner.unit * float((halves - whole).max(initial=0)) + 2.0**-10 * float(squares.max())
+            in_units = offsets / self.inner.unit
+            halves = np.clip(in_units, -HIGHEST, HIGHEST).astype(np.float16)
+            rounding = self.inner.unit * float((halves - in_units).max(initial=0)) + 2.0**-10 * float(squares.max())
             self.slack = max(self.slack, rounding)
         numbers = rows.astype(np.uint32)
         self._pending.append(Coded(lists, codes, factors.astype(np.float16), halves, numbers, squares))
@@ -137,9 +145,9 @@ class Lists(Index):
     def seal(self) -> None:
         """Lay out what was added. Cost n."""
         if self._pending:
-            whole = zip(self.layout.coded(), *self._pending, strict=True)
+            columns = zip(self.layout.coded(), *self._pending, strict=True)
             self._pending = []
-            self._lay_out(Coded(*map(np.concatenate, whole)))
+            self._lay_out(Coded(*map(np.concatenate, columns)))
 
     def keep_only(self, rows: Rows) -> None:
         """Remove all other records. Cost n."""
@@ -159,12 +167,12 @@ class Lists(Index):
 
     def kept_for(self, k: int) -> int:
         """Records that are scored exactly to find k."""
-        return max(KEPT, self.fetch_k * k)
+        return max(LEAST, self.fetch_k * k)
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """By codes alone."""
-        asked, allowed = np.ascontiguousarray(queries), self._bits_of(rows)
-        return self.scan(asked, c, None, self.layout.rows, allowed, min(c, self.tuned_for), c, effort)[0]
+        among = Among(None, self.layout.rows, self._bits_of(rows))
+        return self.scan(np.ascontiguousarray(queries), c, among, min(c, self.tuned_for), c, effort)[0]
 
     def _bits_of(self, rows: Rows | None) -> Bits:
         if rows is None:
@@ -177,25 +185,23 @@ class Lists(Index):
         self,
         queries: Floats,  # (q, d) prepared
         k: int,
-        keys: Any,  # the stored column; None: the best by codes
-        places: Places,  # (slots,) positions
-        allowed: Bits,  # (blocks,) of `CodeBlocks.bits`
-        certain: int,
-        kept: int,
+        among: Among,
+        certain: int,  # of the k so many need the recall that the index was tuned to
+        candidates: int,  # by their codes, which are scored exactly
         effort: int | None = None,
     ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-        """The best k, -1 for none, and their scores."""
-        found, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
+        """The places of the k best, -1 for none, and their scores."""
+        places, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         effort = self.effort_for(certain) if effort is None else effort
-        given = allowed, places, keys, CODES[self.metric], self.rates, effort, certain, kept
+        given = among.allowed, among.places, among.keys, CODES[self.metric], self.rates, effort, certain, candidates
         loop, lists, q = native().search_lists, self._native[0], len(queries)
-        threads = min(q, workers(q * (kept + len(self.spreads)) * queries.shape[1])) if q > 1 else 1
+        threads = min(q, workers(q * (candidates + self.lists) * queries.shape[1])) if q > 1 else 1
         if threads == 1:  # which feels microseconds
-            loop(lists, queries, *given, found, scores)
-            return found, scores
-        parts = [slice(q * i // threads, q * (i + 1) // threads) for i in range(threads)]
-        share_out(lambda part: loop(lists, queries[part], *given, found[part], scores[part]), parts)
-        return found, scores
+            loop(lists, queries, *given, places, scores)
+            return places, scores
+        runs = [slice(q * i // threads, q * (i + 1) // threads) for i in range(threads)]
+        share_out(lambda run: loop(lists, queries[run], *given, places[run], scores[run]), runs)
+        return places, scores
 
     def fit(self, queries: Floats, truth: Rows, rows: Rows | None = None) -> None:
         """Fit the rule."""
@@ -206,8 +212,8 @@ class Lists(Index):
         if self.metric is Metric.L2:
             scores = 2 * scores - np.square(table).sum(1)
             sides = 2 * np.sqrt(np.maximum(squares - scores, 0))
-        allowed, lists = self._bits_of(rows), np.full(self.covered + 1, -1)
-        edges = self.scan(queries, k, None, self.layout.rows, allowed, k, max(k, KEPT), 0)[1][:, -1:]
+        among, lists = Among(None, self.layout.rows, self._bits_of(rows)), np.full(self.covered + 1, -1)
+        edges = self.scan(queries, k, among, k, max(k, LEAST), 0)[1][:, -1:]
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
         deviations = np.maximum(sides, 1e-30) * self.spreads
         self.rates = np.array(fitted(scores, edges, deviations, self.layout.sizes, lists[truth]))
@@ -222,8 +228,8 @@ class Lists(Index):
     @property
     def centroids(self) -> Floats:
         """(lists, d)."""
-        found: Floats = self.inner.centroids.rows + self.inner.origin
-        return found
+        centroids: Floats = self.inner.centroids.rows + self.inner.origin
+        return centroids
 
     def members(self) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
         """The rows of every list, one list after the other, and where each begins."""
@@ -232,8 +238,8 @@ class Lists(Index):
 
     def turned(self, vectors: Floats) -> Floats:  # (q, d) -> (q, parts · word)
         """Vectors as the parts of codes see them."""
-        found: Floats = vectors @ self.inner.rotation.rows.T
-        return found
+        turned: Floats = vectors @ self.inner.rotation.rows.T
+        return turned
 
     def near_in_lists(
         self,
@@ -244,16 +250,16 @@ class Lists(Index):
     ) -> tuple[Rows, Floats, Numbers]:  # (q, count), (q, count), (q,)
         """The rows whose codes are nearest, -1 for none; their scores by codes, -inf; the largest error of rounding."""
         turned = self.turned(queries - self.inner.origin if self.metric is Metric.L2 else queries)
-        found, codes = np.empty((len(queries), count), np.int64), np.empty((len(queries), count), np.float32)
+        rows, codes = np.empty((len(queries), count), np.int64), np.empty((len(queries), count), np.float32)
         steps = np.empty(len(queries))
 
-        def given(part: slice) -> tuple[Any, ...]:
-            asked = turned[part], order[part], nearness[part], self.filled, self.layout.rows
-            return self._native[0], *asked, found[part], codes[part], steps[part]
+        def given(run: slice) -> tuple[Any, ...]:
+            lists = self._native[0], turned[run], order[run], nearness[run], self.filled, self.layout.rows
+            return *lists, rows[run], codes[run], steps[run]
 
-        by_lines(native().scan_lists, given, len(queries), order.size * self.count // len(self.spreads) * self.parts)
+        by_lines(native().scan_lists, given, len(queries), order.size * self.count // self.lists * self.parts)
         rounding = steps * (0.5 * self.parts * float(self.layout.factors.max(initial=0))) + self.slack
-        return found, codes, rounding
+        return rows, codes, rounding
 
     def code_errors(self, which: int, keys: Floats) -> Floats:  # (m, d) -> (m, d)
         """k - k̂ of the records of a list, in its order, k̂ what their codes stand for. Cost m d parts · word."""

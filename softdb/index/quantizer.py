@@ -61,7 +61,7 @@ class Matrix(NamedTuple):
 
 
 class Quantizer(NamedTuple):
-    """What records are coded by."""
+    """Centroids, rotation and words."""
 
     rotation: Matrix  # (parts · word, d)
     centroids: Matrix  # (lists, d)
@@ -112,7 +112,7 @@ class Quantizer(NamedTuple):
             factor[square == 0] = 0
             central = (torch.from_numpy(own) @ turn * guess.flatten(1)).sum(1)  # <c, Rᵀ w>
             blocks.append((code[:, 0::2] | code[:, 1::2] << 4, factor, 2 * factor * central + square, square))
-        return Codes(lists, *(torch.cat(part).numpy() for part in zip(*blocks, strict=True)))
+        return Codes(lists, *(torch.cat(column).numpy() for column in zip(*blocks, strict=True)))
 
 
 class Codes(NamedTuple):
@@ -163,9 +163,9 @@ class CodeBlocks(NamedTuple):
         count, slots = max(1, int(starts[-1])), _slots(sizes, starts)
 
         def spread(numbers: NDArray[Any], spare: int = 0) -> NDArray[Any]:
-            found = np.full((count * BLOCK, *numbers.shape[1:]), spare, numbers.dtype)
-            found[slots] = numbers
-            return found
+            slotted = np.full((count * BLOCK, *numbers.shape[1:]), spare, numbers.dtype)
+            slotted[slots] = numbers
+            return slotted
 
         blocks = spread(coded.codes).reshape(count, BLOCK, -1)[:, _ORDER].transpose(0, 2, 1)
         offsets = spread(coded.offsets).reshape(-1, BLOCK) if is_l2 else np.empty((0, BLOCK), np.float16)
@@ -208,8 +208,8 @@ class CodeBlocks(NamedTuple):
 def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)
     """Slots of records that stand list by list."""
     first = starts[:-1] * BLOCK - np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    found: Rows = np.arange(int(sizes.sum())) + np.repeat(first, sizes)
-    return found
+    slots: Rows = np.arange(int(sizes.sum())) + np.repeat(first, sizes)
+    return slots
 
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)
@@ -218,19 +218,19 @@ def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> 
     logs = np.log(np.maximum(values[::-1], 1e-12 * max(values[-1], 1e-30)))
     logs -= logs.min() - 1e-3
     sums, held = np.zeros(parts), np.zeros(parts, np.int64)
-    found = np.zeros((parts * word, len(values)), np.float32)
+    axes_of = np.zeros((parts * word, len(values)), np.float32)
     for axis, log in zip(axes.T[::-1], logs, strict=True):
-        part = int(np.argmin(np.where(held < word, sums, np.inf)))
-        found[part * word + held[part]] = axis
-        sums[part] += log
-        held[part] += 1
-    return found
+        place = int(np.argmin(np.where(held < word, sums, np.inf)))
+        axes_of[place * word + held[place]] = axis
+        sums[place] += log
+        held[place] += 1
+    return axes_of
 
 
 def nearest_centroids(centroids: Floats, keys: Floats) -> Rows:  # (l, d), (n, d) -> (n,)
     """The centroid that is nearest to each key."""
     table, half = torch.from_numpy(centroids), torch.from_numpy(np.square(centroids).sum(1) / 2)
     size = max(1, ENCODED // len(centroids))
-    found = [torch.addmm(half, part, table.T, beta=-1).argmax(1) for part in torch.split(torch.from_numpy(keys), size)]
-    nearest: Rows = torch.cat(found).numpy() if found else np.empty(0, np.int64)
+    blocks = [torch.addmm(half, some, table.T, beta=-1).argmax(1) for some in torch.split(torch.from_numpy(keys), size)]
+    nearest: Rows = torch.cat(blocks).numpy() if blocks else np.empty(0, np.int64)
     return nearest

@@ -44,15 +44,15 @@ def fitted(
     counts, seen = np.zeros(scores.shape, np.float32), nearest >= 0
     np.add.at(counts, (np.broadcast_to(lines, nearest.shape)[seen], nearest[seen]), 1)
     first = min(FIRST, scores.shape[1] - 1)
-    part: Live = (sizes > 0) & np.isfinite(edges) & (widths > 0)
-    part[lines, np.argpartition(-scores, first, axis=1)[:, :first]] = False
-    if not counts[part].any():
+    takes_part: Live = (sizes > 0) & np.isfinite(edges) & (widths > 0)
+    takes_part[lines, np.argpartition(-scores, first, axis=1)[:, :first]] = False
+    if not counts[takes_part].any():
         return Rule()
     with np.errstate(divide="ignore", invalid="ignore"):
-        away = ((scores - scores.mean(1, keepdims=True)) / widths)[part]
-        gaps = ((scores - edges) / deviations)[part]
+        away = ((scores - scores.mean(1, keepdims=True)) / widths)[takes_part]
+        gaps = ((scores - edges) / deviations)[takes_part]
     facts = np.column_stack([gaps, away, np.square(away)]).astype(np.float64)
-    return _poisson(facts, counts[part], np.broadcast_to(np.log(np.maximum(sizes, 1)), scores.shape)[part])
+    return _poisson(facts, counts[takes_part], np.broadcast_to(np.log(np.maximum(sizes, 1)), scores.shape)[takes_part])
 
 
 def _poisson(facts: NDArray[np.float64], counts: Floats, records: NDArray[np.float64]) -> Rule:  # (m, 3), (m,), (m,)

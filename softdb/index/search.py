@@ -11,7 +11,7 @@ import numpy as np
 from softdb.check import Metric
 from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
-from softdb.index.lists import Lists
+from softdb.index.lists import Among, Lists
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
 from softdb.index.planner import FEW, Planner
 from softdb.index.quantizer import NO_ROW, Places
@@ -54,7 +54,7 @@ class Searcher:
         if way == "pairs" and listed is not None:
             return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
         certain = min(query.certain or k, k)
-        found, known = self._searched(snapshot, coverage, eligible, allowed, vectors, k, certain)
+        found, known = self._searched(snapshot, eligible, allowed, vectors, k, certain)
         scores: Floats | None = known
         if coverage.until < snapshot.size:
             newer = nearest(snapshot, replace(query, k=min(k, snapshot.size - coverage.until)), coverage.until)
@@ -79,33 +79,30 @@ class Searcher:
         eligible = coverage.every
         if self.planner.way(eligible.count, len(vectors), k, False) != "index":
             return None
-        found, scores = self._searched(snapshot, coverage, eligible, None, vectors, k, k)
+        found, scores = self._searched(snapshot, eligible, None, vectors, k, k)
         return None if found.min(initial=0) < 0 else Found(found, scores, index.kind)
 
     def _searched(
-        self, snapshot: Snapshot, coverage: _Coverage, eligible: _Eligible, allowed: Live | None, vectors: Floats,
-        k: int, certain: int,
-    ) -> tuple[Rows, Floats]:  # (q, d) -> (q, k), (q, k)  # fmt: skip
+        self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None, vectors: Floats, k: int, certain: int
+    ) -> tuple[Rows, Floats]:  # (q, d) -> (q, k), (q, k)
         """The k best of the records that the index holds and that count."""
         index = self.index
-        asked, kept = prepared(vectors, index.metric), max(index.kept_for(certain), k)
+        vectors_seen, candidates = prepared(vectors, index.metric), max(index.kept_for(certain), k)
         if isinstance(index, Lists):
-            assert coverage.places is not None
-            found, scores = index.scan(asked, k, snapshot.key_column, coverage.places, eligible.bits, certain, kept)
+            among = Among(snapshot.key_column, eligible.places, eligible.bits)
+            positions, scores = index.scan(vectors_seen, k, among, certain, candidates)
         else:  # what counts lies farther where less does
             effort = int(np.ceil(index.effort_for(certain) / eligible.share))
-            rows = index.search(asked, min(kept, max(1, eligible.inside)), eligible.selected, effort)
-            candidates = rows if coverage.aligned else snapshot.positions(rows)
-            found, scores = ordered(snapshot, vectors, candidates, k, index.metric, asked)
+            rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
+            near = rows if eligible.aligned else snapshot.positions(rows)
+            positions, scores = ordered(snapshot, vectors, near, k, index.metric, vectors_seen)
         if index.metric is Metric.DOT:
-            outliers, positions = self.outliers(snapshot, coverage, eligible, allowed)
-            if outliers.count and outliers.take_part(vectors, positions, found, scores):
-                found, scores = ordered(snapshot, vectors, found, k, index.metric, asked)
-        return found, scores
+            outliers, theirs = self.outliers(snapshot, eligible, allowed)
+            if outliers.count and outliers.take_part(vectors, theirs, positions, scores):
+                positions, scores = ordered(snapshot, vectors, positions, k, index.metric, vectors_seen)
+        return positions, scores
 
-    def outliers(
-        self, snapshot: Snapshot, coverage: _Coverage, eligible: _Eligible, allowed: Live | None
-    ) -> tuple[Outliers, Rows]:
+    def outliers(self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None) -> tuple[Outliers, Rows]:
         """The outliers of norm and their positions, -1 for those that do not count."""
         index, known = self.index, eligible.outliers
         if known is not None and known[0].named is index.longest:
@@ -113,7 +110,7 @@ class Searcher:
         room = index.room
         if room is None:  # of an older softdb, or tuned on a GPU
             room = max(LEAST, int(SHARE * index.kept_for(index.tuned_for)))
-        self._outliers = outliers_of(snapshot, index, coverage.until, room, self._outliers)
+        self._outliers = outliers_of(snapshot, index, eligible.until, room, self._outliers)
         eligible.outliers = known = self._outliers, self._outliers.positions(snapshot, allowed)
         return known
 
@@ -137,21 +134,20 @@ def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
 class _Eligible:
     """The records of a snapshot that may be found."""
 
-    def __init__(self, snapshot: Snapshot, index: Index, keep: Live, until: int, places: Places | None) -> None:
+    def __init__(self, snapshot: Snapshot, index: Index, keep: Live, coverage: _Coverage) -> None:
         self.filtered = keep is not snapshot.live
         self.count = int(np.count_nonzero(keep))
         self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # their positions, where they are few
-        self.inside = int(np.count_nonzero(keep[:until]))  # of them in the index
-        indexed = index.count
-        self.share = max(1, self.inside) / max(1, indexed)  # of the rows that the index holds
-        self.selected: Selected | None = None  # None: all of these
+        self.until, self.aligned, self.places = coverage.until, coverage.aligned, coverage.places
+        self.inside = int(np.count_nonzero(keep[: self.until]))  # of them in the index
+        every = self.inside == index.count
+        self.share = max(1, self.inside) / max(1, index.count)  # of the rows that the index holds
+        self.selected: Selected | None = None  # in FAISS' form; None: all of these
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
-        if places is not None:
-            assert isinstance(index, Lists)
-            whole = self.inside == indexed and places is index.layout.rows
-            self.bits = index.filled if whole else index.layout.bits(keep, places)
-        elif self.count > FEW and self.inside != indexed:
-            self.selected = Selected(snapshot.rows(np.flatnonzero(keep[:until])), index.covered)
+        if isinstance(index, Lists):
+            self.bits = index.filled if every and self.aligned else index.layout.bits(keep, self.places)
+        elif self.count > FEW and not every:
+            self.selected = Selected(snapshot.rows(np.flatnonzero(keep[: self.until])), index.covered)
 
 
 class _Coverage:
@@ -162,19 +158,17 @@ class _Coverage:
         # whether rows are positions; an index of another database may name rows that are nowhere
         self.aligned = snapshot.contiguous and index.covered <= snapshot.size
         self.until = indexed_until(snapshot, index)
-        self.places: Places | None = None
+        self.places = np.empty(0, np.uint32)  # of the slots of lists
         if isinstance(index, Lists):
             self.places = index.layout.rows if self.aligned else _places(snapshot, index.layout.rows)
-        self.every = _Eligible(snapshot, index, snapshot.live, self.until, self.places)
+        self.every = _Eligible(snapshot, index, snapshot.live, self)
         self._filtered: Recent[_Eligible] = Recent()
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
         """Rows that the index may return for a filter."""
         if allowed is None:
             return self.every
-        return self._filtered.of(
-            lambda: _Eligible(snapshot, index, snapshot.live & allowed, self.until, self.places), allowed
-        )
+        return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self), allowed)
 
 
 def _places(snapshot: Snapshot, rows: Places) -> Places:  # (slots,)

@@ -71,7 +71,7 @@ class View(Reindexed):
         recall: the share of the true nearest that the index of the stale index shall find in it.
         batch_size: records encoded at once.
         max_age: training steps after which `attend(k=)` and `search` refuse an older one with StaleRead.
-        index: of what kind, see `SoftDB.build_index`; "ivf-sq8" is built faster than "auto".
+        index: of what kind, see `SoftDB.build_index`; "ivf" is built faster than "auto".
 
     Raises BadInput for what does not fit.
 

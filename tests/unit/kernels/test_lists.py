@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.lists import Lists
+from softdb.index.lists import Among, Lists
 from softdb.index.quantizer import BLOCK, Coded, Matrix, Quantizer
 from softdb.index.rule import Rule
 
@@ -83,7 +83,7 @@ def estimates(world: World, query: Floats, turned: Floats | None = None) -> NDAr
 def found_by_codes(world: World, queries: Floats, c: int, effort: int, allowed: Any = None) -> tuple[Any, Floats]:
     index = world.index
     bits = index.filled if allowed is None else index.layout.bits(allowed, index.layout.rows)
-    return index.scan(queries, c, None, index.layout.rows, bits, c, c, effort)
+    return index.scan(queries, c, Among(None, index.layout.rows, bits), c, c, effort)
 
 
 EVERYTHING = 1 << 60
