@@ -20,7 +20,7 @@ from softdb.kernels import available
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
 
 KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (Lists, HNSW)}
-TRIED = 50_000  # records of a trial
+TRIED = 30_000  # records of a trial
 ASKED = 200  # queries of a trial
 LARGER = 1.1  # times as fast that the next larger codes must be
 RESCORED = 2e-10  # seconds to multiply two numbers of a candidate that is scored exactly

@@ -217,8 +217,8 @@ class Lists(Index):
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
         deviations = np.maximum(sides, 1e-30) * self.spreads
         self.rates = np.array(fitted(scores, edges, deviations, self.layout.sizes, lists[truth]))
-        # from ten times the usual share of matches to a hundred thousandth of it
-        self.effort_least, self.effort_most = max(1, self.count // (10 * k)), 100_000 * self.count // k
+        # from ten times the usual share of matches to a thousandth of it
+        self.effort_least, self.effort_most = max(1, self.count // (10 * k)), 1000 * self.count // k
 
     @property
     def lists(self) -> int:
@@ -261,16 +261,14 @@ class Lists(Index):
         rounding = steps * (0.5 * self.parts * float(self.layout.factors.max(initial=0))) + self.slack
         return rows, codes, rounding
 
-    def code_errors(self, which: int, keys: Floats) -> Floats:  # (m, d) -> (m, d)
-        """k - k̂ of the records of a list, in its order, k̂ what their codes stand for. Cost m d parts · word."""
-        layout, inner = self.layout, self.inner
-        pairs = layout.pairs_of(which)[: len(keys)].astype(np.int32)
-        which_words = np.stack([pairs & 15, pairs >> 4], 2).reshape(len(keys), -1) + BLOCK * np.arange(self.parts)
+    def code_errors(self, lists: range, keys: Floats) -> Floats:  # (m, d) -> (m, d)
+        """k - k̂ of the records of some lists, in their order, k̂ what codes stand for. Cost m d parts · word."""
+        coded, inner = self.layout.of_lists(lists).coded(), self.inner
+        pairs = coded.codes.astype(np.int32)
+        numbers = np.stack([pairs & 15, pairs >> 4], 2).reshape(len(keys), -1) + BLOCK * np.arange(self.parts)
         words = torch.from_numpy(inner.words.transpose(0, 2, 1).reshape(-1, inner.words.shape[1]))
-        guess = words[torch.from_numpy(which_words)].view(len(keys), -1).numpy()
-        factors = layout.factors[layout.starts[which] : layout.starts[which + 1]].reshape(-1)[: len(keys), None]
-        stands_for = self.centroids[which] + (factors.astype(np.float32) * guess) @ inner.rotation.rows
-        errors: Floats = keys - stands_for
+        guess = words[torch.from_numpy(numbers)].view(len(keys), -1).numpy() * coded.factors.astype(np.float32)[:, None]
+        errors: Floats = keys - self.centroids[lists.start : lists.stop][coded.lists] - guess @ inner.rotation.rows
         return errors
 
 

@@ -19,7 +19,7 @@ from softdb.index.contract import Floats, Live, Rows, faiss_module
 
 POINTS_A_LIST = 40  # that a list's centroid is trained on
 ROUNDS = 8  # of k-means: more changes recall by less than 0.001
-TRAINED = 20_000  # residuals that rotation and words are trained on
+TRAINED = 12_000  # residuals that rotation and words are trained on
 BLOCK = 16  # records whose codes stand together; words of a part
 LEAST_FACTOR = 0.25  # of |r|² that <r, r̂> counts at least, so that no factor is above 4
 ENCODED = 1 << 22  # numbers at once: 16 MB
@@ -175,12 +175,13 @@ class CodeBlocks(NamedTuple):
             np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
         )  # fmt: skip
 
-    def pairs_of(self, which: int) -> NDArray[np.uint8]:  # (m, parts / 2)
-        """The codes of a list, and of the spare slots behind it."""
-        blocks = self.blocks[self.starts[which] : self.starts[which + 1]]
-        codes = np.empty((len(blocks), BLOCK, blocks.shape[1]), np.uint8)
-        codes[:, _ORDER] = blocks.transpose(0, 2, 1)
-        return codes.reshape(-1, codes.shape[2])
+    def of_lists(self, lists: range) -> CodeBlocks:
+        """Some lists that follow each other."""
+        few, (low, high) = slice(lists.start, lists.stop), self.starts[[lists.start, lists.stop]]
+        starts = self.starts[lists.start : lists.stop + 1] - low
+        offsets, rows = self.offsets[low:high], self.rows[low * BLOCK : high * BLOCK]
+        blocks, factors = self.blocks[low:high], self.factors[low:high]
+        return CodeBlocks(self.sizes[few], starts, blocks, factors, offsets, rows, self.squares[few])
 
     @property
     def slots(self) -> Rows:  # (n,)

@@ -26,7 +26,6 @@ from softdb.index.ivf import IVF
 from softdb.index.lists import Lists
 from softdb.index.quantizer import nearest_centroids
 from softdb.kernels import native
-from softdb.kernels.threads import share_out, workers
 from softdb.store import Snapshot
 
 _log = logging.getLogger("softdb")
@@ -122,12 +121,8 @@ def _measured(index: Lists | IVF, snapshot: Snapshot) -> Reach:
     found = _Measures(*np.full((len(_SHARES), len(rows)), np.nan))
     records = _InLists(index, snapshot, rows, starts)
 
-    def work(lists: range) -> None:
-        _measure(records, records.batch(lists), centre, means, found)
-
-    runs, count = records.runs, workers(len(rows) * means.shape[1])
-    for first in range(0, len(runs), count):  # few at once: questions that come meanwhile want the threads, too
-        share_out(work, runs[first : first + count])
+    for batch in map(records.batch, records.runs):
+        _measure(records, batch, centre, means, found)
     if not index.parts:  # the radius takes the place of the error
         found = found._replace(errors=found.radii)
     limits = [_limit(one, share) for one, share in zip(found, _SHARES, strict=True)]
@@ -163,6 +158,7 @@ def _shape(index: Lists | IVF, snapshot: Snapshot, means: Floats) -> tuple[Float
 class _ListRun(NamedTuple):
     """The records of some lists."""
 
+    run: range
     part: slice  # of all records
     positions: Rows  # (m,), -1 = gone
     stored: Tensor  # (m, d) keys
@@ -198,7 +194,7 @@ class _InLists:
         stored = self.snapshot.keys_at(positions)
         places = [(i, slice(starts[i] - part.start, starts[i + 1] - part.start)) for i in run]
         filled = [(i, place) for i, place in places if place.start < place.stop]
-        return _ListRun(part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
+        return _ListRun(run, part, positions, stored, prepared(stored.numpy(), self.index.metric), filled)
 
 
 def _measure(
@@ -217,9 +213,9 @@ def _measure(
         loops.distances(keys, means[which].astype(np.float64), radii[here])
         if records.index.metric is Metric.DOT:
             loops.distances(keys, nothing, lengths[here])
-        if isinstance(records.index, Lists):
-            apart = records.index.code_errors(which, keys)
-            errors[here] = np.sqrt(np.einsum("md,md->m", apart, apart, dtype=np.float64))
+    if isinstance(records.index, Lists):
+        apart = records.index.code_errors(batch.run, batch.keys)
+        errors[:] = np.sqrt(np.einsum("md,md->m", apart, apart, dtype=np.float64))
     if len(centre):
         snapshot = records.snapshot
         own = batch.stored if snapshot.segments[0].values is None else snapshot.values_at(batch.positions)
@@ -232,18 +228,16 @@ def _measure(
 
 def _peaks(records: _InLists, means: Floats, outside: Live) -> tuple[Floats, Numbers]:  # (lists, d), (parts,)
     """Reach of records in a single coordinate, or their error in a single part of their codes: a second pass."""
-    loops = native()
-    index, parts = records.index, records.index.parts
-    extents, largest = np.zeros(means.shape, np.float32), np.zeros(parts)
+    index, loops = records.index, native()
+    extents, largest = np.zeros(means.shape, np.float32), np.zeros(index.parts)
     for batch in map(records.batch, records.runs):
         skip = outside[batch.part] | (batch.positions < 0)
         for which, here in batch.lists:
-            keys = batch.keys[here]
-            loops.extents(keys, means[which], skip[here], extents[which])
-            if isinstance(index, Lists):
-                turned = index.turned(index.code_errors(which, keys)[~skip[here]])
-                squares = np.square(turned).reshape(len(turned), parts, turned.shape[1] // parts).sum(2)
-                np.maximum(largest, np.sqrt(squares.max(0, initial=0)), out=largest)
+            loops.extents(batch.keys[here], means[which], skip[here], extents[which])
+        if isinstance(index, Lists):
+            turned = index.turned(index.code_errors(batch.run, batch.keys)[~skip])
+            squares = np.square(turned).reshape(len(turned), index.parts, turned.shape[1] // index.parts).sum(2)
+            np.maximum(largest, np.sqrt(squares.max(0, initial=0)), out=largest)
     return extents, largest
 
 

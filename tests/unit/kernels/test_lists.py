@@ -177,8 +177,8 @@ def test_lists_that_are_given(level: str, metric: Metric) -> None:
         for which in order[i][order[i] >= 0]:
             own = members[starts[which] : starts[which + 1]]
             guesses, errors = (
-                here.keys[own] - index.code_errors(which, here.keys[own]),
-                index.code_errors(which, here.keys[own]),
+                here.keys[own] - index.code_errors(range(which, which + 1), here.keys[own]),
+                index.code_errors(range(which, which + 1), here.keys[own]),
             )
             near = guesses @ query
             if metric is Metric.L2:  # of -|q - k̂|², by which the bound on the error is stated
