@@ -24,6 +24,7 @@ import softdb
 from softdb.index.contract import Index
 
 Array = NDArray[Any]
+REPORTED = "codes", "records_per_match", "fetch_k", "outliers", "recall"  # of the index
 OUTLIERS = 0.001  # of the records: those whose recall is told apart
 NORMS = ("log-normal 0.25", "log-normal 0.5", "log-normal 1", "pareto 3")
 
@@ -49,7 +50,7 @@ class World:
         rank[np.argsort(-np.linalg.norm(keys, axis=1))] = np.arange(n)
         self.is_outlier = rank < OUTLIERS * n  # (n,)
         self.on = self._index()
-        self.off = self.on.restored(self.on.inner)
+        self.off = self.on.twin()
         self.off.longest = np.empty(0, np.int64)
 
     def _check(self, keys: Array) -> None:
@@ -124,7 +125,10 @@ def measured(norms: str, given: argparse.Namespace, folder: Path) -> dict[str, A
     world = World(norms, given.n, given.dim, given.queries, folder)
     result: dict[str, Any] = {
         "norms": norms,
-        "index": {name: getattr(world.report, name) for name in ("codes", "nprobe", "fetch_k", "outliers", "recall")},
+        "index": {
+            name: getattr(world.report, name)
+            for name in ("codes", "records_per_match", "fetch_k", "outliers", "recall")
+        },
         "recall_by_norm": world.report.recall_by_norm,
         "build_seconds": round(world.seconds, 1),
         "on": world.recalls(world.on),

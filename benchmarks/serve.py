@@ -95,47 +95,6 @@ def recall(found: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
     return float(np.mean([np.isin(b, a).mean() for a, b in zip(found, truth, strict=True)]))
 
 
-def ask_index(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One search, and a batch, against FAISS' IndexRefineFlat over the very same index and parameters."""
-    import faiss
-    import torch
-
-    import softdb
-
-    torch.set_num_threads(args.threads)
-    faiss.omp_set_num_threads(args.threads)
-    queries = np.load(path.parent / "queries.npy")
-    with softdb.open(path) as db:
-        report = db.build_index("ivf", recall=0.95, queries=queries[500:])
-        index = db.core.finder.index
-        assert index is not None
-        flat = faiss.IndexFlatIP(args.dim)
-        flat.add(np.load(path.parent / "keys.npy"))
-        peer = faiss.IndexRefine(index.inner, flat)
-        words = {"k_factor": float(index.fetch_k), "base_index_params": index.parameters(index.effort, None)}
-        parameters = faiss.IndexRefineSearchParameters(**words)
-        truth = db.search(queries, k=10, exact=True).rows.numpy()
-        mine, theirs = db.search(queries, k=10).rows.numpy(), peer.search(queries, 10, params=parameters)[1]
-        shares = {"softdb": recall(mine, truth), "peer": recall(theirs, truth)}
-        if abs(shares["softdb"] - shares["peer"]) > 0.02:
-            raise SystemExit(f"recall differs: {shares}")
-        singles = iter(np.resize(np.arange(len(queries)), 10**6))
-        one = times(lambda: db.search(queries[[next(singles)]], k=10), 500)
-        other = times(lambda: peer.search(queries[[next(singles)]], 10, params=parameters), 500)
-        many = times(lambda: db.search(queries, k=10), 9)
-        others = times(lambda: peer.search(queries, 10, params=parameters), 9)
-    return {
-        "report": report.asdict(),
-        "recall": shares,
-        "single_ms": one,
-        "single_peer_ms": other,
-        "single_cost_ms": round(one["median"] - other["median"], 4),
-        "batch_1000_ms": many,
-        "batch_1000_peer_ms": others,
-        "batch_ratio": round(many["median"] / others["median"], 3),
-    }
-
-
 def check_exact(keys: Floats, queries: Floats, hits: Any, pooled: Any) -> None:
     """Hits, output and lse against float64, a block of records at a time."""
     wide = queries.astype(np.float64)
@@ -170,7 +129,7 @@ def prepare(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"insert_records_s": round(args.n / (time.perf_counter() - start))}
 
 
-QUESTIONS = {"prepare": prepare, "open": ask_open, "memory": ask_memory, "index": ask_index}
+QUESTIONS = {"prepare": prepare, "open": ask_open, "memory": ask_memory}
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ from softdb.index.contract import Floats, Rows
 from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import SOFTDB, Engine, Progress
 
+REFINED = 10  # candidates of codes that are scored again, for each of the k
+
 
 class _Calls(NamedTuple):
     """The calls of one library's index."""
@@ -65,6 +67,35 @@ def _faiss(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
         return faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
 
     return _Calls(lambda low, block: index.add(block), search, lambda: _written(write))
+
+
+def _lists(codes: str) -> Callable[[_Peer, Any, bool], _Calls]:
+    """Inverted lists of FAISS, `variant` √n of them, with whole keys or codes that are scored again by whole keys."""
+
+    def make(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
+        faiss.omp_set_num_threads(peer.setup.threads)
+        data, lists = peer.data, max(1, int(peer.variant * peer.data.n**0.5))
+        factory = f"IVF{lists},{codes.format(parts=data.dim // 4)}"
+        index = faiss.index_factory(data.dim, factory, faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT)
+
+        def add(low: int, block: Floats) -> None:
+            if not index.is_trained:
+                step = max(1, data.n // (64 * lists))
+                index.train(np.concatenate([keys[::step] for _, keys in data.blocks()]))
+            index.add(block)
+
+        def search(queries: Floats, effort: int) -> Any:
+            parameters = faiss.SearchParametersIVF(nprobe=min(effort, lists))
+            if "RFlat" in codes:
+                parameters = faiss.IndexRefineSearchParameters(k_factor=REFINED, base_index_params=parameters)
+            return index.search(queries, peer.setup.k, params=parameters)[1]
+
+        def write(file: _Counter) -> object:
+            return faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
+
+        return _Calls(add, search, lambda: _written(write))
+
+    return make
 
 
 def _hnswlib(peer: _Peer, module: Any, l2: bool) -> _Calls:
@@ -142,6 +173,20 @@ def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
 class _FaissHNSW(_Peer):
     name, effort_name, make = "faiss-hnsw", "efSearch", _faiss
     modules, packages = ("faiss",), ("faiss-cpu", "faiss-gpu")
+
+
+class _FaissIVF(_Peer):
+    modules, packages = _FaissHNSW.modules, _FaissHNSW.packages
+    name, varied, effort_name = "faiss-ivf", "lists/√n", "nprobe"
+    variants, efforts, make = (1, 4), (1, 8192), _lists("Flat")
+
+
+class _FaissIVFPQ(_FaissIVF):
+    name, make = "faiss-ivfpq", _lists("PQ{parts}x4fs,RFlat")
+
+    @classmethod
+    def unfit(cls, data: Dataset) -> str:
+        return "its parts need a width that 4 divides" if data.dim % 4 else ""
 
 
 class _Hnswlib(_Peer):
@@ -225,5 +270,14 @@ def _written(write: Callable[[_Counter], object]) -> int:
     return counter.size
 
 
-PEERS: tuple[type[Engine], ...] = (_FaissHNSW, _Hnswlib, _Usearch, _Voyager, _Annoy, _PyNNDescent)
+PEERS: tuple[type[Engine], ...] = (
+    _FaissHNSW,
+    _FaissIVF,
+    _FaissIVFPQ,
+    _Hnswlib,
+    _Usearch,
+    _Voyager,
+    _Annoy,
+    _PyNNDescent,
+)
 ENGINES = {engine.name: engine for engine in (*SOFTDB, *PEERS)}

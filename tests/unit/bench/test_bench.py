@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -111,24 +110,6 @@ def test_a_small_grid(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_faiss_over_softdbs_own_index_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    find: Any = importlib.import_module("find")
-    data = load("clustered", n=6000, dim=16, metric="cosine")
-    known = {**ENGINES, "faiss-refine": find.FaissRefine}
-    result = find.measured(data, Ask(("softdb-ivf", "faiss-refine"), (0.9,), threads=(1,), rounds=1, known=known))
-    ours, theirs = result["rows"]
-    assert theirs["engine"] == "faiss-refine"
-    assert theirs["recall"] == pytest.approx(ours["recall"], abs=0.01)
-    assert theirs["index_bytes"] == ours["index_bytes"] + 6000 * 16 * 4
-    (cost,) = result["over_faiss"]
-    batch = theirs["batch_queries_s"]["median"] / ours["batch_queries_s"]["median"] - 1
-    assert (cost["label"], cost["batch_cost"]) == ("softdb-ivf", pytest.approx(batch, abs=1e-3))
-    alone = find.measured(data, Ask(("softdb-flat", "faiss-refine"), (0.9,), threads=(1,), rounds=1, known=known))
-    assert alone["left_out"] == {"faiss-refine": "there is no index of softdb before it to take over (recall 0.9)"}
-
-
-@pytest.mark.slow
 def test_efforts_in_place_of_recalls() -> None:
     data = load("uniform", n=5000, dim=16, most=100)
     result = run(data, Ask(("softdb-ivf", "faiss-hnsw"), efforts=(1, 64), threads=(1,), rounds=1))
@@ -191,7 +172,7 @@ def test_what_cannot_be_measured_is_said() -> None:
 
 
 def test_every_peer_that_is_here_finds_by_every_metric() -> None:
-    names = ("faiss-hnsw", "hnswlib", "usearch", "voyager", "annoy")
+    names = ("faiss-hnsw", "faiss-ivf", "faiss-ivfpq", "hnswlib", "usearch", "voyager", "annoy")
     here = [ENGINES[name] for name in names if not ENGINES[name].missing()]
     for metric in ("dot", "cosine", "l2"):
         data = load("clustered", n=400, dim=8, metric=metric, most=40)
