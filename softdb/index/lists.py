@@ -216,9 +216,9 @@ class Lists(Index):
         edges = self.scan(queries, k, among, k, max(k, LEAST), 0)[1][:, -1:]
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
         deviations = np.maximum(sides, 1e-30) * self.spreads
-        self.rates = np.array(fitted(scores, edges, deviations, self.layout.sizes, lists[truth]))
-        # from ten times the usual share of matches to a thousandth of it
-        self.effort_least, self.effort_most = max(1, self.count // (10 * k)), 1000 * self.count // k
+        rule, least = fitted(scores, edges, deviations, self.layout.sizes, lists[truth])
+        self.rates, self.effort_least = np.array(rule), max(1, round(least / 4))  # at which hardly any scans more
+        self.effort_most = max(self.effort_least, 1000 * self.count // k)  # where a list has a thousandth of the usual
 
     @property
     def lists(self) -> int:

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Live, Rows, faiss_module
+from softdb.kernels import native
+from softdb.kernels.threads import by_lines
 
 POINTS_A_LIST = 40  # that a list's centroid is trained on
 ROUNDS = 8  # of k-means: more changes recall by less than 0.001
@@ -95,24 +97,27 @@ class Quantizer(NamedTuple):
 
     def coded(self, keys: Floats) -> Codes:  # (n, d) seen from the origin
         """Code records. Cost n d (lists + parts · word)."""
-        centroids, turn = self.centroids.rows, torch.from_numpy(np.ascontiguousarray(self.rotation.rows.T))
-        lists, words = nearest_centroids(centroids, keys), torch.from_numpy(self.words)
-        parts, word, _ = self.words.shape
-        half, blocks = words.square().sum(1, keepdim=True) / 2, []
-        size = max(1, ENCODED // (parts * BLOCK))
-        for low in range(0, len(keys), size):
-            own = centroids[lists[low : low + size]]
-            residual = torch.from_numpy(keys[low : low + size] - own)
-            turned = (residual @ turn).view(-1, parts, word)
-            best = torch.baddbmm(half, turned.transpose(0, 1), words, beta=-1).argmax(2)  # (parts, n)
-            guess = words.transpose(1, 2)[torch.arange(parts)[:, None], best].transpose(0, 1)  # (n, parts, word)
-            code = best.T.to(torch.uint8)
-            square, along = residual.square().sum(1), (turned * guess).sum((1, 2))
-            factor = square / torch.maximum(along, LEAST_FACTOR * square).clamp(min=1e-30)
-            factor[square == 0] = 0
-            central = (torch.from_numpy(own) @ turn * guess.flatten(1)).sum(1)  # <c, Rᵀ w>
-            blocks.append((code[:, 0::2] | code[:, 1::2] << 4, factor, 2 * factor * central + square, square))
-        return Codes(lists, *(torch.cat(column).numpy() for column in zip(*blocks, strict=True)))
+        lists, size = nearest_centroids(self.centroids.rows, keys), max(1, ENCODED // keys.shape[1])
+        blocks = [self._coded(keys[low : low + size], lists[low : low + size]) for low in range(0, len(keys), size)]
+        return Codes(*map(np.concatenate, zip(*blocks, strict=True)))
+
+    def _coded(self, keys: Floats, lists: Rows) -> Codes:
+        """Code records whose lists are known."""
+        centroids, turn = self.centroids.rows, self.rotation.rows.T
+        residuals = keys - centroids[lists]
+        squares, turned = np.einsum("nd,nd->n", residuals, residuals), residuals @ turn
+        turned_centroids = centroids @ turn
+        codes = np.empty((len(keys), len(self.words) // 2), np.uint8)
+        along, central = np.empty(len(keys), np.float32), np.empty(len(keys), np.float32)
+        words = self.words.reshape(-1, BLOCK), np.square(self.words).sum(1) / 2
+
+        def given(run: slice) -> tuple[Any, ...]:
+            return turned[run], turned_centroids, lists[run], *words, codes[run], along[run], central[run]
+
+        by_lines(native().encode, given, len(turned), turned.size * BLOCK)
+        factors = squares / np.maximum(np.maximum(along, LEAST_FACTOR * squares), 1e-30)
+        factors[squares == 0] = 0
+        return Codes(lists, codes, factors, 2 * factors * central + squares, squares)
 
 
 class Codes(NamedTuple):

@@ -38,8 +38,11 @@ def fitted(
     deviations: Floats,  # (q, lists) ρ u
     sizes: Rows,  # (lists,)
     nearest: Rows,  # (q, k) the list of each of the nearest, -1 = none
-) -> Rule:
-    """The rule of the greatest likelihood; lists that are scanned in any case take no part."""
+) -> tuple[Rule, float]:
+    """The rule of the greatest likelihood, and the least records per match by which half of the queries scan more.
+
+    Lists that are scanned in any case take no part.
+    """
     lines, widths = np.arange(len(scores))[:, None], scores.std(1, keepdims=True)
     counts, seen = np.zeros(scores.shape, np.float32), nearest >= 0
     np.add.at(counts, (np.broadcast_to(lines, nearest.shape)[seen], nearest[seen]), 1)
@@ -47,12 +50,16 @@ def fitted(
     takes_part: Live = (sizes > 0) & np.isfinite(edges) & (widths > 0)
     takes_part[lines, np.argpartition(-scores, first, axis=1)[:, :first]] = False
     if not counts[takes_part].any():
-        return Rule()
+        return Rule(), 1.0
     with np.errstate(divide="ignore", invalid="ignore"):
         away = ((scores - scores.mean(1, keepdims=True)) / widths)[takes_part]
         gaps = ((scores - edges) / deviations)[takes_part]
     facts = np.column_stack([gaps, away, np.square(away)]).astype(np.float64)
-    return _poisson(facts, counts[takes_part], np.broadcast_to(np.log(np.maximum(sizes, 1)), scores.shape)[takes_part])
+    records = np.broadcast_to(np.log(np.maximum(sizes, 1)), scores.shape)[takes_part]
+    rule = _poisson(facts, counts[takes_part], records)
+    rates = np.full(scores.shape, -np.inf)
+    rates[takes_part] = facts @ rule[:3] + rule.constant
+    return rule, float(np.exp(np.clip(-np.median(rates.max(1)), 0, 20)))
 
 
 def _poisson(facts: NDArray[np.float64], counts: Floats, records: NDArray[np.float64]) -> Rule:  # (m, 3), (m,), (m,)

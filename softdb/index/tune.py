@@ -74,7 +74,7 @@ def least_effort(
     """
     effort, trail = low, [recall(low)]
     while trail[-1] < goal and effort < high:
-        if len(trail) > 4 and trail[-1] - trail[-3] < FLAT and trail[-1] > trail[0]:  # not flat from the first on
+        if len(trail) > 4 and trail[-1] - trail[-3] < FLAT:
             break
         effort = min(2 * effort, high)
         trail.append(recall(effort))

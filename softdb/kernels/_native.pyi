@@ -172,6 +172,16 @@ def search_lists(
     found: NDArray[int64],  # (q, k), written to
     scores: NDArray[float32],  # (q, k), written to
 ) -> int: ...  # slots that were scanned; where not all queries have k, or a score is NaN: minus that, minus 1
+def encode(
+    residuals: NDArray[float32],  # (n, parts · word) turned
+    centroids: NDArray[float32],  # (lists, parts · word) turned
+    own: NDArray[int64],  # (n,) the list of each
+    words: NDArray[float32],  # (parts · word, 16)
+    halves: NDArray[float32],  # (parts, 16) |w|² / 2
+    codes: NDArray[uint8],  # (n, parts / 2), written to
+    along: NDArray[float32],  # (n,), written to: <r, w>
+    central: NDArray[float32],  # (n,), written to: <c, w>
+) -> None: ...
 def scan_lists(
     lists: Lists,
     turned: NDArray[float32],  # (q, parts · word)

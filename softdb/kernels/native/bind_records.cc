@@ -282,6 +282,12 @@ void bind_lists(nb::module_& module) {
         return whole ? scanned : -1 - scanned;
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), nb::arg(), free);
+    module.def("encode", [](Table<const float> residuals, Table<const float> centroids, Line<const int64_t> own,
+                            Table<const float> words, Table<const float> halves, Table<uint8_t> codes,
+                            Line<float> along, Line<float> central) {
+        kernels().encode({residuals, centroids, own.first, words.first, halves.first, halves.rows,
+                          words.rows / halves.rows, codes, along.first, central.first});
+    }, free);
     module.def("scan_lists", [](const BoundLists& lists, Table<const float> turned, Table<const int64_t> order,
                                 Table<const float> nearness, Line<const uint16_t> allowed,
                                 Line<const uint32_t> places, Table<int64_t> found, Table<float> scores,

@@ -12,6 +12,7 @@ int64_t list_scratch(const ListSearch& ask);  // bytes
 bool search_lists(const ListSearch& ask, char* scratch);
 int64_t scan_scratch(const ListScan& ask);
 void scan_lists(const ListScan& ask, char* scratch);
+void encode(const Encode& ask);
 
 constexpr int kBlock = 16;     // records
 constexpr int64_t kBlocksAhead = 6;  // that are on their way from memory while one is worked on
@@ -112,9 +113,12 @@ SOFTDB_INLINE Vec widened(const Eight* sums, int first) {
 }
 
 SOFTDB_INLINE float least_of(Vec x) {
-    float found = x[0];
-    for (int i = 1; i < kLanes; i++) found = min(found, x[i]);
-    return found;
+    typedef float Quad __attribute__((vector_size(16)));
+    Quad parts[kLanes / 4];
+    std::memcpy(parts, &x, sizeof x);
+    for (int half = kLanes / 8; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] = parts[i + half] < parts[i] ? parts[i + half] : parts[i];
+    return min(min(parts[0][0], parts[0][1]), min(parts[0][2], parts[0][3]));
 }
 
 // A number that at least `wanted` of the numbers reach, and at most `slack` more where they can be told apart in a few

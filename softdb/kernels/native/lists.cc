@@ -363,5 +363,35 @@ void scan_lists(const ListScan& ask, char* scratch) {
     }
 }
 
+// The nearest word of each part: of argmin |y - w|² = argmax <y, w> - |w|² / 2 the first. Cost 16 n parts · word.
+void encode(const Encode& ask) {
+    constexpr int kVectors = kBlock / kLanes;
+    for (int64_t i = 0; i < ask.residuals.rows; i++) {
+        const float *residual = ask.residuals[i], *centroid = ask.centroids[ask.own[i]];
+        float along = 0, central = 0;
+        for (int64_t part = 0; part < ask.parts; part++) {
+            const float* words = ask.words + part * ask.word * kBlock;
+            Vec scores[kVectors];
+            for (int u = 0; u < kVectors; u++) scores[u] = -load(ask.halves + part * kBlock + u * kLanes);
+            for (int64_t t = 0; t < ask.word; t++)
+                for (int u = 0; u < kVectors; u++)
+                    scores[u] += load(words + t * kBlock + u * kLanes) * residual[part * ask.word + t];
+            Vec most = scores[0];
+            for (int u = 1; u < kVectors; u++) most = greater(scores[u], most);
+            const Vec top = everywhere(-least_of(-most));
+            uint32_t best = 0;
+            for (int u = 0; u < kVectors; u++) best |= (~above(top, scores[u]) & ((1u << kLanes) - 1)) << (u * kLanes);
+            const int word = best ? __builtin_ctz(best) : 0;
+            for (int64_t t = 0; t < ask.word; t++) {
+                along += words[t * kBlock + word] * residual[part * ask.word + t];
+                central += words[t * kBlock + word] * centroid[part * ask.word + t];
+            }
+            uint8_t& pair = ask.codes[i][part / 2];
+            pair = uint8_t(part % 2 ? pair | word << 4 : word);
+        }
+        ask.along[i] = along, ask.central[i] = central;
+    }
+}
+
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

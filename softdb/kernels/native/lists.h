@@ -52,6 +52,19 @@ struct ListSearch {
     int64_t* scanned = nullptr;          // slots that were looked at, added to
 };
 
+// Records whose words are looked for.
+struct Encode {
+    Table<const float> residuals;      // (n, parts · word) turned
+    Table<const float> centroids;      // (lists, parts · word) turned
+    const int64_t* own = nullptr;      // (n,) the list of each
+    const float* words = nullptr;      // (parts, word, 16)
+    const float* halves = nullptr;     // (parts, 16) |w|² / 2
+    int64_t parts = 0, word = 0;
+    Table<uint8_t> codes;              // (n, parts / 2), written to
+    float* along = nullptr;            // (n,), written to: <r, w> over all parts
+    float* central = nullptr;          // (n,), written to: <c, w>
+};
+
 struct ListScan {
     Lists lists;
     Table<const float> turned;     // (q, parts · word) queries as codes see them

@@ -23,7 +23,7 @@ const Kernels kTable = {
     pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
     propose, draw, subsample, log_sums, hashes,
     to_search, peaks, caps, extents,
-    list_scratch, search_lists, scan_scratch, scan_lists, distances,
+    list_scratch, search_lists, scan_scratch, scan_lists, encode, distances,
 };
 
 }  // namespace SOFTDB_LEVEL

@@ -41,6 +41,7 @@ struct Kernels {
     bool (*search_lists)(const ListSearch& ask, char* scratch);
     int64_t (*scan_scratch)(const ListScan& ask);
     void (*scan_lists)(const ListScan& ask, char* scratch);
+    void (*encode)(const Encode& ask);
     void (*distances)(const Table<const float>& keys, const double* centre, double* out);
 };
 
