@@ -273,8 +273,14 @@ class _FullTrial:
         return True
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """Seconds of a whole search."""
-        return seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.asked.float().numpy()))
+        """Seconds of a whole search, or another cost of it."""
+        self.index.fetch_k = fetch_k
+        counted = self.index.cost(prepared(self.asked.float().numpy(), self.index.metric), self.wanted, effort)
+        return (
+            counted
+            if counted is not None
+            else seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.asked.float().numpy()))
+        )
 
     def _searching(self, effort: int, fetch_k: int) -> Callable[[Floats], Rows]:
         return lambda queries: self._search(torch.from_numpy(queries), effort, fetch_k)

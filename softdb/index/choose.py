@@ -137,6 +137,9 @@ class SampledTrial:
 
     def seconds(self, effort: int, fetch_k: int) -> float:
         """With as many candidates as a search of the whole would have."""
-        c = fetch_k * self.k
+        c, self.index.fetch_k = fetch_k * self.k, fetch_k
+        counted = self.index.cost(self.queries, self.k, effort)
+        if counted is not None:
+            return counted
         finding: float = seconds_of(lambda queries: self.index.find(queries, c, None, effort), self.queries)
         return finding + RESCORED * c * int(self.queries.shape[1])

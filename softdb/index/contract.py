@@ -244,6 +244,10 @@ class Index(ABC):
         self.inner.search_c(q, pointer(queries), c, pointer(scores), pointer(rows), parameters)
         return rows
 
+    def cost(self, queries: Floats, k: int, effort: int) -> float | None:  # (q, d) prepared
+        """Cost of a query in any unit, the same on every machine; None: the clock has to tell."""
+        return None
+
     def kept_for(self, k: int) -> int:
         """Candidates that are scored exactly to find k."""
         return max(FLOOR, self.fetch_k * k)

@@ -23,6 +23,7 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, share_out, workers
 
 LEAST = 24  # candidates that are scored exactly at least
+JUMP = 4  # times as long as a byte of codes takes one of a key that lies anywhere
 WIDTHS = (8, 4, 2, 1)  # numbers that share a word
 PARTS = 32, 256  # of a code, at least and at most, where the width of keys allows it
 FORM = 15  # arrays of an index file
@@ -168,6 +169,14 @@ class Lists(Index):
     def kept_for(self, k: int) -> int:
         """Records that are scored exactly to find k."""
         return max(LEAST, self.fetch_k * k)
+
+    def cost(self, queries: Floats, k: int, effort: int) -> float:
+        """Bytes that a query reads: codes, and keys that are scored exactly, which lie apart from each other."""
+        places, scores = np.empty((len(queries), 1), np.int64), np.empty((len(queries), 1), np.float32)
+        candidates = self.kept_for(k)
+        given = self.filled, self.layout.rows, None, CODES[self.metric], self.rates, effort, k, candidates
+        scanned: int = abs(native().search_lists(self._native[0], queries, *given, places, scores))
+        return scanned / len(queries) * (self.parts / 2 + 4) + JUMP * candidates * queries.shape[1] * 4
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """By codes alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import replace
 from typing import ClassVar
@@ -88,11 +89,11 @@ class Searcher:
         """The k best of the records that the index holds and that count."""
         index = self.index
         vectors_seen, candidates = prepared(vectors, index.metric), max(index.kept_for(certain), k)
+        effort = math.ceil(index.effort_for(certain) / eligible.share)  # what counts lies farther where less does
         if isinstance(index, Lists):
             among = Among(snapshot.key_column, eligible.places, eligible.bits)
-            positions, scores = index.scan(vectors_seen, k, among, certain, candidates)
-        else:  # what counts lies farther where less does
-            effort = int(np.ceil(index.effort_for(certain) / eligible.share))
+            positions, scores = index.scan(vectors_seen, k, among, certain, candidates, effort)
+        else:
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
             near = rows if eligible.aligned else snapshot.positions(rows)
             positions, scores = ordered(snapshot, vectors, near, k, index.metric, vectors_seen)

@@ -21,7 +21,7 @@ TIMED = 9  # single queries whose median counts
 
 
 class Setting(NamedTuple):
-    """An effort and candidates, what they reach, and the seconds a query takes: alone and in a batch, their mean."""
+    """An effort and candidates, what they reach, and the seconds a query takes, or another cost of it."""
 
     effort: int
     fetch_k: int

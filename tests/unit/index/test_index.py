@@ -196,13 +196,13 @@ def test_nothing_to_tune(db: softdb.SoftDB) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("moment", ["choosing", "training", "adding", "measuring"])
 def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, error: type[BaseException]) -> None:
-    keys, queries = world(d=32)
+    keys, queries = world(d=64)
 
     def stop(what: str, done: int, whole: int) -> None:
         if what == moment and done:
             raise error("stop")
 
-    with softdb.open(tmp_path / "db", dim=32) as db:
+    with softdb.open(tmp_path / "db", dim=64) as db:
         db.insert(range(6000), keys)
         db.build_index("hnsw")
         before, stats = db.core.finder.index, db.stats().index
