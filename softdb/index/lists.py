@@ -176,7 +176,7 @@ class Lists(Index):
         candidates = self.kept_for(k)
         given = self.filled, self.layout.rows, None, CODES[self.metric], self.rates, effort, k, candidates
         scanned: int = abs(native().search_lists(self._native[0], queries, *given, places, scores))
-        return scanned / len(queries) * (self.parts / 2 + 4) + JUMP * candidates * queries.shape[1] * 4
+        return float(scanned / len(queries) * (self.parts / 2 + 4) + JUMP * candidates * queries.shape[1] * 4)
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """By codes alone."""

@@ -93,7 +93,8 @@ class Searcher:
         if isinstance(index, Lists):
             among = Among(snapshot.key_column, eligible.places, eligible.bits)
             positions, scores = index.scan(vectors_seen, k, among, certain, candidates, effort)
-        else:
+        else:  # a filter that goes with the keys leaves a query's nearest farther still
+            effort *= 4 if eligible.selected else 1
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
             near = rows if eligible.aligned else snapshot.positions(rows)
             positions, scores = ordered(snapshot, vectors, near, k, index.metric, vectors_seen)

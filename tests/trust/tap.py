@@ -42,7 +42,7 @@ class Op(NamedTuple):
         before = "gathered " if any(one.name.startswith("reembed-") for one in (path, path.parent)) else ""
         if self.name in ("sync_directory", "make", "remove_directory"):
             return f"{before}directory"
-        if path.name.endswith(".faiss") or (path.parent.name == "index" and path.name.startswith(".softdb-")):
+        if path.suffix in (".faiss", ".lists") or (path.parent.name == "index" and path.name.startswith(".softdb-")):
             return "index"
         if path.name.startswith(".softdb-"):
             return before + ".softdb"  # the rest of the name is random

@@ -17,6 +17,7 @@ import softdb
 from softdb.attend.error import ErrorEstimate, bars, joined, pooled_at, spread_at, sure
 from softdb.check import Metric
 from softdb.index.contract import prepared
+from softdb.index.lists import Lists
 from softdb.index.tail import Drawing, Tail
 
 Array = np.ndarray[Any, Any]
@@ -159,20 +160,16 @@ def test_records_score_no_more_than_their_caps(name: str) -> None:
 
 @pytest.mark.slow
 def test_code_errors_are_those_of_the_index() -> None:
-    import faiss
-
     db, world = filled("clustered-equal")
     tail = tail_of(db)
-    keys, inner = prepared(world.keys, tail.index.metric), tail.index.inner
-    errors = []
-    for which in range(inner.nlist):
-        rows = faiss.rev_swig_ptr(inner.invlists.get_ids(which), inner.invlists.list_size(which)).copy()
-        codes = np.zeros((len(rows), inner.sa_code_size()), np.uint8)
-        lists, mine = np.full(len(rows), which), np.ascontiguousarray(keys[rows])
-        pointer = faiss.swig_ptr
-        inner.encode_vectors(len(rows), pointer(mine), pointer(lists), pointer(codes), True)
-        errors.append(np.linalg.norm(mine - inner.sa_decode(codes), axis=1))
-    every = np.concatenate(errors)
+    index, keys = tail.index, prepared(world.keys, tail.index.metric)
+    assert isinstance(index, Lists)
+    rows, _ = index.members()
+    coded, inner = index.layout.coded(), index.inner
+    pairs = np.stack([coded.codes & 15, coded.codes >> 4], 2).reshape(len(rows), -1)
+    words = inner.words[np.arange(index.parts), :, pairs].reshape(len(rows), -1)  # (n, parts · word)
+    known = index.centroids[coded.lists] + coded.factors.astype(np.float32)[:, None] * (words @ inner.rotation.rows)
+    every = np.linalg.norm(keys[rows] - known, axis=1)
     np.testing.assert_allclose(tail.reach.mean_error, np.sqrt(np.square(every).mean()), rtol=0.01)
     np.testing.assert_allclose(tail.reach.errors[7], np.quantile(every, 0.5), rtol=0.01)
 
