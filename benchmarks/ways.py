@@ -21,9 +21,8 @@ import torch
 from common import command, commit, machine, versions, write_json
 
 import softdb
-from softdb.index.planner import FORCED, Costs
+from softdb.index.planner import Planner, Way
 
-RECORDS = Costs(1, 1, np.inf, 0, 0)  # as if to compare records cost nothing
 WORLDS = ((5_000, 16), (5_000, 384), (20_000, 32), (50_000, 384), (200_000, 128))
 QUERIES = (1, 8, 64, 256)
 
@@ -63,18 +62,30 @@ def searches(db: softdb.SoftDB, queries: np.ndarray[Any, Any], turns: int) -> di
     index = db.core.finder.index
     assert index is not None
     db.search(queries, k=10)
-    planner = db.core.finder.searcher(index).planner
-    own = planner.costs
+    searcher = db.core.finder.searcher(index)
+    own = searcher.planner
 
-    def by(costs: Costs | None) -> Callable[[], object]:
+    class Only(Planner):
+        """A planner that knows one way."""
+
+        only: Way = "index"
+
+        def way(self, matches: int, queries: int, k: int, filtered: bool, pairs: bool = False) -> Way:
+            return self.only
+
+    class Records(Only):
+        only = "blocks"
+
+    def by(planner: Planner) -> Callable[[], object]:
         def run() -> None:
-            planner.costs = costs
+            searcher.planner = planner
             db.search(queries, k=10)
 
         return run
 
-    found = in_turn({"search": by(own), "index": by(FORCED), "records": by(RECORDS)}, turns)
-    planner.costs = own
+    ways = {"search": by(own), "index": by(Only(index)), "records": by(Records(index))}
+    found = in_turn(ways, turns)
+    searcher.planner = own
     return {**found, "ratio": round(found["search"] / min(found["index"], found["records"]), 3)}
 
 

@@ -344,10 +344,10 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
     always_draw(monkeypatch)
     world = filled("l2")
     name = "gaussian" if isinstance(kernel, Gaussian) else "exponential"
-    width, asked = 0.3 if name == "gaussian" else 0.2, np.concatenate([queries, queries * np.float32(1.00001)])
+    width, twice = 0.3 if name == "gaussian" else 0.2, np.concatenate([queries, queries * np.float32(1.00001)])
     for where, keys in ((None, clusters()), ({"part": 1}, clusters()[1::2])):
-        truth = KernelDensity(bandwidth=width, kernel=name).fit(keys).score_samples(asked)
-        found = world.log_density(asked, kernel, where=where)
+        truth = KernelDensity(bandwidth=width, kernel=name).fit(keys).score_samples(twice)
+        found = world.log_density(twice, kernel, where=where)
         assert found.exact.all() == (name == "exponential")
         error = np.abs(np.expm1(found.value.numpy() - truth))
         assert (error <= found.bar.numpy() + 1e-4).mean() > 0.85

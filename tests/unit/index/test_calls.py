@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from types import FrameType
 from typing import Any
 
@@ -37,10 +38,7 @@ def counted(db: softdb.SoftDB, query: Any) -> tuple[int, int]:
         if event != "call":
             return
         calls += 1
-        stack, above = list[str](), frame
-        while above is not None:
-            stack.append(above.f_code.co_filename)
-            above = above.f_back  # type: ignore[assignment]
+        stack = [above.f_code.co_filename for above, _ in traceback.walk_stack(frame)]
         frames = max(frames, sum("/softdb/" in name and "/tests/" not in name for name in stack))
 
     before = sys.getprofile()

@@ -23,7 +23,7 @@ from softdb.device import Board, compare, faiss_lists, probe, resident
 from softdb.device.faiss_lists import OnGPU
 from softdb.device.resident import DeviceColumn
 from softdb.index import cache, flat
-from softdb.index.contract import Index, Rows, Selected
+from softdb.index.contract import Index, Rows
 from softdb.index.query import Query
 from softdb.store.snapshot import Segment, Snapshot
 
@@ -339,7 +339,7 @@ def test_more_than_faiss_gives_is_compared_exactly(fake: FakeGpu) -> None:
     assert bool((index.find(queries, 3000)[:, 2048:] == -1).all())
     assert index.effort_most <= 2048
     with pytest.raises(ValueError, match="takes no filter"):
-        index.find(queries, 10, Selected(np.arange(N), N))
+        index.find(queries, 10, np.arange(N))
 
 
 @pytest.mark.few(1)

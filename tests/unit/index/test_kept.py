@@ -18,6 +18,7 @@ from with_kernels import NEEDS_KERNELS
 import softdb
 from softdb.index import cache, reach
 from softdb.index.contract import Reach
+from softdb.index.lists import Lists
 from softdb.index.planner import Planner
 from softdb.index.reach import FORM, packed, unpacked
 from softdb.index.tail import Tail
@@ -85,7 +86,7 @@ def test_what_is_loaded_is_what_is_measured(tmp_path: Path, kind: str, shape: di
     made(tmp_path / "db", 0, kind, **shape)
     with softdb.open(tmp_path / "db") as db:
         loaded, index = tail_of(db).reach, db._finder.index
-        assert index is not None
+        assert isinstance(index, Lists)
         index.reach = None
         same(loaded, Tail(index, db._store.snapshot, Planner(index)).reach)
 

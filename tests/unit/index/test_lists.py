@@ -29,7 +29,8 @@ def keys_of(seed: int, n: int = N, far: float = 0.0) -> Floats:
     random = np.random.default_rng(seed)
     centres = np.random.default_rng(5).standard_normal((50, D)) * 2
     drawn = centres[(50 * random.random(n) ** 2).astype(int)] + random.standard_normal((n, D))
-    return (drawn + far).astype(np.float32)
+    keys: Floats = (drawn + far).astype(np.float32)
+    return keys
 
 
 def made(metric: Metric = Metric.DOT, codes: str = "PQ24x4", far: float = 0.0) -> tuple[Lists, Floats]:
@@ -53,6 +54,7 @@ def by_row(index: Lists) -> dict[int, tuple[Any, ...]]:
 def test_what_is_added_later_is_coded_alike(metric: Metric) -> None:
     index, keys = made(metric)
     grown = index.copy()
+    assert isinstance(grown, Lists)
     more = keys_of(1, 700)
     grown.add(np.arange(N + 50, N + 750), more)
     grown.seal()

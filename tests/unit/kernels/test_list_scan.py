@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     native.use(before)
 
 
-class World(NamedTuple):
+@dataclass(frozen=True)
+class World:
     index: Lists
     coded: Coded
     keys: Floats
@@ -55,7 +57,8 @@ def world(metric: Metric = Metric.DOT, d: int = 20, parts: int = 8, n: int = 300
 def rounded(query: Floats) -> Floats:
     """A query in 63 steps of its largest number, half away from zero."""
     step = np.abs(query).max() / 63
-    return np.sign(query) * np.floor(np.abs(query / step) + 0.5) * step
+    steps: Floats = np.sign(query) * np.floor(np.abs(query / step) + 0.5) * step
+    return steps
 
 
 def estimates(world: World, query: Floats, turned: Floats | None = None) -> NDArray[np.float64]:  # (n,)
@@ -80,7 +83,7 @@ def estimates(world: World, query: Floats, turned: Floats | None = None) -> NDAr
     return np.asarray(near[coded.lists] + coded.factors.astype(np.float64) * sums - lowered)
 
 
-def found_by_codes(world: World, queries: Floats, c: int, effort: int, allowed: Any = None) -> tuple[Any, Floats]:
+def found_by_codes(world: World, queries: Any, c: int, effort: int, allowed: Any = None) -> tuple[Any, Floats]:
     index = world.index
     bits = index.filled if allowed is None else index.layout.bits(allowed, index.layout.rows)
     return index.scan(queries, c, Among(None, index.layout.rows, bits), c, c, effort)
