@@ -21,6 +21,8 @@ from softdb.index.rerank import ordered
 from softdb.index.tail import Tail
 from softdb.store import Snapshot
 
+MOSTLY = 0.9  # share of the records below which a graph is asked how many of the nearest count
+AROUND, RARE = 64, 0.5  # of so many; so rare in comparison with all that every record is compared
 LISTED = 1 << 16  # matches of a filter whose positions are kept
 
 
@@ -93,9 +95,12 @@ class Searcher:
         if isinstance(index, Lists):
             among = Among(snapshot.key_column, eligible.places, eligible.bits)
             positions, scores = index.scan(vectors_seen, k, among, certain, candidates, effort)
-        else:  # a filter that goes with the keys leaves a query's nearest farther still
-            effort *= 4 if eligible.selected else 1
+        else:
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
+            if eligible.share < MOSTLY:  # a filter may go with the keys: where few of the nearest count, none is named
+                around = snapshot.positions(index.search(vectors_seen, AROUND, None))
+                keep = snapshot.live if allowed is None else snapshot.live & allowed
+                rows[((around >= 0) & keep[around]).mean(1) < RARE * eligible.share] = -1
             near = rows if eligible.aligned else snapshot.positions(rows)
             positions, scores = ordered(snapshot, vectors, near, k, index.metric, vectors_seen)
         if index.metric is Metric.DOT:
