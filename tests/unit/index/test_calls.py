@@ -15,7 +15,7 @@ import softdb
 pytest.importorskip("faiss")
 pytest.importorskip("softdb.kernels._native")
 
-CALLS, FRAMES = 45, 9  # Python calls of a search; frames of softdb from the verb to the kernel
+CALLS, FRAMES = 45, 10  # Python calls of a search; frames of softdb from the verb to the kernel
 
 
 @pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
