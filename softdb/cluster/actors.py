@@ -106,7 +106,7 @@ class Actors:
     def _bring_on(self, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
         """Bring the replicas that were not asked to where those are that were, so that taking over finds them there.
 
-        Nobody waits for it: one that is busy with the last such call is left out, and catches up when it is asked.
+        Nobody waits for it. A call that still waits in a replica that is busy, or comes back, gives way to this one.
         """
         told: dict[int, dict[int, Message]] = {}
         for shard, ask in asks.items():
@@ -115,11 +115,11 @@ class Actors:
         ray = _ray()
         for host, refreshes in told.items():
             for replica in self.order(host)[1:]:
-                last = self._following.get((host, replica))
-                if last is None or ray.wait([last], timeout=0)[0]:
-                    with contextlib.suppress(ray.exceptions.RayError):
-                        sent = self.hosts[host][replica].tend.remote(pickle.dumps(refreshes))
-                        self._following[host, replica] = sent
+                with contextlib.suppress(ray.exceptions.RayError):
+                    if (host, replica) in self._following:
+                        ray.cancel(self._following[host, replica])
+                    sent = self.hosts[host][replica].tend.remote(pickle.dumps(refreshes))
+                    self._following[host, replica] = sent
 
     def anyone(self, more: bool) -> bool:
         """As `Transport.anyone`."""

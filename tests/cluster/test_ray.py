@@ -249,12 +249,31 @@ class TestTable:
 
     def test_replicas_are_ready_before_they_are_asked(self, url: str) -> None:
         """After a write, and after Ray has brought one back."""
+
+        def flushed(host: Any) -> None:
+            for shard, one in host._shards.items():
+                one.hydrated.databases[shard].flush()
+
         with opened(url) as db:
             db.upsert(["late"], np.ones((1, DIM)))
             all_at(db, db.version)
             assert db.delete(["late"]) == 1
             all_at(db, db.version)  # else Ray would send the call again
+            called(db, flushed)  # else the kill would take back the last second, until a question comes
             os.kill(pids(db)[1], signal.SIGKILL)
+            all_at(db, db.version)
+
+    def test_a_replica_that_was_busy_follows_what_was_written_meanwhile(self, url: str) -> None:
+        """As one that Ray brings back is: the first write's call waits in it while the second write is made."""
+        with opened(url) as db:
+            transport: Any = db.caller.transport
+            busy = transport.hosts[0][transport.order(0)[1]].__ray_call__
+            ray.get(busy.remote(lambda host: host._opening.acquire()), timeout=TIMEOUT)
+            try:
+                db.upsert(["late"], np.ones((1, DIM)))
+                assert db.delete(["late"]) == 1
+            finally:
+                ray.get(busy.remote(lambda host: host._opening.release()), timeout=TIMEOUT)
             all_at(db, db.version)
 
     def test_an_actor_that_stands_still_is_passed_over_or_named_in_time(self, url: str) -> None:
