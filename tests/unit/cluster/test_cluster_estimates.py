@@ -183,8 +183,8 @@ def test_a_round_sends_little() -> None:
 def test_bars_hold_however_records_are_shared_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = parted(kind)
     (error, bar), (own, _) = (world.errors(db, 4) for db in (world.cluster, world.one))
-    wide, (seen, narrow) = bar, world.errors(world.cluster, 2, looks=True)
-    assert float(narrow.median()) < float(wide.median())
+    seen, narrow = world.errors(world.cluster, 2, looks=True)
+    assert float(bar.median()) <= 3 * rms(error)  # codes see enough without a wider look
     assert 0.93 <= float((seen <= narrow).float().mean()) <= 0.998
     if kind == "clusters":
         assert rms(error) <= 1.15 * rms(own)

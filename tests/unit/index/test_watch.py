@@ -158,14 +158,14 @@ def test_threads_share_a_watch() -> None:
 
 
 def drifting(rng: np.random.Generator) -> tuple[SoftDB, np.ndarray[Any, Any]]:
-    """A database tuned for queries within clusters, and queries between them, which take more lists."""
-    centres = 6 * rng.standard_normal((60, 16))
-    keys = (centres[rng.integers(0, 60, 9000)] + rng.standard_normal((9000, 16))).astype(np.float32)
-    db = softdb.open(None, dim=16, metric="l2")
+    """A database tuned for queries along the wide directions of its keys, and queries along the narrow ones."""
+    wide = np.arange(64) < 8
+    keys = (np.where(wide, 1, 0.2) * rng.standard_normal((9000, 64))).astype(np.float32)
+    db = softdb.open(None, dim=64, metric="l2")
     db.insert(range(9000), keys)
     db.build_index("ivf", recall=0.9)
-    between = rng.standard_normal((400, 16)).astype(np.float32)
-    return db, between
+    narrow = np.where(wide, 0, rng.standard_normal((400, 64))).astype(np.float32)
+    return db, narrow
 
 
 def many(db: SoftDB, queries: np.ndarray[Any, Any]) -> None:
@@ -177,7 +177,7 @@ def many(db: SoftDB, queries: np.ndarray[Any, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("clock")  # checks cost nothing: each search is checked
 def test_drifted_queries_are_noticed(rng: np.random.Generator) -> None:
-    db, between = drifting(rng)
+    db, narrow = drifting(rng)
     keys = db.get(range(400)).keys
     assert index_report(db).live_recall is None
     db.watch(share=1.0)
@@ -188,22 +188,22 @@ def test_drifted_queries_are_noticed(rng: np.random.Generator) -> None:
     assert seen.live_checked >= 20
     db.watch(share=1.0, window=30)
     with pytest.warns(RecallWarning, match="have drifted"):
-        many(db, between)
+        many(db, narrow)
     assert (index_report(db).live_recall or 1.0) < 0.9
 
 
 @pytest.mark.slow
 def test_exact_searches_are_not_checked(rng: np.random.Generator) -> None:
-    db, between = drifting(rng)
+    db, narrow = drifting(rng)
     db.watch(share=1.0)
-    for one in between:
-        db.search(one, exact=True)
-        db.search(one, k=2000)  # too many for the index
+    for query in narrow:
+        db.search(query, exact=True)
+        db.search(query, k=2000)  # too many for the index
     assert index_report(db).live_checked == 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecallWarning)
-        for one in between:
-            db.attend(one, k=5)
+        for query in narrow:
+            db.attend(query, k=5)
     assert index_report(db).live_checked > 0
     db.build_index("flat")
     assert db.stats().index is None
