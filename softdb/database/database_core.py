@@ -143,10 +143,10 @@ class DatabaseCore(Core[Stored]):
                 words.require_none(radius=radius, diversity=diversity, group_by=group_by, group_size=group_size)
                 return search_by_text(self.store, self.source, self.as_queries, words, search)
             queries = words.queries
-        if (where is None and radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
+        if (radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
             group_by is None and group_size is None and type(offset) is int and offset == 0
         ):
-            plain = None if exact else self._found_plainly(queries, k)
+            plain = None if exact else self._found_plainly(queries, k, where)
             if plain is not None:
                 return plain
         extent = check.extent(
@@ -156,8 +156,8 @@ class DatabaseCore(Core[Stored]):
         query, source = as_made(self.store, lambda: self.query(queries, extent, where, exclude_ids, group_by, exact))
         return source.hits(query)
 
-    def _found_plainly(self, queries: Vectors, k: int | None) -> Hits | None:
-        """A search that asks for nothing but k, in the few steps that one query needs; None: it has to take them all.
+    def _found_plainly(self, queries: Vectors, k: int | None, where: dict[str, Any] | None) -> Hits | None:
+        """A search for k records, in the few steps that one query needs; None: it has to take them all.
 
         What is wrong with an argument is for those to say.
         """
@@ -166,7 +166,10 @@ class DatabaseCore(Core[Stored]):
         count = check.DEFAULT_K if k is None else k
         if vectors is None or type(count) is not int or count < 1 or not check.all_finite(vectors):
             return None
-        found = self.finder.find_plainly(snapshot, vectors, count)
+        allowed = None if where is None else self.store.known_matching(where, snapshot)
+        if where is not None and allowed is None:
+            return None
+        found = self.finder.find_plainly(snapshot, vectors, count, allowed)
         if found is None or found.scores is None:
             return None
         return Hits(torch.from_numpy(snapshot.rows(found.positions)), torch.from_numpy(found.scores), self.store.read)

@@ -42,6 +42,13 @@ class FilteredStore(Store):
         snapshot, (matching, _) = self._matching(where)
         return snapshot, matching
 
+    def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> NDArray[np.bool_] | None:
+        """The positions of a snapshot that a filter is known to match, without a call; None: ask `matching`.
+
+        A handle that only reads always has to ask: it may have fallen behind.
+        """
+        return self.matches.known(where, snapshot.generation) if self.mode == "rw" else None
+
     def matching_rows(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.int64]]:
         """As `matching`, but the rows (m,), ascending, of all records that match, with a key or without."""
         snapshot, (matching, keyless) = self._matching(where)

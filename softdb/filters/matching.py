@@ -7,6 +7,7 @@ compaction, void what is remembered.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import warnings
@@ -52,7 +53,16 @@ class Matches:
         self.orders = Orders()
         self.is_whole = True  # False in a shard of a cluster, which cannot tell that no record has a field
         self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._last: dict[str, _Known] = {}  # filters as they were given, of one generation
         self._looked_for: set[str] = set()  # fields of filters that matched nothing
+
+    def known(self, where: dict[str, Any], generation: int) -> Live | None:
+        """The positions that the filter matches, if it was asked in this generation. In any thread."""
+        try:
+            known = self._last.get(json.dumps(where))
+        except (TypeError, ValueError, RecursionError):  # `parse` says what is wrong with it
+            return None
+        return known.matching.live if known is not None and known.generation == generation else None
 
     def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Matching:
         """The records that the filter matches. Raises BadFilter.
@@ -71,7 +81,15 @@ class Matches:
         self._known[text] = known
         if len(self._known) > FILTERS_KEPT:
             self._known.popitem(last=False)
+        self._remember(where, known)
         return known.matching
+
+    def _remember(self, where: dict[str, Any], known: _Known) -> None:
+        others = [other for other in self._last.values() if other.generation == known.generation]
+        last = self._last.copy() if 0 < len(others) < FILTERS_KEPT else {}
+        with contextlib.suppress(TypeError):
+            last[json.dumps(where)] = known
+        self._last = last
 
     def _evaluated(self, node: Node, known: _Known | None, catalog: Catalog, snapshot: Snapshot) -> _Known:
         next_row, places = catalog.state().next_row, RecordLine(snapshot)

@@ -19,7 +19,7 @@ from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Target, build, checked, possible, tuned
 from softdb.index.choose import Progress
-from softdb.index.contract import Devices, Floats, Found, Index, Rows
+from softdb.index.contract import Devices, Floats, Found, Index, Live, Rows
 from softdb.index.ivf import IVF
 from softdb.index.lists import Lists
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
@@ -116,8 +116,10 @@ class Finder:
         """A snapshot's columns as queries on a device find them there; None where the host's serve."""
         return None if self.devices is None else self.devices.columns(snapshot, device)
 
-    def find_plainly(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
-        """As `find` on the CPU, with no filter, in the few steps that a single query should take; None: ask `find`."""
+    def find_plainly(
+        self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
+    ) -> Found | None:  # (q, d) -> (q, k)
+        """As `find` on the CPU in the few steps that a single query should take; None: ask `find`."""
         index, since = self._in_use
         searcher = self._searcher
         if self.devices is not None or not self._looked or since > snapshot.generation or index is None:
@@ -125,12 +127,12 @@ class Finder:
         if searcher is None or searcher.index is not index:
             return None
         start = time.perf_counter()
-        found = searcher.find_plainly(snapshot, vectors, k)
+        found = searcher.find_plainly(snapshot, vectors, k, allowed)
         if found is not None:
             numbers, seconds = snapshot.count * vectors.shape[1], time.perf_counter() - start
             self.watch.saw(
                 index, seconds, found.positions, numbers,
-                lambda which: self._compared(snapshot, Query(torch.from_numpy(vectors), k, index.metric), which),
+                lambda which: self._compared(snapshot, Query(torch.from_numpy(vectors), k, index.metric, allowed), which),
             )  # fmt: skip
         return found
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, Numbers, Rows, prepared
-from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Bits, CodeBlocks, Coded, Matrix, Places, Quantizer
+from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Allowed, CodeBlocks, Coded, Matrix, Places, Quantizer
 from softdb.index.rerank import CODES
 from softdb.index.rule import Rule, fitted
 from softdb.kernels import native
@@ -34,7 +34,8 @@ class Among(NamedTuple):
 
     keys: Any  # the stored column; None: the best by their codes are returned, with estimates
     places: Places  # (slots,) positions, or whatever names a record
-    allowed: Bits  # (blocks,) of `CodeBlocks.bits`
+    allowed: Allowed
+    share: float = 1.0  # of the records that the index holds
 
 
 class Lists(Index):
@@ -47,7 +48,7 @@ class Lists(Index):
 
     def __init__(self, metric: Metric, inner: Quantizer, layout: CodeBlocks | None = None) -> None:
         super().__init__(metric, inner)
-        self.rates = np.array(Rule())  # of the rule
+        self.rule = Rule()
         self.slack = 0.0  # the most that rounding of factors and offsets raises a score
         self.parts = len(inner.words)
         self._pending: list[Coded] = []
@@ -85,13 +86,14 @@ class Lists(Index):
         layout = CodeBlocks(sizes, starts, blocks, factors, offsets, rows, squares)
         _check(metric, inner, layout, rule, dim)
         index = cls(metric, inner, layout)
-        index.rates, index.slack = rule[:-1].copy(), float(rule[-1])
+        *rates, index.slack = map(float, rule)
+        index.rule = Rule(*rates)
         return index
 
     def dump(self) -> NDArray[np.uint8]:
         """As `loaded` reads it."""
         inner, file = self.inner, io.BytesIO()
-        rule = np.append(self.rates, self.slack)
+        rule = np.array([*self.rule, self.slack])
         arrays = *inner.rotation, *inner.centroids, inner.words, inner.origin, np.array(inner.unit), rule, *self.layout
         for array in arrays:
             np.save(file, array, allow_pickle=False)
@@ -101,7 +103,7 @@ class Lists(Index):
         """Search these records from now on."""
         inner, l2 = self.inner, self.metric is Metric.L2
         self.layout = layout
-        self.filled = layout.bits(np.ones(1, np.bool_), np.where(layout.rows == NO_ROW, 1, 0).astype(np.uint32))
+        self.filled = layout.allowed(np.ones(1, np.bool_), np.where(layout.rows == NO_ROW, 1, 0).astype(np.uint32))
         table, lists = inner.centroids.rows, len(inner.centroids.scales)
         usual = np.sqrt(layout.squares.sum() / max(1, self.count))
         spreads = np.maximum(np.sqrt(layout.squares / np.maximum(layout.sizes, 1)), max(0.05 * usual, 1e-30))
@@ -174,21 +176,21 @@ class Lists(Index):
         """Bytes that a query reads: codes, and keys that are scored exactly, which lie apart from each other."""
         places, scores = np.empty((len(queries), 1), np.int64), np.empty((len(queries), 1), np.float32)
         candidates = self.kept_for(k)
-        given = self.filled, self.layout.rows, None, CODES[self.metric], self.rates, effort, k, candidates
-        scanned: int = abs(native().search_lists(self._native[0], queries, *given, places, scores))
+        given = *self.filled, self.layout.rows, None, CODES[self.metric], *self.rule.of_kernels(effort, 1.0)
+        scanned: int = abs(native().search_lists(self._native[0], queries, *given, k, candidates, places, scores))
         return float(scanned / len(queries) * (self.parts / 2 + 4) + JUMP * candidates * queries.shape[1] * 4)
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
         """By codes alone."""
-        among = Among(None, self.layout.rows, self._bits_of(rows))
+        among = Among(None, self.layout.rows, self._allowed(rows), 1.0 if rows is None else len(rows) / self.count)
         return self.scan(np.ascontiguousarray(queries), c, among, min(c, self.tuned_for), c, effort)[0]
 
-    def _bits_of(self, rows: Rows | None) -> Bits:
+    def _allowed(self, rows: Rows | None) -> Allowed:
         if rows is None:
             return self.filled
         keep = np.zeros(self.covered, np.bool_)
         keep[rows] = True
-        return self.layout.bits(keep, self.layout.rows)
+        return self.layout.allowed(keep, self.layout.rows)
 
     def scan(
         self,
@@ -202,7 +204,8 @@ class Lists(Index):
         """The places of the k best, -1 for none, and their scores."""
         places, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         effort = self.effort_for(certain) if effort is None else effort
-        given = among.allowed, among.places, among.keys, CODES[self.metric], self.rates, effort, certain, candidates
+        rule = self.rule.of_kernels(effort, among.share)
+        given = *among.allowed, among.places, among.keys, CODES[self.metric], *rule, certain, candidates
         loop, lists, q = native().search_lists, self._native[0], len(queries)
         threads = min(q, workers(q * (candidates + self.lists) * queries.shape[1])) if q > 1 else 1
         if threads == 1:  # which feels microseconds
@@ -221,12 +224,14 @@ class Lists(Index):
         if self.metric is Metric.L2:
             scores = 2 * scores - np.square(table).sum(1)
             sides = 2 * np.sqrt(np.maximum(squares - scores, 0))
-        among, lists = Among(None, self.layout.rows, self._bits_of(rows)), np.full(self.covered + 1, -1)
+        among, lists = Among(None, self.layout.rows, self._allowed(rows)), np.full(self.covered + 1, -1)
         edges = self.scan(queries, k, among, k, max(k, LEAST), 0)[1][:, -1:]
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
         deviations = np.maximum(sides, 1e-30) * self.spreads
-        rule, least = fitted(scores, edges, deviations, self.layout.sizes, lists[truth])
-        self.rates, self.effort_least = np.array(rule), max(1, round(least / 4))  # at which hardly any scans more
+        means = scores - np.square(self.spreads) if self.metric is Metric.L2 else scores
+        gaps = (means - edges) / deviations
+        rule, least = fitted(scores, gaps, among.allowed.sizes[: self.lists].astype(np.int64), lists[truth])
+        self.rule, self.effort_least = rule, max(1, round(least / 4))  # at which hardly any scans more
         self.effort_most = max(self.effort_least, 1000 * self.count // k)  # where a list has a thousandth of the usual
 
     @property
@@ -263,7 +268,7 @@ class Lists(Index):
         steps = np.empty(len(queries))
 
         def given(run: slice) -> tuple[Any, ...]:
-            lists = self._native[0], turned[run], order[run], nearness[run], self.filled, self.layout.rows
+            lists = self._native[0], turned[run], order[run], nearness[run], self.filled.bits, self.layout.rows
             return *lists, rows[run], codes[run], steps[run]
 
         by_lines(native().scan_lists, given, len(queries), order.size * self.count // self.lists * self.parts)

@@ -16,7 +16,7 @@ from softdb.index.timing import fastest
 
 FEW = 4096  # matches of a filter that are compared exactly sooner than an index in FAISS is asked
 SHARE = 0.125  # of the records, likewise
-FEWEST = 128  # and where the index scans the matches alone
+FEWEST = 2048  # likewise where the index scans the matches alone
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 
 PASSES = 2  # turns of a pass and of a round

@@ -31,7 +31,7 @@ NO_ROW = int(np.iinfo(np.uint32).max)
 _ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # records of a block by the bytes of their codes
 
 Places = NDArray[np.uint32]
-Bits = NDArray[np.uint16]
+_COUNTS = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).reshape(-1, 16).sum(1, dtype=np.uint8)
 
 
 class Matrix(NamedTuple):
@@ -148,6 +148,13 @@ class Coded(NamedTuple):
         )  # fmt: skip
 
 
+class Allowed(NamedTuple):
+    """Slots that a scan may return."""
+
+    bits: NDArray[np.uint16]  # (blocks,) a bit a slot
+    sizes: Floats  # (lists and up to 15 zeros,) their number in each list
+
+
 class CodeBlocks(NamedTuple):
     """Coded records where kernels read them: in blocks of 16, list by list; the last of a list has spare slots."""
 
@@ -205,10 +212,14 @@ class CodeBlocks(NamedTuple):
             np.repeat(squares, self.sizes).astype(np.float32),
         )  # fmt: skip
 
-    def bits(self, keep: Live, places: Places) -> Bits:  # (size,), (slots,) -> (blocks,)
-        """A bit a slot: whether it is filled, and `keep` at its place."""
+    def allowed(self, keep: Live, places: Places) -> Allowed:  # (size,), (slots,)
+        """The slots that are filled and whose place is in `keep`. Cost n."""
         taking_part = np.append(keep, False)[np.minimum(places, len(keep))]
-        return np.packbits(taking_part, bitorder="little").view(np.uint16)
+        bits = np.packbits(taking_part, bitorder="little").view(np.uint16)
+        counts = np.concatenate([[0], np.cumsum(_COUNTS[bits], dtype=np.int64)])
+        sizes = np.zeros(-(-len(self.sizes) // BLOCK) * BLOCK, np.float32)
+        sizes[: len(self.sizes)] = np.diff(counts[self.starts])
+        return Allowed(bits, sizes)
 
 
 def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)

@@ -1,41 +1,65 @@
 """The rule of lists: which of them may hold a match, by the score of their centroid. Fitted to queries.
 
-The number of a query's k nearest in list j, of N records, is taken as Poisson, with the logarithm of its mean
+The number of a query's k nearest in list j, of N records, is taken as Poisson with mean N times
 
-    log N + a g + b z + c z² + d        g = (s - t) / (ρ u) is how far the list's score s lies above t, the score of
-                                        the k-th best in the first lists, in deviations ρ u of the scores in the list
-                                        (ρ of the residuals, u = |q|, for l2 2 |q - c|); z is s standardised over the
-                                        lists
+    exp(a g + b z + c z² + d)     g = (s - t) / (ρ u) is how far the list's records lie above t, the score of the k-th
+                                  best in the first lists: s is their mean score, for l2 lower than their centroid's by
+                                  ρ²; ρ u is its deviation (ρ of the residuals, u = |q|, for l2 2 |q - c|); z is the
+                                  centroid's score standardised over the lists
+    Φ(a' g + d')                  under a filter: matches lie in lists of any z, and their scores are about normal
 
 A list is scanned where a match is expected among `records_per_match` of its records (lists.cc, step 3).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Live, Rows
 
 FIRST = 4  # lists that are scanned whatever the rule (kFirst of lists.cc)
+MOSTLY = 0.9  # share of the records below which a filter may leave out most of the nearest
 ROUNDS = 25  # of Newton's method at most
+
+Doubles: TypeAlias = NDArray[np.float64]
+Link: TypeAlias = Callable[[Doubles], tuple[Doubles, Doubles]]  # η -> logarithm of the rate, and its derivative
 
 
 class Rule(NamedTuple):
-    """The coefficients a, b, c and d."""
+    """The coefficients a, b, c, d, and a', d' of the rule under a filter."""
 
     gap: float = 1.0
     linear: float = 0.0
     square: float = 0.0
     constant: float = 0.0
+    filtered_gap: float = 1.0
+    filtered_constant: float = 0.0
+
+    def of_kernels(self, records_per_match: float, share: float) -> tuple[float, float, float, float]:
+        """a, b, c, and what a g + b z + c z² exceeds where a list is scanned; `share` of the records are allowed.
+
+        Of few records, matches are spread more widely, and fewer records per match do: by the root of twice their share
+        recall stays about as it was, whether a filter goes with the keys or not (measured on five worlds; three are in
+        tests/unit/index/test_filtered_lists.py). 0: no list is scanned but the first.
+        """
+        if not records_per_match:
+            return 1.0, 0.0, 0.0, math.inf
+        if share < MOSTLY:
+            edge = NormalDist().inv_cdf(min(1 / (records_per_match * math.sqrt(min(1.0, 2 * share))), 0.5))
+            return self.filtered_gap, 0.0, 0.0, edge - self.filtered_constant
+        return self.gap, self.linear, self.square, -math.log(records_per_match) - self.constant
 
 
 def fitted(
     scores: Floats,  # (q, lists) of the centroids
-    edges: Floats,  # (q, 1) t
-    deviations: Floats,  # (q, lists) ρ u
+    gaps: Floats,  # (q, lists) g; not finite where there is none
     sizes: Rows,  # (lists,)
     nearest: Rows,  # (q, k) the list of each of the nearest, -1 = none
 ) -> tuple[Rule, float]:
@@ -47,50 +71,69 @@ def fitted(
     counts, seen = np.zeros(scores.shape, np.float32), nearest >= 0
     np.add.at(counts, (np.broadcast_to(lines, nearest.shape)[seen], nearest[seen]), 1)
     first = min(FIRST, scores.shape[1] - 1)
-    takes_part: Live = (sizes > 0) & np.isfinite(edges) & (widths > 0)
+    takes_part: Live = (sizes > 0) & np.isfinite(gaps) & (widths > 0)
     takes_part[lines, np.argpartition(-scores, first, axis=1)[:, :first]] = False
-    if not counts[takes_part].any():
+    matches = counts[takes_part]
+    if not matches.any():
         return Rule(), 1.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        away = ((scores - scores.mean(1, keepdims=True)) / widths)[takes_part]
-        gaps = ((scores - edges) / deviations)[takes_part]
-    facts = np.column_stack([gaps, away, np.square(away)]).astype(np.float64)
-    records = np.broadcast_to(np.log(np.maximum(sizes, 1)), scores.shape)[takes_part]
-    rule = _poisson(facts, counts[takes_part], records)
+        away = ((scores - scores.mean(1, keepdims=True)) / widths)[takes_part].astype(np.float64)
+    gap = gaps[takes_part].astype(np.float64)
+    records = np.broadcast_to(sizes, scores.shape)[takes_part]
+    usual = float(matches.sum() / records.sum())
+    facts = np.column_stack([gap, away, np.square(away)])
+    weights, constant = _poisson(facts, matches, records, _exponential, np.log(usual))
+    far, far_constant = _poisson(gap[:, None], matches, records, _normal, NormalDist().inv_cdf(min(usual, 0.5)))
     rates = np.full(scores.shape, -np.inf)
-    rates[takes_part] = facts @ rule[:3] + rule.constant
+    rates[takes_part] = facts @ weights + constant
+    rule = Rule(*map(float, (*weights, constant, *far, far_constant)))
     return rule, float(np.exp(np.clip(-np.median(rates.max(1)), 0, 20)))
 
 
-def _poisson(facts: NDArray[np.float64], counts: Floats, records: NDArray[np.float64]) -> Rule:  # (m, 3), (m,), (m,)
-    """The rule of the greatest likelihood: counts ~ Poisson(exp(facts · weights + constant + records)).
+def _exponential(numbers: Doubles) -> tuple[Doubles, Doubles]:
+    return np.minimum(numbers, 50), np.ones_like(numbers)
 
-    By Newton's method, the step halved until the likelihood rises (McCullagh and Nelder 1989, section 2.5).
+
+def _normal(numbers: Doubles) -> tuple[Doubles, Doubles]:
+    logs: Doubles = torch.special.log_ndtr(torch.from_numpy(numbers)).numpy()
+    return logs, np.exp(-np.square(numbers) / 2 - logs) / np.sqrt(2 * np.pi)
+
+
+def _poisson(
+    facts: Doubles,  # (m, f)
+    counts: Floats,  # (m,)
+    records: Rows,  # (m,)
+    link: Link,
+    usual: float,
+) -> tuple[Doubles, float]:  # (f,)
+    """Weights and constant of the greatest likelihood: counts ~ Poisson(records rate(facts · weights + constant)).
+
+    By Fisher's scoring, the step halved until the likelihood rises (McCullagh and Nelder 1989, section 2.5). Where the
+    first weight, of the gap, would fall to 0: `usual` alone.
     """
     middle, spread = facts.mean(0), facts.std(0) + 1e-9
-    given = np.column_stack([np.ones(len(facts)), (facts - middle) / spread])
+    given, sizes = np.column_stack([np.ones(len(facts)), (facts - middle) / spread]), np.log(records)
 
-    def likelihood(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        logs = np.minimum(given @ weights + records, 50)
-        expected = np.exp(logs)
-        return float((counts * logs - expected).sum()), expected
+    def likelihood(weights: Doubles) -> tuple[float, Doubles, Doubles]:
+        logs, slopes = link(given @ weights)
+        expected = np.exp(logs + sizes)
+        return float((counts * logs - expected).sum()), expected, slopes
 
-    weights = np.array([np.log(max(counts.sum(), 1) / np.exp(records).sum()), 0, 0, 0])
-    reached, expected = likelihood(weights)
+    weights = np.array([usual, *np.zeros(len(middle))])
+    reached, expected, slopes = likelihood(weights)
     for _ in range(ROUNDS):
-        curvature = (given * expected[:, None]).T @ given + 1e-9 * np.eye(4)
-        step = np.linalg.solve(curvature, given.T @ (counts - expected))
+        curvature = (given * (expected * np.square(slopes))[:, None]).T @ given + 1e-9 * np.eye(len(weights))
+        step = np.linalg.solve(curvature, given.T @ ((counts - expected) * slopes))
         for halving in range(ROUNDS):
-            likely, moved = likelihood(weights + step / 2**halving)
+            likely, *moved = likelihood(weights + step / 2**halving)
             if likely > reached:
                 break
         else:
             break
-        weights, gained, (reached, expected) = weights + step / 2**halving, likely - reached, (likely, moved)
+        weights, gained, reached, (expected, slopes) = weights + step / 2**halving, likely - reached, likely, moved
         if gained < 1e-6 * abs(reached):
             break
     rates = weights[1:] / spread
     if not np.isfinite(weights).all() or rates[0] <= 0:
-        return Rule(constant=float(np.log(max(counts.sum(), 1) / np.exp(records).sum())))
-    gap, linear, square = map(float, rates)
-    return Rule(gap, linear, square, float(weights[0] - rates @ middle))
+        return np.eye(1, len(rates))[0], usual
+    return rates, float(weights[0] - rates @ middle)

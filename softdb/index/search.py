@@ -18,10 +18,11 @@ from softdb.index.planner import FEW, Planner
 from softdb.index.quantizer import NO_ROW, Places
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
+from softdb.index.rule import MOSTLY
 from softdb.index.tail import Tail
 from softdb.store import Snapshot
 
-MOSTLY = 0.9  # share of the records below which a graph is asked how many of the nearest count
+FARTHER = 2  # times as many candidates then: codes tell records apart less well that are far
 AROUND, RARE = 64, 0.5  # of so many; so rare in comparison with all that every record is compared
 LISTED = 1 << 16  # matches of a filter whose positions are kept
 
@@ -55,7 +56,7 @@ class Searcher:
         if way == "blocks":
             return None
         if way == "pairs" and listed is not None:
-            return Found(*ordered(snapshot, vectors, np.tile(listed, (len(vectors), 1)), k, metric), "flat")
+            return _compared(snapshot, vectors, listed, k, metric)
         certain = min(query.certain or k, k)
         found, known = self._searched(snapshot, eligible, allowed, vectors, k, certain)
         scores: Floats | None = known
@@ -71,18 +72,24 @@ class Searcher:
         """As `find`, and by comparing every record where that costs less."""
         return self.find(snapshot, query) or Found(nearest(snapshot, query), None, "flat")
 
-    def find_plainly(self, snapshot: Snapshot, vectors: Floats, k: int) -> Found | None:  # (q, d) -> (q, k)
-        """As `find`, where there is no filter and the index holds every record: with as little as one query needs.
+    def find_plainly(
+        self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
+    ) -> Found | None:  # (q, d) -> (q, k)
+        """As `find`, where the index holds every record: with as little as one query needs.
 
         None where `find` has to be asked.
         """
         coverage, index = self._coverage, self.index
         if coverage is None or coverage.until < snapshot.size or coverage.snapshot() is not snapshot:
             return None
-        eligible = coverage.every
-        if self.planner.way(eligible.count, len(vectors), k, False) != "index":
+        eligible = coverage.of(snapshot, index, allowed)
+        listed = eligible.listed if eligible.filtered else None
+        way = self.planner.way(eligible.count, len(vectors), k, eligible.filtered, listed is not None)
+        if way == "pairs" and listed is not None:
+            return _compared(snapshot, vectors, listed, k, index.metric)
+        if way != "index":
             return None
-        found, scores = self._searched(snapshot, eligible, None, vectors, k, k)
+        found, scores = self._searched(snapshot, eligible, allowed, vectors, k, k)
         return None if found.min(initial=0) < 0 else Found(found, scores, index.kind)
 
     def _searched(
@@ -91,11 +98,12 @@ class Searcher:
         """The k best of the records that the index holds and that count."""
         index = self.index
         vectors_seen, candidates = prepared(vectors, index.metric), max(index.kept_for(certain), k)
-        effort = math.ceil(index.effort_for(certain) / eligible.share)  # what counts lies farther where less does
         if isinstance(index, Lists):
-            among = Among(snapshot.key_column, eligible.places, eligible.bits)
-            positions, scores = index.scan(vectors_seen, k, among, certain, candidates, effort)
+            among = Among(snapshot.key_column, eligible.places, eligible.slots, eligible.share)
+            candidates *= FARTHER if eligible.share < MOSTLY else 1
+            positions, scores = index.scan(vectors_seen, k, among, certain, candidates)
         else:
+            effort = math.ceil(index.effort_for(certain) / eligible.share)  # what counts lies farther where less does
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
             if eligible.share < MOSTLY:  # a filter may go with the keys: where few of the nearest count, none is named
                 around = snapshot.positions(index.search(vectors_seen, AROUND, None))
@@ -128,6 +136,11 @@ class Searcher:
         return known
 
 
+def _compared(snapshot: Snapshot, vectors: Floats, positions: Rows, k: int, metric: Metric) -> Found:
+    """The k best of the same few records for every query."""
+    return Found(*ordered(snapshot, vectors, np.tile(positions, (len(vectors), 1)), k, metric), "flat")
+
+
 def indexed_until(snapshot: Snapshot, index: Index) -> int:
     """The first position whose row the index does not hold yet."""
     return sum(_below(s.first_row, s.rows, len(s), index.covered) for s in snapshot.segments)
@@ -152,7 +165,7 @@ class _Eligible:
         self.selected: Selected | None = None  # in FAISS' form; None: all of these
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
         if isinstance(index, Lists):
-            self.bits = index.filled if every and self.aligned else index.layout.bits(keep, self.places)
+            self.slots = index.filled if every and self.aligned else index.layout.allowed(keep, self.places)
         elif self.count > FEW and not every:
             self.selected = Selected(snapshot.rows(np.flatnonzero(keep[: self.until])), index.covered)
 

@@ -9,9 +9,9 @@
 //
 //     1. is multiplied with R and all centroids, both int8;
 //     2. scans its few best lists; t is the estimate of the k-th best record in them;
-//     3. visits every list where  log rate = a g + b z + c z² + d > -log(records per match):  g = (s - t) / (ρ u) is how
-//        far the list's score s lies above t in deviations of its records (ρ of the residuals; u = |q|, 2 |q - c| for
-//        l2), z is s standardised over the lists;
+//     3. visits every list where  a g + b z + c z² > least:  g = (s - t) / (ρ u) is how far the mean score s of its
+//        records lies above t in their deviations (ρ of the residuals; u = |q|, 2 |q - c| for l2, whose s is the
+//        centroid's score less ρ²), z is the centroid's score standardised over the lists (index/rule.py);
 //     4. scores the best `kept` exactly, where the keys lie.
 //
 // A batch takes steps 3 and 4 list by list, so that codes are read once for all of its queries. Cost of a query:
@@ -199,6 +199,16 @@ struct Search {
         flush();
     }
 
+    // Gives lists of which nothing is allowed a score below all others.
+    void put_last(float* scores) const {
+        Vec least = load(scores), most = least;
+        for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
+            least = smaller(load(scores + j), least), most = greater(load(scores + j), most);
+        const float low = least_of(least), last = low - 0.05f * (-least_of(-most) - low);
+        for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
+            store(scores + j, load(ask.sizes + j) > 0 ? load(scores + j) : everywhere(last));
+    }
+
     // Steps 1 and 2.
     void begin(Query& query, const float* asked) {
         const int64_t d = ask.queries.width;
@@ -211,6 +221,7 @@ struct Search {
         multiply(lists.centroids, steps, query.scores);
         for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
             store(query.scores + j, load(query.scores + j) - load(lists.lengths + j));
+        put_last(query.scores);
         ListState& state = query.state;
         make_tables(lists, turned, entries, state);
         const ListState own = state;
@@ -248,8 +259,7 @@ struct Search {
         const float whole = float(max(lists.count / kLanes * kLanes, int64_t(1)));
         const float apart = sum(total) / whole, variance = sum(square) / whole - apart * apart;
         const float inverse = variance > 0 ? 1 / __builtin_sqrtf(variance) : 0, middle = shift + apart;
-        const float a = float(ask.rule.gap), b = float(ask.rule.linear), c = float(ask.rule.square);
-        const float least = float(-log(ask.rule.records_per_match) - ask.rule.constant);
+        const float a = ask.rule.gap, b = ask.rule.linear, c = ask.rule.square, least = ask.rule.least;
         const float length = query.length, plain = 1 / max(__builtin_sqrtf(length), 1e-30f);
         each_list([&](int64_t j) {
             const Vec score = load(scores + j);
@@ -260,8 +270,10 @@ struct Search {
                 for (int i = 0; i < kLanes; i++) apart[i] = 0.5f / __builtin_sqrtf(apart[i]);
                 side = load(apart);
             }
-            const Vec z = (score - middle) * inverse, g = (score - t) * side * load(lists.inverse_spreads + j);
-            return above(a * g + z * (b + c * z), everywhere(least)) & above(everywhere(query.visited), score);
+            const Vec tight = load(lists.inverse_spreads + j), mean = lists.offsets ? score - 1 / (tight * tight) : score;
+            const Vec z = (score - middle) * inverse, g = (mean - t) * side * tight;
+            return above(a * g + z * (b + c * z), everywhere(least)) & above(everywhere(query.visited), score) &
+                   above(load(ask.sizes + j), Vec{});
         }, visit);
     }
 

@@ -31,16 +31,16 @@ struct Lists {
     const float* origin = nullptr;        // (d,) that keys are seen from, for l2; else null
 };
 
-// Which lists a query visits, besides its best: those in which a match is expected among so many records.
+// Which lists a query visits, besides its best: those where a g + b z + c z² exceeds `least`.
 struct ListRule {
-    double gap = 0, linear = 0, square = 0, constant = 0;  // of the logarithm of the rate
-    double records_per_match = 1;
+    float gap = 0, linear = 0, square = 0, least = 0;
 };
 
 struct ListSearch {
     Lists lists;
     Table<const float> queries;          // (q, d) prepared
     const uint16_t* allowed = nullptr;   // (blocks,) a bit a slot
+    const float* sizes = nullptr;        // (rows,) records of each list that are allowed
     const uint32_t* places = nullptr;    // (slots,) position or row of each
     Stored keys;                         // of no interest: the best by codes are returned, with their estimates
     Metric metric = Metric::dot;

@@ -132,9 +132,8 @@ def test_the_rule_is_that_of_the_world() -> None:
     for line, count in zip(nearest, counts, strict=True):
         lists = np.repeat(np.arange(64), count)
         line[: len(lists)] = lists
-    rule, least = fitted(
-        scores.astype(np.float32), edges.astype(np.float32), deviations.astype(np.float32), sizes, nearest
-    )
+    gaps = ((scores - edges) / deviations).astype(np.float32)
+    rule, least = fitted(scores.astype(np.float32), gaps, sizes, nearest)
     seen = rule.gap * (scores - edges) / deviations + rule.linear * away + rule.square * away**2 + rule.constant
     near = rates > 1e-3
     assert np.abs(seen - np.log(rates))[near].mean() < 0.15
@@ -143,7 +142,7 @@ def test_the_rule_is_that_of_the_world() -> None:
 
 def test_a_world_without_a_rule_has_a_plain_one() -> None:
     scores = np.zeros((5, 8), np.float32)
-    rule, least = fitted(scores, scores[:, :1], scores + 1, np.full(8, 10), np.full((5, 3), -1))
+    rule, least = fitted(scores, scores, np.full(8, 10), np.full((5, 3), -1))
     assert (rule, least) == (Rule(), 1.0)
 
 
@@ -161,11 +160,11 @@ def written(arrays: list[Any]) -> NDArray[np.uint8]:
 
 def test_an_index_comes_back_from_its_bytes() -> None:
     index, keys = made(Metric.L2)
-    index.rates, index.slack = np.array([1.0, 2.0, 3.0, 4.0]), 0.5
+    index.rule, index.slack = Rule(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 0.5
     back = Lists.loaded(Metric.L2, index.dump(), D)
     assert isinstance(back, Lists)
     assert by_row(back) == by_row(index)
-    assert (back.rates.tolist(), back.slack) == ([1, 2, 3, 4], 0.5)
+    assert (back.rule, back.slack) == (index.rule, 0.5)
     back.covered = index.covered
     np.testing.assert_array_equal(back.find(keys[:9], 20), index.find(keys[:9], 20))
 

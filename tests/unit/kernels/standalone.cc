@@ -322,6 +322,9 @@ void check_lists(int64_t q, bool l2) {
         factors[i] = uint16_t(0x3800 + i), offsets[i] = uint16_t(0x3c00 + 7 * i), places[i] = uint32_t(1000 - i);
         if (i % 3) allowed[i / 16] |= uint16_t(1 << i % 16);
     }
+    std::vector<float> sizes(rows);
+    for (int64_t j = 0; j < lists; j++)
+        for (int64_t i = 16 * starts[j]; i < 16 * starts[j + 1]; i++) sizes[j] += i % 3 != 0;
     ListSearch ask;
     ask.lists.rotation = {rotation.data(), turn_scales.data(), turns, d};
     ask.lists.centroids = {centroids.data(), scales.data(), rows, d};
@@ -329,7 +332,8 @@ void check_lists(int64_t q, bool l2) {
     ask.lists.count = lists, ask.lists.codes = codes.data(), ask.lists.factors = factors.data();
     if (l2) ask.lists.offsets = offsets.data(), ask.lists.unit = 0.5f, ask.lists.origin = origin.data();
     ask.lists.words = words.data(), ask.lists.parts = parts, ask.lists.word = word;
-    ask.queries = {queries.data(), q, d, d}, ask.allowed = allowed.data(), ask.places = places.data();
+    ask.queries = {queries.data(), q, d, d}, ask.allowed = allowed.data(), ask.sizes = sizes.data();
+    ask.places = places.data();
     ask.keys.kind = Kind::none, ask.nearest = slots, ask.kept = slots;
     int64_t scanned = 0;
     ask.found = {found.data(), q, slots, slots}, ask.scores = {scores.data(), q, slots, slots}, ask.scanned = &scanned;

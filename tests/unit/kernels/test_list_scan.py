@@ -50,7 +50,7 @@ def world(metric: Metric = Metric.DOT, d: int = 20, parts: int = 8, n: int = 300
     keys += origin
     index.add(np.arange(n), keys)
     index.seal()
-    index.rates = np.array(Rule(1.0, 0.5, -0.1, -3.0))
+    index.rule = Rule(1.0, 0.5, -0.1, -3.0)
     return World(index, index.layout.coded(), keys, (random.standard_normal((9, d)) + origin).astype(np.float32))
 
 
@@ -85,8 +85,8 @@ def estimates(world: World, query: Floats, turned: Floats | None = None) -> NDAr
 
 def found_by_codes(world: World, queries: Any, c: int, effort: int, allowed: Any = None) -> tuple[Any, Floats]:
     index = world.index
-    bits = index.filled if allowed is None else index.layout.bits(allowed, index.layout.rows)
-    return index.scan(queries, c, Among(None, index.layout.rows, bits), c, c, effort)
+    slots = index.filled if allowed is None else index.layout.allowed(allowed, index.layout.rows)
+    return index.scan(queries, c, Among(None, index.layout.rows, slots), c, c, effort)
 
 
 EVERYTHING = 1 << 60
