@@ -80,7 +80,7 @@ def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
 
 def test_lists_are_always_scanned_but_for_next_to_nothing(db: softdb.SoftDB) -> None:
     way = planner_of(db).way
-    assert way(12_000, 1, 10, False) == way(200, 100, 10, True, True) == "index"
+    assert way(12_000, 1, 10, False) == way(3000, 100, 10, True, True) == "index"
     assert way(100, 1, 10, True, True) == "pairs"
     assert way(100, 1, 10, True, False) == way(12_000, 1, 2000, False) == "blocks"
 
