@@ -164,7 +164,7 @@ class DatabaseCore(Core[Stored]):
         snapshot, keyed = self.store.loader.loaded
         vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None
         count = check.DEFAULT_K if k is None else k
-        if vectors is None or type(count) is not int or count < 1 or not check.all_finite(vectors):
+        if vectors is None or type(count) is not int or count < 1:
             return None
         allowed = None if where is None else self.store.known_matching(where, snapshot)
         if where is not None and allowed is None:

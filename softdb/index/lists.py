@@ -20,7 +20,7 @@ from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Allowed, CodeBlocks, 
 from softdb.index.rerank import CODES
 from softdb.index.rule import Rule, fitted
 from softdb.kernels import native
-from softdb.kernels.threads import by_lines, share_out, workers
+from softdb.kernels.threads import by_lines
 
 LEAST = 24  # candidates that are scored exactly at least
 JUMP = 4  # times as long as a byte of codes takes one of a key that lies anywhere
@@ -200,20 +200,21 @@ class Lists(Index):
         certain: int,  # of the k so many need the recall that the index was tuned to
         candidates: int,  # by their codes, which are scored exactly
         effort: int | None = None,
-    ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-        """The places of the k best, -1 for none, and their scores."""
+    ) -> tuple[Rows, Floats, bool]:  # (q, k), (q, k)
+        """The places of the k best, -1 for none, and their scores; True if there are k for each, and all is finite."""
         places, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         effort = self.effort_for(certain) if effort is None else effort
         rule = self.rule.of_kernels(effort, among.share)
         given = *among.allowed, among.places, among.keys, CODES[self.metric], *rule, certain, candidates
-        loop, lists, q = native().search_lists, self._native[0], len(queries)
-        threads = min(q, workers(q * (candidates + self.lists) * queries.shape[1])) if q > 1 else 1
-        if threads == 1:  # which feels microseconds
-            loop(lists, queries, *given, places, scores)
-            return places, scores
-        runs = [slice(q * i // threads, q * (i + 1) // threads) for i in range(threads)]
-        share_out(lambda run: loop(lists, queries[run], *given, places[run], scores[run]), runs)
-        return places, scores
+        loop, lists = native().search_lists, self._native[0]
+        if len(queries) == 1:  # which feels microseconds
+            return places, scores, loop(lists, queries, *given, places, scores) >= 0
+
+        def some(run: slice) -> tuple[Any, ...]:
+            return lists, queries[run], *given, places[run], scores[run]
+
+        scanned = by_lines(loop, some, len(queries), queries.size * (candidates + self.lists))
+        return places, scores, min(scanned, default=0) >= 0
 
     def fit(self, queries: Floats, truth: Rows, rows: Rows | None = None) -> None:
         """Fit the rule."""

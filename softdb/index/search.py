@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from softdb.check import Metric
+from softdb.check import Metric, all_finite
 from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
 from softdb.index.lists import Among, Lists
@@ -58,7 +58,7 @@ class Searcher:
         if way == "pairs" and listed is not None:
             return _compared(snapshot, vectors, listed, k, metric)
         certain = min(query.certain or k, k)
-        found, known = self._searched(snapshot, eligible, allowed, vectors, k, certain)
+        found, known, _ = self._searched(snapshot, eligible, allowed, vectors, k, certain)
         scores: Floats | None = known
         if coverage.until < snapshot.size:
             newer = nearest(snapshot, replace(query, k=min(k, snapshot.size - coverage.until)), coverage.until)
@@ -75,9 +75,9 @@ class Searcher:
     def find_plainly(
         self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
     ) -> Found | None:  # (q, d) -> (q, k)
-        """As `find`, where the index holds every record: with as little as one query needs.
+        """As `find`, where the index holds every record, with as little as one query needs, which is checked, too.
 
-        None where `find` has to be asked.
+        None where `find` has to be asked, and for queries that are not finite.
         """
         coverage, index = self._coverage, self.index
         if coverage is None or coverage.until < snapshot.size or coverage.snapshot() is not snapshot:
@@ -85,23 +85,23 @@ class Searcher:
         eligible = coverage.of(snapshot, index, allowed)
         listed = eligible.listed if eligible.filtered else None
         way = self.planner.way(eligible.count, len(vectors), k, eligible.filtered, listed is not None)
-        if way == "pairs" and listed is not None:
+        if way == "pairs" and listed is not None and all_finite(vectors):
             return _compared(snapshot, vectors, listed, k, index.metric)
         if way != "index":
             return None
-        found, scores = self._searched(snapshot, eligible, allowed, vectors, k, k)
-        return None if found.min(initial=0) < 0 else Found(found, scores, index.kind)
+        found, scores, whole = self._searched(snapshot, eligible, allowed, vectors, k, k)
+        return Found(found, scores, index.kind) if whole else None
 
     def _searched(
         self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None, vectors: Floats, k: int, certain: int
-    ) -> tuple[Rows, Floats]:  # (q, d) -> (q, k), (q, k)
-        """The k best of the records that the index holds and that count."""
+    ) -> tuple[Rows, Floats, bool]:  # (q, d) -> (q, k), (q, k)
+        """The k best of the records that the index holds and that count; True if there are k, and all is finite."""
         index = self.index
         vectors_seen, candidates = prepared(vectors, index.metric), max(index.kept_for(certain), k)
         if isinstance(index, Lists):
             among = Among(snapshot.key_column, eligible.places, eligible.slots, eligible.share)
             candidates *= FARTHER if eligible.share < MOSTLY else 1
-            positions, scores = index.scan(vectors_seen, k, among, certain, candidates)
+            positions, scores, whole = index.scan(vectors_seen, k, among, certain, candidates)
         else:
             effort = math.ceil(index.effort_for(certain) / eligible.share)  # what counts lies farther where less does
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
@@ -111,11 +111,12 @@ class Searcher:
                 rows[((around >= 0) & keep[around]).mean(1) < RARE * eligible.share] = -1
             near = rows if eligible.aligned else snapshot.positions(rows)
             positions, scores = ordered(snapshot, vectors, near, k, index.metric, vectors_seen)
+            whole = bool(positions.min(initial=0) >= 0) and all_finite(vectors)
         if index.metric is Metric.DOT:
             outliers, theirs = self.outliers(snapshot, eligible, allowed)
             if outliers.count and outliers.take_part(vectors, theirs, positions, scores):
                 positions, scores = ordered(snapshot, vectors, positions, k, index.metric, vectors_seen)
-        return positions, scores
+        return positions, scores, whole
 
     def outliers(self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None) -> tuple[Outliers, Rows]:
         """The outliers of norm and their positions, -1 for those that do not count."""

@@ -277,13 +277,13 @@ struct Search {
         }, visit);
     }
 
-    // Step 4. Returns whether k were found, and no score is NaN.
+    // Step 4. Returns whether k were found, the query is finite and no score is NaN.
     template <class Number>
     bool finish(Query& query, int64_t i) {
         ListState& state = query.state;
         const int64_t k = ask.found.width;
         int64_t* heap = ask.found[i];
-        bool whole = true;
+        bool whole = query.length < kInfinity;
         fill(heap, k, kLast);
         if (ask.keys.kind == Kind::none) {
             for (int64_t j = 0; j < state.count; j++)
@@ -336,7 +336,7 @@ int64_t list_scratch(const ListSearch& ask) {
     return memory.used;
 }
 
-// The whole search; returns whether k were found for every query, and no score is NaN.
+// The whole search; returns whether k were found for every query, all are finite and no score is NaN.
 bool search_lists(const ListSearch& ask, char* scratch) {
     Memory memory{scratch};
     Search search(ask, memory);

@@ -86,7 +86,7 @@ def estimates(world: World, query: Floats, turned: Floats | None = None) -> NDAr
 def found_by_codes(world: World, queries: Any, c: int, effort: int, allowed: Any = None) -> tuple[Any, Floats]:
     index = world.index
     slots = index.filled if allowed is None else index.layout.allowed(allowed, index.layout.rows)
-    return index.scan(queries, c, Among(None, index.layout.rows, slots), c, c, effort)
+    return index.scan(queries, c, Among(None, index.layout.rows, slots), c, c, effort)[:2]
 
 
 EVERYTHING = 1 << 60
