@@ -14,9 +14,9 @@ int64_t scan_scratch(const ListScan& ask);
 void scan_lists(const ListScan& ask, char* scratch);
 void encode(const Encode& ask);
 
-constexpr int kBlock = 16;     // records
+constexpr int kBlock = 16;           // records
 constexpr int64_t kBlocksAhead = 6;  // that are on their way from memory while one is worked on
-constexpr int kTop = 127;    // the largest entry: two of them fit in a byte
+constexpr int kTop = 127;            // the largest entry: two of them fit in a byte
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));

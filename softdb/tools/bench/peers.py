@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from io import RawIOBase
 from pathlib import Path
@@ -156,18 +158,103 @@ def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
             found = index.get_nns_by_vector(query, k, effort)
             return [*found, *[-1] * (k - len(found))]
 
-        if peer.threads_for(queries) == 1:
-            return [rows(query) for query in queries]
-        with ThreadPoolExecutor(peer.threads) as pool:
-            return list(pool.map(rows, queries, chunksize=64))
+        return _each(peer, rows, queries)
 
-    def size() -> int:
-        with tempfile.TemporaryDirectory(prefix="softdb-bench-") as folder:
-            path = Path(folder) / "trees.ann"
-            index.save(str(path))  # from then on it is mapped from that file
-            return path.stat().st_size
+    def write(folder: Path) -> None:
+        index.save(str(folder / "trees.ann"))  # from then on it is mapped from that file
 
-    return _Calls(add, search, size, lambda: index.build(peer.variant, n_jobs=peer.setup.threads))
+    finish = partial(index.build, peer.variant, n_jobs=peer.setup.threads)
+    return _Calls(add, search, lambda: _saved(write), finish)
+
+
+def _each(peer: _Peer, rows: Callable[[Floats], Any], queries: Floats) -> list[Any]:
+    """Rows of queries that are asked one by one, by several threads."""
+    if peer.threads_for(queries) == 1:
+        return [rows(query) for query in queries]
+    with ThreadPoolExecutor(peer.threads) as pool:
+        return list(pool.map(rows, queries, chunksize=64))
+
+
+def _whole(
+    peer: _Peer,
+    build: Callable[[Floats], Any],
+    search: Callable[[Any, Floats, int], Any],
+    write: Callable[[Any, Path], object],
+) -> _Calls:
+    """An index that takes all keys at once."""
+    keys, made = np.empty((peer.data.n, peer.data.dim), np.float32), list[Any]()
+
+    def add(low: int, block: Floats) -> None:
+        keys[low : low + len(block)] = block
+
+    return _Calls(
+        add, lambda queries, effort: search(made[0], queries, effort), lambda: _saved(partial(write, made[0])),
+        lambda: made.append(build(keys)),
+    )  # fmt: skip
+
+
+def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
+    """A Vamana graph over keys in half precision: its codes of less are for Intel's processors alone."""
+    parameters = module.VamanaBuildParameters(
+        graph_max_degree=2 * peer.variant, window_size=max(peer.setup.construction, 2 * peer.variant)
+    )
+    metric = module.DistanceType.L2 if l2 else module.DistanceType.MIP
+
+    def build(keys: Floats) -> Any:
+        return module.Vamana.build(parameters, keys.astype(np.float16), metric, num_threads=peer.setup.threads)
+
+    def search(index: Any, queries: Floats, effort: int) -> Any:
+        index.search_window_size, index.num_threads = effort, peer.threads_for(queries)
+        return index.search(queries, peer.setup.k)[0]
+
+    def write(index: Any, folder: Path) -> None:
+        index.save(*(str(folder / name) for name in ("config", "graph", "keys")))
+
+    return _whole(peer, build, search, write)
+
+
+def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
+    """A graph over codes of 8 bits, whose candidates are scored again by whole keys."""
+    inner = {
+        "base_quantization_type": "sq8", "use_reorder": True, "precise_quantization_type": "fp32",
+        "max_degree": 2 * peer.variant, "ef_construction": peer.setup.construction,
+        "build_thread_count": peer.setup.threads,
+    }  # fmt: skip
+    outer = {"dtype": "float32", "metric_type": "l2" if l2 else "ip", "dim": peer.data.dim, "index_param": inner}
+
+    def build(keys: Floats) -> Any:
+        index = module.Index("hgraph", json.dumps(outer))
+        index.build(vectors=keys.reshape(-1), ids=np.arange(len(keys)), num_elements=len(keys), dim=keys.shape[1])
+        return index
+
+    def search(index: Any, queries: Floats, effort: int) -> Any:
+        asked = json.dumps({"hgraph": {"ef_search": effort}})
+        return _each(peer, lambda query: index.knn_search(vector=query, k=peer.setup.k, parameters=asked)[0], queries)
+
+    return _whole(peer, build, search, lambda index, folder: index.save(str(folder / "graph")))
+
+
+def _scann(peer: _Peer, module: Any, l2: bool) -> _Calls:
+    """A tree of leaves with 4-bit codes of two numbers each, whose candidates are scored again by whole keys."""
+    data, k = peer.data, peer.setup.k
+    leaves = max(1, int(peer.variant * data.n**0.5))
+
+    def build(keys: Floats) -> Any:
+        builder = module.scann_ops_pybind.builder(keys, k, "squared_l2" if l2 else "dot_product")
+        builder.set_n_training_threads(peer.setup.threads)
+        coded = builder.tree(leaves, 1, training_sample_size=min(data.n, 250_000)).score_ah(2)
+        return coded.reorder(REFINED * k).build()
+
+    def search(index: Any, queries: Floats, effort: int) -> Any:
+        given = {
+            "final_num_neighbors": k, "pre_reorder_num_neighbors": REFINED * k, "leaves_to_search": min(effort, leaves),
+        }  # fmt: skip
+        if len(queries) == 1:
+            return index.search(queries[0], **given)[0]
+        index.set_num_threads(peer.threads)
+        return index.search_batched_parallel(queries, **given)[0]
+
+    return _whole(peer, build, search, lambda index, folder: index.serialize(str(folder)))
 
 
 class _FaissHNSW(_Peer):
@@ -208,6 +295,22 @@ class _Annoy(_Peer):
     name, varied, effort_name, make = "annoy", "trees", "search_k", _annoy
     variants, efforts = (50, 100), (100, 1 << 22)
     modules = packages = ("annoy",)
+
+
+class _SVS(_Peer):
+    name, varied, effort_name, make = "svs", "degree/2", "window", _svs
+    modules, packages = ("svs",), ("scalable-vs",)
+
+
+class _VSAG(_Peer):
+    name, varied, make = "vsag", "degree/2", _vsag
+    modules = packages = ("pyvsag",)
+
+
+class _ScaNN(_Peer):
+    name, varied, effort_name, make = "scann", "leaves/√n", "leaves", _scann
+    variants, efforts = (1, 4), (1, 8192)
+    modules = packages = ("scann",)
 
 
 class _PyNNDescent(Engine):
@@ -263,6 +366,13 @@ class _Counter(RawIOBase):
         return length
 
 
+def _saved(write: Callable[[Path], object]) -> int:
+    """Bytes of the files of an index."""
+    with tempfile.TemporaryDirectory(prefix="softdb-bench-") as folder:
+        write(Path(folder))
+        return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
 def _written(write: Callable[[_Counter], object]) -> int:
     """Bytes of an index as it is saved."""
     counter = _Counter()
@@ -278,6 +388,9 @@ PEERS: tuple[type[Engine], ...] = (
     _Usearch,
     _Voyager,
     _Annoy,
+    _SVS,
+    _VSAG,
+    _ScaNN,
     _PyNNDescent,
 )
 ENGINES = {engine.name: engine for engine in (*SOFTDB, *PEERS)}

@@ -172,7 +172,7 @@ def test_what_cannot_be_measured_is_said() -> None:
 
 
 def test_every_peer_that_is_here_finds_by_every_metric() -> None:
-    names = ("faiss-hnsw", "faiss-ivf", "faiss-ivfpq", "hnswlib", "usearch", "voyager", "annoy")
+    names = ("faiss-hnsw", "faiss-ivf", "faiss-ivfpq", "hnswlib", "usearch", "voyager", "annoy", "svs", "vsag", "scann")
     here = [ENGINES[name] for name in names if not ENGINES[name].missing()]
     for metric in ("dot", "cosine", "l2"):
         data = load("clustered", n=400, dim=8, metric=metric, most=40)

@@ -254,4 +254,4 @@ def test_an_index_of_faiss_codes_is_left_aside(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_the_number_of_lists_grows_with_the_root_of_the_records() -> None:
-    assert [lists_for(n) for n in (1000, 117_659, 10**6, 10**7)] == [64, 512, 2048, 8192]
+    assert [lists_for(n) for n in (1000, 117_659, 10**6, 10**7)] == [64, 512, 2048, 4096]
