@@ -161,7 +161,7 @@ def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, fl
 
     def aimed_at(goal: float) -> Setting:
         progress = functools.partial(say, "measuring")
-        return steadied(trial, trial.index, fastest(trial, trial.index, goal, progress))
+        return steadied(trial, trial.index, fastest(trial, trial.index, goal, progress), goal)
 
     goal, kept = recall, None
     for aim in range(AIMS):

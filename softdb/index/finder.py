@@ -128,7 +128,7 @@ class Finder:
             return None
         start = time.perf_counter()
         found = searcher.find_plainly(snapshot, vectors, k, allowed)
-        if found is not None:
+        if found is not None and found.finder == index.kind:
             numbers, seconds = snapshot.count * vectors.shape[1], time.perf_counter() - start
             self.watch.saw(
                 index, seconds, found.positions, numbers,

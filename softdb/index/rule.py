@@ -26,6 +26,7 @@ from softdb.index.contract import Floats, Live, Rows
 
 FIRST = 4  # lists that are scanned whatever the rule (kFirst of lists.cc)
 MOSTLY = 0.9  # share of the records below which a filter may leave out most of the nearest
+RARE = 0.05  # min(1, 2 s) at which the line meets the curve
 ROUNDS = 25  # of Newton's method at most
 
 Doubles: TypeAlias = NDArray[np.float64]
@@ -42,19 +43,26 @@ class Rule(NamedTuple):
     filtered_gap: float = 1.0
     filtered_constant: float = 0.0
 
-    def of_kernels(self, records_per_match: float, share: float) -> tuple[float, float, float, float]:
-        """a, b, c, and what a g + b z + c z² exceeds where a list is scanned; `share` of the records are allowed.
+    def of_kernels(self, records_per_match: float, share: float) -> tuple[float, float, float, float, float]:
+        """a, b, c, and what a g + b z + c z² exceeds where a list is scanned: a number, and times log min(1, 2 s) more.
 
-        Of few records, matches are spread more widely, and fewer records per match do: by the root of twice their share
-        recall stays about as it was, whether a filter goes with the keys or not (measured on five worlds; three are in
-        tests/unit/index/test_filtered_lists.py). 0: no list is scanned but the first.
+        s is the share of the records in a query's first lists that are allowed, `share` that of all. Of few records
+        matches are spread more widely, and fewer records per match do: √min(1, 2 s) times as many keep recall about as
+        it was, whether a filter goes with the keys or not (measured on five worlds; three are in
+        tests/unit/index/test_filtered_lists.py). The number is taken to be linear in log s. With 0 records per match no
+        list is scanned but the first.
         """
         if not records_per_match:
-            return 1.0, 0.0, 0.0, math.inf
+            return 1.0, 0.0, 0.0, math.inf, 0.0
         if share < MOSTLY:
-            edge = NormalDist().inv_cdf(min(1 / (records_per_match * math.sqrt(min(1.0, 2 * share))), 0.5))
-            return self.filtered_gap, 0.0, 0.0, edge - self.filtered_constant
-        return self.gap, self.linear, self.square, -math.log(records_per_match) - self.constant
+            most, least = (_normal_edge(records_per_match * math.sqrt(part)) for part in (1.0, RARE))
+            return self.filtered_gap, 0.0, 0.0, most - self.filtered_constant, (least - most) / math.log(RARE)
+        return self.gap, self.linear, self.square, -math.log(records_per_match) - self.constant, 0.0
+
+
+def _normal_edge(records_per_match: float) -> float:
+    """The number below which a normal one lies once in so many times."""
+    return NormalDist().inv_cdf(min(1 / records_per_match, 0.5))
 
 
 def fitted(

@@ -82,6 +82,8 @@ class Searcher:
         coverage, index = self._coverage, self.index
         if coverage is None or coverage.until < snapshot.size or coverage.snapshot() is not snapshot:
             return None
+        if k > snapshot.count:  # answers are no wider
+            return None
         eligible = coverage.of(snapshot, index, allowed)
         listed = eligible.listed if eligible.filtered else None
         way = self.planner.way(eligible.count, len(vectors), k, eligible.filtered, listed is not None)
@@ -89,8 +91,8 @@ class Searcher:
             return _compared(snapshot, vectors, listed, k, index.metric)
         if way != "index":
             return None
-        found, scores, whole = self._searched(snapshot, eligible, allowed, vectors, k, k)
-        return Found(found, scores, index.kind) if whole else None
+        found, scores, complete = self._searched(snapshot, eligible, allowed, vectors, k, k)
+        return Found(found, scores, index.kind) if complete else None
 
     def _searched(
         self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None, vectors: Floats, k: int, certain: int
@@ -101,7 +103,7 @@ class Searcher:
         if isinstance(index, Lists):
             among = Among(snapshot.key_column, eligible.places, eligible.slots, eligible.share)
             candidates *= FARTHER if eligible.share < MOSTLY else 1
-            positions, scores, whole = index.scan(vectors_seen, k, among, certain, candidates)
+            positions, scores, complete = index.scan(vectors_seen, k, among, certain, candidates)
         else:
             effort = math.ceil(index.effort_for(certain) / eligible.share)  # what counts lies farther where less does
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
@@ -111,12 +113,12 @@ class Searcher:
                 rows[((around >= 0) & keep[around]).mean(1) < RARE * eligible.share] = -1
             near = rows if eligible.aligned else snapshot.positions(rows)
             positions, scores = ordered(snapshot, vectors, near, k, index.metric, vectors_seen)
-            whole = bool(positions.min(initial=0) >= 0) and all_finite(vectors)
+            complete = bool(positions.min(initial=0) >= 0) and all_finite(vectors)
         if index.metric is Metric.DOT:
             outliers, theirs = self.outliers(snapshot, eligible, allowed)
             if outliers.count and outliers.take_part(vectors, theirs, positions, scores):
                 positions, scores = ordered(snapshot, vectors, positions, k, index.metric, vectors_seen)
-        return positions, scores, whole
+        return positions, scores, complete
 
     def outliers(self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None) -> tuple[Outliers, Rows]:
         """The outliers of norm and their positions, -1 for those that do not count."""

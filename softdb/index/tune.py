@@ -86,8 +86,8 @@ def least_effort(
     return effort, reached
 
 
-def steadied(trial: Trial, index: Index, setting: Setting) -> Setting:
-    """With as many candidates more as it takes for a greater effort not to lose recall.
+def steadied(trial: Trial, index: Index, setting: Setting, goal: float) -> Setting:
+    """With as many candidates more as it takes for a greater effort not to lose recall, and the effort they need.
 
     More probed lists also bring more wrong codes, which push true neighbours out of too few candidates.
     """
@@ -95,7 +95,8 @@ def steadied(trial: Trial, index: Index, setting: Setting) -> Setting:
     most = index.levels[-1]
     while fetch_k < most and _loses(trial, effort, index.effort_most, fetch_k):
         fetch_k = min(most, fetch_k + -(-fetch_k // 2))
-        reached = trial.recall(effort, fetch_k)
+        recall = functools.partial(trial.recall, fetch_k=fetch_k)
+        effort, reached = least_effort(recall, index.effort_least, effort, goal, FINE)
     return Setting(effort, fetch_k, reached, seconds)
 
 

@@ -269,18 +269,18 @@ void bind_lists(nb::module_& module) {
                       Line<const float>>());
     module.def("search_lists", [](const BoundLists& lists, Table<const float> queries, Line<const uint16_t> allowed,
                                   Line<const float> sizes, Line<const uint32_t> places, const StoredColumn* keys, int metric,
-                                  double gap, double linear, double square, double least, int64_t nearest, int64_t kept,
+                                  double gap, double linear, double square, double least, double less, int64_t nearest, int64_t kept,
                                   Table<int64_t> found, Table<float> scores) {
         int64_t scanned = 0;
         Stored none;
         none.kind = Kind::none;
         ListSearch ask{lists.lists, queries, allowed.first, sizes.first, places.first, keys ? keys->stored : none, Metric(metric),
-                       {float(gap), float(linear), float(square), float(least)}, nearest, kept, found, scores, &scanned};
+                       {float(gap), float(linear), float(square), float(least), float(less)}, nearest, kept, found, scores, &scanned};
         auto scratch = memory<char>(kernels().list_scratch(ask));
         bool whole = kernels().search_lists(ask, scratch.get());
         return whole ? scanned : -1 - scanned;
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
+       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
     module.def("encode", [](Table<const float> residuals, Table<const float> centroids, Line<const int64_t> own,
                             Table<const float> words, Table<const float> halves, Table<uint8_t> codes,
                             Line<float> along, Line<float> central) {

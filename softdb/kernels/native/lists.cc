@@ -11,7 +11,8 @@
 //     2. scans its few best lists; t is the estimate of the k-th best record in them;
 //     3. visits every list where  a g + b z + c z² > least:  g = (s - t) / (ρ u) is how far the mean score s of its
 //        records lies above t in their deviations (ρ of the residuals; u = |q|, 2 |q - c| for l2, whose s is the
-//        centroid's score less ρ²), z is the centroid's score standardised over the lists (index/rule.py);
+//        centroid's score less ρ²), z is the centroid's score standardised over the lists (index/rule.py; lists.h has
+//        what a filter changes);
 //     4. scores the best `kept` exactly, where the keys lie.
 //
 // A batch takes steps 3 and 4 list by list, so that codes are read once for all of its queries. Cost of a query:
@@ -40,6 +41,7 @@ struct Query {
     float length;     // |q|²
     float last;       // estimate of the k-th best in its first lists
     float visited;    // lists with this score at least are scanned already
+    float share;      // of the slots in them that are allowed
 };
 
 // Σ u s over four numbers of kLanes rows (kLanes, 4): u of uint8, s the same four int8 of the query, at most 63.
@@ -165,7 +167,7 @@ struct Search {
         for (int64_t i = 0; i < together; i++) {
             ListState state = state_in(memory, lists, ask.kept);
             float* scores = memory.take<float>(lists.centroids.rows);
-            if (memory.at) queries[i] = {state, scores, 0, 0, 0};
+            if (memory.at) queries[i] = {state, scores, 0, 0, 0, 1};
         }
     }
 
@@ -228,17 +230,20 @@ struct Search {
         state.estimates = wide.estimates, state.slots = wide.slots, state.room = wide.room;
         state.count = 0, state.threshold = -kInfinity;
         query.visited = kInfinity;
+        const int64_t before = scanned;
+        float allowed = 0;
         for (int64_t first = kFirst; query.visited > -kInfinity; first *= 4) {
             const float least = first < lists.count ? level(query.scores, lists.count, first, first / 2) : -kInfinity;
             scan_each([&](auto visit) {
                 each_list([&](int64_t j) {
                     const Vec scores = load(query.scores + j);
                     return ~above(everywhere(least), scores) & above(everywhere(query.visited), scores);
-                }, visit);
+                }, [&](int64_t j) { allowed += ask.sizes[j], visit(j); });
             }, query);
             query.visited = least;
             if (state.count >= ask.nearest) break;
         }
+        query.share = allowed / float(max(scanned - before, int64_t(1)));
         query.last = state.count < ask.nearest ? -kInfinity : level(state.estimates, state.count, ask.nearest, 0);
         cut(state);
         std::memcpy(own.estimates, state.estimates, state.count * sizeof(float));
@@ -259,7 +264,8 @@ struct Search {
         const float whole = float(max(lists.count / kLanes * kLanes, int64_t(1)));
         const float apart = sum(total) / whole, variance = sum(square) / whole - apart * apart;
         const float inverse = variance > 0 ? 1 / __builtin_sqrtf(variance) : 0, middle = shift + apart;
-        const float a = ask.rule.gap, b = ask.rule.linear, c = ask.rule.square, least = ask.rule.least;
+        const float a = ask.rule.gap, b = ask.rule.linear, c = ask.rule.square;
+        const float rare = log(max(min(2 * query.share, 1.0f), 1e-6f)), least = ask.rule.least + ask.rule.less * rare;
         const float length = query.length, plain = 1 / max(__builtin_sqrtf(length), 1e-30f);
         each_list([&](int64_t j) {
             const Vec score = load(scores + j);

@@ -31,9 +31,10 @@ struct Lists {
     const float* origin = nullptr;  // (d,) that keys are seen from, for l2; else null
 };
 
-// Which lists a query visits, besides its best: those where a g + b z + c z² exceeds `least`.
+// Which lists a query visits, besides its best: those where a g + b z + c z² exceeds `least` + `less` log min(1, 2 s),
+// s the share of the records in its first lists that are allowed.
 struct ListRule {
-    float gap = 0, linear = 0, square = 0, least = 0;
+    float gap = 0, linear = 0, square = 0, least = 0, less = 0;
 };
 
 struct ListSearch {

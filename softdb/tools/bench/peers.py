@@ -175,21 +175,21 @@ def _each(peer: _Peer, rows: Callable[[Floats], Any], queries: Floats) -> list[A
         return list(pool.map(rows, queries, chunksize=64))
 
 
-def _whole(
+def _at_once(
     peer: _Peer,
     build: Callable[[Floats], Any],
     search: Callable[[Any, Floats, int], Any],
     write: Callable[[Any, Path], object],
 ) -> _Calls:
     """An index that takes all keys at once."""
-    keys, made = np.empty((peer.data.n, peer.data.dim), np.float32), list[Any]()
+    keys, built = np.empty((peer.data.n, peer.data.dim), np.float32), list[Any]()
 
     def add(low: int, block: Floats) -> None:
         keys[low : low + len(block)] = block
 
     return _Calls(
-        add, lambda queries, effort: search(made[0], queries, effort), lambda: _saved(partial(write, made[0])),
-        lambda: made.append(build(keys)),
+        add, lambda queries, effort: search(built[0], queries, effort), lambda: _saved(partial(write, built[0])),
+        lambda: built.append(build(keys)),
     )  # fmt: skip
 
 
@@ -204,13 +204,15 @@ def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
         return module.Vamana.build(parameters, keys.astype(np.float16), metric, num_threads=peer.setup.threads)
 
     def search(index: Any, queries: Floats, effort: int) -> Any:
-        index.search_window_size, index.num_threads = effort, peer.threads_for(queries)
+        for name, number in ("search_window_size", effort), ("num_threads", peer.threads_for(queries)):
+            if getattr(index, name) != number:  # to set it takes time
+                setattr(index, name, number)
         return index.search(queries, peer.setup.k)[0]
 
     def write(index: Any, folder: Path) -> None:
         index.save(*(str(folder / name) for name in ("config", "graph", "keys")))
 
-    return _whole(peer, build, search, write)
+    return _at_once(peer, build, search, write)
 
 
 def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
@@ -228,10 +230,10 @@ def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
         return index
 
     def search(index: Any, queries: Floats, effort: int) -> Any:
-        asked = json.dumps({"hgraph": {"ef_search": effort}})
-        return _each(peer, lambda query: index.knn_search(vector=query, k=peer.setup.k, parameters=asked)[0], queries)
+        given = {"k": peer.setup.k, "parameters": json.dumps({"hgraph": {"ef_search": effort}})}
+        return _each(peer, lambda query: index.knn_search(vector=query, **given)[0], queries)
 
-    return _whole(peer, build, search, lambda index, folder: index.save(str(folder / "graph")))
+    return _at_once(peer, build, search, lambda index, folder: index.save(str(folder / "graph")))
 
 
 def _scann(peer: _Peer, module: Any, l2: bool) -> _Calls:
@@ -254,7 +256,7 @@ def _scann(peer: _Peer, module: Any, l2: bool) -> _Calls:
         index.set_num_threads(peer.threads)
         return index.search_batched_parallel(queries, **given)[0]
 
-    return _whole(peer, build, search, lambda index, folder: index.serialize(str(folder)))
+    return _at_once(peer, build, search, lambda index, folder: index.serialize(str(folder)))
 
 
 class _FaissHNSW(_Peer):

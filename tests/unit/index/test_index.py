@@ -329,7 +329,7 @@ def settled(curve: Curve, goal: float) -> tune.Setting:
         effort_least, effort_most, levels = 1, 1024, (6, 10, 20, 40, 80, 160)
 
     found = tune.fastest(curve, Any1024(), goal, lambda *_: None)  # type: ignore[arg-type]
-    return tune.steadied(curve, Any1024(), found)  # type: ignore[arg-type]
+    return tune.steadied(curve, Any1024(), found, goal)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("goal", "least"), [(0.6, 10), (0.8, 30), (0.93, 43)])
@@ -347,6 +347,17 @@ def test_candidates_grow_where_the_goal_needs_them() -> None:
 
 def test_candidates_grow_where_more_effort_would_lose_recall() -> None:
     assert settled(Curve(loses=True), 0.93).fetch_k >= 15
+
+
+def test_more_candidates_need_less_effort() -> None:
+    class Shared(Curve):
+        def recall(self, effort: int, fetch_k: int) -> float:
+            return super().recall(effort * fetch_k // 6, fetch_k)
+
+    setting = settled(Shared(loses=True), 0.93)
+    assert setting.fetch_k >= 15
+    assert setting.effort <= 20
+    assert setting.recall >= 0.93
 
 
 def test_a_goal_out_of_reach_gives_the_best_there_is() -> None:
