@@ -130,10 +130,12 @@ class Finder:
         found = searcher.find_plainly(snapshot, vectors, k, allowed)
         if found is not None and found.finder == index.kind:
             numbers, seconds = snapshot.count * vectors.shape[1], time.perf_counter() - start
-            self.watch.saw(
-                index, seconds, found.positions, numbers,
-                lambda which: self._compared(snapshot, Query(torch.from_numpy(vectors), k, index.metric, allowed), which),
-            )  # fmt: skip
+
+            def exact(which: int) -> Rows:
+                query = Query(torch.from_numpy(vectors), k, searcher.index.metric, allowed)
+                return self._compared(snapshot, query, which)
+
+            self.watch.saw(index, seconds, found.positions, numbers, exact)
         return found
 
     def _compared(self, snapshot: Snapshot, query: Query, which: int) -> Rows:  # (k,)
