@@ -18,7 +18,7 @@ from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, Numbers, Rows, prepared
 from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Allowed, CodeBlocks, Coded, Matrix, Places, Quantizer
 from softdb.index.rerank import CODES
-from softdb.index.rule import Rule, fitted
+from softdb.index.rule import MOSTLY, Rule, fitted
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 
@@ -204,6 +204,8 @@ class Lists(Index):
         """The places of the k best, -1 for none, and their scores; True if there are k for each, and all is finite."""
         places, scores = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         effort = self.effort_for(certain) if effort is None else effort
+        if among.share < MOSTLY:  # lists as dense in matches as all records are: tuning may have needed none of them
+            effort = max(effort, self.count // certain)
         rule = self.rule.of_kernels(effort, among.share)
         given = *among.allowed, among.places, among.keys, CODES[self.metric], *rule, certain, candidates
         loop, lists = native().search_lists, self._native[0]

@@ -40,8 +40,8 @@ class Rule(NamedTuple):
     linear: float = 0.0
     square: float = 0.0
     constant: float = 0.0
-    filtered_gap: float = 1.0
-    filtered_constant: float = 0.0
+    filtered_gap: float = 3.0  # about as fitted where there is something to fit
+    filtered_constant: float = -1.0
 
     def of_kernels(self, records_per_match: float, share: float) -> tuple[float, float, float, float, float]:
         """a, b, c, and what a g + b z + c z² exceeds where a list is scanned: a number, and times log min(1, 2 s) more.
