@@ -174,7 +174,7 @@ class Index(ABC):
         """Bytes that a record takes: its code, its id, its links."""
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """FAISS' search parameters."""
+        """FAISS' search parameters; an engine with a `find` of its own needs none."""
         raise NotImplementedError
 
     @classmethod

@@ -383,16 +383,6 @@ def _written(write: Callable[[_Counter], object]) -> int:
 
 
 PEERS: tuple[type[Engine], ...] = (
-    _FaissHNSW,
-    _FaissIVF,
-    _FaissIVFPQ,
-    _Hnswlib,
-    _Usearch,
-    _Voyager,
-    _Annoy,
-    _SVS,
-    _VSAG,
-    _ScaNN,
-    _PyNNDescent,
-)
+    _FaissHNSW, _FaissIVF, _FaissIVFPQ, _Hnswlib, _Usearch, _Voyager, _Annoy, _SVS, _VSAG, _ScaNN, _PyNNDescent,
+)  # fmt: skip
 ENGINES = {engine.name: engine for engine in (*SOFTDB, *PEERS)}

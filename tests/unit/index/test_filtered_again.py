@@ -50,9 +50,11 @@ def test_it_follows_what_is_written(indexed: softdb.SoftDB) -> None:
     query, where = QUERIES[:1], {"n": {"$lt": 4000}}
     best = [indexed.search(query, 1, where=where).ids[0][0] for _ in range(2)][1]
     indexed.update([best], payloads=[{"n": 5000}])
+    indexed.search(query, 1)  # the index is of this generation now, and the filter not yet
     second = indexed.search(query, 1, where=where).ids[0][0]
     assert second != best
     indexed.delete([second])
+    indexed.search(query, 1)
     third = indexed.search(query, 1, where=where).ids[0][0]
     assert third not in (best, second)
     indexed.insert(["new"], 10 * query, payloads=[{"n": 0}])
