@@ -15,6 +15,7 @@ from torch import Tensor
 from softdb.attend.request import Positions
 from softdb.index.contract import Floats
 from softdb.index.placement import RecordColumns
+from softdb.index.sampler import Sample
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Segment, Snapshot
@@ -25,23 +26,38 @@ Numbers = NDArray[np.float64]
 
 
 class ErrorEstimate(NamedTuple):
-    """Terms of the squared error of a drawn answer, c = (1 - p) w² of each candidate, w its weight, p its probability.
+    """Sums over the terms of the error of a drawn answer: of each candidate, w its weight and p its probability,
 
-    Of parts that share no record the spreads merge into that of the whole (`joined`).
+        y = √(1 - p) (w (v - o) - h (m - o)),   r = √(1 - p) (w - h)
+
+    where a correction lowers w by h, m the mean value of the candidate's list; h = 0 where there is none. Of parts that
+    share no record the sums merge into those of the whole (`joined`).
     """
 
     output: Numbers  # (q, v) the answer
     lse: Numbers  # (q,)
-    noise: Numbers  # (q,) Σ c: the variance of Ẑ / Z
-    noises: Numbers  # (q,) Σ c²
-    variance: Numbers  # (q,) Σ c ‖v - o‖²
-    first: Numbers  # (q, v) Σ c (v - o)
-    signed: Floats  # (q, SIGNS, v) Σ ±√c (v - o)
-    roots: Numbers  # (q, SIGNS) Σ ±√c
+    noise: Numbers  # (q,) Σ r²: the variance of Ẑ / Z
+    noises: Numbers  # (q,) Σ r⁴
+    variance: Numbers  # (q,) Σ ‖y‖²
+    variances: Numbers  # (q,) Σ ‖y‖⁴
+    first: Numbers  # (q, v) Σ r y
+    signed: Floats  # (q, SIGNS, v) Σ ±y
+    roots: Numbers  # (q, SIGNS) Σ ±r
     unseen: Numbers  # (q,) the largest term w / p that a record not drawn may be
     hidden: Numbers  # (q,) Σ w² / p over those that draws may not show
+    missed: Numbers  # (q,) Σ w over those, as it is expected to be at most
     thinned: Numbers  # (q,) the largest term that was left to chance among those whose weights are known
+    usual: Numbers  # (q,) root of the mean square of ‖v - o‖ by the shares of candidates in `hidden`
     reach: Numbers  # (q,) no value is farther than that from the answer
+
+    def raised(self, factor: Numbers) -> ErrorEstimate:  # (q,)
+        """The same with so many times the variance."""
+        root = np.sqrt(factor)
+        return self._replace(
+            noise=factor * self.noise, noises=factor**2 * self.noises, variance=factor * self.variance,
+            variances=factor**2 * self.variances, first=factor[:, None] * self.first, roots=root[:, None] * self.roots,
+            signed=root[:, None, None].astype(np.float32) * self.signed,
+        )  # fmt: skip
 
 
 class Bars(NamedTuple):
@@ -73,34 +89,40 @@ def pooled_at(
 
 def spread_at(
     logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
-    log_weights: Floats,  # (q, k) log(1/p)
+    sample: Sample,
     snapshot: RecordColumns,
-    positions: Positions,  # (q, k), -1 = none
     answer: tuple[NDArray[np.floating], NDArray[np.floating]],  # (q, v), v = 0: nothing was pooled; (q,) its lse
+    means: Floats,  # (lists, v) of the values
     salt: int = 0,  # parts that are merged need their own
 ) -> tuple[ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
     """Terms of the squared error of an answer whose candidates were drawn independently.
 
-    stderr² = Σ c ‖v - o‖², c = (1 - p) w² (Särndal, Swensson and Wretman 1992, section 5.6); of Z relative to it Σ c.
+    stderr² = Σ ‖y‖², of Z relative to it Σ r² (Särndal, Swensson and Wretman 1992, sections 5.6 and 6.3).
     Cost q k v SIGNS.
     """
     output, lse = answer
     (q, k), v = logits.shape, output.shape[1]
-    weights, found = np.empty((q, k), logits.dtype), np.empty((3, q))
+    weights, sums = np.empty((q, k), logits.dtype), np.empty((5, q))
     signs: int = native().SIGNS
-    values, positions = on_host(snapshot, positions)
+    values, positions = on_host(snapshot, sample.positions)
     first, roots, signed = np.empty((q, v)), np.empty((q, signs)), np.empty((q, signs * v), np.float32)
+    controls = sample.controls[:, :0]
+    if sample.controls.any():
+        with np.errstate(over="ignore", invalid="ignore"):
+            shift = sample.log_weights.astype(np.float64) + (sample.base - lse)[:, None]
+            controls = np.nan_to_num(sample.controls * np.exp(shift))
 
     def given(part: slice) -> tuple[Any, ...]:
-        drawn = logits[part], log_weights[part], positions[part]
-        written = weights[part], found[:, part], first[part], signed[part], roots[part]
-        return *drawn, values.value_column, output[part], lse[part], salt, *written
+        drawn = logits[part], sample.log_weights[part], positions[part]
+        corrected = controls[part], sample.doubts[part], sample.lists[part], means, salt
+        written = weights[part], sums[:, part], first[part], signed[part], roots[part]
+        return *drawn, values.value_column, output[part], lse[part], *corrected, *written
 
     by_lines(native().spread, given, q, logits.size * (4 * v * signs + 64))
-    noise, noises, variance = found
-    sums = noise, noises, variance, first, signed.reshape(q, signs, v), roots
-    seen = output.astype(np.float64), lse.astype(np.float64), *sums
-    return ErrorEstimate(*seen, *[np.zeros(q)] * 4), torch.from_numpy(weights)
+    signed = signed.reshape(q, signs, v)
+    *sums, usual = sums
+    seen = output.astype(np.float64), lse.astype(np.float64), *sums, first, signed, roots
+    return ErrorEstimate(*seen, *[np.zeros(q)] * 4, usual, np.zeros(q)), torch.from_numpy(weights)
 
 
 def on_host(snapshot: RecordColumns, positions: Positions) -> tuple[Snapshot, Positions]:  # (q, k) -> and (q, k)
@@ -119,14 +141,14 @@ def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
     (q, v), signs = output.shape, native().SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, v), np.float32)
     no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
-    return ErrorEstimate(output, lse, none, none, none, *no_sums, *[none] * 4)
+    return ErrorEstimate(output, lse, none, none, none, none, *no_sums, *[none] * 6)
 
 
 def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     """The spread of the whole, from parts that share no record. Associative and commutative up to rounding.
 
-    With z = Z_part / Z and the shift s = o_part - o, each sum is moved to the new centre and scaled: w becomes z w, so
-    c becomes z² c; Σ c ‖v - o‖² = z² (Σ c ‖v - o_part‖² + 2 s·Σ c (v - o_part) + ‖s‖² Σ c), and so on.
+    With z = Z_part / Z and the shift s = o_part - o, each sum is moved to the new centre and scaled: r becomes z r, y
+    becomes z (y + r s); Σ ‖y‖² = z² (Σ ‖y‖² + 2 s·Σ r y + ‖s‖² Σ r²), and so on. Σ ‖y‖⁴ grows as the square of that.
     """
     lses = np.stack([part.lse for part in parts])  # (parts, q)
     top = np.where(np.isneginf(lses.max(0)), 0, lses.max(0))
@@ -135,12 +157,13 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     shares = np.exp(lses - np.where(np.isneginf(lse), 0, lse))  # (parts, q)
     output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
     moved = [_moved(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
-    sums = (sum(column) for column in zip(*(one[:6] for one in moved), strict=True))
-    noise, noises, variance, first, signed, roots = sums
-    unseen, hidden, thinned, reach = zip(*(one[6:] for one in moved), strict=True)
+    sums = (sum(column) for column in zip(*(one[:7] for one in moved), strict=True))
+    noise, noises, variance, variances, first, signed, roots = sums
+    unseen, hidden, missed, thinned, usual, reach = zip(*(one[7:] for one in moved), strict=True)
     return ErrorEstimate(
-        output, lse, noise, noises, variance, first, signed, roots,
-        np.max(unseen, axis=0), np.sum(hidden, axis=0), np.max(thinned, axis=0), np.max(reach, axis=0),
+        output, lse, noise, noises, variance, variances, first, signed, roots,
+        np.max(unseen, axis=0), np.sum(hidden, axis=0), np.sum(missed, axis=0), np.max(thinned, axis=0),
+        np.max(usual, axis=0), np.max(reach, axis=0),
     )  # fmt: skip
 
 
@@ -152,7 +175,7 @@ def parts_of_error(parts: Sequence[ErrorEstimate], whole: ErrorEstimate, pools: 
 
 
 def _variance(part: ErrorEstimate, shift: Numbers) -> Numbers:  # (q, v)
-    """Σ c ‖v - o‖² of a part, o shifted."""
+    """Σ ‖y‖² of a part, o shifted."""
     along, far = np.einsum("qv,qv->q", shift, part.first), np.einsum("qv,qv->q", shift, shift)
     found: Numbers = np.maximum(part.variance + 2 * along + far * part.noise, 0)
     return found
@@ -165,12 +188,14 @@ def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ..
     signed = share[:, None, None].astype(np.float32) * part.signed
     signed += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
     least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
-    scaled = (least, part.unseen), (lesser, part.hidden), (share, part.thinned)
+    scaled = (least, part.unseen), (lesser, part.hidden), (least, part.missed), (share, part.thinned)
+    variance = _variance(part, shift)
+    grown = np.divide(variance, part.variance, out=np.ones_like(variance), where=part.variance > 0)
     return (
-        square * part.noise, square**2 * part.noises, square * _variance(part, shift),
+        square * part.noise, square**2 * part.noises, square * variance, square**2 * grown**2 * part.variances,
         square[:, None] * (part.first + shift * part.noise[:, None]), signed, share[:, None] * part.roots,
         *(np.multiply(scale, one, out=np.zeros_like(one), where=one != 0) for scale, one in scaled),
-        np.where(share > 0, part.reach + np.sqrt(far), 0),
+        *(np.where(share > 0, one + np.sqrt(far), 0) for one in (part.usual, part.reach)),
     )  # fmt: skip
 
 
@@ -178,30 +203,38 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     """Standard errors and error bars; docs/error-bars.md derives them.
 
     What the draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom: ‖ô - o‖²
-    spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ c (v - o)(v - o)ᵀ, which is about
+    spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about
     stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
-    is the mean of (y·y')² over y = Σ ±√c (v - o), random signs (Hutchinson 1989). The covariance itself is known from
-    m = (Σ c)² / Σ c² effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights that
+    is the mean of (x·x')² over x = Σ ±y, random signs (Hutchinson 1989). The covariance itself is known from
+    m = (Σ ‖y‖²)² / Σ ‖y‖⁴ effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights that
     stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a sum of
     positive terms), and at most L times the largest term. What is known but left to chance: L / 3 times its largest.
     """
     z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
-    squares = np.where((spread.noises > 0) & np.isfinite(spread.noises), spread.noises, np.inf)
-    with np.errstate(invalid="ignore", over="ignore"):
-        draws = np.nan_to_num(np.maximum(SKEWED * spread.noise**2 / squares, 2.0), nan=2.0, posinf=2.0)
-    many = np.empty(len(draws))
-    native().directions(spread.signed.reshape(len(draws), -1), np.ascontiguousarray(spread.variance), many)
+    many = np.empty(len(spread.lse))
+    draws, as_pooled = _draws(spread.noise, spread.noises), _draws(spread.variance, spread.variances)
+    native().directions(spread.signed.reshape(len(many), -1), np.ascontiguousarray(spread.variance), many)
     many = np.minimum(many, max(1, spread.output.shape[1]))
-    wide, few = _f_quantile(z, many, draws), _f_quantile(z, 1.0, draws)
-    blind = np.minimum(np.sqrt(2 * doubt * spread.hidden), doubt * spread.unseen)
+    wide, few = _f_quantile(z, many, as_pooled), _f_quantile(z, 1.0, draws)
+    likely = np.minimum(np.sqrt(2 * doubt * spread.hidden), spread.missed)
+    with np.errstate(over="ignore", invalid="ignore"):
+        blind, at_most = np.minimum(likely, doubt * spread.unseen), doubt * spread.unseen * spread.reach
+        of_output = np.fmin(likely * spread.usual, at_most)
     known = doubt / 3 * spread.thinned
     return Bars(
-        np.hypot(np.sqrt(spread.variance * wide), spread.reach * blind) + spread.reach * known,
+        np.hypot(np.sqrt(spread.variance * wide), of_output) + spread.reach * known,
         np.sqrt(spread.variance),
         np.hypot(np.sqrt(spread.noise * few), blind) + known,
         np.sqrt(spread.noise),
         blind,
     )
+
+
+def _draws(sums: Numbers, squares: Numbers) -> Numbers:
+    """Number of draws that tell a sum of squared terms, at least 2."""
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        known = SKEWED * sums**2 / np.where((squares > 0) & np.isfinite(squares), squares, np.inf)
+    return np.maximum(np.nan_to_num(known, nan=2.0, posinf=2.0), 2.0)
 
 
 def f_quantile(confidence: float, above: float, below: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -29,8 +28,8 @@ def estimate(source: SourceRecords, request: Request) -> Pooled:
 def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """The softmax over all records, to the request's tolerance.
 
-    Each round draws records for the queries whose error bar does not fit yet, scores them exactly, keeps some by their
-    weights and pools these with the inverse of their probabilities. Records younger than the index are pooled whole.
+    Each round draws records for the queries whose error bar does not fit yet, by one scan of all codes, scores them
+    exactly and pools them with the inverse of their probabilities. Records younger than the index are pooled whole.
     Queries for which a pass over every record costs less are answered so, and all of them where nothing can be drawn:
     no index, one of another metric, a mask. Raises BadInput for weightings and scores that have no estimator, unless
     the log-normaliser alone is wanted.
@@ -38,31 +37,21 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     if request.pools:
         require_estimator(request)
     estimator = Estimator.of(request, source)
-    if estimator is None or estimator.hopeless():
+    if estimator is None or estimator.too_dear(Round(np.arange(len(request.queries)), FIRST)):
         return exact(source, request)
-    start, tolerance = time.perf_counter(), estimator.tolerance
-    rest, answers = [np.arange(0)], list[tuple[Positions, Estimated]]()
-    tasks = [Round(np.arange(len(request.queries)), min(FIRST, tolerance.most or FIRST))]
+    passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Estimated]](), estimator.first()
     while tasks:
         task = tasks.pop()
-        if estimator.too_dear(task):
-            rest.append(task.which)
-            continue
-        parts = estimator.parts(task)
-        if len(parts) > 1:
-            tasks += parts
-            continue
-        found, *judged = estimator.found(task)
-        done, further = estimator.after(task, found, *judged)
+        answer, allowed = estimator.drawn(task)
+        done, further, left = estimator.after(task, answer, allowed)
         tasks += further
+        passed.append(left)
         if bool(done.any()):
-            answers.append((task.which[done.cpu().numpy()], found.of(done)))
-    left = np.sort(np.concatenate(rest))
-    if answers and len(left):
-        answers.append((left, _exactly(request.at(left), source)))
-    answer = _joined(estimator, answers, left) if answers else exact(source, request)
-    estimator.learn(time.perf_counter() - start)
-    return answer
+            answers.append((task.which[done.cpu().numpy()], answer.of(done)))
+    rest = np.sort(np.concatenate(passed))
+    if answers and len(rest):
+        answers.append((rest, _exactly(request.at(rest), source)))
+    return _joined(estimator, answers, rest) if answers else exact(source, request)
 
 
 def log_partition(source: SourceRecords, request: Request) -> Estimate:
@@ -106,7 +95,7 @@ def _joined(
     weights, best = whole.weights.sort(dim=1, descending=True, stable=True)
     found = Scored(whole.positions.gather(1, best).cpu().numpy(), whole.scores.gather(1, best))
     doubt = Doubt(certain, torch.zeros_like(whole.lse.detach()), whole)
-    return answered(request, source, whole[:2], estimator.tail.index.kind, (found, weights), doubt)
+    return answered(request, source, whole[:2], estimator.sampler.index.kind, (found, weights), doubt)
 
 
 def _exactly(request: Request, source: SourceRecords) -> Estimated:

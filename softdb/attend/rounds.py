@@ -1,8 +1,7 @@
-"""One round of an estimate: what to draw, the answer and its error bar, what it costs, and which round comes next."""
+"""One round of an estimate: which records to draw, the answer and its error bar, its cost, and the next round."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,42 +18,27 @@ from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
-from softdb.index.planner import EstimateCosts, estimate_costs
-from softdb.index.tail import FEWEST, Drawing, Tail, TailSample, seeds_of, subsample
-from softdb.kernels import available, native
+from softdb.index.planner import draw_cost, pass_cost
+from softdb.index.sampler import FEWEST, Drawing, Eligible, Sample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
 
 Numbers = NDArray[np.float64]
 
-FIRST, GROWTH = 400, 4  # records pooled for a query in the first round, and how much more in each further one
-SCORED = 4  # times as many are drawn and scored
-NEAR = 3  # times as many are scored because their codes are nearest
-LOOKS, WIDER = 3, 8  # how often it is looked wider for what is heavy, and how much wider
-BLIND, BLINDER = 0.3, 0.8  # of the bar, at most, may be for what was not drawn: else it is looked wider
+FIRST, GROWTH = 500, 2  # records drawn for a query in the first round, and how many more at least in each further one
 MARGIN = 1.3  # more than the error bar says will be needed
-LEAST = 25  # records that must be pooled, or their spread tells nothing of the others'
-AT_ONCE = 1 << 22  # records scored at once, of all queries
-SMALL = 0.1  # of that size: below it, tolerance is relative to it
-
-
-class Subsample(NamedTuple):
-    """Records to pool, and what is known of the others."""
-
-    positions: Positions  # (q, k), -1 = none
-    log_weights: Floats  # (q, k) log of the inverse of each one's probability
-    scores: Numbers  # (q, k) by the index's metric, -inf for none
-    unseen: Numbers  # (q,) as in `ErrorEstimate`, relative to what was drawn
-    hidden: Numbers  # (q,)
-    thinned: Numbers  # (q,)
+LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
+STEPS = 2  # budgets of later rounds are powers of 2^(1/STEPS): queries with the same are drawn for together
+AT_ONCE = 1 << 22  # records drawn at once, of all queries
+SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
+LOST = 0.5  # of Ẑ: a correction that takes more is left out
 
 
 class Round(NamedTuple):
-    """Some of the queries, how many records to pool for each, and how wide to look for what is heavy."""
+    """Some of the queries, and how many records to draw for each."""
 
     which: Positions  # (q,)
     budget: int
-    look: int = 0
 
 
 class Estimator(NamedTuple):
@@ -63,65 +47,59 @@ class Estimator(NamedTuple):
     request: Request
     source: IndexedRecords
     tolerance: Tolerance
-    tail: Tail
+    sampler: Sampler
+    eligible: Eligible
     factor: float  # logits are this times the metric's score
     asked: Floats  # (q, d) the queries as the index sees them
-    counts: Live  # (size,) over positions: the records that take part and can be drawn
-    unindexed: Live | None  # (size,): those that cannot, as the index does not hold them
-    taking_part: int  # how many they are together
-    drawable: int  # and how many of them can be drawn
+    unindexed: Live | None  # (size,) records that take part but cannot be drawn, as the index does not hold them
+    taking_part: int  # records, those included
     least: int = LEAST  # of several parts the caller counts all together
 
     @classmethod
     def of(cls, request: Request, source: IndexedRecords) -> Estimator | None:
         """None where nothing can be drawn."""
-        (tail, indexed_until), columns, tolerance = source.sampler(), source.columns, request.tolerance
-        if tail is None or tolerance is None or request.mask is not None or not len(request.queries):
+        tolerance, columns = request.tolerance, source.columns
+        if tolerance is None or request.mask is not None or not len(request.queries):
             return None
-        folded = request.detached.folded if available() and isinstance(request.weighting, Softmax) else None
-        if folded is None or folded.scale is None or folded.metric is not tail.index.metric:
+        drawable = source.sampler(request.allowed)
+        folded = request.detached.folded if isinstance(request.weighting, Softmax) else None
+        if drawable is None or folded is None or folded.scale is None:
+            return None
+        sampler, eligible, indexed_until = drawable
+        if folded.metric is not sampler.index.metric:
             return None
         scale = folded.scale.detach() if isinstance(folded.scale, Tensor) else folded.scale  # it decides what is drawn
-        factor, keep = float(scale) / request.temperature, request.keep(source.live)
-        count = columns.count if request.allowed is None else int(np.count_nonzero(keep))
-        if not 1e-30 < factor < 1e30 or count < FEWEST:
-            return None
-        counts, unindexed, drawable = keep, None, count
+        factor, count, unindexed = float(scale) / request.temperature, eligible.inside, None
         if indexed_until < columns.size:
-            counts, unindexed = keep.copy(), keep.copy()
-            counts[indexed_until:], unindexed[:indexed_until] = False, False
-            drawable = int(np.count_nonzero(counts))
-        if not drawable:
+            unindexed = request.keep(source.live).copy()
+            unindexed[:indexed_until] = False
+            count += int(np.count_nonzero(unindexed))
+        if not 1e-30 < factor < 1e30 or count < FEWEST or not eligible.inside:
             return None
-        asked = prepared(folded.queries.detach().cpu().numpy(), tail.index.metric)
-        return cls(request, source, tolerance, tail, factor, asked, counts, unindexed, count, drawable)
+        asked = prepared(folded.queries.detach().cpu().numpy(), sampler.index.metric)
+        return cls(request, source, tolerance, sampler, eligible, factor, asked, unindexed, count)
 
-    def after(self, task: Round, found: Estimated, allowed: Tensor, blind: Tensor) -> tuple[Tensor, list[Round]]:
-        """Mask (q,) of the queries that a round has answered, and the rounds for the others."""
-        most, further = self.tolerance.most, []
-        wider = blind & ~found.met & (task.look < looks(self.request))
-        done = found.met | (~wider & (task.budget == most))
-        more = ~done & ~wider
-        if bool(wider.any()):
-            further.append(task._replace(which=task.which[wider.cpu().numpy()], look=task.look + 1))
-        if bool(more.any()):
-            needed = MARGIN * task.budget * float((found.bar / allowed)[more].square().median())
-            budget = max(GROWTH * task.budget, int(min(needed, self.source.columns.size)))
-            further.append(Round(task.which[more.cpu().numpy()], min(budget, most or budget), task.look))
-        return done, further
+    def first(self) -> list[Round]:
+        """The first round of every query, in parts that fit into memory."""
+        most, budget = self.tolerance.most, FIRST
+        return self.parts(Round(np.arange(len(self.asked)), budget if most is None else most))
 
-    def near(self, task: Round) -> int:
-        """Number of records that are scored because they are near: more where few of those found take part."""
-        return int(min(NEAR * task.budget * WIDER**task.look / self._share, self.tail.size))
-
-    def draws(self, task: Round) -> int:
-        """And how many of the others are drawn."""
-        return int(SCORED * task.budget * 2**task.look / self._share)
-
-    @property
-    def _share(self) -> float:
-        """Of the records that the index holds, about how many take part."""
-        return min(1.0, max(self.drawable / max(1, self.tail.size), 0.05))
+    def after(self, task: Round, answer: Estimated, allowed: Tensor) -> tuple[Tensor, list[Round], Positions]:
+        """Mask (q,) of the queries that a round has answered, rounds for others, and those for which a pass is cheaper."""
+        if self.tolerance.most is not None:
+            return torch.ones_like(answer.met), [], np.arange(0)
+        left = task.which[(~answer.met).cpu().numpy()]
+        ratio = (answer.bar / allowed)[~answer.met].double().cpu().numpy()
+        needed = np.maximum(GROWTH, np.nan_to_num(MARGIN * np.square(ratio), nan=np.inf)) * task.budget
+        steps = np.ceil(STEPS * np.log2(np.minimum(needed, 1e12)))
+        tasks, passed = [], [np.arange(0)]
+        for step in np.unique(steps).tolist():
+            more = Round(left[steps == step], int(2 ** (step / STEPS)))
+            if self.too_dear(more, len(left)):
+                passed.append(more.which)
+            else:
+                tasks += self.parts(more)
+        return answer.met, tasks, np.concatenate(passed)
 
     @property
     def _width(self) -> int:
@@ -129,189 +107,141 @@ class Estimator(NamedTuple):
 
     def parts(self, task: Round) -> list[Round]:
         """The task in parts that fit into memory."""
-        parts = -(-len(task.which) * self.near(task) // AT_ONCE)
-        return [task._replace(which=one) for one in np.array_split(task.which, min(parts, len(task.which)) or 1)]
+        parts = -(-len(task.which) * min(task.budget, self.eligible.inside) // AT_ONCE)
+        return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
-    def too_dear(self, task: Round) -> bool:
+    def too_dear(self, task: Round, together: int = 0) -> bool:
         """Return True if a pass over every record costs less, where the number of draws is not given.
 
-        A round costs its first look, and whatever more a wider one scores.
+        `together`: queries that a pass would serve at once.
         """
         if self.tolerance.most is not None:
             return False
-        q, first = len(task.which), Round(task.which, FIRST)
-        records, usual = (self.near(one) + self.draws(one) + len(self.tail.reach.apart) for one in (task, first))
-        return self._costs.round(q * records / usual) > self._exact_seconds(q)
+        q, d, v = len(task.which), self.asked.shape[1], self._width
+        draws = draw_cost(q, self.sampler.slots, self.sampler.parts, min(task.budget, self.taking_part), d, v)
+        together = max(together, q)
+        return draws > pass_cost(together, self.taking_part, d, v, self.source.snapshot.segments[0].keys.itemsize) * q / together
 
-    def _exact_seconds(self, queries: int) -> float:
-        """Cost of a pass over every record, in seconds."""
-        return self._costs.exact.seconds(self.taking_part * (self.asked.shape[1] + self._width), queries)
-
-    @property
-    def _kind(self) -> object:
-        """Features by which estimates take about the same time."""
-        rtol, atol = self.tolerance.rtol, self.tolerance.atol
-        scales = self.factor, rtol, atol, float(len(self.asked)), self.taking_part / self.source.count
-        return self._width, *(math.frexp(scale)[1] for scale in scales)
-
-    def hopeless(self) -> bool:
-        """Return True if estimates of this kind have taken longer than a pass over every record."""
-        return self.tolerance.most is None and self.tail.planner.hopeless(self._kind)
-
-    def learn(self, seconds: float) -> None:
-        """Take in how long an estimate took, a pass for what it left included."""
-        if self.tolerance.most is None:
-            self.tail.planner.learn(self._kind, seconds / max(self._exact_seconds(len(self.asked)), 1e-9))
-
-    @property
-    def _costs(self) -> EstimateCosts:
-        return self.tail.planner.estimate_costs(self._width, self._measured)
-
-    def _measured(self) -> EstimateCosts:
-        plain = replace(self.request.detached, allowed=None, tolerance=None)
-        some = self.source.first(self.asked.shape[1] + self._width)
-        size, asked = some.count, self.request.detached.queries
-
-        def repeated(count: int) -> Tensor:
-            return asked[torch.arange(count) % len(asked)]
-
-        def pass_over(count: int) -> object:
-            return some.stream(replace(plain, queries=repeated(count)))
-
-        def one_round(count: int) -> object:
-            estimator = Estimator.of(replace(self.request.detached, queries=repeated(count)), self.source)
-            return estimator and estimator.found(Round(np.arange(count), FIRST))
-
-        with torch.no_grad():
-            return estimate_costs(pass_over, size * (self.asked.shape[1] + self._width), one_round)
-
-    def found(self, task: Round) -> tuple[Estimated, Tensor, Tensor]:
+    def drawn(self, task: Round) -> tuple[Estimated, Tensor]:
         """A round: as `judged`."""
-        chosen = self.chosen(task)
-        return self.judged(task, chosen, *self.pooled(task, chosen))
+        sample = self.sample(task)
+        return self.judged(task, sample, *self.pooled(task, sample))
 
-    def chosen(self, task: Round) -> Subsample:
-        """Draw records, and choose those to pool."""
-        drawn = self.tail.draw(
-            Drawing(
-                self.source.columns, self.asked[task.which], self.factor, self.near(task), self.draws(task),
-                2 * self.request.seed, 1 - self.tolerance.confidence,
-            )
+    def sample(self, task: Round) -> Sample:
+        """Draw records."""
+        ask = Drawing(
+            self.asked[task.which], self.factor, task.budget, self.request.seed, 1 - self.tolerance.confidence
         )  # fmt: skip
-        out = (drawn.positions < 0) | ~self.counts[drawn.positions]
-        drawn.positions[out], drawn.scores[out] = -1, -np.inf
-        logits = self.factor * drawn.scores + drawn.log_weights
-        seeds = seeds_of(self.asked[task.which], 2 * self.request.seed + 1)
-        places, logs, largest = subsample(drawn, logits, task.budget, seeds)
-        total, unseen, hidden = _beyond(drawn, logits)
-        thinned = np.exp(np.where(np.isneginf(largest), -np.inf, largest - np.where(np.isneginf(total), 0, total)))
-        few = ((places >= 0).sum(1) < self.least) & (thinned > 0)
-        unseen[few], hidden[few] = np.inf, np.inf
-        if not places.shape[1]:
-            places, logs = np.full((len(logits), 1), -1, np.int64), np.zeros((len(logits), 1), np.float32)
-        none, places = places < 0, np.maximum(places, 0)
-        positions = np.take_along_axis(drawn.positions, places, 1)
-        scores = np.take_along_axis(drawn.scores, places, 1)
-        positions[none], scores[none] = -1, -np.inf
-        return Subsample(positions, logs, scores, unseen, hidden, thinned)
+        controls = not self.request.pools or bool(self.sampler.reach.means.shape[1])
+        return self.sampler.draw(self.eligible, self.source.snapshot, ask, controls)
 
-    def pooled(self, task: Round, chosen: Subsample) -> tuple[Tensor, Numbers, State]:  # (q, k), (q, k), …
-        """Scores of what was chosen, logits with the log-weights, and the answer: the softmax over them."""
-        request, columns, positions = self.request.at(task.which), self.source.columns, chosen.positions
-        scores, temperature = torch.from_numpy(chosen.scores), request.temperature
+    def pooled(self, task: Round, sample: Sample) -> tuple[Tensor, Numbers, State]:  # (q, k), (q, k), …
+        """Scores of what was drawn, logits with the log-weights, and the answer: the softmax over them, corrected."""
+        request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
+        scores, temperature = torch.from_numpy(sample.scores), request.temperature
         if metric_in_place(request.score, request.queries, columns) is None:
             scores = score_rows(request.score, request.queries, columns, positions)
         # a copy for the error, which has no gradient
         exact_logits = scores.detach().cpu().double() / divisor(temperature, torch.float64)
-        logits: Numbers = exact_logits.numpy() + chosen.log_weights.astype(np.float64)
+        logits: Numbers = exact_logits.numpy() + sample.log_weights.astype(np.float64)
         if not scores.requires_grad and scores.device.type == "cpu":
-            return scores, logits, State(*pooled_at(logits, columns, positions, self._width))
+            state = State(*pooled_at(logits, columns, positions, self._width))
+            return scores, logits, self._corrected(sample, state)
         live, temperature = torch.from_numpy(positions >= 0).to(scores.device), divisor(temperature, scores.dtype)
-        log_weights = torch.from_numpy(chosen.log_weights).to(scores)
+        log_weights = torch.from_numpy(sample.log_weights).to(scores)
         weights, lse = softmax(scores + log_weights * temperature, temperature, live)
-        if not self._width:
-            return scores, logits, State(lse.new_zeros(len(lse), 0), lse)
-        return scores, logits, State(pool_rows(weights, columns, positions, self.source.num_classes), lse)
+        output = lse.new_zeros(len(lse), 0)
+        if self._width:
+            output = pool_rows(weights, columns, positions, self.source.num_classes)
+        return scores, logits, self._corrected(sample, State(output, lse))
 
-    def judged(
-        self, task: Round, chosen: Subsample, scores: Tensor, logits: Numbers, state: State
-    ) -> tuple[Estimated, Tensor, Tensor]:
-        """The answer with its error, the bar (q,) that is allowed, and (q,) whether too much is for the unseen."""
+    def _corrected(self, sample: Sample, state: State) -> State:
+        """The answer once the estimates of all records have corrected the draws; constants to the gradient.
+
+        With Z₀ of the draws, Z = Z₀ + Σ_j M_j and o = (Z₀ o₀ + Σ_j M_j v̄_j) / Z, M the masses, v̄ mean values of the lists.
+        """
+        if not sample.controls.any():
+            return state
+        lse = state.lse
+        share = (torch.from_numpy(sample.base).to(lse) - lse).exp() * torch.from_numpy(sample.correction).to(lse)
+        lost = (share.detach() < LOST - 1) | ~torch.isfinite(share.detach())
+        if bool(lost.any()):
+            which = lost.cpu().numpy()
+            sample.controls[which], sample.masses[which] = 0, 0
+            share = torch.where(lost, torch.zeros_like(share), share)
+        output = state.output
+        if self._width:
+            values = torch.from_numpy(sample.masses @ self.sampler.reach.means).to(output)
+            scale = (torch.from_numpy(sample.base).to(lse) - lse).exp().nan_to_num(0, posinf=0)
+            output = (output + values * scale.unsqueeze(1).to(output)) / (1 + share).unsqueeze(1).to(output)
+        return State(output, lse + share.log1p())
+
+    def judged(self, task: Round, sample: Sample, scores: Tensor, logits: Numbers, state: State) -> tuple[Estimated, Tensor]:
+        """The answer with its error, and the bar (q,) that is allowed."""
         request, precise = self.request, not scores.requires_grad and scores.device.type == "cpu"
-        state, spread, weights = self.spread(task, chosen, logits, state)
+        state, spread, weights = self.spread(task, sample, logits, state)
         precise &= self.unindexed is None
-        found = bars(spread, self.tolerance.confidence)
-        bar, allowed = self._error(state, spread, found, precise)
-        blind = torch.from_numpy(blinded(request, spread, found, bar.numpy()))
+        error = bars(spread, self.tolerance.confidence)
+        bar, allowed = self._error(state, spread, error, precise)
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
 
-        def told(column: Tensor) -> Tensor:
+        def as_asked(column: Tensor) -> Tensor:
             return column.to(device, dtype)
 
         answer = Estimated(
-            told(state.output), told(state.lse), told(torch.from_numpy(found.stderr)),
-            told(torch.from_numpy(found.lse_stderr)), told(bar), (bar <= allowed).to(device),
-            torch.from_numpy(chosen.positions).to(device), told(scores.detach()), told(weights),
+            as_asked(state.output), as_asked(state.lse), as_asked(torch.from_numpy(error.stderr)),
+            as_asked(torch.from_numpy(error.lse_stderr)), as_asked(bar), (bar <= allowed).to(device),
+            torch.from_numpy(sample.positions).to(device), as_asked(scores.detach()), as_asked(weights),
         )  # fmt: skip
-        return answer, told(allowed), blind.to(device)
+        return answer, as_asked(allowed)
 
     def spread(
         self,
         task: Round,
-        chosen: Subsample,
+        sample: Sample,
         logits: Numbers,  # (q, k) with the log-weights
         state: State,
         salt: int = 0,  # of the signs: parts that are merged need their own
     ) -> tuple[State, ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
-        """The answer with the unindexed records, and what its error is made of."""
-        output, lse = (one.detach().cpu().double().numpy() for one in (state.output, state.lse))
-        columns, positions = self.source.columns, chosen.positions
-        spread, weights = spread_at(logits, chosen.log_weights, columns, positions, (output, lse), salt)
-        spread = self._known(spread, chosen)
+        """The answer with the unindexed records, and the terms of its error."""
+        output, lse = (column.detach().cpu().double().numpy() for column in state)
+        spread, weights = spread_at(logits, sample, self.source.columns, (output, lse), self.sampler.reach.means, salt)
+        spread = self._bounded(spread, sample)
         if self.unindexed is not None:
             rest = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
             state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
-            exact = sure(*(one.detach().cpu().double().numpy() for one in rest))
+            exact = sure(*(column.detach().cpu().double().numpy() for column in rest))
             before, spread = spread.lse, joined([spread, exact])
             weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
         return state, spread, weights
 
-    def _known(self, spread: ErrorEstimate, chosen: Subsample) -> ErrorEstimate:
-        """The spread of what was drawn, with what is known of the values and weights that were not."""
-        reach, output = self.tail.reach, spread.output
+    def _bounded(self, spread: ErrorEstimate, sample: Sample) -> ErrorEstimate:
+        """The spread of what was drawn, with the bounds on the values and weights that were not."""
+        reach, output = self.sampler.reach, spread.output
         if not self.request.pools:
             far = np.ones(len(output))
         elif self.source.num_classes:
             far = np.sqrt(np.square(output).sum(1) + 1 - 2 * output.min(1, initial=0.0))  # from the farthest corner
         else:
             far = reach.value_radius + np.linalg.norm(output - reach.centre, axis=1)
-        return spread._replace(unseen=chosen.unseen, hidden=chosen.hidden, thinned=chosen.thinned, reach=far)
+        with np.errstate(over="ignore", invalid="ignore"):
+            shift = sample.base - np.where(np.isneginf(spread.lse), 0, spread.lse)
+            hidden = np.nan_to_num(sample.hidden * np.exp(2 * shift), nan=np.inf)
+            missed = np.nan_to_num(sample.missed * np.exp(shift), nan=np.inf)
+            unseen, thinned = np.exp(sample.unseen + shift), np.exp(sample.thinned + shift)
+        few = ((sample.positions >= 0).sum(1) < self.least) & (unseen > 0)
+        unseen[few], hidden[few], missed[few] = np.inf, np.inf, np.inf
+        bounds = {"unseen": unseen, "hidden": hidden, "missed": missed, "thinned": thinned, "reach": far}
+        return spread.raised(sample.raised)._replace(**bounds)
 
     def _error(
-        self, state: State, spread: ErrorEstimate, found: Bars, precise: bool
+        self, state: State, spread: ErrorEstimate, error: Bars, precise: bool
     ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
         """As `error_of`."""
         one = 1.0 if self.source.num_classes else None
         output = state.output if self.request.pools else None
-        return error_of(self.tolerance, output, spread, found, precise, lambda: one or self.source.columns.value_size)
-
-
-def looks(request: Request) -> int:
-    """Maximum number of wider looks: none where the cost is bounded and a gradient is wanted.
-
-    A step of training asks for a direction at a bounded cost, not for a narrow bar.
-    """
-    most = None if request.tolerance is None else request.tolerance.most
-    return LOOKS if most is None or (most >= LEAST and not request.wants_gradient) else 0
-
-
-def blinded(request: Request, spread: ErrorEstimate, found: Bars, bar: Numbers) -> Live:  # (q,) -> (q,)
-    """Queries of whose bar too much is for what was not drawn; where more may be pooled, that makes it less, too."""
-    bounded = request.tolerance is not None and request.tolerance.most is not None
-    reach = spread.reach if request.pools else 1.0
-    blind: Live = (found.blind * reach > (BLIND if bounded else BLINDER) * bar) | np.isinf(found.blind)
-    return blind
+        return error_of(self.tolerance, output, spread, error, precise, lambda: one or self.source.columns.value_size)
 
 
 def error_of(
@@ -334,21 +264,3 @@ def error_of(
     if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
         length = length.clamp(min=SMALL * value_size())
     return bar, tolerance.atol + tolerance.rtol * length
-
-
-def _beyond(drawn: TailSample, logits: Numbers) -> tuple[Numbers, Numbers, Numbers]:  # (q,), (q,), (q,)
-    """log Ẑ, and `unseen` and `hidden` relative to it, once the draws were held against what was thought of them.
-
-    Infinite where a record that was drawn is heavier than any was said to be. Where the squared terms drawn add up to
-    more than was expected, so may those that were not.
-    """
-    found = np.empty((3, len(logits)))
-    native().log_sums(logits, drawn.log_weights, found)
-    total, squares, largest = found
-    with np.errstate(invalid="ignore", over="ignore"):
-        base = np.where(np.isneginf(total), 0, total)
-        ratio = np.exp(np.fmax(squares - drawn.expected, 0))
-        hidden = np.nan_to_num(np.exp(drawn.hidden - 2 * base) * ratio, nan=np.inf, posinf=np.inf)
-        unseen = np.exp(drawn.unseen - base)
-    wrong = largest > drawn.unseen + 1e-6
-    return total, np.where(wrong, np.inf, unseen), np.where(wrong, np.inf, hidden)

@@ -89,7 +89,7 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         return None
     for name, attribute in _KEPT.items():
         setattr(index, attribute, entry[name])
-    if len(codes) < len(data) and isinstance(index, Lists | IVF):
+    if len(codes) < len(data) and isinstance(index, Lists):
         try:
             index.reach = unpacked(data[len(codes) :], index)
         except ValueError as error:

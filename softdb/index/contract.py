@@ -111,23 +111,13 @@ class Selected:
 
 
 class Reach(NamedTuple):
-    """Statistics of the records that an index holds, those set apart left out of every maximum."""
+    """Statistics of the values of the records that an index holds; those set apart are in none of the maxima."""
 
     apart: Rows  # (m,) ascending: scored for every query
-    is_apart: Live  # (covered,) over rows
-    scales: Numbers  # (m,) how far their values reach, in units of `value_radius`, at least 1
-    mean_error: float  # root of the mean square of ‖k - k̂‖
-    errors: Numbers  # (levels,) the upper ends of so many parts of the errors
-    log_shares: Numbers  # (levels,) log of the share of the records in each part
-    means: Floats  # (lists, d) of the keys
-    radii: Numbers  # (lists,) the largest ‖k - m‖
-    mean_radii: Numbers  # (lists,) root of the mean square
-    extents: Floats  # (lists, d) the largest |k_j - m_j|
-    part_errors: Numbers  # (parts,) the largest error of each part of the codes; none where they cannot be decoded
+    scales: Floats  # (m,) how far their values reach, in units of `value_radius`, at least 1
+    means: Floats  # (lists, v) of the values; of labels their shares, or (lists, 0) where there are many classes
     centre: Numbers  # (v,) mean of some values; of labels nothing
     value_radius: float  # the largest ‖v - centre‖
-    root: Floats  # (d, d) of the covariance of keys, each seen from the mean of its list; its squares sum to 1
-    spread: float  # variance of their ‖k - m‖², relative to the square of its mean
     witnesses: Rows  # (w,) rows, by which it is known of which records all this was measured
     checksums: NDArray[np.uint32]  # (w,) of their keys and values
 

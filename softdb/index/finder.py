@@ -20,13 +20,12 @@ from softdb.index.background import Build
 from softdb.index.build import Target, build, checked, possible, tuned
 from softdb.index.choose import Progress
 from softdb.index.contract import Devices, Floats, Found, Index, Live, Rows
-from softdb.index.ivf import IVF
 from softdb.index.lists import Lists
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
 from softdb.index.query import Query
 from softdb.index.reach import reach_of
 from softdb.index.search import Searcher, indexed_until
-from softdb.index.tail import FEWEST, Tail
+from softdb.index.sampler import FEWEST, Eligible, Sampler
 from softdb.index.watch import Watch
 from softdb.kernels import available
 from softdb.reports import DeviceReport, IndexReport
@@ -144,18 +143,19 @@ class Finder:
         nearest: Rows = (self.devices or flat).nearest(snapshot, alone)[0]
         return nearest
 
-    def tail(self, snapshot: Snapshot) -> tuple[Tail | None, int]:
-        """A sampler of the records that the index holds, None where none is worth it; and the first position beyond."""
+    def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Eligible, int] | None:
+        """A sampler of the records that the index holds, those that it may draw, and the first position beyond.
+
+        None where nothing can be drawn: there is no index of lists, or too few records for one to be worth it.
+        """
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
-        if index is None or not isinstance(index, Lists | IVF):
-            return None, 0
+        if index is None or not isinstance(index, Lists):
+            return None
         with self._lock:
             searcher = self.searcher(index)
-            if searcher.tail is None:  # draws go over lists on the host
-                hosted = index if index.devices is None else index.hosted()
-                assert isinstance(hosted, Lists | IVF)
-                searcher.tail = Tail(hosted, snapshot, searcher.planner)
-            return searcher.tail, indexed_until(snapshot, index)
+            if searcher.sampler is None:
+                searcher.sampler = Sampler(index, snapshot, self._store.schema.num_classes)
+            return searcher.sampler, searcher.eligible(snapshot, allowed), indexed_until(snapshot, index)
 
     def builder(
         self,
@@ -174,8 +174,8 @@ class Finder:
 
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
-            if isinstance(index, Lists | IVF) and devices is None and snapshot.count >= FEWEST and available():
-                reach_of(index, snapshot)  # here, and not when an estimate is first asked for
+            if isinstance(index, Lists) and snapshot.count >= FEWEST:
+                reach_of(index, snapshot, self._store.schema.num_classes)  # here, and not when an estimate is first asked for
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
                     raise BadInput("all keys were made anew while the index was built; build it again")

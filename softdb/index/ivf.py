@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Numbers, Rows, faiss_module, measure_of
+from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
 POINTS_A_LIST = 64  # that a list's centroid is trained on
 ROUNDS = 10  # of k-means: more changes recall by less than 0.001
@@ -27,7 +27,6 @@ def lists_for(count: int) -> int:
 class IVF(Index):
     """Inverted lists of bytes. Cost: (lists + probed records) codes."""
 
-    parts = 0  # of a code whose errors are known one by one
     kind: ClassVar[str] = "ivf"
     effort_name: ClassVar[str] = "nprobe"
 
@@ -81,42 +80,6 @@ class IVF(Index):
     def lists(self) -> int:
         """Number of lists."""
         return int(self.inner.nlist)
-
-    @property
-    def centroids(self) -> Floats:
-        """(lists, d)."""
-        found: Floats = self.inner.quantizer.reconstruct_n(0, self.inner.nlist)
-        return found
-
-    def members(self) -> tuple[Rows, Rows]:
-        """Copies of FAISS' ids."""
-        faiss, lists = faiss_module(), self.inner.invlists
-        sizes = [lists.list_size(i) for i in range(lists.nlist)]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        rows = np.empty(starts[-1], np.int64)
-        for i, size in enumerate(sizes):
-            if size:
-                rows[starts[i] : starts[i + 1]] = faiss.rev_swig_ptr(lists.get_ids(i), size)
-        return rows, starts
-
-    def turned(self, vectors: Floats) -> Floats:  # (q, d) -> (q, 0)
-        """Vectors as the parts of codes see them: there are none."""
-        return vectors[:, :0]
-
-    def near_in_lists(self, queries: Floats, order: Rows, nearness: Floats, count: int) -> tuple[Rows, Floats, Numbers]:
-        """As `Lists.near_in_lists`, by FAISS, whose scores by bytes are not rounded."""
-        faiss, q, l2 = faiss_module(), len(queries), self.metric is Metric.L2
-        distances = -nearness if l2 else nearness
-        rows, codes = np.empty((q, count), np.int64), np.empty((q, count), np.float32)
-        asked, pointer = np.ascontiguousarray(queries), faiss.swig_ptr
-        self.inner.search_preassigned_c(
-            q, pointer(asked), count, pointer(order), pointer(distances), pointer(codes), pointer(rows), False,
-            faiss.SearchParametersIVF(nprobe=order.shape[1]),
-        )  # fmt: skip
-        if l2:
-            np.negative(codes, out=codes)
-        codes[rows < 0] = -np.inf
-        return rows, codes, np.zeros(q)
 
 
 class IVFSQ8(IVF):

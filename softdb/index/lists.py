@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, Numbers, Rows, prepared
-from softdb.index.quantizer import BLOCK, HIGHEST, NO_ROW, Allowed, CodeBlocks, Coded, Matrix, Places, Quantizer
+from softdb.index.quantizer import (
+    APART, BLOCK, GAIN, HIGHEST, NO_ROW, Allowed, CodeBlocks, Coded, Matrix, Places, Quantizer, nearest_centroids,
+)  # fmt: skip
 from softdb.index.rerank import CODES
 from softdb.index.rule import MOSTLY, Rule, fitted
 from softdb.kernels import native
@@ -26,7 +28,7 @@ LEAST = 24  # candidates that are scored exactly at least
 JUMP = 4  # times as long as a byte of codes takes one of a key that lies anywhere
 WIDTHS = (8, 4, 2, 1)  # numbers that share a word
 PARTS = 32, 256  # of a code, at least and at most, where the width of keys allows it
-FORM = 15  # arrays of an index file
+FORM = 23  # arrays of an index file
 
 
 class Among(NamedTuple):
@@ -39,20 +41,22 @@ class Among(NamedTuple):
 
 
 class Lists(Index):
-    """Inverted lists of 4-bit codes: parts / 2 + 6 bytes a record, 8 for l2. Cost: see lists.cc."""
+    """Inverted lists of 4-bit codes: parts / 2 + 6 bytes a record, 8 for l2; and about d / 8 + 2 of coarser codes, 4 more
+    for l2, by which estimates draw. Cost: see lists.cc and draw.cc.
+    """
 
     kind: ClassVar[str] = "ivf"
     effort_name: ClassVar[str] = "records_per_match"
     filters_inside: ClassVar[bool] = True
     levels: ClassVar[tuple[int, ...]] = (3, 4, 6, 10, 16, 28, 50, 90, 160)
 
-    def __init__(self, metric: Metric, inner: Quantizer, layout: CodeBlocks | None = None) -> None:
+    def __init__(self, metric: Metric, inner: Quantizer, sketch: Quantizer, layout: CodeBlocks | None = None) -> None:
         super().__init__(metric, inner)
+        self.sketch = sketch  # of the coarser codes, by which estimates draw
         self.rule = Rule()
-        self.slack = 0.0  # the most that rounding of factors and offsets raises a score
         self.parts = len(inner.words)
         self._pending: list[Coded] = []
-        self._use(layout or CodeBlocks.of(_no_records(inner), len(inner.centroids.scales), metric is Metric.L2))
+        self._use(layout or CodeBlocks.of(_no_records(inner, sketch), len(inner.centroids.scales), metric is Metric.L2))
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
@@ -63,14 +67,15 @@ class Lists(Index):
 
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """Half a byte a part, factor, offset and row."""
-        return _parts_in(codes) // 2 + 8
+        """Half a byte a part, factor, offset and row; coarser codes, two bytes of theirs and an offset."""
+        return _parts_in(codes) // 2 + 8 + -(-dim // 8) + 4
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """Centroids by k-means, the rotation, then the words."""
         lists = max(1, min(lists_for(count), len(sample) // 39))
-        return cls(metric, Quantizer.train(sample, lists, _parts_in(codes), metric is Metric.L2))
+        inner = Quantizer.train(sample, lists, _parts_in(codes), metric is Metric.L2)
+        return cls(metric, inner, inner.sketched(sample, metric is Metric.L2))
 
     @classmethod
     def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
@@ -80,22 +85,23 @@ class Lists(Index):
             arrays = [np.load(file, allow_pickle=False) for _ in range(FORM)]
         except (EOFError, OSError, MemoryError) as error:
             raise ValueError("it is cut off") from error
-        *shown, rule, sizes, starts, blocks, factors, offsets, rows, squares = arrays
-        turns, turn_scales, centroids, scales, words, origin, unit = shown
-        inner = Quantizer(Matrix(turns, turn_scales), Matrix(centroids, scales), words, origin, float(unit))
-        layout = CodeBlocks(sizes, starts, blocks, factors, offsets, rows, squares)
-        _check(metric, inner, layout, rule, dim)
-        index = cls(metric, inner, layout)
-        *rates, index.slack = map(float, rule)
-        index.rule = Rule(*rates)
+        turns, turn_scales, centroids, scales, words, origin, units, *sketched, rule = arrays[:11]
+        layout = CodeBlocks(*arrays[11:])
+        if units.shape != (4,):
+            raise ValueError("an earlier version made it")
+        inner = Quantizer(Matrix(turns, turn_scales), Matrix(centroids, scales), words, origin, *units[:2].tolist())
+        sketch = Quantizer(Matrix(*sketched[:2]), inner.centroids, sketched[2], origin, *units[2:].tolist())
+        _check(metric, (inner, sketch), layout, rule, dim)
+        index = cls(metric, inner, sketch, layout)
+        index.rule = Rule(*map(float, rule))
         return index
 
     def dump(self) -> NDArray[np.uint8]:
         """As `loaded` reads it."""
-        inner, file = self.inner, io.BytesIO()
-        rule = np.array([*self.rule, self.slack])
-        arrays = *inner.rotation, *inner.centroids, inner.words, inner.origin, np.array(inner.unit), rule, *self.layout
-        for array in arrays:
+        inner, sketch, file = self.inner, self.sketch, io.BytesIO()
+        units = np.array([inner.unit, inner.error_step, sketch.unit, sketch.error_step])
+        trained = *inner.rotation, *inner.centroids, inner.words, inner.origin, units
+        for array in (*trained, *sketch.rotation, sketch.words, np.array(self.rule), *self.layout):
             np.save(file, array, allow_pickle=False)
         return np.frombuffer(file.getbuffer(), np.uint8)
 
@@ -121,7 +127,7 @@ class Lists(Index):
             layout.offsets.view(np.uint16), inner.unit, inner.words.reshape(-1, BLOCK), self.parts,
             inner.origin if l2 else inner.origin[:0],
         )  # fmt: skip
-        self._native = native().Lists(len(inner.origin), *held), held  # which keeps the arrays alive
+        self.native, self._held = native().Lists(len(inner.origin), *held), held  # which keeps the arrays alive
 
     @property
     def count(self) -> int:
@@ -133,15 +139,20 @@ class Lists(Index):
         if int(rows[-1]) >= NO_ROW:
             raise BadInput(f"row {rows[-1]} is too large for an index of kind 'ivf'; it takes rows below {NO_ROW}")
         seen = prepared(keys, self.metric) - self.inner.origin
-        lists, codes, factors, offsets, squares = self.inner.coded(seen)
-        halves = np.zeros(len(rows), np.float16)
-        if self.metric is Metric.L2:
-            in_units = offsets / self.inner.unit
-            halves = np.clip(in_units, -HIGHEST, HIGHEST).astype(np.float16)
-            rounding = self.inner.unit * float((halves - in_units).max(initial=0)) + 2.0**-10 * float(squares.max())
-            self.slack = max(self.slack, rounding)
-        numbers = rows.astype(np.uint32)
-        self._pending.append(Coded(lists, codes, factors.astype(np.float16), halves, numbers, squares))
+        lists = nearest_centroids(self.inner.centroids.rows, seen)
+        fine, coarse = self.inner.coded(seen, lists), self.sketch.coded(seen, lists)
+        errors, halves = np.ceil(coarse.errors / self.sketch.error_step), list[NDArray[np.float16]]()
+        for offsets, unit in ((fine.offsets(), self.inner.unit), (coarse.offsets(1.0), self.sketch.unit)):
+            in_units = offsets / unit if self.metric is Metric.L2 else np.zeros(len(rows), np.float32)
+            halves.append(np.clip(in_units, -HIGHEST, HIGHEST).astype(np.float16))
+        errors[~(errors < APART) | (np.abs(in_units) > HIGHEST)] = APART
+        gains = np.rint(GAIN * coarse.factors).astype(np.uint8)
+        self._pending.append(
+            Coded(
+                lists, fine.codes, fine.factors.astype(np.float16), halves[0], rows.astype(np.uint32), fine.squares,
+                coarse.codes, gains, errors.astype(np.uint8), halves[1],
+            )
+        )  # fmt: skip
         self.covered = int(rows[-1]) + 1
         self.longest = self.reach = None
 
@@ -177,7 +188,7 @@ class Lists(Index):
         places, scores = np.empty((len(queries), 1), np.int64), np.empty((len(queries), 1), np.float32)
         candidates = self.kept_for(k)
         given = *self.filled, self.layout.rows, None, CODES[self.metric], *self.rule.of_kernels(effort, 1.0)
-        scanned: int = abs(native().search_lists(self._native[0], queries, *given, k, candidates, places, scores))
+        scanned: int = abs(native().search_lists(self.native, queries, *given, k, candidates, places, scores))
         return float(scanned / len(queries) * (self.parts / 2 + 4) + JUMP * candidates * queries.shape[1] * 4)
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
@@ -208,7 +219,7 @@ class Lists(Index):
             effort = max(effort, self.count // certain)
         rule = self.rule.of_kernels(effort, among.share)
         given = *among.allowed, among.places, among.keys, CODES[self.metric], *rule, certain, candidates
-        loop, lists = native().search_lists, self._native[0]
+        loop, lists = native().search_lists, self.native
         if len(queries) == 1:  # which feels microseconds
             return places, scores, loop(lists, queries, *given, places, scores) >= 0
 
@@ -242,52 +253,6 @@ class Lists(Index):
         """Number of lists."""
         return len(self.spreads)
 
-    @property
-    def centroids(self) -> Floats:
-        """(lists, d)."""
-        centroids: Floats = self.inner.centroids.rows + self.inner.origin
-        return centroids
-
-    def members(self) -> tuple[Rows, Rows]:  # (n,), (lists + 1,)
-        """The rows of every list, one list after the other, and where each begins."""
-        starts = np.concatenate([[0], np.cumsum(self.layout.sizes)]).astype(np.int64)
-        return self.layout.rows[self.layout.slots].astype(np.int64), starts
-
-    def turned(self, vectors: Floats) -> Floats:  # (q, d) -> (q, parts · word)
-        """Vectors as the parts of codes see them."""
-        turned: Floats = vectors @ self.inner.rotation.rows.T
-        return turned
-
-    def near_in_lists(
-        self,
-        queries: Floats,  # (q, d) prepared
-        order: Rows,  # (q, m) lists, -1 = none
-        nearness: Floats,  # (q, m) scores of their centroids, -|q - c|² for l2
-        count: int,
-    ) -> tuple[Rows, Floats, Numbers]:  # (q, count), (q, count), (q,)
-        """The rows whose codes are nearest, -1 for none; their scores by codes, -inf; the largest error of rounding."""
-        turned = self.turned(queries - self.inner.origin if self.metric is Metric.L2 else queries)
-        rows, codes = np.empty((len(queries), count), np.int64), np.empty((len(queries), count), np.float32)
-        steps = np.empty(len(queries))
-
-        def given(run: slice) -> tuple[Any, ...]:
-            lists = self._native[0], turned[run], order[run], nearness[run], self.filled.bits, self.layout.rows
-            return *lists, rows[run], codes[run], steps[run]
-
-        by_lines(native().scan_lists, given, len(queries), order.size * self.count // self.lists * self.parts)
-        rounding = steps * (0.5 * self.parts * float(self.layout.factors.max(initial=0))) + self.slack
-        return rows, codes, rounding
-
-    def code_errors(self, lists: range, keys: Floats) -> Floats:  # (m, d) -> (m, d)
-        """k - k̂ of the records of some lists, in their order, k̂ what codes stand for. Cost m d parts · word."""
-        coded, inner = self.layout.of_lists(lists).coded(), self.inner
-        pairs = coded.codes.astype(np.int32)
-        numbers = np.stack([pairs & 15, pairs >> 4], 2).reshape(len(keys), -1) + BLOCK * np.arange(self.parts)
-        words = torch.from_numpy(inner.words.transpose(0, 2, 1).reshape(-1, inner.words.shape[1]))
-        guess = words[torch.from_numpy(numbers)].view(len(keys), -1).numpy() * coded.factors.astype(np.float32)[:, None]
-        errors: Floats = keys - self.centroids[lists.start : lists.stop][coded.lists] - guess @ inner.rotation.rows
-        return errors
-
 
 def lists_for(count: int) -> int:
     """Between 1.2 and 2.5 √n lists, a power of two: more are faster to search and slower to make."""
@@ -303,9 +268,13 @@ def _parts_in(codes: str) -> int:
     return int(codes.removeprefix("PQ").partition("x")[0])
 
 
-def _check(metric: Metric, inner: Quantizer, layout: CodeBlocks, rule: NDArray[Any], dim: int | None) -> None:
+def _check(
+    metric: Metric, by: tuple[Quantizer, Quantizer], layout: CodeBlocks, rule: NDArray[Any], dim: int | None
+) -> None:
     """Raise ValueError where arrays do not fit together: kernels do not look."""
+    inner, sketch = by
     (turned, d), lists, (parts, word, _) = inner.rotation.numbers.shape, len(inner.centroids.scales), inner.words.shape
+    coarse, length, _ = sketch.words.shape
     blocks = len(layout.blocks)
     forms: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {
         "rotation": (inner.rotation.numbers, np.int8, (parts * word, d)),
@@ -314,7 +283,10 @@ def _check(metric: Metric, inner: Quantizer, layout: CodeBlocks, rule: NDArray[A
         "their scales": (inner.centroids.scales, np.float32, (lists,)),
         "words": (inner.words, np.float32, (parts, word, BLOCK)),
         "origin": (inner.origin, np.float32, (d,)),
-        "rule": (rule, np.float64, (len(Rule._fields) + 1,)),
+        "coarse rotation": (sketch.rotation.numbers, np.int8, (coarse * length, d)),
+        "its scales of rows": (sketch.rotation.scales, np.float32, (coarse * length,)),
+        "coarse words": (sketch.words, np.float32, (coarse, length, BLOCK)),
+        "rule": (rule, np.float64, (len(Rule._fields),)),
         "sizes": (layout.sizes, np.int64, (lists,)),
         "starts": (layout.starts, np.int64, (lists + 1,)),
         "codes": (layout.blocks, np.uint8, (blocks, parts // 2, BLOCK)),
@@ -322,6 +294,10 @@ def _check(metric: Metric, inner: Quantizer, layout: CodeBlocks, rule: NDArray[A
         "offsets": (layout.offsets, np.float16, (blocks if metric is Metric.L2 else 0, BLOCK)),
         "rows": (layout.rows, np.uint32, (blocks * BLOCK,)),
         "squares": (layout.squares, np.float32, (lists,)),
+        "sketches": (layout.sketches, np.uint8, (blocks, coarse // 2, BLOCK)),
+        "gains": (layout.gains, np.uint8, (blocks, BLOCK)),
+        "errors": (layout.errors, np.uint8, (blocks, BLOCK)),
+        "corrections": (layout.corrections, np.float16, layout.offsets.shape),
     }
     for name, (array, dtype, shape) in forms.items():
         if array.dtype != dtype or array.shape != shape:
@@ -329,11 +305,12 @@ def _check(metric: Metric, inner: Quantizer, layout: CodeBlocks, rule: NDArray[A
     if dim is not None and d != dim:
         raise ValueError(f"it is of keys {d} wide")
     ends = np.concatenate([[0], np.cumsum(-(-layout.sizes // BLOCK))])
-    if parts % 8 or not lists or (layout.sizes < 0).any() or (layout.starts != ends).any() or blocks < max(1, ends[-1]):
+    if parts % 8 or coarse % 8 or not lists or (layout.sizes < 0).any() or (layout.starts != ends).any() or blocks < max(1, ends[-1]):
         raise ValueError("its lists do not fit together")
 
 
-def _no_records(inner: Quantizer) -> Coded:
-    halves = np.empty(0, np.float16)
-    codes = np.empty((0, len(inner.words) // 2), np.uint8)
-    return Coded(np.empty(0, np.int64), codes, halves, halves, np.empty(0, np.uint32), np.empty(0, np.float32))
+def _no_records(inner: Quantizer, sketch: Quantizer) -> Coded:
+    halves, octets = np.empty(0, np.float16), np.empty(0, np.uint8)
+    codes, sketches = (np.empty((0, len(by.words) // 2), np.uint8) for by in (inner, sketch))
+    squares, rows = np.empty(0, np.float32), np.empty(0, np.uint32)
+    return Coded(np.empty(0, np.int64), codes, halves, halves, rows, squares, sketches, octets, octets, halves)

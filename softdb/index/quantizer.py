@@ -23,10 +23,16 @@ POINTS_A_LIST = 40  # that a list's centroid is trained on
 ROUNDS = 8  # of k-means: more changes recall by less than 0.001
 TRAINED, EACH = 6000, 8  # residuals that rotation and words are trained on, and for each number of a key, at least
 BLOCK = 16  # records whose codes stand together; words of a part
-LEAST_FACTOR = 0.25  # of |r|² that <r, r̂> counts at least, so that no factor is above 4
 ENCODED = 1 << 22  # numbers at once: 16 MB
 CODE = 127  # the largest int8
 HIGHEST = 60_000  # of a float16
+SKETCHED = (64, 4), (32, 2), (1, 1)  # numbers of a key from which on a word of a sketch is so long
+PEAK = 4.0  # deviations that the error of one part may be, where a query has all its length in it
+ROUNDED = 1.02, 0.01  # of measured errors and of |r|: rotations and factors are rounded
+SHARE = 0.0002  # of the records that may be set apart because they stand out
+ORDINARY, FACTOR = 0.9, 1.5  # no farther than so many times what this share of the records stays below
+GAIN = 63.75  # steps of a factor in one byte, at most 4
+APART = 255  # the error of a record that is scored for every query
 NO_ROW = int(np.iinfo(np.uint32).max)
 _ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # records of a block by the bytes of their codes
 
@@ -70,6 +76,7 @@ class Quantizer(NamedTuple):
     words: Floats  # (parts, word, 16)
     origin: Floats  # (d,) that keys are seen from: their mean for l2, else 0
     unit: float  # of offsets
+    error_step: float  # of errors, in bytes
 
     @classmethod
     def train(cls, sample: Floats, lists: int, parts: int, is_l2: bool) -> Quantizer:  # (m, d)
@@ -85,49 +92,68 @@ class Quantizer(NamedTuple):
         residuals = some - centroids.rows[nearest_centroids(centroids.rows, some)]
         rotation = Matrix.of(_balanced(residuals, parts, -(-d // parts)))
         turned = np.ascontiguousarray(residuals @ rotation.rows.T)
-        words = faiss.ProductQuantizer(turned.shape[1], parts, 4)
-        words.cp.niter, words.cp.seed, words.cp.max_points_per_centroid = ROUNDS, 1234, 1000
-        words.train(turned)
-        table = faiss.vector_to_array(words.centroids).reshape(parts, BLOCK, -1).transpose(0, 2, 1)
-        trained = cls(rotation, centroids, np.ascontiguousarray(table, np.float32), origin.astype(np.float32), 1.0)
-        if not is_l2:
-            return trained
-        offsets = trained.coded(some).offsets  # with room for others that are larger
-        return trained._replace(unit=float(max(np.abs(offsets).max(), 1e-30)) * 8 / HIGHEST)
+        trained = cls(rotation, centroids, _words(turned, parts), origin.astype(np.float32), 1.0, 1.0)
+        return trained._in_units(some, is_l2)
 
-    def coded(self, keys: Floats) -> Codes:  # (n, d) seen from the origin
-        """Code records. Cost n d (lists + parts · word)."""
-        lists, size = nearest_centroids(self.centroids.rows, keys), max(1, ENCODED // keys.shape[1])
+    def _in_units(self, sample: Floats, is_l2: bool) -> Quantizer:
+        """The same with units that leave room for records other than those of the sample."""
+        coded = self.coded(sample, nearest_centroids(self.centroids.rows, sample))
+        offsets = np.maximum(np.abs(coded.offsets()), np.abs(coded.offsets(1.0)))
+        unit = float(max(offsets.max(), 1e-30)) * 8 / HIGHEST if is_l2 else 1.0
+        usual, rare = FACTOR * float(np.quantile(coded.errors, ORDINARY)), int(SHARE * len(sample)) + 2
+        extreme = float(np.partition(coded.errors, -min(rare, len(sample)))[-min(rare, len(sample))])
+        return self._replace(unit=unit, error_step=max(usual, extreme, 1e-30) / (APART - 1))
+
+    def sketched(self, sample: Floats, is_l2: bool) -> Quantizer:  # (m, d)
+        """The same lists with coarser codes, of about a bit a number. Needs FAISS."""
+        sample = np.ascontiguousarray(sample - self.origin)
+        d = sample.shape[1]
+        some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * d))])
+        residuals = some - self.centroids.rows[nearest_centroids(self.centroids.rows, some)]
+        word = next(length for least, length in SKETCHED if d >= least)
+        parts = -(-d // (8 * word)) * 8
+        rotation = Matrix.of(_balanced(residuals, parts, word))
+        words = _words(np.ascontiguousarray(residuals @ rotation.rows.T), parts)
+        return self._replace(rotation=rotation, words=words)._in_units(some, is_l2)
+
+    def coded(self, keys: Floats, lists: Rows) -> Codes:  # (n, d) seen from the origin, (n,)
+        """Code records whose lists are known. Cost n d parts · word."""
+        size = max(1, ENCODED // keys.shape[1])
         blocks = [self._coded(keys[low : low + size], lists[low : low + size]) for low in range(0, len(keys), size)]
         return Codes(*map(np.concatenate, zip(*blocks, strict=True)))
 
     def _coded(self, keys: Floats, lists: Rows) -> Codes:
-        """Code records whose lists are known."""
         centroids, turn = self.centroids.rows, self.rotation.rows.T
         residuals = keys - centroids[lists]
         squares, turned = np.einsum("nd,nd->n", residuals, residuals), residuals @ turn
         turned_centroids = centroids @ turn
         codes = np.empty((len(keys), len(self.words) // 2), np.uint8)
-        along, central = np.empty(len(keys), np.float32), np.empty(len(keys), np.float32)
+        factors, central, errors = np.empty((3, len(keys)), np.float32)
+        peak = keys.shape[1] ** 0.5 / PEAK
         words = self.words.reshape(-1, BLOCK), np.square(self.words).sum(1) / 2
 
         def given(run: slice) -> tuple[Any, ...]:
-            return turned[run], turned_centroids, lists[run], *words, codes[run], along[run], central[run]
+            asked = turned[run], turned_centroids, lists[run], squares[run], *words, peak
+            return *asked, codes[run], factors[run], central[run], errors[run]
 
         by_lines(native().encode, given, len(turned), turned.size * BLOCK)
-        factors = squares / np.maximum(np.maximum(along, LEAST_FACTOR * squares), 1e-30)
-        factors[squares == 0] = 0
-        return Codes(lists, codes, factors, 2 * factors * central + squares, squares)
+        errors = ROUNDED[0] * errors + ROUNDED[1] * np.sqrt(squares)
+        return Codes(codes, factors, central, errors, squares)
 
 
 class Codes(NamedTuple):
     """Records as `Quantizer.coded` codes them, in float32."""
 
-    lists: Rows  # (n,)
     codes: NDArray[np.uint8]  # (n, parts / 2)
     factors: Floats  # (n,)
-    offsets: Floats  # (n,)
+    central: Floats  # (n,) <c, w>
+    errors: Floats  # (n,) |k - k̂|, more where one part of the code has most of it
     squares: Floats  # (n,) |r|²
+
+    def offsets(self, factor: float | None = None) -> Floats:  # (n,)
+        """Terms of l2 that no query changes, 2 f <c, w> + |r|²; with one factor for all where it is given."""
+        offsets: Floats = 2 * (self.factors if factor is None else factor) * self.central + self.squares
+        return offsets
 
 
 class Coded(NamedTuple):
@@ -139,13 +165,14 @@ class Coded(NamedTuple):
     offsets: NDArray[np.float16]  # (n,) in units, of l2
     rows: NDArray[np.uint32]  # (n,)
     squares: Floats  # (n,) |r|²
+    sketches: NDArray[np.uint8]  # (n, parts / 2) the coarser codes
+    gains: NDArray[np.uint8]  # (n,) their factors, for what lies far along the residual
+    errors: NDArray[np.uint8]  # (n,) their errors, rounded up
+    corrections: NDArray[np.float16]  # (n,) their offsets for a factor of 1
 
     def take(self, which: NDArray[Any]) -> Coded:
         """Some of them, in a given order."""
-        return Coded(
-            self.lists[which], self.codes[which], self.factors[which], self.offsets[which], self.rows[which],
-            self.squares[which],
-        )  # fmt: skip
+        return Coded(*(column[which] for column in self))
 
 
 class Allowed(NamedTuple):
@@ -165,6 +192,10 @@ class CodeBlocks(NamedTuple):
     offsets: NDArray[np.float16]  # (blocks, 16) of l2, else (0, 16)
     rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
     squares: Floats  # (lists,) Σ |r|²
+    sketches: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the coarser codes
+    gains: NDArray[np.uint8]  # (blocks, 16) of these, the factors
+    errors: NDArray[np.uint8]  # (blocks, 16) APART where a record is scored for every query
+    corrections: NDArray[np.float16]  # (blocks, 16) their offsets of l2, else (0, 16)
 
     @classmethod
     def of(cls, coded: Coded, lists: int, is_l2: bool) -> CodeBlocks:
@@ -179,21 +210,22 @@ class CodeBlocks(NamedTuple):
             slotted[slots] = numbers
             return slotted
 
-        blocks = spread(coded.codes).reshape(count, BLOCK, -1)[:, _ORDER].transpose(0, 2, 1)
-        offsets = spread(coded.offsets).reshape(-1, BLOCK) if is_l2 else np.empty((0, BLOCK), np.float16)
-        return cls(
-            sizes.astype(np.int64), starts.astype(np.int64), np.ascontiguousarray(blocks),
-            spread(coded.factors).reshape(-1, BLOCK), offsets, spread(coded.rows, NO_ROW),
-            np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
-        )  # fmt: skip
+        def blocked(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            ordered = spread(codes).reshape(count, BLOCK, -1)[:, _ORDER]
+            return np.ascontiguousarray(ordered.transpose(0, 2, 1))
 
-    def of_lists(self, lists: range) -> CodeBlocks:
-        """Some lists that follow each other."""
-        few, (low, high) = slice(lists.start, lists.stop), self.starts[[lists.start, lists.stop]]
-        starts = self.starts[lists.start : lists.stop + 1] - low
-        offsets, rows = self.offsets[low:high], self.rows[low * BLOCK : high * BLOCK]
-        blocks, factors = self.blocks[low:high], self.factors[low:high]
-        return CodeBlocks(self.sizes[few], starts, blocks, factors, offsets, rows, self.squares[few])
+        none = np.empty((0, BLOCK), np.float16)
+        offsets, corrections = (
+            spread(halves).reshape(-1, BLOCK) if is_l2 else none for halves in (coded.offsets, coded.corrections)
+        )
+        factors, gains, errors = (
+            spread(numbers).reshape(-1, BLOCK) for numbers in (coded.factors, coded.gains, coded.errors)
+        )
+        return cls(
+            sizes.astype(np.int64), starts.astype(np.int64), blocked(coded.codes), factors, offsets,
+            spread(coded.rows, NO_ROW), np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
+            blocked(coded.sketches), gains, errors, corrections,
+        )  # fmt: skip
 
     @property
     def slots(self) -> Rows:  # (n,)
@@ -202,14 +234,20 @@ class CodeBlocks(NamedTuple):
 
     def coded(self) -> Coded:
         """The records, list by list; of |r|² the mean of their list."""
-        flat = np.empty((len(self.blocks), BLOCK, self.blocks.shape[1]), np.uint8)
-        flat[:, _ORDER] = self.blocks.transpose(0, 2, 1)
         slots, squares = self.slots, self.squares / np.maximum(self.sizes, 1)
-        offsets = self.offsets.reshape(-1)[slots] if len(self.offsets) else np.zeros(len(slots), np.float16)
+
+        def flat(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            ordered = np.empty((len(blocks), BLOCK, blocks.shape[1]), np.uint8)
+            ordered[:, _ORDER] = blocks.transpose(0, 2, 1)
+            return ordered.reshape(-1, ordered.shape[2])[slots]
+
+        def each(numbers: NDArray[Any]) -> NDArray[Any]:
+            return numbers.reshape(-1)[slots] if len(numbers) else np.zeros(len(slots), numbers.dtype)
+
         return Coded(
-            np.repeat(np.arange(len(self.sizes)), self.sizes), flat.reshape(-1, flat.shape[2])[slots],
-            self.factors.reshape(-1)[slots], offsets, self.rows[slots],
-            np.repeat(squares, self.sizes).astype(np.float32),
+            np.repeat(np.arange(len(self.sizes)), self.sizes), flat(self.blocks), each(self.factors),
+            each(self.offsets), self.rows[slots], np.repeat(squares, self.sizes).astype(np.float32),
+            flat(self.sketches), each(self.gains), each(self.errors), each(self.corrections),
         )  # fmt: skip
 
     def allowed(self, keep: Live, places: Places) -> Allowed:  # (size,), (slots,)
@@ -227,6 +265,16 @@ def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)
     first = starts[:-1] * BLOCK - np.concatenate([[0], np.cumsum(sizes)[:-1]])
     slots: Rows = np.arange(int(sizes.sum())) + np.repeat(first, sizes)
     return slots
+
+
+def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (parts, word, 16)
+    """Words of each part, by k-means."""
+    faiss = faiss_module()
+    words = faiss.ProductQuantizer(turned.shape[1], parts, 4)
+    words.cp.niter, words.cp.seed, words.cp.max_points_per_centroid = ROUNDS, 1234, 1000
+    words.train(turned)
+    table = faiss.vector_to_array(words.centroids).reshape(parts, BLOCK, -1).transpose(0, 2, 1)
+    return np.ascontiguousarray(table, np.float32)
 
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)

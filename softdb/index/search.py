@@ -19,7 +19,7 @@ from softdb.index.quantizer import NO_ROW, Places
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.index.rule import MOSTLY
-from softdb.index.tail import Tail
+from softdb.index.sampler import Eligible, Sampler
 from softdb.store import Snapshot
 
 FARTHER = 2  # times as many candidates then: codes tell records apart less well that are far
@@ -35,7 +35,7 @@ class Searcher:
     def __init__(self, index: Index, planner: Planner | None = None) -> None:
         self.index = index
         self.planner = planner or self.planned_by(index)
-        self.tail: Tail | None = None  # draws records for estimates, made when one is first asked for
+        self.sampler: Sampler | None = None  # draws records for estimates, made when one is first asked for
         self._coverage: _Coverage | None = None  # of the last snapshot
         self._outliers: Outliers | None = None  # None: not copied yet
 
@@ -131,6 +131,11 @@ class Searcher:
         self._outliers = outliers_of(snapshot, index, eligible.until, room, self._outliers)
         eligible.outliers = known = self._outliers, self._outliers.positions(snapshot, allowed)
         return known
+
+    def eligible(self, snapshot: Snapshot, allowed: Live | None) -> Eligible:
+        """The slots of lists that a draw may take from."""
+        known = self._coverage_of(snapshot).of(snapshot, self.index, allowed)
+        return Eligible(known.slots, known.places, known.inside)
 
     def _coverage_of(self, snapshot: Snapshot) -> _Coverage:
         known = self._coverage

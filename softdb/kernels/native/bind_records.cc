@@ -125,7 +125,9 @@ void bind_pooling(nb::module_& module) {
         else kernels().sums_wide(ask);
     }, free);
     module.def("spread", [](Table<const Number> logits, Table<const float> logs, Table<const int64_t> positions,
-                            const StoredColumn& values, Table<const Number> output, Line<const Number> lse, uint64_t salt,
+                            const StoredColumn& values, Table<const Number> output, Line<const Number> lse,
+                            Table<const double> controls, Table<const double> doubts, Table<const int32_t> own,
+                            Table<const float> means, uint64_t salt,
                             Table<Number> weights, Table<double> found, Table<double> first, Table<float> sums,
                             Table<double> roots) {
         const int64_t v = output.width;
@@ -133,7 +135,8 @@ void bind_pooling(nb::module_& module) {
         auto parts = memory<float>(kChunk * (v + kWidest + kSigns));
         Spread<Number> ask;
         ask.logits = logits, ask.logs = logs, ask.positions = positions, ask.values = values.as_wide(v);
-        ask.output = output, ask.lse = lse.first, ask.salt = salt, ask.weights = weights, ask.found = found;
+        ask.output = output, ask.lse = lse.first, ask.controls = controls, ask.doubts = doubts, ask.own = own, ask.means = means;
+        ask.salt = salt, ask.weights = weights, ask.found = found;
         ask.first = first, ask.sums = sums, ask.roots = roots, ask.centred = centred.get(), ask.parts = parts.get();
         if constexpr (sizeof(Number) == 4) kernels().spread(ask);
         else kernels().spread_wide(ask);
@@ -172,73 +175,6 @@ void bind_scores(nb::module_& module) {
     }, free, "Their order by scores in float64, and whether it is sure.");
 }
 
-void bind_draws(nb::module_& module) {
-    const auto free = nb::call_guard<nb::gil_scoped_release>();
-    module.def("propose", [](Line<const int64_t> found, Table<const double> near, Table<const double> means,
-                             Table<const double> deviations, Table<const double> excess, Line<const int64_t> sizes,
-                             Table<const bool> searched, double visible, double least, Table<double> caps,
-                             Table<double> logits, Table<double> hiding, Table<double> left) {
-        auto above = memory<double>(sizes.length);
-        Propose ask{found.first, near, means, deviations, excess, sizes.first, searched, visible, least, caps, logits,
-                    hiding, left, above.get()};
-        kernels().propose(ask);
-    }, free);
-    module.def("draw", [](Table<const int64_t> near, Table<const double> logits, Table<const double> caps,
-                          Table<const double> hiding, Table<const double> left, Line<const int64_t> frame_rows,
-                          Line<const uint32_t> chances, Line<const int64_t> starts, double budget, double plain,
-                          double capped, double least, Line<const uint64_t> seeds, Table<int64_t> rows,
-                          Table<float> logs, Line<int64_t> counts, Table<double> bounds) {
-        int64_t length = 64;
-        while (length < 2 * near.width) length *= 2;
-        auto table = memory<int64_t>(length);
-        auto shares = memory<double>(logits.width);
-        Draw ask{near, logits, caps, hiding, left, {frame_rows.first, chances.first, starts.first}, budget, plain,
-                 capped, least, seeds.first, rows, logs, counts.first, bounds, table.get(), length, shares.get()};
-        kernels().draw(ask);
-    }, free);
-    module.def("subsample", [](Table<const int64_t> rows, Table<const double> logits, Line<const double> scales,
-                               Table<const float> logs, double budget, Line<const uint64_t> seeds, Table<int64_t> kept,
-                               Table<float> kept_logs, Line<int64_t> counts, Line<double> largest) {
-        auto shares = memory<double>(2 * rows.width);
-        Subsample ask{rows, logits, scales.first, logs, budget, seeds.first, kept, kept_logs, counts.first,
-                      largest.first, shares.get()};
-        kernels().subsample(ask);
-    }, free);
-    module.def("log_sums", [](Table<const double> logits, Table<const float> log_weights, Table<double> found) {
-        kernels().log_sums({logits, log_weights, found});
-    }, free);
-    module.def("hashes", [](Line<const int64_t> numbers, uint64_t seed, Line<uint32_t> out) {
-        kernels().hashes(numbers.first, numbers.length, seed, out.first);
-    }, free);
-    module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<double> out) {
-        kernels().directions({sums, variance.first, out.first});
-    }, free);
-}
-
-void bind_codes(nb::module_& module) {
-    const auto free = nb::call_guard<nb::gil_scoped_release>();
-    module.def("to_search", [](Table<const double> means, Table<const double> deviations, Table<const double> caps,
-                               Table<const int64_t> order, Line<const int64_t> sizes, double factor, double small,
-                               int64_t enough, Line<int64_t> counts) {
-        kernels().to_search({means, deviations, caps, order, sizes.first, factor, small, enough, counts.first});
-    }, free);
-    module.def("peaks", [](Table<const float> queries, Table<const float> means, Table<const float> extents, bool l2,
-                           Table<double> out) { kernels().peaks({queries, means, extents, l2, out}); }, free);
-    module.def("caps", [](Table<const float> queries, Table<const float> turned, Table<const float> codes,
-                          Table<const double> scores, Line<const double> rounding, bool l2, Line<const double> errors,
-                          Line<const double> log_shares, double usual, Line<const double> parts, double factor,
-                          double certain, double visible, Table<double> found) {
-        kernels().caps({queries, turned, codes, scores, rounding.first, l2, errors.first, log_shares.first,
-                        errors.length, usual, parts.first, parts.length, factor, certain, visible, found});
-    }, free);
-    module.def("distances", [](Table<const float> keys, Line<const double> centre, Line<double> out) {
-        kernels().distances(keys, centre.first, out.first);
-    }, free);
-    module.def("extents", [](Table<const float> keys, Line<const float> mean, Line<const bool> skip, Line<float> out) {
-        kernels().extents(keys, mean.first, skip.first, out.first);
-    }, free);
-}
-
 // An index' arrays where they lie, for as long as they live.
 struct BoundLists {
     Lists lists;
@@ -260,8 +196,29 @@ struct BoundLists {
     }
 };
 
+// Coarser codes where they lie, for as long as they live.
+struct BoundSketch {
+    Draw ask;
+
+    BoundSketch(Line<const int64_t> starts, Table<const uint8_t> codes, Table<const uint8_t> gains,
+                Table<const uint8_t> errors, Table<const uint16_t> offsets, double unit, double error_step,
+                Table<const float> words, int64_t parts, Line<const float> spreads,
+                Line<const float> gained, bool l2) {
+        Lists& lists = ask.lists;
+        lists.starts = starts.first, lists.count = starts.length - 1, lists.codes = codes.first;
+        lists.factors = (const HalfBits*)gains.first;  // which is only asked for from memory
+        lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
+        lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
+        ask.gains = gains.first, ask.errors = errors.first, ask.error_step = float(error_step);
+        ask.spreads = spreads.first, ask.gained = gained.first;
+    }
+};
+
 void bind_lists(nb::module_& module) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
+    module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<double> out) {
+        kernels().directions({sums, variance.first, out.first});
+    }, free);
     nb::class_<BoundLists>(module, "Lists", "Inverted lists where they lie, for as long as their arrays live.")
         .def(nb::init<int64_t, Table<const uint8_t>, Line<const float>, Table<const uint8_t>, Line<const float>,
                       Line<const float>, Line<const float>, Line<const int64_t>, Table<const uint8_t>,
@@ -282,18 +239,32 @@ void bind_lists(nb::module_& module) {
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
     module.def("encode", [](Table<const float> residuals, Table<const float> centroids, Line<const int64_t> own,
-                            Table<const float> words, Table<const float> halves, Table<uint8_t> codes,
-                            Line<float> along, Line<float> central) {
-        kernels().encode({residuals, centroids, own.first, words.first, halves.first, halves.rows,
-                          words.rows / halves.rows, codes, along.first, central.first});
+                            Line<const float> squares, Table<const float> words, Table<const float> halves, double peak,
+                            Table<uint8_t> codes, Line<float> factors, Line<float> central, Line<float> errors) {
+        kernels().encode({residuals, centroids, own.first, squares.first, words.first, halves.first, halves.rows,
+                          words.rows / halves.rows, float(peak), codes, factors.first, central.first, errors.first});
     }, free);
-    module.def("scan_lists", [](const BoundLists& lists, Table<const float> turned, Table<const int64_t> order,
-                                Table<const float> nearness, Line<const uint16_t> allowed,
-                                Line<const uint32_t> places, Table<int64_t> found, Table<float> scores,
-                                Line<double> steps) {
-        ListScan ask{lists.lists, turned, order, nearness, allowed.first, places.first, found, scores, steps.first};
-        auto scratch = memory<char>(kernels().scan_scratch(ask));
-        kernels().scan_lists(ask, scratch.get());
+    nb::class_<BoundSketch>(module, "Sketch", "Coarser codes where they lie, for as long as their arrays live.")
+        .def(nb::init<Line<const int64_t>, Table<const uint8_t>, Table<const uint8_t>, Table<const uint8_t>,
+                      Table<const uint16_t>, double, double, Table<const float>, int64_t, Line<const float>,
+                      Line<const float>, bool>());
+    module.def("draw", [](const BoundSketch& sketch, double largest,
+                          Table<const float> queries, Table<const float> turned, Table<const float> nearness,
+                          Line<const float> squares, Line<const uint16_t> allowed, Line<const float> sizes,
+                          Line<const uint32_t> places, Line<const int64_t> apart, Line<const float> scales,
+                          const StoredColumn& keys, int metric, double factor, double least, int64_t budget, double visible, bool controls, Line<const uint64_t> seeds,
+                          Table<int64_t> positions, Table<double> scores, Table<float> logs, Table<double> controlled,
+                          Table<double> doubts, Table<int32_t> own, Table<double> masses, Table<double> bounds) {
+        Draw ask = sketch.ask;
+        ask.largest = float(largest), ask.queries = queries, ask.turned = turned, ask.nearness = nearness;
+        ask.squares = squares.first, ask.allowed = allowed.first, ask.sizes = sizes.first, ask.places = places.first;
+        ask.apart = apart.first, ask.scales = scales.first, ask.aparts = apart.length, ask.keys = keys.stored;
+        ask.metric = Metric(metric), ask.factor = factor, ask.least = least, ask.budget = budget, ask.visible = visible;
+        ask.controls = controls, ask.seeds = seeds.first, ask.positions = positions, ask.scores = scores;
+        ask.logs = logs, ask.controlled = controlled, ask.doubts = doubts, ask.own = own, ask.masses = masses, ask.bounds = bounds;
+        auto scratch = memory<char>(kernels().draw_scratch(ask));
+        ask.scratch = scratch.get();
+        kernels().draw(ask);
     }, free);
 }
 
@@ -303,12 +274,9 @@ void bind_records(nb::module_& module) {
     nb::class_<StoredColumn>(module, "Column", "A stored column where it lies, for as long as its arrays live.")
         .def(nb::init<Line<const int64_t>, Line<const int64_t>, int64_t, int>());
     module.attr("SIGNS") = kSigns;
-    module.attr("MORE") = kMore;
     bind_scores(module);
     bind_pooling<float>(module);
     bind_pooling<double>(module);
-    bind_draws(module);
-    bind_codes(module);
     bind_lists(module);
 }
 

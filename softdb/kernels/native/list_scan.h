@@ -10,8 +10,6 @@ namespace SOFTDB_LEVEL {
 
 int64_t list_scratch(const ListSearch& ask);  // bytes
 bool search_lists(const ListSearch& ask, char* scratch);
-int64_t scan_scratch(const ListScan& ask);
-void scan_lists(const ListScan& ask, char* scratch);
 void encode(const Encode& ask);
 
 constexpr int kBlock = 16;           // records
@@ -21,6 +19,18 @@ constexpr int kTop = 127;            // the largest entry: two of them fit in a 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Eight __attribute__((vector_size(16)));
+
+// Hands out parts of one piece of memory; with none it only measures.
+struct Memory {
+    char* at;
+    int64_t used = 0;
+    template <class Number>
+    Number* take(int64_t count) {
+        Number* found = (Number*)(at + used);
+        used += (count * int64_t(sizeof(Number)) + 63) / 64 * 64;
+        return found;
+    }
+};
 
 // What is kept of the records that a query has looked at.
 struct ListState {
@@ -208,20 +218,11 @@ SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
     if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 3);
 }
 
-// Looks at the blocks of a list, whose own score is `score`.
-SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, ListState& state, float score, int64_t first,
-                               int64_t last) {
+// Calls take(sums, block) for the blocks of a list of which some slot is allowed.
+template <class Take>
+SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const ListState& state, int64_t first,
+                              int64_t last, Take take) {
     const int64_t bytes = lists.parts * 8;
-    const float step = state.step, base = state.base, unit = lists.unit;
-    auto take = [&](const Eight* sums, int64_t block) {
-        for (int lane = 0; lane < kBlock; lane += kLanes) {
-            const int64_t slot = block * kBlock + lane;
-            Vec estimate = load(lists.factors + slot) * (widened(sums, lane) * step + base) + score;
-            if (lists.offsets) estimate -= load(lists.offsets + slot) * unit;
-            uint32_t hits = above(estimate, everywhere(state.threshold)) & uint32_t(allowed[block]) >> lane;
-            if (hits) keep(state, estimate, uint32_t(slot), hits);
-        }
-    };
     for (int64_t block = first; block < last; block += 2) {
         const int64_t next = block + 1 < last ? 1 : 0;
         fetch(lists, block + kBlocksAhead, 2);
@@ -232,8 +233,23 @@ SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, List
         else add_up<1>(codes, bytes, state.low, state.high, sums);
         take(sums[0], block);
         if (next) take(sums[1], block + 1);
-        if (state.count > state.room) cut(state);
     }
+}
+
+// Looks at the blocks of a list, whose own score is `score`.
+SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, ListState& state, float score, int64_t first,
+                               int64_t last) {
+    const float step = state.step, base = state.base, unit = lists.unit;
+    each_block(lists, allowed, state, first, last, [&](const Eight* sums, int64_t block) {
+        for (int lane = 0; lane < kBlock; lane += kLanes) {
+            const int64_t slot = block * kBlock + lane;
+            Vec estimate = load(lists.factors + slot) * (widened(sums, lane) * step + base) + score;
+            if (lists.offsets) estimate -= load(lists.offsets + slot) * unit;
+            uint32_t hits = above(estimate, everywhere(state.threshold)) & uint32_t(allowed[block]) >> lane;
+            if (hits) keep(state, estimate, uint32_t(slot), hits);
+        }
+        if (state.count > state.room) cut(state);
+    });
 }
 
 // Tables of a turned query: what each word of each part adds, in whole steps above the least of all.

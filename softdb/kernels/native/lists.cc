@@ -32,6 +32,7 @@ constexpr int64_t kTogether = 64;      // queries of a batch that take lists tog
 constexpr int64_t kFirst = 4;          // lists that are scanned at least
 constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the first cache
 constexpr int64_t kWide = 4096;        // records of the first lists that are kept at once
+constexpr float kLeastFactor = 0.25f;  // of |r|² that <r, w> counts at least, so that no factor is above 4
 constexpr int kQuery = 63;             // steps of a query's largest number: two products with uint8 fit into int16
 
 // Memory of one query.
@@ -112,18 +113,6 @@ void multiply(const ByteMatrix& matrix, const Steps& query, float* out) {
         }
     }
 }
-
-// Hands out parts of one piece of memory; with none it only measures.
-struct Memory {
-    char* at;
-    int64_t used = 0;
-    template <class Number>
-    Number* take(int64_t count) {
-        Number* found = (Number*)(at + used);
-        used += (count * int64_t(sizeof(Number)) + 63) / 64 * 64;
-        return found;
-    }
-};
 
 // Room for so many records that are kept, and some that are not cut yet.
 void make_room(Memory& memory, int64_t room, ListState& state) {
@@ -349,39 +338,8 @@ bool search_lists(const ListSearch& ask, char* scratch) {
     return ask.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
 }
 
-// Bytes of memory that a scan needs.
-int64_t scan_scratch(const ListScan& ask) {
-    Memory memory{nullptr};
-    state_in(memory, ask.lists, ask.found.width);
-    memory.take<float>(ask.lists.parts * kBlock);
-    return memory.used + 64;
-}
-
-// The best by codes of lists that are given.
-void scan_lists(const ListScan& ask, char* scratch) {
-    Memory memory{scratch};
-    ListState state = state_in(memory, ask.lists, ask.found.width);
-    float* entries = memory.take<float>(ask.lists.parts * kBlock);
-    for (int64_t i = 0; i < ask.turned.rows; i++) {
-        state.count = 0, state.threshold = -kInfinity;
-        make_tables(ask.lists, ask.turned[i], entries, state);
-        for (int64_t j = 0; j < ask.order.width; j++) {
-            const int64_t list = ask.order[i][j];
-            if (list < 0) continue;
-            scan_blocks(ask.lists, ask.allowed, state, ask.nearness[i][j], ask.lists.starts[list],
-                        ask.lists.starts[list + 1]);
-        }
-        int64_t* heap = ask.found[i];
-        fill(heap, ask.found.width, kLast);
-        for (int64_t j = 0; j < state.count; j++)
-            push(heap, ask.found.width, entry_of(state.estimates[j], ask.places[state.slots[j]]));
-        sort(heap, ask.found.width);
-        unpack(heap, ask.found.width, ask.scores[i]);
-        ask.steps[i] = state.step;
-    }
-}
-
-// The nearest word of each part: of argmin |y - w|² = argmax <y, w> - |w|² / 2 the first. Cost 16 n parts · word.
+// The nearest word of each part: of argmin |y - w|² = argmax <y, w> - |w|² / 2 the first; the factor |r|² / <r, w>, and
+// how far the estimate f w is off. Cost 16 n parts · word.
 void encode(const Encode& ask) {
     constexpr int kVectors = kBlock / kLanes;
     for (int64_t i = 0; i < ask.residuals.rows; i++) {
@@ -407,7 +365,19 @@ void encode(const Encode& ask) {
             uint8_t& pair = ask.codes[i][part / 2];
             pair = uint8_t(part % 2 ? pair | word << 4 : word);
         }
-        ask.along[i] = along, ask.central[i] = central;
+        const float square = ask.squares[i], factor = square > 0 ? square / max(along, kLeastFactor * square) : 0;
+        float error = 0, worst = 0;
+        for (int64_t part = 0; part < ask.parts; part++) {
+            const int word = ask.codes[i][part / 2] >> (part % 2 * 4) & 15;
+            float apart = 0;
+            for (int64_t t = part * ask.word; t < (part + 1) * ask.word; t++) {
+                const float left = residual[t] - ask.words[t * kBlock + word];
+                apart += left * left;
+            }
+            error += apart, worst = max(worst, apart);
+        }
+        ask.factors[i] = factor, ask.central[i] = central;
+        ask.errors[i] = max(__builtin_sqrtf(error), ask.peak * __builtin_sqrtf(worst));
     }
 }
 

@@ -55,27 +55,59 @@ struct ListSearch {
 
 // Records whose words are looked for.
 struct Encode {
-    Table<const float> residuals;   // (n, parts · word) turned
-    Table<const float> centroids;   // (lists, parts · word) turned
-    const int64_t* own = nullptr;   // (n,) the list of each
-    const float* words = nullptr;   // (parts, word, 16)
-    const float* halves = nullptr;  // (parts, 16) |w|² / 2
+    Table<const float> residuals;    // (n, parts · word) turned
+    Table<const float> centroids;    // (lists, parts · word) turned
+    const int64_t* own = nullptr;    // (n,) the list of each
+    const float* squares = nullptr;  // (n,) |r|²
+    const float* words = nullptr;    // (parts, word, 16)
+    const float* halves = nullptr;   // (parts, 16) |w|² / 2
     int64_t parts = 0, word = 0;
-    Table<uint8_t> codes;      // (n, parts / 2), written to
-    float* along = nullptr;    // (n,), written to: <r, w> over all parts
+    float peak = 0;           // what the largest error of a part counts: √d / kPeak
+    Table<uint8_t> codes;     // (n, parts / 2), written to
+    float* factors = nullptr;  // (n,), written to
     float* central = nullptr;  // (n,), written to: <c, w>
+    float* errors = nullptr;   // (n,), written to: |r - w|, or more where one part has most of it
 };
 
-struct ListScan {
-    Lists lists;
-    Table<const float> turned;    // (q, parts · word) queries as codes see them
-    Table<const int64_t> order;   // (q, m) lists, negative = none
-    Table<const float> nearness;  // (q, m) their scores
-    const uint16_t* allowed = nullptr;
-    const uint32_t* places = nullptr;
-    Table<int64_t> found;     // (q, c), written to
-    Table<float> scores;      // (q, c), written to: by codes
-    double* steps = nullptr;  // (q,), written to: of the rounded tables
+// Records drawn by a scan of all codes, each by its own weight: draw.cc has the equations. Rows of `lists` are lists.
+struct Draw {
+    Lists lists;                        // of coarser codes; of matrices and factors there are none
+    const uint8_t* gains = nullptr;     // (blocks, 16) factors, in steps of kGain
+    const uint8_t* errors = nullptr;    // (blocks, 16) |k - k̂| in steps; kSetApart: set apart
+    const float* gained = nullptr;      // (lists,) the largest factor
+    const float* spreads = nullptr;     // (lists,) root of the mean square of the residuals
+    float error_step = 0, largest = 0;  // the largest of those that are not set apart, in keys' own measure
+    Table<const float> queries;         // (q, d) prepared
+    Table<const float> turned;          // (q, parts · word) as codes see them, from the origin
+    Table<const float> nearness;        // (q, lists) scores of the centroids, for l2 those of `Lists` less |q|²
+    const float* squares = nullptr;     // (q,) |q|², from the origin
+    const uint16_t* allowed = nullptr;  // (blocks,) a bit a slot
+    const float* sizes = nullptr;       // (lists,) slots of each that are allowed
+    const uint32_t* places = nullptr;   // (slots,) position of each
+    const int64_t* apart = nullptr;     // (aparts,) slots with an infinite error: scored for every query
+    const float* scales = nullptr;      // (aparts,) how much more their values count
+    int64_t aparts = 0;
+    Stored keys;
+    Metric metric = Metric::dot;
+    double factor = 0;                // logits are this times the score
+    double least = 0;                 // NaN; or records count that reach this score, and are drawn by the chance of it
+    int64_t budget = 0;               // how many to draw
+    double visible = 0;               // deviations of an error from which on too few draws would show it
+    bool controls = false;            // whether estimates of all records are summed, to correct the draws by
+    const uint64_t* seeds = nullptr;  // (q,)
+    Table<int64_t> positions;         // (q, w), written to, then -1
+    Table<double> scores;             // (q, w), written to, then -inf
+    Table<float> logs;                // (q, w), written to: log of the inverse of each probability
+    Table<double> controlled;         // (q, w), written to: estimated weights / e^base, or chances, that corrections take
+    Table<double> doubts;             // (q, w), written to: what each tells of the weights that may not show
+    Table<int32_t> own;               // (q, w), written to: lists
+    Table<double> masses;             // (q, lists), written to: their sums over the records of each
+    Table<double> bounds;             // (kBounds, q), written to: see draw.cc
+    char* scratch = nullptr;
 };
+
+constexpr int kBounds = 10;
+constexpr float kGain = 4.0f / 255;  // of factors in bytes
+constexpr int kSetApart = 255;
 
 }  // namespace softdb

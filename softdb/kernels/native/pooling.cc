@@ -106,7 +106,7 @@ void spread(const Spread<Number>& ask) {
     float *signs = ask.parts, *parts = ask.parts + kSigns * kChunk;
     if (v) fill(parts, kChunk * pitch, 0.0f);
     for (int64_t i = 0; i < ask.logits.rows; i++) {
-        double variance = 0, noise = 0, noises = 0, *first = ask.first[i], *roots = ask.roots[i];
+        double variance = 0, variances = 0, noise = 0, noises = 0, plain = 0, plains = 0, *first = ask.first[i], *roots = ask.roots[i];
         float* sums = ask.sums[i];
         int64_t filled = 0;
         fill(sums, kSigns * v, 0.0f);
@@ -116,27 +116,41 @@ void spread(const Spread<Number>& ask) {
             bool part = ask.logits[i][j] > -kInfinity;
             double weight = part ? exp(double(Number(ask.logits[i][j] - ask.lse[i]))) : 0.0;
             ask.weights[i][j] = Number(weight);
-            double square = -expm1(-double(ask.logs[i][j])) * weight * weight;
-            if (!(square > 0)) continue;
+            const double control = ask.controls.width ? ask.controls[i][j] : 0.0, left = weight - control;
+            const double chance = -expm1(-double(ask.logs[i][j])), root = __builtin_sqrt(chance);
+            if (!(chance > 0) || !part) continue;
+            double square = chance * left * left;
             noise += square;
             noises += square * square;
             if (ask.values.kind == Kind::none) continue;
-            double far = 0, root = __builtin_sqrt(square);
+            double far = 0;
             float* line = parts + filled * pitch;
-            for (int64_t t = 0; t < v; t++) centred[t] = -double(ask.output[i][t]);
+            for (int64_t t = 0; t < v; t++) centred[t] = -ask.output[i][t];
             add(1.0, reader.at(ask.positions[i][j]), ask.values, centred);
+            const double doubt = ask.doubts[i][j];
+            plain += doubt;
+            double apart = 0;
+#pragma omp simd reduction(+ : apart)
+            for (int64_t t = 0; t < v; t++) apart += centred[t] * centred[t];
+            plains += doubt * apart;
+            for (int64_t t = 0; t < v; t++) centred[t] *= weight;
+            if (control) {
+                for (int64_t t = 0; t < v; t++) centred[t] += control * ask.output[i][t];
+                add_numbers(-control, ask.means[ask.own[i][j]], v, centred);
+            }
 #pragma omp simd reduction(+ : far)
             for (int64_t t = 0; t < v; t++) {
                 far += centred[t] * centred[t];
                 line[t] = float(root * centred[t]);
-                first[t] += square * centred[t];
+                first[t] += chance * left * centred[t];
             }
-            variance += square * far;
+            variance += chance * far;
+            variances += chance * far * chance * far;
             uint32_t bits = hashed(uint64_t(ask.positions[i][j]), ask.salt);
             for (int sign = 0; sign < kSigns; sign++) {
                 float one = (bits >> sign) & 1 ? 1.0f : -1.0f;
                 signs[sign * kChunk + filled] = one;
-                roots[sign] += one * root;
+                roots[sign] += one * root * left;
             }
             if (++filled == kChunk) {
                 add_signed(signs, parts, pitch, filled, sums, v);
@@ -145,6 +159,7 @@ void spread(const Spread<Number>& ask) {
         }
         if (filled) add_signed(signs, parts, pitch, filled, sums, v);
         ask.found[0][i] = noise, ask.found[1][i] = noises, ask.found[2][i] = variance;
+        ask.found[3][i] = variances, ask.found[4][i] = plain > 0 ? __builtin_sqrt(plains / plain) : 0;
     }
 }
 

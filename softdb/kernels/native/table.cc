@@ -2,7 +2,6 @@
 #include "table.h"
 
 #include "attention.h"
-#include "beyond.h"
 #include "draw.h"
 #include "list_scan.h"
 #include "longest.h"
@@ -21,9 +20,7 @@ const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
     rerank, take_in, prepare, score, scan, settle,
     pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
-    propose, draw, subsample, log_sums, hashes,
-    to_search, peaks, caps, extents,
-    list_scratch, search_lists, scan_scratch, scan_lists, encode, distances,
+    list_scratch, search_lists, encode, draw_scratch, draw,
 };
 
 }  // namespace SOFTDB_LEVEL

@@ -28,21 +28,11 @@ struct Kernels {
     void (*spread)(const Spread<float>& ask);
     void (*spread_wide)(const Spread<double>& ask);
     void (*directions)(const Directions& ask);
-    void (*propose)(const Propose& ask);
-    void (*draw)(const Draw& ask);
-    void (*subsample)(const Subsample& ask);
-    void (*log_sums)(const LogSums& ask);
-    void (*hashes)(const int64_t* numbers, int64_t count, uint64_t seed, uint32_t* out);
-    void (*to_search)(const ToSearch& ask);
-    void (*peaks)(const Peaks& ask);
-    void (*caps)(const Caps& ask);
-    void (*extents)(const Table<const float>& keys, const float* mean, const bool* skip, float* out);
     int64_t (*list_scratch)(const ListSearch& ask);
     bool (*search_lists)(const ListSearch& ask, char* scratch);
-    int64_t (*scan_scratch)(const ListScan& ask);
-    void (*scan_lists)(const ListScan& ask, char* scratch);
     void (*encode)(const Encode& ask);
-    void (*distances)(const Table<const float>& keys, const double* centre, double* out);
+    int64_t (*draw_scratch)(const Draw& ask);
+    void (*draw)(const Draw& ask);
 };
 
 const Kernels& kernels();             // those in use; there are none where `levels` is empty
