@@ -70,7 +70,8 @@ def count_drawn(
     if len(rest):
         value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
     met = bar <= ball.allowed(value)
-    return Estimate(*map(torch.from_numpy, (value, bar, met, exact)))
+    told = torch.from_numpy
+    return Estimate(told(value), told(bar), told(met), told(exact))
 
 
 def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)

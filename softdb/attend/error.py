@@ -119,10 +119,12 @@ def spread_at(
         return *drawn, values.value_column, output[part], lse[part], *corrected, *written
 
     by_lines(native().spread, given, q, logits.size * (4 * v * signs + 64))
-    signed = signed.reshape(q, signs, v)
-    *sums, usual = sums
-    seen = output.astype(np.float64), lse.astype(np.float64), *sums, first, signed, roots
-    return ErrorEstimate(*seen, *[np.zeros(q)] * 4, usual, np.zeros(q)), torch.from_numpy(weights)
+    noise, noises, variance, variances, usual = sums
+    none = np.zeros(q)
+    return ErrorEstimate(
+        np.asarray(output, np.float64), np.asarray(lse, np.float64), noise, noises, variance, variances, first, signed.reshape(q, signs, v), roots,
+        none, none, none, none, usual, none,
+    ), torch.from_numpy(weights)  # fmt: skip
 
 
 def on_host(snapshot: RecordColumns, positions: Positions) -> tuple[Snapshot, Positions]:  # (q, k) -> and (q, k)
@@ -141,7 +143,7 @@ def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
     (q, v), signs = output.shape, native().SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, v), np.float32)
     no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
-    return ErrorEstimate(output, lse, none, none, none, none, *no_sums, *[none] * 6)
+    return ErrorEstimate(output, lse, none, none, none, none, *no_sums, none, none, none, none, none, none)
 
 
 def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:

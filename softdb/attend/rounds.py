@@ -120,7 +120,10 @@ class Estimator(NamedTuple):
         q, d, v = len(task.which), self.asked.shape[1], self._width
         draws = draw_cost(q, self.sampler.slots, self.sampler.parts, min(task.budget, self.taking_part), d, v)
         together = max(together, q)
-        return draws > pass_cost(together, self.taking_part, d, v, self.source.snapshot.segments[0].keys.itemsize) * q / together
+        return (
+            draws
+            > pass_cost(together, self.taking_part, d, v, self.source.snapshot.segments[0].keys.itemsize) * q / together
+        )
 
     def drawn(self, task: Round) -> tuple[Estimated, Tensor]:
         """A round: as `judged`."""
@@ -176,7 +179,9 @@ class Estimator(NamedTuple):
             output = (output + values * scale.unsqueeze(1).to(output)) / (1 + share).unsqueeze(1).to(output)
         return State(output, lse + share.log1p())
 
-    def judged(self, task: Round, sample: Sample, scores: Tensor, logits: Numbers, state: State) -> tuple[Estimated, Tensor]:
+    def judged(
+        self, task: Round, sample: Sample, scores: Tensor, logits: Numbers, state: State
+    ) -> tuple[Estimated, Tensor]:
         """The answer with its error, and the bar (q,) that is allowed."""
         request, precise = self.request, not scores.requires_grad and scores.device.type == "cpu"
         state, spread, weights = self.spread(task, sample, logits, state)

@@ -66,10 +66,10 @@ class ShardDrawing(NamedTuple):
 
     def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
         """One round; how many are enough, no shard can tell alone."""
-        chosen = estimator.chosen(task)
-        _, logits, state = estimator.pooled(task, chosen)
-        state, spread, _ = estimator.spread(task, chosen, logits, state, salt=self.shard)
-        return state, spread, (chosen.positions >= 0).sum(1)
+        sample = estimator.sample(task)
+        _, logits, state = estimator.pooled(task, sample)
+        state, spread, _ = estimator.spread(task, sample, logits, state, salt=self.shard)
+        return state, spread, (sample.positions >= 0).sum(1)
 
     def _exactly(self) -> Live:
         """For which queries every record is passed over: as it was decided, or where it costs less, if that may be."""
@@ -98,9 +98,8 @@ class ShardDrawing(NamedTuple):
 
     def _rounds(self, exactly: Live) -> Iterator[Round]:
         ask = self.ask
-        for budget, look in np.unique(np.stack([ask.budgets, ask.looks], 1)[~exactly], axis=0).tolist():
-            which = np.flatnonzero((ask.budgets == budget) & (ask.looks == look) & ~exactly)
-            yield Round(which, budget, look)
+        for budget in np.unique(ask.budgets[~exactly]).tolist():
+            yield Round(np.flatnonzero((ask.budgets == budget) & ~exactly), budget)
 
 
 def taking_part(request: Request, source: Stored) -> int:

@@ -20,7 +20,7 @@ from softdb.attend import Request
 from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
 from softdb.attend.request import Positions
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import FIRST, GROWTH, LEAST, MARGIN, blinded, error_of, looks
+from softdb.attend.rounds import FIRST, GROWTH, LEAST, MARGIN, error_of
 from softdb.cluster import shard as say
 from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import AskedShards
@@ -88,7 +88,7 @@ class _Rounds:
         self.records: Numbers = counts / max(1, counts.sum())
         self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) of the draws
         self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # of all shards together
-        self.looks, self.shared_anew = np.zeros(q, np.int64), np.zeros(q, np.bool_)
+        self.shared_anew = np.zeros(q, np.bool_)
         self.rest, self.book = np.arange(q), _Book()
         self.error, self.met = [np.zeros(q) for _ in range(3)], np.zeros(q, np.bool_)  # bar, stderr, and of lse
 
@@ -109,7 +109,7 @@ class _Rounds:
                 continue
             own = replace(question, queries=question.queries[where])
             asks[shard] = say.Draw(
-                known.version, own, self.request.pools, own_budgets[shard, where], self.looks[where], self.request.seed,
+                known.version, own, self.request.pools, own_budgets[shard, where], self.request.seed,
                 tolerance.confidence, tolerance.most is not None,
             )  # fmt: skip
             places[shard] = where
@@ -152,8 +152,9 @@ class _Rounds:
         parts = book.of(which)
         whole = joined(parts)
         pooled = np.sum([book.pooled[shard][which] for shard in book.shards], axis=0)
-        few = (pooled < LEAST) & (whole.thinned > 0)
-        whole = whole._replace(unseen=np.where(few, np.inf, whole.unseen), hidden=np.where(few, np.inf, whole.hidden))
+        few = (pooled < LEAST) & (whole.unseen > 0)
+        unknown = (np.where(few, np.inf, bound) for bound in (whole.unseen, whole.hidden, whole.missed))
+        whole = whole._replace(**dict(zip(("unseen", "hidden", "missed"), unknown, strict=True)))
         found = bars(whole, tolerance.confidence)
         output = torch.from_numpy(whole.output) if request.pools else None
         one = 1.0 if self.source.num_classes else None
@@ -164,18 +165,16 @@ class _Rounds:
         for column, part in zip(self.error, (bar, found.stderr, found.lse_stderr), strict=True):
             column[which] = np.where(exact, 0.0, part)
         self.met[which] = met
-        wider = blinded(request, whole, found, bar) & ~met & (self.looks[which] < looks(request))
         anew = self._share_out(which, parts, whole)
         most = tolerance.most or np.inf
-        last = ~wider & ~anew & (self.budgets[which] >= most)
-        more = ~met & ~wider & ~last
-        self.looks[which[wider]] += 1
+        last = ~anew & (self.budgets[which] >= most)
+        more = ~met & ~last
         grows = more & ~(anew & (self.budgets[which] >= most))
         with np.errstate(invalid="ignore", over="ignore"):
             needed = np.nan_to_num(MARGIN * self.budgets[which] * (bar / allowed) ** 2, nan=np.inf)
         wanted = np.maximum(GROWTH * self.budgets[which], np.minimum(needed, self.source.caller.count))
         self.budgets[which[grows]] = np.minimum(wanted, most)[grows]
-        self.rest = which[wider | more]
+        self.rest = which[more]
 
     def _share_out(self, which: Positions, parts: list[ErrorEstimate], whole: ErrorEstimate) -> NDArray[np.bool_]:
         """The shares of the next round; and where these are worth a round of the same size, once."""

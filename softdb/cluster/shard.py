@@ -161,7 +161,6 @@ class Draw(Message):
     question: ShardQuery
     pools: bool
     budgets: Array  # (q,) int64: how many to pool
-    looks: Array  # (q,) int64: how wide to look for what is heavy
     seed: int  # the shard salts it with its number
     confidence: float
     bounded: bool  # else it may pass over every record where that costs less than to draw

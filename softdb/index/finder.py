@@ -175,7 +175,9 @@ class Finder:
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
             if isinstance(index, Lists) and snapshot.count >= FEWEST:
-                reach_of(index, snapshot, self._store.schema.num_classes)  # here, and not when an estimate is first asked for
+                reach_of(
+                    index, snapshot, self._store.schema.num_classes
+                )  # here, and not when an estimate is first asked for
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
                     raise BadInput("all keys were made anew while the index was built; build it again")

@@ -305,7 +305,14 @@ def _check(
     if dim is not None and d != dim:
         raise ValueError(f"it is of keys {d} wide")
     ends = np.concatenate([[0], np.cumsum(-(-layout.sizes // BLOCK))])
-    if parts % 8 or coarse % 8 or not lists or (layout.sizes < 0).any() or (layout.starts != ends).any() or blocks < max(1, ends[-1]):
+    if (
+        parts % 8
+        or coarse % 8
+        or not lists
+        or (layout.sizes < 0).any()
+        or (layout.starts != ends).any()
+        or blocks < max(1, ends[-1])
+    ):
         raise ValueError("its lists do not fit together")
 
 

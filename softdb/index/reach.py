@@ -111,14 +111,12 @@ def _measured(index: Lists, snapshot: Snapshot, num_classes: int | None) -> Reac
         elif width:
             np.add.at(sums, (where, values.numpy()), 1)
     limit = _limit(far)
-    outside = far > limit
     some = sampled(snapshot.live, WITNESSES, 5)
     means = sums / np.maximum(counts, 1)[:, None].astype(np.float32)
-    scales = np.maximum(far / max(limit, 1e-300), 1).astype(np.float32)
-    outside = np.flatnonzero(outside)[np.argsort(rows[outside])]
-    return Reach(
-        rows[outside], scales[outside], means, centre, limit, snapshot.rows(some), _checksums(snapshot, some)
-    )
+    outside = np.flatnonzero(far > limit)
+    outside = outside[np.argsort(rows[outside])]
+    scales: Floats = np.maximum(far[outside] / max(limit, 1e-300), 1.0).astype(np.float32)
+    return Reach(rows[outside], scales, means, centre, limit, snapshot.rows(some), _checksums(snapshot, some))
 
 
 def _centre(snapshot: Snapshot) -> Numbers:

@@ -114,11 +114,9 @@ class Sampler:
         index, queries = self.index, np.ascontiguousarray(ask.queries)
         l2, (q, _), lists = index.metric is Metric.L2, queries.shape, index.lists
         seen = torch.from_numpy(queries - index.sketch.origin if l2 else queries)
-        turned, nearness = (seen @ self._turns).numpy(), seen @ self._centroids
-        if l2:
-            nearness = 2 * nearness - self._lengths
-        squares = torch.linalg.vector_norm(seen, dim=1).square().numpy()
-        nearness, seeds = nearness.numpy(), seeds_of(queries, ask.seed)
+        turned, products = (seen @ self._turns).numpy(), seen @ self._centroids
+        nearness = (2 * products - self._lengths if l2 else products).numpy()
+        squares, seeds = torch.linalg.vector_norm(seen, dim=1).square().numpy(), seeds_of(queries, ask.seed)
         budget = min(ask.budget, max(1, eligible.inside))
         width = budget + len(self._apart) + _room(budget)
         positions, scores = np.empty((q, width), np.int64), np.empty((q, width))
@@ -130,15 +128,19 @@ class Sampler:
         def given(part: slice) -> tuple[Any, ...]:
             drawn = queries[part], turned[part], nearness[part], squares[part], *eligible.slots, eligible.places
             asked = ask.factor, ask.least, budget, ask.visible, controls, seeds[part]
-            written = positions[part], scores[part], logs[part], held[part], doubts[part], own[part], masses[part], bounds[:, part]
-            return self._native, self._largest, *drawn, self._apart, self._scales, snapshot.key_column, CODES[index.metric], *asked, *written
+            written = positions[part], scores[part], logs[part], held[part], doubts[part], own[part]
+            apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
+            return self._native, self._largest, *drawn, *apart, *asked, *written, masses[part], bounds[:, part]
 
         by_lines(native().draw, given, q, q * records * len(index.sketch.words) // 8)
-        base, unseen, hidden, raised, correction, thinned, expected, self.spreads, missed, alone = bounds
+        base, unseen, hidden, raised, correction, thinned, expected, _, missed, alone = bounds
         missed = missed + np.sqrt(2 * math.log(1 / ask.doubt) * alone)
         most = int((positions >= 0).sum(1).max(initial=0))
-        drawn = (column[:, : max(most, 1)] for column in (positions, scores, logs, held, doubts, own))
-        return Sample(*drawn, masses, base, unseen, hidden, missed, raised, correction, thinned, expected)
+        w = slice(max(most, 1))
+        return Sample(
+            positions[:, w], scores[:, w], logs[:, w], held[:, w], doubts[:, w], own[:, w], masses, base, unseen, hidden,
+            missed, raised, correction, thinned, expected,
+        )  # fmt: skip
 
 
 def _room(budget: int) -> int:
