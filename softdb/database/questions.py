@@ -160,12 +160,12 @@ class Questions:
             k: truncate to the k nearest. A score that no index can find for is compared with every record.
             rtol, atol: estimate to a tolerance, from records that are drawn through the index: the error ‖ô - o‖ shall
                 be at most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` tells how large it is, `met` where that fits. Exact
-                where that costs less, and where nothing can be drawn: no IVF index, one of another metric than the
-                score's, a mask. BadInput for weights other than softmax, and scores without an index form.
+                where that costs less, and where nothing can be drawn: no index of kind "ivf" made on a CPU, one of
+                another metric than the score's, a mask. BadInput for weights other than softmax, and scores without an
+                index form.
             confidence: the share of answers whose error shall be within their `bar`.
-            max_draws: pool so many records for a query at most, whether the tolerance is met or not; `bar` is inf
-                where nothing can be said of what was not drawn. More may be scored to narrow the bar, unless the
-                queries want a gradient.
+            max_draws: draw about so many records for a query, once, whether the tolerance is met or not; `bar` is inf
+                where nothing can be said of what was not drawn. The few set apart come on top.
             generator: draws anew with each call, as training wants; None: the same draw every time.
             where: a filter on the payload.
             mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) serves every query.
@@ -258,7 +258,7 @@ class Questions:
         Args:
             radius: the largest distance for "l2" (not its score, which is -distance²), else the least score.
             rtol, atol: the error shall be at most atol + rtol max(count, 1).
-            confidence, max_draws, generator: as in `attend`; at most so many records are drawn.
+            confidence, max_draws, generator: as in `attend`.
             queries, where: as in `search`.
         """
         least = check.least_score(radius, self.core.schema.metric)

@@ -1,8 +1,7 @@
 """The planner: decides by which way a question is answered.
 
-A search asks the index, or compares records where few are left: in blocks, or one by one. An estimate draws records, or
-passes over all; what these cost is measured on this machine when an estimate is first asked for, in some fifty
-milliseconds. A count draws while that is faster than a pass by a fixed ratio. A sample is one exact pass.
+A search asks the index, or compares records where few are left: in blocks, or one by one. An estimate or a count draws
+records, or passes over all; the costs of both are counted in bytes read, by fixed rates. A sample is one exact pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Reach of the values that an index knows the keys of, and the records apart.
 
-An estimate may leave a record undrawn only where something bounds its weight and its value. Codes bound the weight by
-the error ‖k - k̂‖ of each (`softdb.index.quantizer`), the few in which it is extreme are marked as set apart. The distance ‖v - v̄‖ of each value from their mean is measured in one
-pass when an index is built. The few in which it is extreme would make every bound loose: they are set apart, too, and
-scored for every query. With them the mean value of each list is kept, by which estimates are corrected.
+An estimate may leave a record undrawn only where something bounds its weight and its value. The error of its code
+bounds the weight; the few codes with an extreme error are marked as set apart (`softdb.index.quantizer`). The distance
+‖v - v̄‖ of each value from their mean is measured in one pass when an index is built. The few in which it is extreme
+would make every bound loose: they are set apart, too, and scored for every query. With them the mean value of each list
+is kept, by which estimates are corrected.
 All stands behind the engine's bytes in the index file: arrays in NumPy's own format, one after the other, in the order
 of `FORM`. Of an index that has grown since, it is measured when it is first needed.
 """
