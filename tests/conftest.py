@@ -29,17 +29,6 @@ def key_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     return path
 
 
-@pytest.fixture(autouse=True)
-def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What answers cost, as if it had been measured: the same ways are taken on every machine."""
-    if "measured" not in request.keywords:
-        from given_costs import GivenCosts
-
-        from softdb.index.search import Searcher
-
-        monkeypatch.setattr(Searcher, "planned_by", GivenCosts)
-
-
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU count as a device's: Triton's interpreter serves them."""

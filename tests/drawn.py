@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb.index.sampler import Sample
 from softdb.pool import merge, pool
 from softdb.weights import softmax
 
@@ -79,3 +82,13 @@ def _root(square: Tensor) -> Tensor:
     """√x, 0 with a gradient of 0 where rounding left nothing above it."""
     none = square <= 0
     return square.masked_fill(none, 1).sqrt().masked_fill(none, 0)
+
+
+def plain_sample(positions: NDArray[np.int64], log_weights: NDArray[np.floating]) -> Sample:  # (q, k), (q, k)
+    """Records with their probabilities, by which nothing is corrected."""
+    (q, _), none = positions.shape, np.zeros(positions.shape)
+    each: Any = np.zeros(q)
+    return Sample(
+        positions, none, log_weights.astype(np.float32), none, none, np.zeros(positions.shape, np.int32),
+        np.zeros((q, 1)), each, each - np.inf, each, each, each + 1, each, each - np.inf, each,
+    )  # fmt: skip

@@ -56,7 +56,7 @@ def indexed() -> tuple[softdb.SoftDB, Tensor, list[list[Id]]]:
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> tuple[softdb.SoftDB, Tensor, list[list[Id]]]:
     """As `indexed`, where an estimate is never replaced by the exact answer for being dearer."""
-    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries, positives = indexed()
     estimates = [
         db.log_partition(queries, temperature=0.2, rtol=0.3, generator=torch.Generator().manual_seed(seed))

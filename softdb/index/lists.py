@@ -10,14 +10,25 @@ import io
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.errors import BadInput
-from softdb.index.contract import Floats, Index, Numbers, Rows, prepared
+from softdb.index.contract import Floats, Index, Rows, prepared
 from softdb.index.quantizer import (
-    APART, BLOCK, GAIN, HIGHEST, NO_ROW, Allowed, CodeBlocks, Coded, Matrix, Places, Quantizer, nearest_centroids,
+    APART,
+    BLOCK,
+    GAIN,
+    HIGHEST,
+    NO_ROW,
+    Allowed,
+    CodeBlocks,
+    Coded,
+    Matrix,
+    Places,
+    Quantizer,
+    nearest_centroids,
+    sketch_of,
 )  # fmt: skip
 from softdb.index.rerank import CODES
 from softdb.index.rule import MOSTLY, Rule, fitted
@@ -28,7 +39,7 @@ LEAST = 24  # candidates that are scored exactly at least
 JUMP = 4  # times as long as a byte of codes takes one of a key that lies anywhere
 WIDTHS = (8, 4, 2, 1)  # numbers that share a word
 PARTS = 32, 256  # of a code, at least and at most, where the width of keys allows it
-FORM = 23  # arrays of an index file
+FORM = 22  # arrays of an index file
 
 
 class Among(NamedTuple):
@@ -68,7 +79,7 @@ class Lists(Index):
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
         """Half a byte a part, factor, offset and row; coarser codes, two bytes of theirs and an offset."""
-        return _parts_in(codes) // 2 + 8 + -(-dim // 8) + 4
+        return _parts_in(codes) // 2 + 8 + sketch_of(dim)[1] // 2 + 4
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:

@@ -110,8 +110,7 @@ class Quantizer(NamedTuple):
         d = sample.shape[1]
         some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * d))])
         residuals = some - self.centroids.rows[nearest_centroids(self.centroids.rows, some)]
-        word = next(length for least, length in SKETCHED if d >= least)
-        parts = -(-d // (8 * word)) * 8
+        word, parts = sketch_of(d)
         rotation = Matrix.of(_balanced(residuals, parts, word))
         words = _words(np.ascontiguousarray(residuals @ rotation.rows.T), parts)
         return self._replace(rotation=rotation, words=words)._in_units(some, is_l2)
@@ -258,6 +257,12 @@ class CodeBlocks(NamedTuple):
         sizes = np.zeros(-(-len(self.sizes) // BLOCK) * BLOCK, np.float32)
         sizes[: len(self.sizes)] = np.diff(counts[self.starts])
         return Allowed(bits, sizes)
+
+
+def sketch_of(dim: int) -> tuple[int, int]:
+    """Numbers of a key that a word of a sketch is long, and its parts."""
+    word = next(length for least, length in SKETCHED if dim >= least)
+    return word, -(-dim // (8 * word)) * 8
 
 
 def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)

@@ -62,7 +62,6 @@ class Attention:
 # native/bind_records.cc. Metrics are 0 (dot), 1 (cosine; queries of length 1) and 2 (l2); positions of none are -1.
 
 SIGNS: int
-MORE: float
 
 class Column:
     def __init__(
@@ -125,16 +124,7 @@ def pool(*arguments: Any) -> None: ...
 def sums(*arguments: Any) -> None: ...
 def spread(*arguments: Any) -> None: ...
 def directions(*arguments: Any) -> None: ...
-def propose(*arguments: Any) -> None: ...
 def draw(*arguments: Any) -> None: ...
-def subsample(*arguments: Any) -> None: ...
-def log_sums(*arguments: Any) -> None: ...
-def hashes(*arguments: Any) -> None: ...
-def to_search(*arguments: Any) -> None: ...
-def peaks(*arguments: Any) -> None: ...
-def caps(*arguments: Any) -> None: ...
-def distances(*arguments: Any) -> None: ...
-def extents(*arguments: Any) -> None: ...
 
 # Inverted lists. Matrices of int8 and codes are interleaved as native/lists.h has it.
 
@@ -176,20 +166,29 @@ def encode(
     residuals: NDArray[float32],  # (n, parts · word) turned
     centroids: NDArray[float32],  # (lists, parts · word) turned
     own: NDArray[int64],  # (n,) the list of each
+    squares: NDArray[float32],  # (n,) |r|²
     words: NDArray[float32],  # (parts · word, 16)
     halves: NDArray[float32],  # (parts, 16) |w|² / 2
+    peak: float,  # what the largest error of a part counts
     codes: NDArray[uint8],  # (n, parts / 2), written to
-    along: NDArray[float32],  # (n,), written to: <r, w>
+    factors: NDArray[float32],  # (n,), written to
     central: NDArray[float32],  # (n,), written to: <c, w>
+    errors: NDArray[float32],  # (n,), written to: |r - w|, or more where one part has most of it
 ) -> None: ...
-def scan_lists(
-    lists: Lists,
-    turned: NDArray[float32],  # (q, parts · word)
-    order: NDArray[int64],  # (q, m)
-    nearness: NDArray[float32],  # (q, m)
-    allowed: NDArray[uint16],  # (blocks,)
-    places: NDArray[uint32],  # (slots,)
-    found: NDArray[int64],  # (q, c), written to
-    scores: NDArray[float32],  # (q, c), written to
-    steps: NDArray[float64],  # (q,), written to
-) -> None: ...
+
+class Sketch:
+    def __init__(
+        self,
+        starts: NDArray[int64],  # (lists + 1,) first block of each
+        codes: NDArray[uint8],  # (blocks, 8 parts)
+        gains: NDArray[uint8],  # (blocks, 16) factors
+        errors: NDArray[uint8],  # (blocks, 16) in steps
+        offsets: NDArray[uint16],  # (blocks, 16) float16 of l2; else (0, 16)
+        unit: float,
+        error_step: float,
+        words: NDArray[float32],  # (parts · word, 16)
+        parts: int,
+        spreads: NDArray[float32],  # (lists,)
+        gained: NDArray[float32],  # (lists,) the largest factor
+        l2: bool,
+    ) -> None: ...

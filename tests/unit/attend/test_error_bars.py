@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 import worlds
+from drawn import plain_sample
 from scipy import stats
 from worlds import exact, suite
 
 import softdb
 from softdb.attend.error import ErrorEstimate, bars, joined, pooled_at, spread_at, sure
-from softdb.check import Metric
-from softdb.index.contract import prepared
-from softdb.index.lists import Lists
-from softdb.index.tail import Drawing, Tail
+from softdb.index.sampler import Sampler
 
 Array = np.ndarray[Any, Any]
 N = 12_000  # a little more than are worth an estimate
@@ -41,12 +39,6 @@ def filled(name: str) -> tuple[softdb.SoftDB, suite.World]:
         new = slice(N - world.young, N)
         db.insert(range(N - world.young, N), world.keys[new], None if values is None else values[new])
     return db, world
-
-
-def tail_of(db: softdb.SoftDB) -> Tail:
-    tail, _ = db._finder.tail(db._store.snapshot)
-    assert tail is not None
-    return tail
 
 
 def generators(count: int) -> list[torch.Generator]:
@@ -113,65 +105,7 @@ def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
     assert (error <= found.bar.numpy()).all()
 
 
-@pytest.mark.slow
-def test_what_a_gradient_is_wanted_of_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    db, world = filled("lognormal-0.5")
-    looks: list[int] = []
-    draw = Tail.draw
-
-    def spied(self: Tail, ask: Drawing) -> Any:
-        looks.append(ask.near)
-        return draw(self, ask)
-
-    monkeypatch.setattr(Tail, "draw", spied)
-    asked = torch.from_numpy(world.queries).requires_grad_()
-    db.attend(asked, temperature=0.05, rtol=0.05, max_draws=100)
-    assert len(looks) == 1
-    with torch.no_grad():
-        db.attend(asked, temperature=0.05, rtol=0.05, max_draws=100)
-    assert max(looks) > looks[0]
-
-
 # -- what it stands on -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["gaussian-32", "uniform-2", "clustered-equal", "lognormal-1", "hubs"])
-def test_records_score_no_more_than_their_caps(name: str) -> None:
-    """Of more than 100,000 pairs of a query and a record one may: five deviations are no certainty."""
-    db, world = filled(name)
-    tail, snapshot = tail_of(db), db._store.snapshot
-    asked = prepared(world.queries, tail.index.metric)
-    lists = tail._seen_by(asked)
-    found = tail._near(Drawing(snapshot, asked, 1.0, 300, 400, 0, 0.05, np.nan), lists)
-    keys = prepared(world.keys, tail.index.metric).astype(np.float64)
-    above = 0
-    for i, query in enumerate(asked.astype(np.float64)):
-        scores = -np.square(keys - query).sum(1) if tail.index.metric is Metric.L2 else keys @ query
-        near = set(found.rows[i].tolist())
-        for which, (low, high) in enumerate(itertools.pairwise(tail.frame.starts)):
-            rows = tail.frame.rows[low:high]
-            above += int((scores[rows] > lists.caps[i, which] + 1e-9).sum())
-            if found.searched[i, which]:
-                others = np.array([row for row in rows.tolist() if row not in near], np.int64)
-                above += int((scores[others] > found.others[1, i] + 1e-9).sum())
-    assert above <= 1
-
-
-@pytest.mark.slow
-def test_code_errors_are_those_of_the_index() -> None:
-    db, world = filled("clustered-equal")
-    tail = tail_of(db)
-    index, keys = tail.index, prepared(world.keys, tail.index.metric)
-    assert isinstance(index, Lists)
-    rows, _ = index.members()
-    coded, inner = index.layout.coded(), index.inner
-    pairs = np.stack([coded.codes & 15, coded.codes >> 4], 2).reshape(len(rows), -1)
-    words = inner.words[np.arange(index.parts), :, pairs].reshape(len(rows), -1)  # (n, parts · word)
-    known = index.centroids[coded.lists] + coded.factors.astype(np.float32)[:, None] * (words @ inner.rotation.rows)
-    every = np.linalg.norm(keys[rows] - known, axis=1)
-    np.testing.assert_allclose(tail.reach.mean_error, np.sqrt(np.square(every).mean()), rtol=0.01)
-    np.testing.assert_allclose(tail.reach.errors[7], np.quantile(every, 0.5), rtol=0.01)
 
 
 @pytest.mark.slow
@@ -183,9 +117,14 @@ def test_what_is_extreme_is_set_apart() -> None:
     with softdb.open(None, dim=16, value_dim=3) as db:
         db.insert(range(N), keys, values)
         db.build_index("ivf")
-        reach = tail_of(db).reach
-        assert {17, 4711} <= set(reach.apart.tolist())
-        assert len(reach.apart) < 0.02 * N
+        drawable = db._finder.sampler(db._store.snapshot, None)
+        assert drawable is not None
+        sampler, reach = drawable[0], drawable[0].reach
+        apart, coded = sampler.index.layout.rows[sampler._apart].tolist(), sampler.index.layout.coded()
+        assert 4711 in reach.apart
+        assert 4711 in apart
+        assert 17 in apart or (coded.lists == coded.lists[coded.rows == 17]).sum() == 1  # k-means has seen it
+        assert len(sampler._apart) < 0.02 * N
         assert reach.value_radius < 20
         assert reach.scales[reach.apart == 4711] > 100
         query = np.random.default_rng(2).standard_normal((8, 16)).astype(np.float32)
@@ -195,19 +134,20 @@ def test_what_is_extreme_is_set_apart() -> None:
             assert ((found.output - truth.output).norm(dim=1) <= found.bar).float().mean() >= 0.75
 
 
-def test_draws_that_contradict_the_caps_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_that_contradict_the_codes_say_nothing() -> None:
+    """Codes of which each claims to be exact, and none is."""
     db, world = filled("gaussian-32")
-    draw = Tail.draw
-
-    def wrong(*given: Any) -> Any:
-        found = draw(*given)
-        return found._replace(unseen=found.unseen - 50)
-
-    monkeypatch.setattr(Tail, "draw", wrong)
-    monkeypatch.setattr("softdb.attend.rounds.LOOKS", 0)
-    found = db.attend(world.queries, temperature=8, rtol=0.05, max_draws=400)
-    assert found.bar.isinf().all()
-    assert not found.met.any()
+    drawable = db._finder.sampler(db._store.snapshot, None)
+    assert drawable is not None
+    sampler = drawable[0]
+    sampler.index.layout.errors[:] = 0
+    db._finder._searcher.sampler = Sampler(sampler.index, db._store.snapshot, None)  # type: ignore[union-attr]
+    try:
+        found = db.attend(world.queries, temperature=8, rtol=0.05, max_draws=400)
+        assert found.bar.isinf().all()
+        assert not found.met.any()
+    finally:
+        filled.cache_clear()
 
 
 # -- parts merge -------------------------------------------------------------------------------------------------------
@@ -215,9 +155,11 @@ def test_draws_that_contradict_the_caps_say_nothing(monkeypatch: pytest.MonkeyPa
 
 def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> ErrorEstimate:
     output, lse = pooled_at(logits, snapshot, positions, 5)
-    found, _ = spread_at(logits, logs, snapshot, positions, (output.numpy(), lse.numpy()), salt)
+    answer, means = (output.numpy(), lse.numpy()), np.zeros((1, 5), np.float32)
+    found, _ = spread_at(logits, plain_sample(positions, logs), snapshot, answer, means, salt)
     none = np.full(len(logits), 0.01)
-    return found._replace(unseen=none, hidden=none**2, thinned=none, reach=np.full(len(logits), 4.0))
+    bounds = {"unseen": none, "hidden": none**2, "missed": none, "thinned": none, "usual": none + 1}
+    return found._replace(**bounds, reach=np.full(len(logits), 4.0))
 
 
 @pytest.mark.slow

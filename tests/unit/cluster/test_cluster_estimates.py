@@ -11,6 +11,7 @@ from cluster_contract import Counted, near
 from torch import Tensor
 
 import softdb
+from softdb.attend.error import ErrorEstimate
 from softdb.attend.rounds import Estimator
 from softdb.check import Metric
 from softdb.cluster import Cluster, DatabaseShard, Local, database_shard, estimates
@@ -18,6 +19,7 @@ from softdb.cluster.shard import Draw, ShardQuery
 
 N, D, V, P, CENTRES = 42_000, 8, 4, 4, 32
 DRAWS = 400
+SIGNED = ErrorEstimate._fields.index("signed")
 
 
 class Parted(NamedTuple):
@@ -28,9 +30,9 @@ class Parted(NamedTuple):
     queries: Tensor
     temperature: float = 1.0
 
-    def errors(self, db: Any, repeats: int = 2, looks: bool = False) -> tuple[Tensor, Tensor]:
-        """‖ô - o‖ and bars over repeated draws; queries that want gradients get no wider looks, and wide bars."""
-        leaf, found = self.queries.clone().requires_grad_(not looks), list[tuple[Tensor, Tensor]]()
+    def errors(self, db: Any, repeats: int = 2) -> tuple[Tensor, Tensor]:
+        """‖ô - o‖ and bars over repeated draws, of queries that want gradients."""
+        leaf, found = self.queries.clone().requires_grad_(), list[tuple[Tensor, Tensor]]()
         true = self.one.attend(self.queries, temperature=self.temperature).output
         for seed in range(repeats):
             generator = torch.Generator().manual_seed(seed)
@@ -94,10 +96,13 @@ def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
 
 
 def test_what_a_grid_leaves_of_a_budget_is_drawn_too(hashed: Parted) -> None:
-    """Later rounds draw numbers on a grid, rounded down: what is left goes to the shards, a step each."""
+    """Later rounds draw numbers on a grid, rounded down: what is left goes to the shards, a step each.
+
+    Of a shard a twentieth of the draws goes to all records alike, which comes on top.
+    """
     pooled = hashed.cluster.attend(hashed.queries, rtol=0.01, max_draws=DRAWS)
     assert not pooled.exact.any()
-    assert 1.02 * DRAWS > float(pooled.n_pooled.double().mean()) > 0.96 * DRAWS
+    assert 1.06 * DRAWS > float(pooled.n_pooled.double().mean()) > 0.96 * DRAWS
 
 
 def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> None:
@@ -150,22 +155,21 @@ def test_signs_and_draws_are_salted_with_the_shard(hashed: Parted) -> None:
     """Two shards of equal records must not draw alike, nor sign alike."""
     part = hashed.cluster.caller.transport._shards[0].db  # type: ignore[attr-defined]
     question = ShardQuery(hashed.queries[:5].numpy(), Metric.DOT)
-    few = np.full(5, 100), np.zeros(5, np.int64)
-    ask = Draw(part.generation, question, True, *few, seed=7, confidence=0.95, bounded=True)
+    ask = Draw(part.generation, question, True, np.full(5, 100), seed=7, confidence=0.95, bounded=True)
     first, again, other = (DatabaseShard(part, shard, 4).answer(ask).estimate for shard in (0, 0, 1))
     assert np.array_equal(first[0], again[0])
-    assert np.array_equal(first[6], again[6])
+    assert np.array_equal(first[SIGNED], again[SIGNED])
     assert not np.isclose(first[0], other[0]).all(1).any(), "drawn alike"
 
 
 def test_signs_are_salted_where_draws_are_alike(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
     part = hashed.cluster.caller.transport._shards[0].db  # type: ignore[attr-defined]
-    few = np.full(5, 100), np.zeros(5, np.int64)
-    ask = Draw(part.generation, ShardQuery(hashed.queries[:5].numpy(), Metric.DOT), True, *few, 7, 0.95, True)
+    question = ShardQuery(hashed.queries[:5].numpy(), Metric.DOT)
+    ask = Draw(part.generation, question, True, np.full(5, 100), 7, 0.95, True)
     first, other = (DatabaseShard(part, shard, 4).answer(ask).estimate for shard in (0, 1))
     assert np.array_equal(first[0], other[0])
-    assert not np.allclose(first[6], other[6]), "signed alike"
+    assert not np.allclose(first[SIGNED], other[SIGNED]), "signed alike"
 
 
 def test_a_round_sends_little() -> None:
@@ -183,9 +187,8 @@ def test_a_round_sends_little() -> None:
 def test_bars_hold_however_records_are_shared_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = parted(kind)
     (error, bar), (own, _) = (world.errors(db, 4) for db in (world.cluster, world.one))
-    seen, narrow = world.errors(world.cluster, 2, looks=True)
-    assert float(bar.median()) <= 3 * rms(error)  # codes see enough without a wider look
-    assert 0.93 <= float((seen <= narrow).float().mean()) <= 0.998
+    assert float(bar.median()) <= 3 * rms(error)
+    assert 0.93 <= float((error <= bar).float().mean()) <= 0.998
     if kind == "clusters":
         assert rms(error) <= 1.15 * rms(own)
         monkeypatch.setattr(estimates, "BETTER", 0.0)  # no sharing out anew

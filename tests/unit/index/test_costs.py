@@ -1,4 +1,4 @@
-"""The planner's ways and measured costs; and a plain search in few steps."""
+"""The planner's ways and costs; and a plain search in few steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clock import Clock
 
 import softdb
-from softdb.index import timing
-from softdb.index.planner import DEAR, Planner, estimate_costs
+from softdb.index.planner import Planner, draw_cost, pass_cost
 
 pytest.importorskip("faiss")
 
@@ -93,30 +91,24 @@ def test_a_graph_is_asked_where_a_filter_leaves_much() -> None:
     assert way(3000, 1000, 10, True, True) == way(12_000, 1, 2000, False) == "blocks"
 
 
-def test_estimates_cost_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(timing, "time", clock.module)
-
-    def taking(called: float, each: float) -> Any:
-        return lambda queries: clock.spend(called + each * queries)
-
-    costs = estimate_costs(taking(100.0, 20.0), 10, taking(3.0, 0.5))
-    assert costs.exact.seconds(1000, 4) == pytest.approx(100 * (100 + 4 * 20))
-    assert costs.round(6) == pytest.approx(3 + 6 * 0.5)
+def test_a_pass_shares_what_it_reads_among_queries() -> None:
+    alone, together = (pass_cost(count, 12_000, 24, 3, 4) for count in (1, 16))
+    assert alone < together < 16 * alone
+    assert pass_cost(16, 24_000, 24, 3, 4) == pytest.approx(2 * together)
+    assert pass_cost(16, 12_000, 24, 3, 2) < together  # halves are read sooner
 
 
-def test_estimates_that_take_longer_than_a_pass_are_left_alone_for_a_while(db: softdb.SoftDB) -> None:
-    assert db.core.finder.index is not None
-    planner = Planner(db.core.finder.index)
-    for _ in range(20):
-        planner.learn("dear", 1.9)
-        planner.learn("cheap", 0.3)
-        planner.learn("alike", DEAR - 0.01)
-    assert planner.hopeless("dear")
-    assert not any(planner.hopeless(kind) for kind in ("cheap", "alike", "new"))
-    left_alone = 1
-    while planner.hopeless("dear"):
-        left_alone += 1
-    assert 50 < left_alone < 500
-    planner.learn("dear", 1.9)
-    assert planner.hopeless("dear")
+def test_a_draw_costs_what_it_looks_at_and_what_it_gathers() -> None:
+    whole = draw_cost(16, 12_000, 8, 500, 24, 3)
+    for more in ((32, 12_000, 8, 500, 24, 3), (16, 24_000, 8, 500, 24, 3), (16, 12_000, 16, 500, 24, 3)):
+        assert whole < draw_cost(*more) < 2 * whole
+    assert whole < draw_cost(16, 12_000, 8, 1000, 24, 3)
+    assert draw_cost(16, 12_000, 8, 500, 24, 0) < whole  # log Z alone
+    assert draw_cost(1, 10**6, 8, 500, 24, 3) > draw_cost(2, 10**6, 8, 500, 24, 3) / 2
+
+
+def test_many_records_are_drawn_and_few_are_passed_over() -> None:
+    """For a hundred queries of usual embeddings."""
+    for records, draws in ((10_000, False), (10**7, True)):
+        dear = draw_cost(100, records, 96, 2000, 384, 384) > pass_cost(100, records, 384, 384, 4)
+        assert dear != draws

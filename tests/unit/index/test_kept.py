@@ -19,9 +19,8 @@ import softdb
 from softdb.index import cache, reach
 from softdb.index.contract import Reach
 from softdb.index.lists import Lists
-from softdb.index.planner import Planner
 from softdb.index.reach import FORM, packed, unpacked
-from softdb.index.tail import Tail
+from softdb.index.sampler import Sampler
 
 pytest.importorskip("faiss")
 pytestmark = NEEDS_KERNELS
@@ -40,10 +39,10 @@ def made(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftD
     return db
 
 
-def tail_of(db: softdb.SoftDB) -> Tail:
-    tail, _ = db._finder.tail(db._store.snapshot)
-    assert tail is not None
-    return tail
+def sampler_of(db: softdb.SoftDB) -> Sampler:
+    drawable = db._finder.sampler(db._store.snapshot, None)
+    assert drawable is not None
+    return drawable[0]
 
 
 def same(one: Reach, other: Reach) -> None:
@@ -85,10 +84,10 @@ def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_what_is_loaded_is_what_is_measured(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
     made(tmp_path / "db", 0, kind, **shape)
     with softdb.open(tmp_path / "db") as db:
-        loaded, index = tail_of(db).reach, db._finder.index
+        loaded, index = sampler_of(db).reach, db._finder.index
         assert isinstance(index, Lists)
         index.reach = None
-        same(loaded, Tail(index, db._store.snapshot, Planner(index)).reach)
+        same(loaded, Sampler(index, db._store.snapshot, shape.get("num_classes")).reach)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -114,16 +113,17 @@ def test_a_fresh_handle_estimates_as_the_one_that_built(
     with softdb.open(path) as db:
         db.delete(list(range(0, N, 20)))
         db.compact()
-        assert (tail_of(db).frame.rows % 20).all()
+        layout = sampler_of(db).index.layout
+        assert (layout.rows[layout.slots] % 20).all()
 
 
 def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
     with softdb.open(path) as db:
-        before = tail_of(db).reach.radii.max()
-        db.insert(range(N, 2 * N), np.random.default_rng(1).normal(0, 9, (N, DIM)))
-        after = tail_of(db).reach
-        assert len(after.is_apart) == 2 * N
-        assert after.radii.max() > 2 * before
+        before = sampler_of(db).reach
+        db.insert(range(N, 2 * N), np.random.default_rng(1).normal(0, 20, (N, DIM)))
+        after = sampler_of(db).reach
+        assert (after.witnesses >= N).any()
+        assert after.value_radius > 2 * before.value_radius
     with softdb.open(path) as db:  # kept as it was measured
         index = db._finder._current(db._store.snapshot)
         assert index is not None
@@ -134,18 +134,21 @@ def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"radii": np.zeros(3)}, {"means": np.zeros((3, DIM), np.float32)}, {"root": np.eye(DIM + 1, dtype=np.float32)},
-        {"root": np.eye(DIM)}, {"centre": np.full(DIM, np.nan)}, {"spread": np.inf}, {"spread": np.zeros(1)},
-        {"part_errors": np.zeros(3)}, {"log_shares": np.zeros(3)}, {"scales": np.ones(10_000)},
-        {"apart": np.array([N]), "scales": np.ones(1)}, {"apart": np.array([-1]), "scales": np.ones(1)},
-        {"apart": np.array([7, 7]), "scales": np.ones(2)}, {"centre": np.array([[{}]])}, {"witnesses": np.arange(3.0)},
+        {"means": np.zeros((3, DIM), np.float32)}, {"means": np.zeros((64, DIM))}, {"means": np.zeros(3, np.float32)},
+        {"centre": np.full(DIM, np.nan)}, {"centre": np.zeros((1, DIM))}, {"centre": np.array([[{}]])},
+        {"value_radius": np.inf}, {"value_radius": np.zeros(1)},
+        {"scales": np.ones(10_000, np.float32)}, {"scales": np.ones(0)},
+        {"apart": np.array([N]), "scales": np.ones(1, np.float32)},
+        {"apart": np.array([-1]), "scales": np.ones(1, np.float32)},
+        {"apart": np.array([7, 7]), "scales": np.ones(2, np.float32)},
+        {"witnesses": np.arange(3.0)}, {"witnesses": np.arange(3)}, {"checksums": np.zeros(256)},
     ],
     ids=lambda change: " ".join(change),
 )  # fmt: skip
 def test_what_is_not_of_such_an_index_is_refused(path: Path, change: dict[str, Any], never: Callable[[], None]) -> None:
     never()
     with softdb.open(path) as db:
-        found, index = tail_of(db).reach, tail_of(db).index
+        found, index = sampler_of(db).reach, sampler_of(db).index
         same(unpacked(packed(found), index), found)
         file = io.BytesIO()
         for name in FORM:
@@ -162,7 +165,7 @@ def test_what_cannot_be_used_is_measured_anew(
     path: Path, built: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with softdb.open(path) as db, softdb.open(built / "other", mode="r") as other:
-        known = tail_of(db).reach
+        known = sampler_of(db).reach
         entry, foreign = (one._store.index_entry() for one in (db, other))
         assert entry is not None
         assert foreign is not None
@@ -181,7 +184,7 @@ def test_what_cannot_be_used_is_measured_anew(
         db._store.put_index_entry(entry)
     with softdb.open(path) as db:
         assert db.stats().index is not None, "the index itself is used"
-        found = tail_of(db).reach
+        found = sampler_of(db).reach
         if damage == "of another database":
             np.testing.assert_allclose(found.value_radius, known.value_radius, rtol=0.01)
         else:

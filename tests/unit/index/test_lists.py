@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import softdb
 from softdb.check import Metric
-from softdb.index.lists import Lists, lists_for
+from softdb.index.lists import FORM, Lists, lists_for
 from softdb.index.quantizer import BLOCK, NO_ROW, Matrix, nearest_centroids
 from softdb.index.rule import Rule, fitted
 
@@ -44,10 +44,11 @@ def made(metric: Metric = Metric.DOT, codes: str = "PQ24x4", far: float = 0.0) -
 
 
 def by_row(index: Lists) -> dict[int, tuple[Any, ...]]:
-    """List, code, factor and offset of each row."""
+    """List, code, factor and offset of each row, and the same of its coarser code, with its error."""
     coded = index.layout.coded()
-    columns = coded.rows.tolist(), coded.lists.tolist(), map(bytes, coded.codes), coded.factors.tolist()
-    return {row: rest for row, *rest in zip(*columns, coded.offsets.tolist(), strict=True)}  # type: ignore[misc]
+    fine = coded.rows.tolist(), coded.lists.tolist(), map(bytes, coded.codes), coded.factors.tolist()
+    coarse = map(bytes, coded.sketches), coded.gains.tolist(), coded.errors.tolist(), coded.corrections.tolist()
+    return {row: rest for row, *rest in zip(*fine, coded.offsets.tolist(), *coarse, strict=True)}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
@@ -61,7 +62,7 @@ def test_what_is_added_later_is_coded_alike(metric: Metric) -> None:
     assert (index.count, grown.count, grown.covered) == (N, N + 700, N + 750)
     before, after = by_row(index), by_row(grown)
     assert {row: after[row] for row in before} == before
-    once = Lists(metric, index.inner)
+    once = Lists(metric, index.inner, index.sketch)
     once.add(np.arange(N), keys)
     once.add(np.arange(N + 50, N + 750), more)
     once.seal()
@@ -75,11 +76,11 @@ def test_what_is_removed_is_gone_and_the_rest_is_as_it_was() -> None:
     index.keep_only(kept)
     assert by_row(index) == {row: before[row] for row in kept.tolist()}
     assert index.count == len(kept)
-    rows, starts = index.members()
-    assert sorted(rows.tolist()) == kept.tolist()
-    assert starts[-1] == len(kept)
-    assert (index.layout.rows == NO_ROW).sum() == len(index.layout.rows) - len(kept)
-    assert all(len(index.layout.rows) % BLOCK == 0 for _ in (0,))
+    layout = index.layout
+    assert sorted(layout.rows[layout.slots].tolist()) == kept.tolist()
+    assert layout.sizes.sum() == len(kept)
+    assert (layout.rows == NO_ROW).sum() == len(layout.rows) - len(kept)
+    assert len(layout.rows) % BLOCK == 0
 
 
 @pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
@@ -100,7 +101,21 @@ def test_codes_are_of_16_to_128_bytes_where_the_width_allows_it(dim: int) -> Non
     assert parts == sorted(set(parts))
     assert all(number % 8 == 0 and number <= 256 for number in parts)
     assert dim < 32 or min(parts) >= 32
-    assert all(Lists.record_bytes(dim, f"PQ{number}x4") == number // 2 + 8 for number in parts)
+
+
+@pytest.mark.parametrize("dim", [3, 24, 40, 100])
+def test_a_record_takes_as_many_bytes_as_it_is_said_to(dim: int) -> None:
+    keys = np.random.default_rng(0).standard_normal((1000, dim)).astype(np.float32)
+    for codes in Lists.codes(dim):
+        index = Lists.train(Metric.L2, keys, len(keys), codes)
+        assert isinstance(index, Lists)
+        index.add(np.arange(len(keys)), keys)
+        index.seal()
+        sizes, starts, *of_records, squares = index.layout[:7]
+        columns = *of_records, *index.layout[7:]
+        taken = sum(column.nbytes for column in columns) / (len(index.layout.blocks) * BLOCK)
+        assert len(sizes) == len(starts) - 1 == len(squares)
+        assert Lists.record_bytes(dim, codes) == taken
 
 
 def test_a_matrix_of_bytes_is_near_and_interleaved() -> None:
@@ -148,7 +163,7 @@ def test_a_world_without_a_rule_has_a_plain_one() -> None:
 
 def arrays_of(index: Lists) -> list[Any]:
     file = io.BytesIO(index.dump().tobytes())
-    return [np.load(file) for _ in range(15)]
+    return [np.load(file) for _ in range(FORM)]
 
 
 def written(arrays: list[Any]) -> NDArray[np.uint8]:
@@ -160,16 +175,20 @@ def written(arrays: list[Any]) -> NDArray[np.uint8]:
 
 def test_an_index_comes_back_from_its_bytes() -> None:
     index, keys = made(Metric.L2)
-    index.rule, index.slack = Rule(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 0.5
+    index.rule = Rule(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     back = Lists.loaded(Metric.L2, index.dump(), D)
     assert isinstance(back, Lists)
     assert by_row(back) == by_row(index)
-    assert (back.rule, back.slack) == (index.rule, 0.5)
+    assert back.rule == index.rule
+    for loaded, kept in zip(back.sketch.rotation, index.sketch.rotation, strict=True):
+        np.testing.assert_array_equal(loaded, kept)
+    np.testing.assert_array_equal(back.sketch.words, index.sketch.words)
+    assert back.sketch[4:] == index.sketch[4:]
     back.covered = index.covered
     np.testing.assert_array_equal(back.find(keys[:9], 20), index.find(keys[:9], 20))
 
 
-@pytest.mark.parametrize("place", range(15))
+@pytest.mark.parametrize("place", range(FORM))
 @pytest.mark.parametrize("damage", ["shorter", "other type", "flat"])
 def test_arrays_that_do_not_fit_together_are_refused(place: int, damage: str) -> None:
     arrays = arrays_of(made(Metric.L2)[0])
@@ -191,7 +210,7 @@ def test_an_index_of_other_keys_is_refused() -> None:
     with pytest.raises(ValueError, match="EOF"):
         Lists.loaded(Metric.DOT, index.dump()[:-1], D)
     arrays = arrays_of(index)
-    arrays[9] = arrays[9] + 1  # starts
+    arrays[12] = arrays[12] + 1  # starts
     with pytest.raises(ValueError, match="do not fit together"):
         Lists.loaded(Metric.DOT, written(arrays), D)
 

@@ -45,7 +45,8 @@ def world(metric: Metric = Metric.DOT, d: int = 20, parts: int = 8, n: int = 300
     centroids = Matrix.of(2 * random.standard_normal((lists, d)).astype(np.float32))
     words = random.standard_normal((parts, word, BLOCK)).astype(np.float32)
     origin = random.standard_normal(d).astype(np.float32) if metric is Metric.L2 else np.zeros(d, np.float32)
-    index = Lists(metric, Quantizer(rotation, centroids, words, origin, 0.01))
+    quantizer = Quantizer(rotation, centroids, words, origin, 0.01, 0.1)
+    index = Lists(metric, quantizer, quantizer)
     keys = (centroids.rows[random.integers(0, lists - 1, n)] + random.standard_normal((n, d))).astype(np.float32)
     keys += origin
     index.add(np.arange(n), keys)
@@ -61,14 +62,12 @@ def rounded(query: Floats) -> Floats:
     return steps
 
 
-def estimates(world: World, query: Floats, turned: Floats | None = None) -> NDArray[np.float64]:  # (n,)
+def estimates(world: World, query: Floats) -> NDArray[np.float64]:  # (n,)
     """The equation of lists.cc, with tables in 127 steps, in float64."""
     index, coded = world.index, world.coded
     inner, l2 = index.inner, index.metric is Metric.L2
-    seen = (query - inner.origin).astype(np.float64)
-    if turned is None:
-        seen = rounded(seen)
-        turned = inner.rotation.rows.astype(np.float64) @ seen
+    seen = rounded((query - inner.origin).astype(np.float64))
+    turned = inner.rotation.rows.astype(np.float64) @ seen
     gain = 2 if l2 else 1
     parts, word, _ = inner.words.shape
     table = gain * np.einsum("pw,pwc->pc", turned.reshape(parts, word), inner.words.astype(np.float64))
@@ -161,37 +160,3 @@ def test_more_effort_never_finds_worse(level: str) -> None:
         _, scores = found_by_codes(here, here.queries, 200, effort)
         assert best is None or (scores >= best - 1e-6).all()
         best = scores
-
-
-@pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
-def test_lists_that_are_given(level: str, metric: Metric) -> None:
-    """Scores by codes are those of what the codes stand for, but for the rounding that is told."""
-    here = world(metric)
-    index, queries = here.index, here.queries[:2]
-    members, starts = index.members()
-    order = np.array([[3, 0, -1], [7, -1, -1]])
-    table = index.centroids
-    nearness = queries @ table.T if metric is Metric.DOT else -np.square(queries[:, None] - table).sum(2)
-    chosen = np.take_along_axis(nearness, np.maximum(order, 0), 1).astype(np.float32)
-    whole = index.near_in_lists(queries, order, chosen, 3000)
-    few = index.near_in_lists(queries, order, chosen, 30)
-    for i, query in enumerate(queries):
-        expected = dict[int, float]()
-        for which in order[i][order[i] >= 0]:
-            own = members[starts[which] : starts[which + 1]]
-            guesses, errors = (
-                here.keys[own] - index.code_errors(range(which, which + 1), here.keys[own]),
-                index.code_errors(range(which, which + 1), here.keys[own]),
-            )
-            near = guesses @ query
-            if metric is Metric.L2:  # of -|q - k̂|², by which the bound on the error is stated
-                near = np.square(errors).sum(1) - np.square(query - guesses).sum(1)
-            expected |= dict(zip(own.tolist(), near.tolist(), strict=True))
-        count = len(expected)
-        assert set(whole[0][i, :count].tolist()) == set(expected)
-        assert (whole[0][i, count:] == -1).all()
-        off = whole[1][i, :count] - np.array([expected[row] for row in whole[0][i, :count].tolist()])
-        assert off.min() >= -whole[2][i] - 1e-3
-        if metric is Metric.DOT:
-            assert off.max() <= whole[2][i] + 1e-3
-        np.testing.assert_array_equal(few[1][i], whole[1][i, :30])

@@ -118,7 +118,7 @@ def test_the_brier_score_of_a_distribution() -> None:
 
 
 def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries, positives = clustered()
     targets = db.get([mine[1] for mine in positives]).keys
     generator = torch.Generator().manual_seed(0)

@@ -115,7 +115,7 @@ def clustered() -> tuple[softdb.SoftDB, Tensor]:
 def test_an_estimate_points_the_right_way_where_truncation_does_not(
     clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)  # always draw
+    monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)  # always draw
     db, queries = clustered
     cut = gradient_report(db, queries, temperature=0.1, k=50)
     assert float(cut.mass.max()) < 0.6
@@ -195,7 +195,7 @@ def test_the_sample_keeps_queries_and_upstream_together() -> None:
 
 
 def test_training_goes_on_as_without(clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.attend.rounds.Estimator._exact_seconds", lambda *_: np.inf)
+    monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries = clustered
 
     def trained(telemetry: Telemetry | None) -> Tensor:
