@@ -19,7 +19,7 @@ from softdb.check import Tolerance
 from softdb.index.contract import prepared
 from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.query import Query
-from softdb.index.sampler import FEWEST, Drawing, Eligible, Sampler
+from softdb.index.sampler import FEWEST, Drawable, Drawing, Sampler
 
 FIRST, GROWTH = 400, 4  # records drawn for a query in the first round, and how many more in each further one
 ONE = 1.0  # record at the boundary, which the codes may put on the wrong side and no draw shows
@@ -47,11 +47,11 @@ def count_drawn(
 ) -> Estimate:
     """Number of records scoring at least so much, from those drawn where their codes do not tell the side they lie on.
 
-    ĉ = Σ h + Σ (1[s ≥ least] - h) / p, the first sum over all records, the other over those drawn; h is about the chance
-    that the code of a record gives it (Särndal, Swensson and Wretman 1992, chapter 6). The variance is at least the one
-    that codes tell, so that few draws, or none, do not pass for certainty; and the bar allows for records that draws may
-    not show (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers where that costs less.
-    The records younger than the index are compared one by one.
+    ĉ = Σ h + Σ (1[s ≥ least] - h) / p, the first sum over all records, the other over those drawn; h is about the
+    chance that the code of a record gives it (Särndal, Swensson and Wretman 1992, chapter 6). The variance is at least
+    the one that codes tell, so that few draws, or none, do not pass for certainty; and the bar allows for records that
+    draws may not show (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers where that
+    costs less. The records younger than the index are compared one by one.
     """
     tolerance = request.tolerance
     assert tolerance is not None
@@ -114,7 +114,7 @@ class _Ball(NamedTuple):
         return draws > pass_cost(queries, records, d, 0, self.source.snapshot.segments[0].keys.itemsize)
 
     def estimated(
-        self, sampler: Sampler, eligible: Eligible, indexed_until: int, which: Positions, drawn: int
+        self, sampler: Sampler, eligible: Drawable, indexed_until: int, which: Positions, drawn: int
     ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
         """Counts and their error bars."""
         confidence, queries = self.tolerance.confidence, self.request.queries.detach().cpu().numpy()

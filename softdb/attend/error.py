@@ -15,7 +15,7 @@ from torch import Tensor
 from softdb.attend.request import Positions
 from softdb.index.contract import Floats
 from softdb.index.placement import RecordColumns
-from softdb.index.sampler import Sample
+from softdb.index.sampler import DrawnSample
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 from softdb.store import Segment, Snapshot
@@ -89,7 +89,7 @@ def pooled_at(
 
 def spread_at(
     logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
-    sample: Sample,
+    sample: DrawnSample,
     snapshot: RecordColumns,
     answer: tuple[NDArray[np.floating], NDArray[np.floating]],  # (q, v), v = 0: nothing was pooled; (q,) its lse
     means: Floats,  # (lists, v) of the values
@@ -122,8 +122,8 @@ def spread_at(
     noise, noises, variance, variances, usual = sums
     none = np.zeros(q)
     return ErrorEstimate(
-        np.asarray(output, np.float64), np.asarray(lse, np.float64), noise, noises, variance, variances, first, signed.reshape(q, signs, v), roots,
-        none, none, none, none, usual, none,
+        np.asarray(output, np.float64), np.asarray(lse, np.float64), noise, noises, variance, variances, first,
+        signed.reshape(q, signs, v), roots, none, none, none, none, usual, none,
     ), torch.from_numpy(weights)  # fmt: skip
 
 
@@ -208,9 +208,10 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about
     stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
     is the mean of (x·x')² over x = Σ ±y, random signs (Hutchinson 1989). The covariance itself is known from
-    m = (Σ ‖y‖²)² / Σ ‖y‖⁴ effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights that
-    stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a sum of
-    positive terms), and at most L times the largest term. What is known but left to chance: L / 3 times its largest.
+    m = (Σ ‖y‖²)² / Σ ‖y‖⁴ effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights
+    that stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a
+    sum of positive terms), at most L times the largest term, and about `missed` as codes tell it. Its values lie about
+    `usual` from the answer, and none farther than `reach`. What is known but left to chance: L / 3 times its largest.
     """
     z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
     many = np.empty(len(spread.lse))

@@ -92,10 +92,9 @@ def _joined(
         whole = Estimated(*(torch.cat(column)[back] for column in columns))
     certain = torch.zeros(len(request.queries), dtype=torch.bool, device=device)
     certain[torch.from_numpy(rest).to(device)] = True
-    weights, best = whole.weights.sort(dim=1, descending=True, stable=True)
-    found = Scored(whole.positions.gather(1, best).cpu().numpy(), whole.scores.gather(1, best))
+    found = Scored(whole.positions.cpu().numpy(), whole.scores)
     doubt = Doubt(certain, torch.zeros_like(whole.lse.detach()), whole)
-    return answered(request, source, whole[:2], estimator.sampler.index.kind, (found, weights), doubt)
+    return answered(request, source, whole[:2], estimator.sampler.index.kind, (found, whole.weights), doubt)
 
 
 def _exactly(request: Request, source: SourceRecords) -> Estimated:
@@ -106,4 +105,5 @@ def _exactly(request: Request, source: SourceRecords) -> Estimated:
     return Estimated(
         pooled.output, pooled.lse, nothing, nothing, nothing, torch.ones_like(pooled.exact), none,
         torch.full_like(none, -torch.inf, dtype=pooled.lse.dtype), torch.zeros_like(none, dtype=pooled.lse.dtype),
+        torch.zeros_like(pooled.n_pooled),
     )  # fmt: skip

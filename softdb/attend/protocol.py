@@ -14,7 +14,7 @@ from softdb.check import Schema
 from softdb.index import Finder
 from softdb.index.placement import ColumnPass, RecordColumns
 from softdb.index.query import Query
-from softdb.index.sampler import Eligible, Sampler
+from softdb.index.sampler import Drawable, Sampler
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
@@ -143,5 +143,5 @@ class IndexedRecords(SourceRecords, Protocol):
     def in_radius(self, query: Query) -> Positions:  # (q, m), -1 = none
         """Positions of every record whose score may reach the least one."""
 
-    def sampler(self, allowed: Live | None) -> tuple[Sampler, Eligible, int] | None:
+    def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
         """As `Finder.sampler`."""

@@ -28,6 +28,7 @@ class Estimated(NamedTuple):
     positions: Tensor  # (q, k) int64, -1 = none
     scores: Tensor  # (q, k)
     weights: Tensor  # (q, k)
+    drawn: Tensor  # (q,) number of records pooled, of which the heaviest are named
 
     def of(self, which: Tensor) -> Estimated:
         """The same for some of them."""
@@ -73,7 +74,7 @@ def answered(
         found, weights = weighed
         hits = hits_of(request, source, found, lse.device)
         count = torch.from_numpy(found.positions >= 0).sum(1).to(lse.device)
-        n_pooled = count if error is None else torch.where(exact, n_pooled, count)
+        n_pooled = count if error is None else torch.where(exact, n_pooled, error.drawn)
     missed_mass = unknown if missed_mass is None else missed_mass
     finder += source.read_from(request.pools)
     pooled = Pooled(

@@ -19,7 +19,7 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
 from softdb.index.planner import draw_cost, pass_cost
-from softdb.index.sampler import FEWEST, Drawing, Eligible, Sample, Sampler
+from softdb.index.sampler import FEWEST, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
 
@@ -27,10 +27,12 @@ Numbers = NDArray[np.float64]
 
 FIRST, GROWTH = 500, 2  # records drawn for a query in the first round, and how many more at least in each further one
 MARGIN = 1.3  # more than the error bar says will be needed
+WRONG = 8  # times as many where a record was heavier than its code allows, so that nothing is known
 LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
 STEPS = 2  # budgets of later rounds are powers of 2^(1/STEPS): queries with the same are drawn for together
 AT_ONCE = 1 << 22  # records drawn at once, of all queries
 SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
+SHOWN = 1024  # of the records drawn, which an answer names
 LOST = 0.5  # of Ẑ: a correction that takes more is left out
 
 
@@ -48,7 +50,7 @@ class Estimator(NamedTuple):
     source: IndexedRecords
     tolerance: Tolerance
     sampler: Sampler
-    eligible: Eligible
+    eligible: Drawable
     factor: float  # logits are this times the metric's score
     asked: Floats  # (q, d) the queries as the index sees them
     unindexed: Live | None  # (size,) records that take part but cannot be drawn, as the index does not hold them
@@ -85,13 +87,14 @@ class Estimator(NamedTuple):
         return self.parts(Round(np.arange(len(self.asked)), budget if most is None else most))
 
     def after(self, task: Round, answer: Estimated, allowed: Tensor) -> tuple[Tensor, list[Round], Positions]:
-        """Mask (q,) of the queries that a round has answered, rounds for others, and those for which a pass is cheaper."""
+        """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
         if self.tolerance.most is not None:
             return torch.ones_like(answer.met), [], np.arange(0)
         left = task.which[(~answer.met).cpu().numpy()]
         ratio = (answer.bar / allowed)[~answer.met].double().cpu().numpy()
-        needed = np.maximum(GROWTH, np.nan_to_num(MARGIN * np.square(ratio), nan=np.inf)) * task.budget
-        steps = np.ceil(STEPS * np.log2(np.minimum(needed, 1e12)))
+        with np.errstate(over="ignore"):
+            needed = np.clip(np.where(np.isfinite(ratio), MARGIN * np.square(ratio), WRONG), GROWTH, 1e9) * task.budget
+        steps = np.ceil(STEPS * np.log2(needed))
         tasks, passed = [], [np.arange(0)]
         for step in np.unique(steps).tolist():
             more = Round(left[steps == step], int(2 ** (step / STEPS)))
@@ -130,7 +133,7 @@ class Estimator(NamedTuple):
         sample = self.sample(task)
         return self.judged(task, sample, *self.pooled(task, sample))
 
-    def sample(self, task: Round) -> Sample:
+    def sample(self, task: Round) -> DrawnSample:
         """Draw records."""
         ask = Drawing(
             self.asked[task.which], self.factor, task.budget, self.request.seed, 1 - self.tolerance.confidence
@@ -138,7 +141,7 @@ class Estimator(NamedTuple):
         controls = not self.request.pools or bool(self.sampler.reach.means.shape[1])
         return self.sampler.draw(self.eligible, self.source.snapshot, ask, controls)
 
-    def pooled(self, task: Round, sample: Sample) -> tuple[Tensor, Numbers, State]:  # (q, k), (q, k), …
+    def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, Numbers, State]:  # (q, k), (q, k), …
         """Scores of what was drawn, logits with the log-weights, and the answer: the softmax over them, corrected."""
         request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
         scores, temperature = torch.from_numpy(sample.scores), request.temperature
@@ -158,10 +161,10 @@ class Estimator(NamedTuple):
             output = pool_rows(weights, columns, positions, self.source.num_classes)
         return scores, logits, self._corrected(sample, State(output, lse))
 
-    def _corrected(self, sample: Sample, state: State) -> State:
+    def _corrected(self, sample: DrawnSample, state: State) -> State:
         """The answer once the estimates of all records have corrected the draws; constants to the gradient.
 
-        With Z₀ of the draws, Z = Z₀ + Σ_j M_j and o = (Z₀ o₀ + Σ_j M_j v̄_j) / Z, M the masses, v̄ mean values of the lists.
+        With Z₀ of the draws, Z = Z₀ + Σ_j M_j and o = (Z₀ o₀ + Σ_j M_j v̄_j) / Z; M_j a list's mass, v̄_j its mean value.
         """
         if not sample.controls.any():
             return state
@@ -174,13 +177,13 @@ class Estimator(NamedTuple):
             share = torch.where(lost, torch.zeros_like(share), share)
         output = state.output
         if self._width:
-            values = torch.from_numpy(sample.masses @ self.sampler.reach.means).to(output)
+            values = torch.from_numpy(sample.masses.astype(np.float32) @ self.sampler.reach.means).to(output)
             scale = (torch.from_numpy(sample.base).to(lse) - lse).exp().nan_to_num(0, posinf=0)
             output = (output + values * scale.unsqueeze(1).to(output)) / (1 + share).unsqueeze(1).to(output)
         return State(output, lse + share.log1p())
 
     def judged(
-        self, task: Round, sample: Sample, scores: Tensor, logits: Numbers, state: State
+        self, task: Round, sample: DrawnSample, scores: Tensor, logits: Numbers, state: State
     ) -> tuple[Estimated, Tensor]:
         """The answer with its error, and the bar (q,) that is allowed."""
         request, precise = self.request, not scores.requires_grad and scores.device.type == "cpu"
@@ -197,14 +200,15 @@ class Estimator(NamedTuple):
         answer = Estimated(
             as_asked(state.output), as_asked(state.lse), as_asked(torch.from_numpy(error.stderr)),
             as_asked(torch.from_numpy(error.lse_stderr)), as_asked(bar), (bar <= allowed).to(device),
-            torch.from_numpy(sample.positions).to(device), as_asked(scores.detach()), as_asked(weights),
+            *heaviest(torch.from_numpy(sample.positions).to(device), as_asked(scores.detach()), as_asked(weights)),
+            torch.from_numpy((sample.positions >= 0).sum(1)).to(device),
         )  # fmt: skip
         return answer, as_asked(allowed)
 
     def spread(
         self,
         task: Round,
-        sample: Sample,
+        sample: DrawnSample,
         logits: Numbers,  # (q, k) with the log-weights
         state: State,
         salt: int = 0,  # of the signs: parts that are merged need their own
@@ -221,7 +225,7 @@ class Estimator(NamedTuple):
             weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
         return state, spread, weights
 
-    def _bounded(self, spread: ErrorEstimate, sample: Sample) -> ErrorEstimate:
+    def _bounded(self, spread: ErrorEstimate, sample: DrawnSample) -> ErrorEstimate:
         """The spread of what was drawn, with the bounds on the values and weights that were not."""
         reach, output = self.sampler.reach, spread.output
         if not self.request.pools:
@@ -247,6 +251,12 @@ class Estimator(NamedTuple):
         one = 1.0 if self.source.num_classes else None
         output = state.output if self.request.pools else None
         return error_of(self.tolerance, output, spread, error, precise, lambda: one or self.source.columns.value_size)
+
+
+def heaviest(positions: Tensor, scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (q, k) each
+    """Return at most SHOWN of the records that a query drew, the heaviest first."""
+    weights, order = weights.topk(min(SHOWN, weights.shape[1]), dim=1)
+    return positions.gather(1, order), scores.gather(1, order), weights
 
 
 def error_of(

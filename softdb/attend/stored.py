@@ -20,7 +20,7 @@ from softdb.index import Finder
 from softdb.index.flat import radius_search
 from softdb.index.placement import PlacedColumns, RecordColumns
 from softdb.index.query import Query
-from softdb.index.sampler import Eligible, Sampler
+from softdb.index.sampler import Drawable, Sampler
 from softdb.pool import pool
 from softdb.scoring import Argmax
 from softdb.store import Snapshot
@@ -143,6 +143,6 @@ class Stored(OfGeneration):
         """As `Source.read_from`."""
         return "" if self.placed is None else self.placed.place(pools)
 
-    def sampler(self, allowed: Live | None) -> tuple[Sampler, Eligible, int] | None:
+    def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
         """As `Finder.sampler`."""
         return self.finder.sampler(self.snapshot, allowed)

@@ -67,7 +67,7 @@ class _Book:
 
 
 def estimated(source: AskedShards, request: Request) -> Pooled:
-    """As `softdb.attend.estimate.estimated`: no shard knows the tolerance, none decides how many draws are enough."""
+    """As `softdb.attend.estimate.estimate_drawn`: no shard knows the tolerance, or how many draws are enough."""
     rounds = _Rounds(source, request, source.posed(request))
     more = True
     while more:  # on every rank, for as long as one of them has queries left
@@ -218,6 +218,7 @@ class _Rounds:
         error = Estimated(
             state.output, state.lse, told(stderr), told(lse_stderr), told(bar),
             torch.from_numpy(self.met).to(device), none, told(nothing), told(nothing),
+            torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device),
         )  # fmt: skip
         doubt = Doubt(exact, torch.zeros_like(state.lse.detach()), error)
         answer = state.output, state.lse + self.asked.shift

@@ -24,10 +24,9 @@ from softdb.index.lists import Lists
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
 from softdb.index.query import Query
 from softdb.index.reach import reach_of
+from softdb.index.sampler import FEWEST, Drawable, Sampler
 from softdb.index.search import Searcher, indexed_until
-from softdb.index.sampler import FEWEST, Eligible, Sampler
 from softdb.index.watch import Watch
-from softdb.kernels import available
 from softdb.reports import DeviceReport, IndexReport
 from softdb.store import Snapshot, Store, fork
 
@@ -143,7 +142,7 @@ class Finder:
         nearest: Rows = (self.devices or flat).nearest(snapshot, alone)[0]
         return nearest
 
-    def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Eligible, int] | None:
+    def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
         """A sampler of the records that the index holds, those that it may draw, and the first position beyond.
 
         None where nothing can be drawn: there is no index of lists, or too few records for one to be worth it.

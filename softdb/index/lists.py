@@ -52,8 +52,8 @@ class Among(NamedTuple):
 
 
 class Lists(Index):
-    """Inverted lists of 4-bit codes: parts / 2 + 6 bytes a record, 8 for l2; and about d / 8 + 2 of coarser codes, 4 more
-    for l2, by which estimates draw. Cost: see lists.cc and draw.cc.
+    """Inverted lists of 4-bit codes: parts / 2 + 6 bytes a record, 8 for l2; and about d / 8 + 2 of coarser codes, 2
+    more for l2, by which estimates draw. Cost: see lists.cc and draw.cc.
     """
 
     kind: ClassVar[str] = "ivf"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.index.contract import Floats, Numbers, Reach, Rows, sampled
+from softdb.index.contract import Numbers, Reach, Rows, sampled
 from softdb.index.lists import Lists
 from softdb.index.quantizer import FACTOR, ORDINARY, SHARE
 from softdb.store import Snapshot
@@ -33,8 +33,8 @@ MOST_CLASSES = 1024  # of which the share in each list is kept
 
 # type and axes of each field; l: the lists of the index
 FORM = {
-    "apart": ("i8", "m"), "scales": ("f4", "m"), "means": ("f4", "lv"), "centre": ("f8", "v"), "value_radius": ("f8", ""),
-    "witnesses": ("i8", "w"), "checksums": ("u4", "w"),
+    "apart": ("i8", "m"), "scales": ("f4", "m"), "means": ("f4", "lv"), "centre": ("f8", "v"),
+    "value_radius": ("f8", ""), "witnesses": ("i8", "w"), "checksums": ("u4", "w"),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def _measured(index: Lists, snapshot: Snapshot, num_classes: int | None) -> Reac
     means = sums / np.maximum(counts, 1)[:, None].astype(np.float32)
     outside = np.flatnonzero(far > limit)
     outside = outside[np.argsort(rows[outside])]
-    scales: Floats = np.maximum(far[outside] / max(limit, 1e-300), 1.0).astype(np.float32)
+    scales = (np.maximum(far[outside], limit) / max(limit, 1e-300)).astype(np.float32)
     return Reach(rows[outside], scales, means, centre, limit, snapshot.rows(some), _checksums(snapshot, some))
 
 

@@ -22,7 +22,7 @@ from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, Places
 from softdb.index.reach import reach_of
 from softdb.index.rerank import CODES
 from softdb.kernels import native
-from softdb.kernels.threads import by_lines
+from softdb.kernels.threads import by_lines, share_out, workers
 from softdb.store import Snapshot
 
 PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
@@ -45,7 +45,7 @@ class Drawing(NamedTuple):
         return statistics.NormalDist().inv_cdf(max(0.5, 1 - math.log(1 / self.doubt) / max(1, self.budget)))
 
 
-class Sample(NamedTuple):
+class DrawnSample(NamedTuple):
     """Records drawn for each query, scored exactly. Weights, chances and bounds are relative to exp(base)."""
 
     positions: Rows  # (q, w), -1 = none
@@ -65,7 +65,7 @@ class Sample(NamedTuple):
     expected: Numbers  # (q,) variance as codes tell it
 
 
-class Eligible(NamedTuple):
+class Drawable(NamedTuple):
     """Slots of an index that may be drawn."""
 
     slots: Allowed
@@ -109,7 +109,7 @@ class Sampler:
         """Number of codes that a draw looks at."""
         return int(self.index.layout.rows.size)
 
-    def draw(self, eligible: Eligible, snapshot: Snapshot, ask: Drawing, controls: bool) -> Sample:
+    def draw(self, eligible: Drawable, snapshot: Snapshot, ask: Drawing, controls: bool) -> DrawnSample:
         """About `budget` records for each query, with the sums that correct them. Cost: see draw.cc."""
         index, queries = self.index, np.ascontiguousarray(ask.queries)
         l2, (q, _), lists = index.metric is Metric.L2, queries.shape, index.lists
@@ -132,14 +132,21 @@ class Sampler:
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
             return self._native, self._largest, *drawn, *apart, *asked, *written, masses[part], bounds[:, part]
 
-        by_lines(native().draw, given, q, q * records * len(index.sketch.words) // 8)
+        products = q * records * self.parts // 2
+        if q == 1 and workers(products) > 1:
+            draw = native().Draw(*given(slice(1)), True)
+            draw.step(1)
+            share_out(draw.step, [2, 3])
+            draw.step(4)
+        else:
+            by_lines(lambda *drawn: native().Draw(*drawn, False).step(0), given, q, products)
         base, unseen, hidden, raised, correction, thinned, expected, _, missed, alone = bounds
         missed = missed + np.sqrt(2 * math.log(1 / ask.doubt) * alone)
         most = int((positions >= 0).sum(1).max(initial=0))
         w = slice(max(most, 1))
-        return Sample(
-            positions[:, w], scores[:, w], logs[:, w], held[:, w], doubts[:, w], own[:, w], masses, base, unseen, hidden,
-            missed, raised, correction, thinned, expected,
+        return DrawnSample(
+            positions[:, w], scores[:, w], logs[:, w], held[:, w], doubts[:, w], own[:, w], masses, base, unseen,
+            hidden, missed, raised, correction, thinned, expected,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from softdb.index.quantizer import NO_ROW, Places
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.index.rule import MOSTLY
-from softdb.index.sampler import Eligible, Sampler
+from softdb.index.sampler import Drawable, Sampler
 from softdb.store import Snapshot
 
 FARTHER = 2  # times as many candidates then: codes tell records apart less well that are far
@@ -132,10 +132,10 @@ class Searcher:
         eligible.outliers = known = self._outliers, self._outliers.positions(snapshot, allowed)
         return known
 
-    def eligible(self, snapshot: Snapshot, allowed: Live | None) -> Eligible:
+    def eligible(self, snapshot: Snapshot, allowed: Live | None) -> Drawable:
         """The slots of lists that a draw may take from."""
         known = self._coverage_of(snapshot).of(snapshot, self.index, allowed)
-        return Eligible(known.slots, known.places, known.inside)
+        return Drawable(known.slots, known.places, known.inside)
 
     def _coverage_of(self, snapshot: Snapshot) -> _Coverage:
         known = self._coverage

@@ -196,6 +196,12 @@ struct BoundLists {
     }
 };
 
+// A draw and its memory; the arrays live as long as whoever holds it keeps them.
+struct BoundDraw {
+    Draw ask;
+    std::unique_ptr<char[]> scratch;
+};
+
 // Coarser codes where they lie, for as long as they live.
 struct BoundSketch {
     Draw ask;
@@ -248,24 +254,28 @@ void bind_lists(nb::module_& module) {
         .def(nb::init<Line<const int64_t>, Table<const uint8_t>, Table<const uint8_t>, Table<const uint8_t>,
                       Table<const uint16_t>, double, double, Table<const float>, int64_t, Line<const float>,
                       Line<const float>, bool>());
-    module.def("draw", [](const BoundSketch& sketch, double largest,
-                          Table<const float> queries, Table<const float> turned, Table<const float> nearness,
-                          Line<const float> squares, Line<const uint16_t> allowed, Line<const float> sizes,
-                          Line<const uint32_t> places, Line<const int64_t> apart, Line<const float> scales,
-                          const StoredColumn& keys, int metric, double factor, double least, int64_t budget, double visible, bool controls, Line<const uint64_t> seeds,
-                          Table<int64_t> positions, Table<double> scores, Table<float> logs, Table<double> controlled,
-                          Table<double> doubts, Table<int32_t> own, Table<double> masses, Table<double> bounds) {
-        Draw ask = sketch.ask;
-        ask.largest = float(largest), ask.queries = queries, ask.turned = turned, ask.nearness = nearness;
-        ask.squares = squares.first, ask.allowed = allowed.first, ask.sizes = sizes.first, ask.places = places.first;
-        ask.apart = apart.first, ask.scales = scales.first, ask.aparts = apart.length, ask.keys = keys.stored;
-        ask.metric = Metric(metric), ask.factor = factor, ask.least = least, ask.budget = budget, ask.visible = visible;
-        ask.controls = controls, ask.seeds = seeds.first, ask.positions = positions, ask.scores = scores;
-        ask.logs = logs, ask.controlled = controlled, ask.doubts = doubts, ask.own = own, ask.masses = masses, ask.bounds = bounds;
-        auto scratch = memory<char>(kernels().draw_scratch(ask));
-        ask.scratch = scratch.get();
-        kernels().draw(ask);
-    }, free);
+    nb::class_<BoundDraw>(module, "Draw", "A draw, whole or in steps.")
+        .def("__init__", [](BoundDraw* made, const BoundSketch& sketch, double largest, Table<const float> queries,
+                            Table<const float> turned, Table<const float> nearness, Line<const float> squares,
+                            Line<const uint16_t> allowed, Line<const float> sizes, Line<const uint32_t> places,
+                            Line<const int64_t> apart, Line<const float> scales, const StoredColumn& keys, int metric,
+                            double factor, double least, int64_t budget, double visible, bool controls,
+                            Line<const uint64_t> seeds, Table<int64_t> positions, Table<double> scores,
+                            Table<float> logs, Table<double> controlled, Table<double> doubts, Table<int32_t> own,
+                            Table<double> masses, Table<double> bounds, bool halves) {
+            new (made) BoundDraw{sketch.ask, nullptr};
+            Draw& ask = made->ask;
+            ask.largest = float(largest), ask.queries = queries, ask.turned = turned, ask.nearness = nearness;
+            ask.squares = squares.first, ask.allowed = allowed.first, ask.sizes = sizes.first;
+            ask.places = places.first, ask.apart = apart.first, ask.scales = scales.first, ask.aparts = apart.length;
+            ask.keys = keys.stored, ask.metric = Metric(metric), ask.factor = factor, ask.least = least;
+            ask.budget = budget, ask.visible = visible, ask.controls = controls, ask.seeds = seeds.first;
+            ask.positions = positions, ask.scores = scores, ask.logs = logs, ask.controlled = controlled;
+            ask.doubts = doubts, ask.own = own, ask.masses = masses, ask.bounds = bounds, ask.halves = halves;
+            made->scratch = memory<char>(kernels().draw_scratch(ask));
+            ask.scratch = made->scratch.get();
+        })
+        .def("step", [](const BoundDraw& draw, int step) { kernels().draw(draw.ask, DrawStep(step)); }, free);
 }
 
 }  // namespace

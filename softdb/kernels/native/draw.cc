@@ -36,9 +36,9 @@ typedef uint32_t UIntVec __attribute__((vector_size(kLanes * 4)));
 
 constexpr int64_t kTogether = 64;      // queries that take the codes of a list together
 constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the first cache
-constexpr int64_t kNear = 4096;        // slots of the best lists that are looked at first
+constexpr int64_t kNear = 2048;        // slots of the best lists that are looked at first
 constexpr int64_t kBest = 48;          // of these so many are scored, the best by their codes, and as many others
-constexpr int64_t kSome = 1024;        // blocks of all lists that are looked at then
+constexpr int64_t kSome = 512;         // blocks of all lists that are looked at then
 constexpr int64_t kBins = 256;
 constexpr float kBin = 0.125f, kDeepest = -kBins * kBin;  // of logits of weights
 constexpr double kPlain = 0.05;        // share of the draws that goes to all alike
@@ -95,6 +95,9 @@ double chance_of(double y) {
     return ldexp(1 + (low - whole), int(max(whole, -1000.0)));
 }
 
+// Φ(x)
+SOFTDB_INLINE double normal(double x) { return 0.5 * erfc(-x * M_SQRT1_2); }
+
 // Records that were kept, and what is known of them.
 struct Kept {
     float *keys, *shares, *logits;  // l - log u, l, b
@@ -105,7 +108,7 @@ struct Kept {
 
 struct Query {
     ListState tables;
-    Kept kept;
+    Kept kept, other;  // of the thread that scans the other half of the lists, where there are two
     double* raw;     // (lists,) logits of the centroids
     float* slopes;   // (lists,) σ of an error of one step
     float* bounds;   // (lists,) of y
@@ -212,19 +215,22 @@ struct Drawing {
     const Draw& ask;
     const Lists& lists;
     Query* queries;
-    float *entries, *order, *some_logits, *some_squares;
+    float *entries, *order, *some_logits, *some_squares, *some_others;
+    uint32_t* some_slots;
     int64_t stride, total = 0, scratch_room, *places;
     double* exact;
 
-    Drawing(const Draw& ask, Memory& memory) : ask(ask), lists(ask.lists) {
+    // `fresh`: nothing is in memory yet.
+    Drawing(const Draw& ask, Memory& memory, bool fresh) : ask(ask), lists(ask.lists) {
         const int64_t together = min(kTogether, max(ask.queries.rows, int64_t(1))), blocks = lists.starts[lists.count];
         stride = max(int64_t(1), blocks / kSome);
         queries = memory.take<Query>(together);
         entries = memory.take<float>(lists.parts * kBlock);
-        order = memory.take<float>(max(lists.count, 2 * kNear) + kLanes);
+        order = memory.take<float>(lists.count + kLanes);
         const int64_t some = max(max((blocks / stride + 1) * kBlock, 3 * kNear), 2 * ask.aparts) + 2 * kBlock;
         some_logits = memory.take<float>(some);
-        some_squares = memory.take<float>(some);
+        some_squares = memory.take<float>(some), some_others = memory.take<float>(some);
+        some_slots = memory.take<uint32_t>(some);
         const int64_t room = 3 * ask.budget + 64;
         scratch_room = max(room + ask.aparts + ask.budget, 4 * kBest);
         places = memory.take<int64_t>(scratch_room + 2 * kBlock);
@@ -236,13 +242,19 @@ struct Drawing {
             query.raw = memory.take<double>(lists.count);
             query.slopes = memory.take<float>(lists.count), query.usual = memory.take<float>(lists.count);
             query.bounds = memory.take<float>(lists.count);
-            Kept& kept = query.kept;
-            kept.room = room;
-            kept.keys = memory.take<float>(room + 2 * kBlock), kept.shares = memory.take<float>(room + 2 * kBlock);
-            kept.logits = memory.take<float>(room + 2 * kBlock), kept.slots = memory.take<uint32_t>(room + 2 * kBlock);
-            if (memory.at) queries[i] = query;
+            query.kept = kept_in(memory, room, ask.halves ? 2 * room : room);
+            query.other = kept_in(memory, room, ask.halves ? room : 0);
+            if (memory.at && fresh) queries[i] = query;
         }
         for (int64_t j = 0; memory.at && j < lists.count; j++) total += int64_t(ask.sizes[j]);
+    }
+
+    static Kept kept_in(Memory& memory, int64_t room, int64_t places) {
+        Kept kept{};
+        kept.room = room, places += 2 * kBlock;
+        kept.keys = memory.take<float>(places), kept.shares = memory.take<float>(places);
+        kept.logits = memory.take<float>(places), kept.slots = memory.take<uint32_t>(places);
+        return kept;
     }
 
     // Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y
@@ -376,19 +388,19 @@ struct Drawing {
         const double each = max(double(total) / double(max(lists.count, int64_t(1))), 1.0);
         const int64_t wanted = min(lists.count, int64_t(double(kNear) / each) + 1);
         const float edge = level(order, lists.count, wanted, wanted / 4);
-        uint32_t* slots = (uint32_t*)order;  // which is read no more once a list was chosen: see below
+        uint32_t* slots = some_slots;
+        Kept some{some_logits, some_squares, some_others, slots, 0, 0, 0};
         int64_t count = 0, chosen = 0;
         int64_t picks[64];
         for (int64_t j = 0; j < lists.count && chosen < 64; j++)
             if (order[j] >= edge && ask.sizes[j] > 0) picks[chosen++] = j;
-        for (int64_t c = 0; c < chosen && count < 2 * kNear; c++)
+        for (int64_t c = 0; c < chosen && some.count < 2 * kNear; c++)
             look<false>(query, picks[c], lists.starts[picks[c]], min(lists.starts[picks[c] + 1], lists.starts[picks[c]] + 256),
                  [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
-                     for (bits &= above(everywhere(kApart), v); bits && count < 2 * kNear; bits &= bits - 1) {
-                         const int lane = __builtin_ctz(bits);
-                         some_logits[count] = b[lane], some_squares[count] = v[lane], slots[count++] = slot + lane;
-                     }
+                     bits &= above(everywhere(kApart), v);
+                     if (bits && some.count < 2 * kNear) append(some, b, v, b, slot, bits);
                  });
+        count = some.count;
         if (!count) return;
         const float best = level(some_logits, count, min(kBest, count), kBest / 4);
         const int64_t every = max(int64_t(1), count / kBest);
@@ -420,15 +432,15 @@ struct Drawing {
 
     // Looks at some blocks of all lists: B is raised to what they amount to, and the threshold set that about so many pass.
     void all(Query& query) {
+        Kept some{some_logits, some_squares, some_others, some_slots, 0, 0, 0};
         int64_t count = 0;
         for (int64_t j = 0; j < lists.count; j++)
             for (int64_t block = (lists.starts[j] + stride - 1) / stride * stride; block < lists.starts[j + 1]; block += stride)
-                look<false>(query, j, block, block + 1, [&](Vec b, Vec v, uint32_t, uint32_t bits) {
-                    for (bits &= above(everywhere(kApart), v); bits; bits &= bits - 1) {
-                        const int lane = __builtin_ctz(bits);
-                        some_logits[count] = b[lane], some_squares[count++] = v[lane];
-                    }
+                look<false>(query, j, block, block + 1, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
+                    bits &= above(everywhere(kApart), v);
+                    if (bits) append(some, b, v, b, slot, bits);
                 });
+        count = some.count;
         for (int64_t j = count; j % kLanes; j++) some_logits[j] = -1e30f, some_squares[j] = 1;
         float shift = 0;
         if (!counts()) {
@@ -464,15 +476,14 @@ struct Drawing {
                 beyond = max(beyond, 0.0);
             }
         }
-        query.kept.threshold = threshold, query.kept.count = 0;
+        query.kept.threshold = query.other.threshold = threshold, query.kept.count = query.other.count = 0;
         query.rate = min(max(plain, 1.0) / double(max(total, int64_t(1))), 1.0);
         query.floor = threshold + float(log(query.rate));
         set_bounds(query);
     }
 
     template <bool controls>
-    void scan(Query& query, int64_t i, int64_t list, int64_t first, int64_t last) {
-        Kept& kept = query.kept;
+    void scan(Query& query, Kept& kept, int64_t i, int64_t list, int64_t first, int64_t last) {
         const Vec floor = everywhere(query.floor);
         Vec mass = {};
         look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
@@ -498,24 +509,24 @@ struct Drawing {
     // One record: b, σ², a, p and h, weights relative to e^top.
     void learn(const Query& query, double b, double v, double a, double p, double h, double rise, double z, Told& told) const {
         const double cap = max(1.0, 1 / query.spread), wide = __builtin_sqrt(v) * cap, far = 1 - p, pp = p * p;
-        const double rare = 0.5 * erfc(ask.visible * M_SQRT1_2);
+        const double rare = normal(-ask.visible);
         const double rounded = z < kCertain ? kCertain * cap * __builtin_sqrt(double(query.rough)) : 0;
         told.wrong |= a > b + z * wide + rounded + 1e-3 + 1e-6 * __builtin_fabs(a + query.base);
         double w, mean_square;
         if (counts()) {
-            const double inside = 0.5 * erfc(-b / __builtin_sqrt(2 * v));
+            const double inside = normal(b / __builtin_sqrt(v));
             w = a >= 0, mean_square = inside * (1 - inside) + (inside - h) * (inside - h);
-            const double tail = min(rare, 0.5 * erfc(__builtin_fabs(b) / wide * M_SQRT1_2));
+            const double tail = min(rare, normal(-__builtin_fabs(b) / wide));
             told.terms += (w - h) * (w - h) / pp, told.expected += mean_square / pp;
             told.hidden += tail / pp, told.alone += tail / p, told.missed += tail / p, told.last = tail / pp;
         } else {
             const double share = double(Design::shares(everywhere(float(b)), everywhere(float(v)))[0]);
             w = exp(a + rise), mean_square = exp(2 * (share + rise));
             told.terms += w * w / pp, told.expected += mean_square / pp;
-            const double tail = min(exp(log_normal(2 * wide - ask.visible) + 2 * (b + wide * wide + rise)), rare);
+            const double tail = min(normal(2 * wide - ask.visible) * exp(2 * (b + wide * wide + rise)), rare);
             told.hidden += tail / pp, told.alone += tail / p, told.last = tail / pp;
-            told.missed += min(exp(log_normal(wide - ask.visible) + b + wide * wide / 2 + rise), rare) / p;
-            mean_square *= 0.5 * erfc((2 * __builtin_sqrt(v) - ask.visible) * M_SQRT1_2);  // of errors that show
+            told.missed += min(normal(wide - ask.visible) * exp(b + wide * wide / 2 + rise), rare) / p;
+            mean_square *= normal(ask.visible - 2 * __builtin_sqrt(v));  // of errors that show
         }
         told.crossed += far * w * h / pp, told.squared += far * h * h / pp;
         told.fourth += far * far * h * h * h * h / (pp * pp);
@@ -537,7 +548,15 @@ struct Drawing {
     // Scores what was drawn, adds those set apart, and tells what was not drawn.
     template <class Number>
     void finish(Query& query, int64_t i) {
-        Kept& kept = query.kept;
+        Kept &kept = query.kept, &other = query.other;
+        if (other.count) {
+            raise(kept, max(kept.threshold, other.threshold)), raise(other, kept.threshold);
+            std::memcpy(kept.keys + kept.count, other.keys, other.count * 4);
+            std::memcpy(kept.shares + kept.count, other.shares, other.count * 4);
+            std::memcpy(kept.logits + kept.count, other.logits, other.count * 4);
+            std::memcpy(kept.slots + kept.count, other.slots, other.count * 4);
+            kept.count += other.count;
+        }
         if (kept.count > ask.budget) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
         const int64_t drawn = kept.count, room = ask.positions.width, d = ask.queries.width;
         const double threshold = double(kept.threshold);
@@ -626,8 +645,9 @@ struct Drawing {
         widest *= max(1.0, 1 / query.spread);
         // the largest b + z σ - log p: where l = b + σ², and where p is about to be 1
         const double deep = __builtin_sqrt(max(-threshold, 0.0));
-        double over = threshold + (widest <= z / 2 ? z * widest - widest * widest : z * z / 4);
-        if (widest > deep) over = max(over, widest * (z - 2 * deep));
+        double over = threshold + (counts() || widest > z / 2 ? z * z / 4 : z * widest - widest * widest);
+        if (counts()) over = min(over, -log(query.rate));
+        else if (widest > deep) over = max(over, widest * (z - 2 * deep));
         const bool others = drawn + apart < total && query.rate < 1;
         const double ratio = told.expected > 0 ? max(1.0, told.terms / told.expected) : 1.0;
         ask.bounds[0][i] = top;
@@ -646,6 +666,17 @@ struct Drawing {
         }
     }
 
+    // One of two halves of the lists for the only query.
+    void scan_half(int64_t half) {
+        const int64_t blocks = lists.starts[lists.count];
+        Kept& kept = half ? queries[0].other : queries[0].kept;
+        for (int64_t j = 0; j < lists.count; j++) {
+            if ((lists.starts[j] >= blocks / 2) != half || !(ask.sizes[j] > 0)) continue;
+            if (ask.controls) scan<true>(queries[0], kept, 0, j, lists.starts[j], lists.starts[j + 1]);
+            else scan<false>(queries[0], kept, 0, j, lists.starts[j], lists.starts[j + 1]);
+        }
+    }
+
     template <class Number>
     void run() {
         const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
@@ -657,8 +688,8 @@ struct Drawing {
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
                     for (int64_t i = 0; i < count; i++) {
                         const int64_t until = min(first + step, last);
-                        if (ask.controls) scan<true>(queries[i], low + i, j, first, until);
-                        else scan<false>(queries[i], low + i, j, first, until);
+                        if (ask.controls) scan<true>(queries[i], queries[i].kept, low + i, j, first, until);
+                        else scan<false>(queries[i], queries[i].kept, low + i, j, first, until);
                     }
             }
             for (int64_t i = 0; i < count; i++) finish<Number>(queries[i], low + i);
@@ -670,18 +701,27 @@ struct Drawing {
 
 int64_t draw_scratch(const Draw& ask) {
     Memory memory{nullptr};
-    Drawing<Weights> drawing(ask, memory);
+    Drawing<Weights> drawing(ask, memory, false);
     return memory.used + 64;
 }
 
-void draw(const Draw& ask) {
+// The whole of it, or a step of it for one query: the start, a half of the scan, the end.
+void draw(const Draw& ask, DrawStep step) {
     Memory memory{ask.scratch};
-    auto drawn = [&](auto drawing) {
-        if (ask.keys.kind == Kind::half) drawing.template run<Half>();
-        else drawing.template run<float>();
+    const bool fresh = step == DrawStep::all || step == DrawStep::begin;
+    auto drawn = [&](auto drawing, auto number) {
+        using Number = decltype(number);
+        if (step == DrawStep::all) drawing.template run<Number>();
+        else if (step == DrawStep::begin) drawing.template begin<Number>(drawing.queries[0], 0);
+        else if (step == DrawStep::end) drawing.template finish<Number>(drawing.queries[0], 0);
+        else drawing.scan_half(step == DrawStep::second);
     };
-    if (ask.least != ask.least) drawn(Drawing<Weights>(ask, memory));
-    else drawn(Drawing<Chances>(ask, memory));
+    auto by_number = [&](auto drawing) {
+        if (ask.keys.kind == Kind::half) drawn(drawing, Half());
+        else drawn(drawing, float());
+    };
+    if (ask.least != ask.least) by_number(Drawing<Weights>(ask, memory, fresh));
+    else by_number(Drawing<Chances>(ask, memory, fresh));
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -7,7 +7,7 @@ namespace softdb {
 namespace SOFTDB_LEVEL {
 
 int64_t draw_scratch(const Draw& ask);  // bytes
-void draw(const Draw& ask);
+void draw(const Draw& ask, DrawStep step);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

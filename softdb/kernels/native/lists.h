@@ -103,8 +103,11 @@ struct Draw {
     Table<int32_t> own;               // (q, w), written to: lists
     Table<double> masses;             // (q, lists), written to: their sums over the records of each
     Table<double> bounds;             // (kBounds, q), written to: see draw.cc
+    bool halves = false;  // whether one query is drawn for in steps
     char* scratch = nullptr;
 };
+
+enum class DrawStep { all, begin, first, second, end };
 
 constexpr int kBounds = 10;
 constexpr float kGain = 4.0f / 255;  // of factors in bytes

@@ -32,7 +32,7 @@ struct Kernels {
     bool (*search_lists)(const ListSearch& ask, char* scratch);
     void (*encode)(const Encode& ask);
     int64_t (*draw_scratch)(const Draw& ask);
-    void (*draw)(const Draw& ask);
+    void (*draw)(const Draw& ask, DrawStep step);
 };
 
 const Kernels& kernels();             // those in use; there are none where `levels` is empty
