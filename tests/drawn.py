@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.index.sampler import Sample
+from softdb.index.sampler import DrawnSample
 from softdb.pool import merge, pool
 from softdb.weights import softmax
 
@@ -84,11 +84,11 @@ def _root(square: Tensor) -> Tensor:
     return square.masked_fill(none, 1).sqrt().masked_fill(none, 0)
 
 
-def plain_sample(positions: NDArray[np.int64], log_weights: NDArray[np.floating]) -> Sample:  # (q, k), (q, k)
+def plain_sample(positions: NDArray[np.int64], log_weights: NDArray[np.floating]) -> DrawnSample:  # (q, k), (q, k)
     """Records with their probabilities, by which nothing is corrected."""
     (q, _), none = positions.shape, np.zeros(positions.shape)
     each: Any = np.zeros(q)
-    return Sample(
+    return DrawnSample(
         positions, none, log_weights.astype(np.float32), none, none, np.zeros(positions.shape, np.int32),
         np.zeros((q, 1)), each, each - np.inf, each, each, each + 1, each, each - np.inf, each,
     )  # fmt: skip
