@@ -157,7 +157,7 @@ class Lists(Index):
             in_units = offsets / unit if self.metric is Metric.L2 else np.zeros(len(rows), np.float32)
             halves.append(np.clip(in_units, -HIGHEST, HIGHEST).astype(np.float16))
         errors[~(errors < APART) | (np.abs(in_units) > HIGHEST)] = APART
-        gains = np.rint(GAIN * coarse.factors).astype(np.uint8)
+        gains = np.rint(GAIN * np.maximum(coarse.factors, 1)).astype(np.uint8)
         self._pending.append(
             Coded(
                 lists, fine.codes, fine.factors.astype(np.float16), halves[0], rows.astype(np.uint32), fine.squares,

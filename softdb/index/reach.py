@@ -113,7 +113,7 @@ def _measured(index: Lists, snapshot: Snapshot, num_classes: int | None) -> Reac
             np.add.at(sums, (where, values.numpy()), 1)
     limit = _limit(far)
     some = sampled(snapshot.live, WITNESSES, 5)
-    means = sums / np.maximum(counts, 1)[:, None].astype(np.float32)
+    means = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
     outside = np.flatnonzero(far > limit)
     outside = outside[np.argsort(rows[outside])]
     scales = (np.maximum(far[outside], limit) / max(limit, 1e-300)).astype(np.float32)

@@ -18,6 +18,8 @@ from softdb.nn.targets import database, require_shape
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
+AGAIN = 3  # estimates that a standard error is taken from, besides the one that is judged
+
 
 class GradientReport(NamedTuple):
     """Errors of a soft query beside the exact one, one entry a query."""
@@ -26,6 +28,7 @@ class GradientReport(NamedTuple):
     effective: Tensor  # (q,) exp(entropy) of the exact weights: among how many equal records they are as spread out
     cosine: Tensor  # (q,) between its gradient to the query and the exact one; NaN where one of them is 0
     gradient_error: Tensor  # (q,) ‖ĝ - g‖ / ‖g‖
+    gradient_stderr: Tensor  # (q,) standard error of ĝ over other draws, relative to ‖g‖; 0 where nothing is drawn
     output_error: Tensor  # (q,) ‖ô - o‖ / ‖o‖
 
     def means(self) -> dict[str, float]:
@@ -51,8 +54,9 @@ def gradient_report(
     """Compare a soft query that training would use, and its gradient, with the exact one over every record.
 
     With u the upstream gradient of the output o: g = ∂(u·o)/∂q, exact, and ĝ the same of the answer with `k=` or to
-    `rtol=`. The error of a truncated gradient does not average out over steps, as the noise of an estimate does. Cost:
-    the query itself, three passes over the records and a search. No `.grad` and no random numbers of torch change.
+    `rtol=`. The error of a truncated gradient does not average out over steps, as the noise of an estimate does; how
+    large that noise is, `gradient_stderr` tells, from AGAIN further estimates by other draws. Cost: the query itself,
+    those, three passes over the records and a search. No `.grad` and no random numbers of torch change.
 
     Args:
         db: the database.
@@ -81,6 +85,12 @@ def gradient_report(
     how = {"k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws, "generator": generator}
     exact, true = _differentiated(db, asked, upstream, same)
     used, found = _differentiated(db, asked, upstream, same | how)
+    stderr = torch.zeros_like(exact.lse)
+    if rtol is not None:
+        seeds = torch.randint(1, 1 << 40, (AGAIN,), generator=generator or torch.Generator().manual_seed(1)).tolist()
+        others = [how | {"generator": torch.Generator().manual_seed(seed)} for seed in seeds]
+        drawn = torch.stack([found, *(_differentiated(db, asked, upstream, same | other)[1] for other in others)])
+        stderr = drawn.var(0).sum(1).sqrt() / torch.linalg.vector_norm(true, dim=1)
     with torch.no_grad():
         mass = torch.ones_like(exact.lse)
         if used.hits is not None:
@@ -91,7 +101,7 @@ def gradient_report(
         effective = mass.new_tensor([one.effective for one in exact.explain(1)])
         both = torch.linalg.vector_norm(true, dim=1) * torch.linalg.vector_norm(found, dim=1)
         cosine = ((true * found).sum(1) / both).clamp(-1, 1)
-        return GradientReport(mass, effective, cosine, _error(found, true), _error(used.output, exact.output))
+        return GradientReport(mass, effective, cosine, _error(found, true), stderr, _error(used.output, exact.output))
 
 
 class Telemetry:
