@@ -229,42 +229,83 @@ void World::check_candidates(Metric metric, bool half) const {
     }
 }
 
-// The inverse of the probabilities adds up to the number of records, on the average of many draws, by lists and again.
-void check_draws() {
-    const int64_t lists = 8, n = 2000, turns = 300, room = 400;
-    std::vector<int64_t> rows(n), starts(lists + 1), drawn(room), kept(room), table(64), near{-1};
-    std::vector<uint32_t> chances(n);
-    for (int64_t i = 0; i < n; i++) rows[i] = i;
-    for (int64_t i = 0; i <= lists; i++) starts[i] = i * n / lists;
-    level::hashes(rows.data(), n, 7, chances.data());
-    for (int64_t i = 0; i < lists; i++) std::sort(chances.begin() + starts[i], chances.begin() + starts[i + 1]);
-    std::vector<double> logits(lists), caps(lists, 1.0), hiding(lists, -5.0), left(lists, double(n) / lists), bounds(3);
-    std::vector<double> shares(2 * room), scales(room, 1.0), largest(1);
-    for (int64_t i = 0; i < lists; i++) logits[i] = double(i) / lists;
-    std::vector<float> logs(room), kept_logs(room);
-    double total[2] = {}, squares[2] = {};
+// Sums over those drawn, divided by their probabilities, are right on the average of many draws: how many records there
+// are, and their weights. Keys are what codes say, and some noise.
+void check_draws(bool controls, bool steps) {
+    const int64_t lists = 8, d = 8, blocks = 16, slots = lists * blocks * 16, turns = 300, budget = 200, room = 400;
+    const float noise = 0.1f, step = 0.01f;
+    std::vector<uint8_t> codes(slots * d / 2), gains(slots, 64), errors(slots);
+    std::vector<float> words(d * 16), centroids(lists * d), keys(slots * d), query(d), nearness(lists), sizes(16);
+    std::vector<float> spreads(lists, 1.6f), gained(lists, 1.01f), logs(room);
+    std::vector<int64_t> starts(lists + 1), positions(room);
+    std::vector<uint16_t> allowed(lists * blocks);
+    std::vector<uint32_t> places(slots);
+    std::vector<double> scores(room), controlled(room), doubts(room), masses(lists), bounds(softdb::kBounds), logits(slots);
+    std::vector<int32_t> own(room);
+    for (auto* numbers : {&words, &centroids, &query})
+        for (float& x : *numbers) x = uniform();
+    for (uint8_t& x : codes) x = uint8_t(int(uniform() * 127 + 128));
+    for (int64_t j = 0; j <= lists; j++) starts[j] = j * blocks;
+    double count = 0, total = 0, square = 0;
+    for (int64_t x = 0; x < d; x++) square += double(query[x]) * query[x];
+    for (int64_t slot = 0; slot < slots; slot++) {
+        const int64_t list = slot / (blocks * 16), block = slot / 16, record = slot % 16;
+        double apart = 0;
+        for (int64_t x = 0; x < d; x++) {
+            const uint8_t pair = codes[(block * d / 2 + x / 2) * 16 + (record < 8 ? 2 * record : 2 * record - 15)];
+            const float off = noise * uniform();
+            keys[slot * d + x] = centroids[list * d + x] + words[x * 16 + (x % 2 ? pair >> 4 : pair & 15)] + off;
+            logits[slot] += 2.0 * query[x] * keys[slot * d + x], apart += double(off) * off;
+        }
+        errors[slot] = uint8_t(std::ceil(std::sqrt(apart) / step)), places[slot] = uint32_t(slot);
+        if (slot % 3 == 0) continue;
+        allowed[block] |= uint16_t(1 << record), sizes[list]++, count++, total += std::exp(logits[slot]);
+    }
+    for (int64_t j = 0; j < lists; j++)
+        for (int64_t x = 0; x < d; x++) nearness[j] += query[x] * centroids[j * d + x];
+    const float squared = float(square);
+    const int64_t address = int64_t(keys.data()), none = 0;
+    uint64_t seed;
+    softdb::Draw ask;
+    ask.lists.starts = starts.data(), ask.lists.count = lists, ask.lists.codes = codes.data();
+    ask.lists.factors = (decltype(ask.lists.factors))gains.data(), ask.lists.words = words.data();
+    ask.lists.parts = d, ask.lists.word = 1;
+    ask.gains = gains.data(), ask.errors = errors.data(), ask.gained = gained.data(), ask.spreads = spreads.data();
+    ask.error_step = step, ask.largest = noise * std::sqrt(float(d));
+    ask.queries = ask.turned = {query.data(), 1, d, d}, ask.nearness = {nearness.data(), 1, lists, lists};
+    ask.squares = &squared, ask.allowed = allowed.data(), ask.sizes = sizes.data(), ask.places = places.data();
+    ask.keys = {&address, &none, 1, d, Kind::wide}, ask.factor = 2, ask.least = NAN, ask.budget = budget, ask.visible = 2;
+    ask.controls = controls, ask.seeds = &seed, ask.positions = {positions.data(), 1, room, room};
+    ask.scores = {scores.data(), 1, room, room}, ask.logs = {logs.data(), 1, room, room};
+    ask.controlled = {controlled.data(), 1, room, room}, ask.doubts = {doubts.data(), 1, room, room};
+    ask.own = {own.data(), 1, room, room}, ask.masses = {masses.data(), 1, lists, lists};
+    ask.bounds = {bounds.data(), softdb::kBounds, 1, 1}, ask.halves = steps;
+    std::vector<char> scratch(level::draw_scratch(ask) + 64);
+    ask.scratch = scratch.data();
+    double sums[2] = {}, squares[2] = {};
+    const double right[] = {count, total};
     for (int64_t turn = 0; turn < turns; turn++) {
-        uint64_t seeds[] = {uint64_t(turn) * 0x9E3779B97F4A7C15u + 1, uint64_t(turn) * 0xD1B54A32D192ED03u + 5};
-        int64_t count = 0, some = 0;
-        softdb::Draw draw{{near.data(), 1, 1, 1}, {logits.data(), 1, lists, lists}, {caps.data(), 1, lists, lists},
-                          {hiding.data(), 1, lists, lists}, {left.data(), 1, lists, lists},
-                          {rows.data(), chances.data(), starts.data()}, 200, 0.1, 0.5, double(NAN), seeds,
-                          {drawn.data(), 1, room, room}, {logs.data(), 1, room, room}, &count, {bounds.data(), 3, 1, 1},
-                          table.data(), int64_t(table.size()), shares.data()};
-        level::draw(draw);
-        expect(count > 100 && count < room, "the number drawn", 1, 0, 0, double(count), 200);
-        std::vector<double> weights(logs.begin(), logs.begin() + count);
-        level::subsample({{drawn.data(), 1, count, count}, {weights.data(), 1, count, count}, scales.data(),
-                          {logs.data(), 1, count, count}, 60, seeds + 1, {kept.data(), 1, room, room},
-                          {kept_logs.data(), 1, room, room}, &some, largest.data(), shares.data()});
-        double sums[2] = {};
-        for (int64_t i = 0; i < count; i++) sums[0] += std::exp(double(logs[i]));
-        for (int64_t i = 0; i < some; i++) sums[1] += std::exp(double(kept_logs[i]));
-        for (int which : {0, 1}) total[which] += sums[which], squares[which] += sums[which] * sums[which];
+        seed = uint64_t(turn) * 0x9E3779B97F4A7C15u + 1;
+        std::fill(masses.begin(), masses.end(), 0.0);
+        using softdb::DrawStep;
+        if (!steps) level::draw(ask, DrawStep::all);
+        else for (DrawStep each : {DrawStep::begin, DrawStep::second, DrawStep::first, DrawStep::end}) level::draw(ask, each);
+        int64_t drawn = 0;
+        double found[] = {0, std::exp(bounds[0]) * bounds[4]};
+        for (int64_t i = 0; i < room && positions[i] >= 0; i++, drawn++) {
+            const int64_t slot = positions[i];
+            expect(slot % 3 != 0, "a record that may be drawn", 1, d, 0, double(slot), 0);
+            const bool precise = std::fabs(scores[i] - logits[slot] / 2) < 1e-6;
+            expect(precise, "the score of a record that is drawn", 1, d, 0, scores[i], logits[slot] / 2);
+            found[0] += std::exp(double(logs[i])), found[1] += std::exp(double(logs[i]) + logits[slot]);
+        }
+        expect(drawn >= budget && drawn < 1.3 * budget, "the number drawn", 1, d, 0, double(drawn), double(budget));
+        for (int which : {0, 1}) sums[which] += found[which], squares[which] += found[which] * found[which];
     }
     for (int which : {0, 1}) {
-        double mean = total[which] / turns, spread = std::sqrt((squares[which] / turns - mean * mean) / turns);
-        expect(std::fabs(mean - n) < 5 * spread + 1e-3, "the sum of what is drawn", 1, 0, which, mean, n);
+        const double mean = sums[which] / turns, spread = std::sqrt((squares[which] / turns - mean * mean) / turns);
+        const bool fits = std::fabs(mean - right[which]) < 5 * spread + 1e-4 * right[which];
+        expect(fits && spread < 0.05 * right[which], "a sum over what is drawn", 1, d, which, mean, right[which]);
     }
 }
 
@@ -395,7 +436,7 @@ int main() {
                 here.check(metric, !(q % 2), d == 17);
                 if (q == 1 || q == 5) here.check_candidates(metric, false), here.check_candidates(metric, true);
             }
-    check_draws();
+    for (bool controls : {false, true}) check_draws(controls, false), check_draws(controls, true);
     for (int64_t q : {1, 3, 4, 9}) check_longest(q, 45);
     for (int64_t q : {1, 5}) check_lists(q, false), check_lists(q, true);
     std::printf("%d answers are right\n", compared);
