@@ -14,6 +14,7 @@ from softdb.attend.blocks import scored_tiles
 from softdb.attend.error import SKEWED, f_quantile
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Live, Positions, Request
+from softdb.attend.rounds import record_bytes
 from softdb.attend.scoring import score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import prepared
@@ -111,7 +112,7 @@ class _Ball(NamedTuple):
         """Return True if a pass over every record costs less than to draw."""
         d = self.request.queries.shape[1]
         draws = draw_cost(queries, sampler.slots, sampler.parts, min(drawn, records), d, 0)
-        return draws > pass_cost(queries, records, d, 0, self.source.snapshot.segments[0].keys.itemsize)
+        return draws > pass_cost(queries, records, d, 0, record_bytes(self.source.snapshot, pools=False))
 
     def estimated(
         self, sampler: Sampler, eligible: Drawable, indexed_until: int, which: Positions, drawn: int

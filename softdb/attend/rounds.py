@@ -22,6 +22,7 @@ from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.sampler import FEWEST, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
+from softdb.store import Snapshot
 
 Numbers = NDArray[np.float64]
 
@@ -29,7 +30,7 @@ FIRST, GROWTH = 500, 2  # records drawn for a query in the first round, and how 
 MARGIN = 1.3  # more than the error bar says will be needed
 WRONG = 8  # times as many where a record was heavier than its code allows, so that nothing is known
 LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
-STEPS = 2  # budgets of later rounds are powers of 2^(1/STEPS): queries with the same are drawn for together
+STEPS = 1  # budgets of later rounds are powers of 2^(1/STEPS): queries with the same are drawn for together
 AT_ONCE = 1 << 22  # records drawn at once, of all queries
 SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
 SHOWN = 1024  # of the records drawn, which an answer names
@@ -125,7 +126,7 @@ class Estimator(NamedTuple):
         together = max(together, q)
         return (
             draws
-            > pass_cost(together, self.taking_part, d, v, self.source.snapshot.segments[0].keys.itemsize) * q / together
+            > pass_cost(together, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) * q / together
         )
 
     def drawn(self, task: Round) -> tuple[Estimated, Tensor]:
@@ -251,6 +252,13 @@ class Estimator(NamedTuple):
         one = 1.0 if self.source.num_classes else None
         output = state.output if self.request.pools else None
         return error_of(self.tolerance, output, spread, error, precise, lambda: one or self.source.columns.value_size)
+
+
+def record_bytes(snapshot: Snapshot, pools: bool) -> int:
+    """Bytes of a record that a pass reads: its key, and its value where that is pooled and another."""
+    segment = snapshot.segments[0]
+    values = 0 if segment.values is None or not pools else segment.values[:1].nbytes
+    return int(segment.keys[:1].nbytes + values)
 
 
 def heaviest(positions: Tensor, scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (q, k) each

@@ -15,8 +15,8 @@ SHARE = 0.125  # of the records, likewise
 FEWEST = 2048  # likewise where the index scans the matches alone
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 
-CALL = 2_000_000  # bytes read in the time that a draw takes whatever it draws
-CODE = 0.25  # … to look up a part of a code, where queries share the processor's cores
+CALL = 30_000_000  # bytes read in the time that a draw takes whatever it draws
+CODE = 0.4  # … to look up a part of a code, where queries share the processor's cores
 ALONE = 2  # times as long where there is one query, on one core
 GATHERED = 6  # … for a number of a record drawn, which lies anywhere, and is read once for its score
 SPREAD = 24  # … for a number of a value, of which the error takes random sums
@@ -43,9 +43,9 @@ class Planner:
         return "pairs" if pairs and queries * matches <= PAIRS else "blocks"
 
 
-def pass_cost(queries: int, records: int, d: int, v: int, number_bytes: int) -> float:
+def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> float:
     """Cost of exact answers over every record: bytes read, or as long as they take."""
-    return float(records) * (d + v) * (number_bytes + queries * PASSED)
+    return float(records) * (record_bytes + queries * PASSED * (d + v))
 
 
 def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:

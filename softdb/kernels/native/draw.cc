@@ -48,6 +48,7 @@ constexpr float kApart = 1e30f;        // σ² from which on a record is set apa
 constexpr double kUsual = 1.5;         // deviations of residuals along a query that lies anywhere
 constexpr float kTame = 4;             // σ² up to which an estimate controls
 constexpr float kShift = 20;           // e^kShift is the largest control
+constexpr double kMargin = 1.3;        // times as many deviations as one that exceeds kCertain
 constexpr double kCertain = 5;         // deviations that none is expected to exceed
 constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what errors of any direction would show
 constexpr double kPrior = 8;           // records that are taken to err as much as the isotropic error does
@@ -503,7 +504,7 @@ struct Drawing {
         double terms = 0, expected = 0;               // Σ w² / p², and as it is expected
         double hidden = 0, alone = 0, missed = 0;     // of errors that may not show Σ w² / p², Σ w² / p, Σ w / p
         double last = 0;                              // of the first of these the term of the last record
-        bool wrong = false;                           // some record is heavier than any was said to be
+        double worst = 0;                             // deviations of the record that errs the most, and a margin
     };
 
     // One record: b, σ², a, p and h, weights relative to e^top.
@@ -511,7 +512,8 @@ struct Drawing {
         const double cap = max(1.0, 1 / query.spread), wide = __builtin_sqrt(v) * cap, far = 1 - p, pp = p * p;
         const double rare = normal(-ask.visible);
         const double rounded = z < kCertain ? kCertain * cap * __builtin_sqrt(double(query.rough)) : 0;
-        told.wrong |= a > b + z * wide + rounded + 1e-3 + 1e-6 * __builtin_fabs(a + query.base);
+        const double above = a - b - rounded - 1e-3 - 1e-6 * __builtin_fabs(a + query.base);
+        if (above > z * wide) told.worst = max(told.worst, kMargin * above / wide);
         double w, mean_square;
         if (counts()) {
             const double inside = normal(b / __builtin_sqrt(v));
@@ -643,18 +645,19 @@ struct Drawing {
         for (int64_t j = 0; j < lists.count; j++) widest = max(widest, double(query.slopes[j]));
         widest = widest * double(ask.largest) / double(ask.error_step) + __builtin_sqrt(double(query.rough)) * 4;
         widest *= max(1.0, 1 / query.spread);
+        const double most = max(z, told.worst);
         // the largest b + z σ - log p: where l = b + σ², and where p is about to be 1
         const double deep = __builtin_sqrt(max(-threshold, 0.0));
-        double over = threshold + (counts() || widest > z / 2 ? z * z / 4 : z * widest - widest * widest);
+        double over = threshold + (counts() || widest > most / 2 ? most * most / 4 : most * widest - widest * widest);
         if (counts()) over = min(over, -log(query.rate));
-        else if (widest > deep) over = max(over, widest * (z - 2 * deep));
+        else if (widest > deep) over = max(over, widest * (most - 2 * deep));
         const bool others = drawn + apart < total && query.rate < 1;
         const double ratio = told.expected > 0 ? max(1.0, told.terms / told.expected) : 1.0;
         ask.bounds[0][i] = top;
-        ask.bounds[1][i] = !others ? -kInfinity : told.wrong ? kInfinity : over + rise;
-        ask.bounds[2][i] = !others ? 0 : told.wrong ? kInfinity : told.hidden * ratio;
-        ask.bounds[8][i] = !others ? 0 : told.wrong ? kInfinity : told.missed * ratio;
-        ask.bounds[9][i] = !others ? 0 : told.wrong ? kInfinity : told.alone * ratio;
+        ask.bounds[1][i] = !others ? -kInfinity : over + rise;
+        ask.bounds[2][i] = !others ? 0 : told.hidden * ratio;
+        ask.bounds[8][i] = !others ? 0 : told.missed * ratio;
+        ask.bounds[9][i] = !others ? 0 : told.alone * ratio;
         ask.bounds[3][i] = told.seen > 0 ? max(1.0, told.model / told.seen) : 1;
         ask.bounds[4][i] = shifted;
         ask.bounds[5][i] = thinned;
