@@ -219,8 +219,8 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     native().directions(spread.signed.reshape(len(many), -1), np.ascontiguousarray(spread.variance), many)
     many = np.minimum(many, max(1, spread.output.shape[1]))
     wide, few = _f_quantile(z, many, as_pooled), _f_quantile(z, 1.0, draws)
-    likely = np.minimum(np.sqrt(2 * doubt * spread.hidden), spread.missed)
     with np.errstate(over="ignore", invalid="ignore"):
+        likely = np.minimum(np.sqrt(2 * doubt * spread.hidden), spread.missed)
         blind, at_most = np.minimum(likely, doubt * spread.unseen), doubt * spread.unseen * spread.reach
         of_output = np.fmin(likely * spread.usual, at_most)
     known = doubt / 3 * spread.thinned

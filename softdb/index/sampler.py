@@ -42,7 +42,8 @@ class Drawing(NamedTuple):
     @property
     def visible(self) -> float:
         """Deviations that some of `budget` records exceed, but for that doubt: Φ(-x) = log(1 / doubt) / budget."""
-        return statistics.NormalDist().inv_cdf(max(0.5, 1 - math.log(1 / self.doubt) / max(1, self.budget)))
+        share = math.log(1 / self.doubt) / max(1, min(self.budget, 1 << 40))
+        return statistics.NormalDist().inv_cdf(max(0.5, 1 - share))
 
 
 class DrawnSample(NamedTuple):

@@ -48,6 +48,7 @@ constexpr float kApart = 1e30f;        // σ² from which on a record is set apa
 constexpr double kUsual = 1.5;         // deviations of residuals along a query that lies anywhere
 constexpr float kTame = 4;             // σ² up to which an estimate controls
 constexpr float kShift = 20;           // e^kShift is the largest control
+constexpr double kAbsurd = 20;         // deviations from which on codes are believed nothing
 constexpr double kMargin = 1.3;        // times as many deviations as one that exceeds kCertain
 constexpr double kCertain = 5;         // deviations that none is expected to exceed
 constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what errors of any direction would show
@@ -481,6 +482,9 @@ struct Drawing {
         query.rate = min(max(plain, 1.0) / double(max(total, int64_t(1))), 1.0);
         query.floor = threshold + float(log(query.rate));
         set_bounds(query);
+        if (ask.budget < total) return;
+        query.kept.threshold = query.other.threshold = query.floor = -1e30f, query.rate = 1;  // all are drawn
+        fill(query.bounds, lists.count, -__builtin_inff());
     }
 
     template <bool controls>
@@ -654,10 +658,11 @@ struct Drawing {
         const bool others = drawn + apart < total && query.rate < 1;
         const double ratio = told.expected > 0 ? max(1.0, told.terms / told.expected) : 1.0;
         ask.bounds[0][i] = top;
-        ask.bounds[1][i] = !others ? -kInfinity : over + rise;
-        ask.bounds[2][i] = !others ? 0 : told.hidden * ratio;
-        ask.bounds[8][i] = !others ? 0 : told.missed * ratio;
-        ask.bounds[9][i] = !others ? 0 : told.alone * ratio;
+        const double wrong = told.worst > kAbsurd ? kInfinity : 0;
+        ask.bounds[1][i] = !others ? -kInfinity : over + rise + wrong;
+        ask.bounds[2][i] = !others ? 0 : told.hidden * ratio + wrong;
+        ask.bounds[8][i] = !others ? 0 : told.missed * ratio + wrong;
+        ask.bounds[9][i] = !others ? 0 : told.alone * ratio + wrong;
         ask.bounds[3][i] = told.seen > 0 ? max(1.0, told.model / told.seen) : 1;
         ask.bounds[4][i] = shifted;
         ask.bounds[5][i] = thinned;
