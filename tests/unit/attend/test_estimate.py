@@ -337,7 +337,8 @@ def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, mo
     bar = torch.stack([one.bar for one in found])
     assert all(one.met.all() for one in found)
     assert (bar <= 0.05).all()
-    assert 0.92 <= (error <= bar).float().mean() <= 0.995
+    assert (error <= bar).float().mean() >= 0.92
+    assert bar.median() <= 3 * error.quantile(0.95)
     assert (error <= 0.05).float().mean() >= 0.95
 
 

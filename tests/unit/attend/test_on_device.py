@@ -224,7 +224,7 @@ def one(found: softdb.Estimate) -> tuple[Any, ...]:
 def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
     for name in ("rounds", "count"):  # a pass is dear
-        monkeypatch.setattr(f"softdb.attend.{name}.pass_cost", lambda *given: 20 * pass_cost(*given))
+        monkeypatch.setattr(f"softdb.attend.{name}.pass_cost", lambda *given: 1000 * pass_cost(*given))
     db = filled(None, kind, rng, 30_000)
     db.build_index("ivf")
     insert(db, kind, rng, range(30_000, 30_100))  # which the index lacks

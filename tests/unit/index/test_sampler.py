@@ -128,6 +128,19 @@ def test_sums_over_the_drawn_are_right_on_average(metric: str, dtype: str, width
 
 
 @pytest.mark.parametrize("metric", METRICS)
+def test_corrections_are_right_on_average(metric: str) -> None:
+    """Also where few draws have most of the weight, and whether to correct at all is in doubt."""
+    here = world(metric)
+    for width in (0.15, 0.3):
+        temperature = width * spread_of(here)
+        top = here.scores.max(1) / temperature
+        drawn = [here.draw(temperature, seed) for seed in range(300)]
+        corrections = np.stack([np.exp(sample.base - top) * sample.correction for sample in drawn])
+        doubt = corrections.std(0) / len(drawn) ** 0.5
+        assert (np.abs(corrections.mean(0)) <= 4 * doubt).all()
+
+
+@pytest.mark.parametrize("metric", METRICS)
 def test_corrections_narrow_the_error(metric: str) -> None:
     here = world(metric)
     temperature = spread_of(here)
