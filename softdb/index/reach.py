@@ -113,8 +113,12 @@ def _measured(index: Lists, snapshot: Snapshot, num_classes: int | None) -> Reac
             np.add.at(sums, (where, values.numpy()), 1)
     limit = _limit(far)
     some = sampled(snapshot.live, WITNESSES, 5)
-    means = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
     outside = np.flatnonzero(far > limit)
+    for extreme in np.unique(own[outside]):  # an extreme value would be most of the mean of its list
+        low, high = np.searchsorted(own, [extreme, extreme + 1])
+        others = positions[low:high][(positions[low:high] >= 0) & (far[low:high] <= limit)]
+        counts[extreme], sums[extreme] = len(others), snapshot.values_at(others).float().numpy().sum(0)
+    means = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
     outside = outside[np.argsort(rows[outside])]
     scales = (np.maximum(far[outside], limit) / max(limit, 1e-300)).astype(np.float32)
     return Reach(rows[outside], scales, means, centre, limit, snapshot.rows(some), _checksums(snapshot, some))

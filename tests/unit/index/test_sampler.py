@@ -185,6 +185,19 @@ def test_all_are_drawn_where_the_budget_is_everything(metric: str) -> None:
         np.testing.assert_allclose(estimate, np.exp(logits - top[:, None]).sum(1), rtol=1e-6)
 
 
+def test_an_extreme_value_is_in_no_mean() -> None:
+    here = made("dot", extreme=2)
+    layout, reach = here.sampler.index.layout, here.sampler.reach
+    assert {0, 1} <= set(reach.apart.tolist())
+    lists = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
+    rows = layout.rows[layout.slots]
+    for which in np.flatnonzero(layout.sizes):
+        members = np.setdiff1d(rows[lists == which], reach.apart)
+        if len(members):
+            expected = here.values[members].mean(0)
+            np.testing.assert_allclose(reach.means[which], expected, rtol=1e-4, atol=1e-4)
+
+
 # -- which records may be drawn ----------------------------------------------------------------------------------------
 
 
