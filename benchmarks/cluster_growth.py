@@ -40,7 +40,7 @@ def passes(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
         shard, one = DatabaseShard(db, 0, 1), np.zeros(1, np.int64)
 
         def draw(seed: int, shard: DatabaseShard = shard, one: Any = one) -> object:
-            told = Draw(shard.db.generation, question, True, one + DRAWS, one, seed, 0.95, True)
+            told = Draw(shard.db.generation, question, True, one + DRAWS, seed, 0.95, True)
             return shard.answer(told)
 
         asked = functools.partial(shard.answer, PassOver(db.generation, question))

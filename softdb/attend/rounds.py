@@ -30,8 +30,10 @@ FIRST, GROWTH = 500, 2  # records drawn for a query in the first round, and how 
 MARGIN = 1.3  # more than the error bar says will be needed
 WRONG = 8  # times as many where a record was heavier than its code allows, so that nothing is known
 LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
+SLIGHT = 0.01  # of Ẑ: where no other record can weigh as much, that does not matter
 STEPS = 1  # budgets of later rounds are powers of 2^(1/STEPS): queries with the same are drawn for together
 AT_ONCE = 1 << 22  # records drawn at once, of all queries
+PROBED = 4  # queries of a large batch that show whether drawing answers
 SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
 SHOWN = 1024  # of the records drawn, which an answer names
 LOST = 0.5  # of Ẑ: a correction that takes more is left out
@@ -83,9 +85,19 @@ class Estimator(NamedTuple):
         return cls(request, source, tolerance, sampler, eligible, factor, asked, unindexed, count)
 
     def first(self) -> list[Round]:
-        """The first round of every query, in parts that fit into memory."""
-        most, budget = self.tolerance.most, FIRST
-        return self.parts(Round(np.arange(len(self.asked)), budget if most is None else most))
+        """The first round of every query, in parts that fit into memory; the last one is of few, and is done first."""
+        most, q = self.tolerance.most, len(self.asked)
+        every = np.arange(q)
+        if most is not None or q < PROBED**2:
+            return self.parts(Round(every, most or FIRST))
+        few = every[:: -(-q // PROBED)]
+        return [*self.parts(Round(np.delete(every, few), FIRST)), Round(few, FIRST)]
+
+    @property
+    def kind(self) -> object:
+        """Features by which queries cost about the same."""
+        rtol, atol = self.tolerance.rtol, self.tolerance.atol
+        return self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
     def after(self, task: Round, answer: Estimated, allowed: Tensor) -> tuple[Tensor, list[Round], Positions]:
         """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
@@ -240,7 +252,7 @@ class Estimator(NamedTuple):
             hidden = np.nan_to_num(sample.hidden * np.exp(2 * shift), nan=np.inf)
             missed = np.nan_to_num(sample.missed * np.exp(shift), nan=np.inf)
             unseen, thinned = np.exp(sample.unseen + shift), np.exp(sample.thinned + shift)
-        few = ((sample.positions >= 0).sum(1) < self.least) & (unseen > 0)
+        few = ((sample.positions >= 0).sum(1) < self.least) & (unseen > SLIGHT)
         unseen[few], hidden[few], missed[few] = np.inf, np.inf, np.inf
         bounds = {"unseen": unseen, "hidden": hidden, "missed": missed, "thinned": thinned, "reach": far}
         return spread.raised(sample.raised)._replace(**bounds)

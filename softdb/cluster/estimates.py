@@ -20,7 +20,7 @@ from softdb.attend import Request
 from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
 from softdb.attend.request import Positions
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import FIRST, GROWTH, LEAST, MARGIN, error_of
+from softdb.attend.rounds import FIRST, GROWTH, LEAST, MARGIN, SLIGHT, error_of
 from softdb.cluster import shard as say
 from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import AskedShards
@@ -152,7 +152,7 @@ class _Rounds:
         parts = book.of(which)
         whole = joined(parts)
         pooled = np.sum([book.pooled[shard][which] for shard in book.shards], axis=0)
-        few = (pooled < LEAST) & (whole.unseen > 0)
+        few = (pooled < LEAST) & (whole.unseen > SLIGHT)
         unknown = (np.where(few, np.inf, bound) for bound in (whole.unseen, whole.hidden, whole.missed))
         whole = whole._replace(**dict(zip(("unseen", "hidden", "missed"), unknown, strict=True)))
         found = bars(whole, tolerance.confidence)

@@ -25,6 +25,7 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, share_out, workers
 from softdb.store import Snapshot
 
+HOPELESS, NEWEST, FORGOTTEN = 0.5, 0.3, 0.98  # share from which on nothing is drawn; weight of the last; what stays
 PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
 FEWEST = 10_000  # records below which a pass over all of them costs less than any draw
 
@@ -41,9 +42,8 @@ class Drawing(NamedTuple):
 
     @property
     def visible(self) -> float:
-        """Deviations that some of `budget` records exceed, but for that doubt: Φ(-x) = log(1 / doubt) / budget."""
-        share = math.log(1 / self.doubt) / max(1, min(self.budget, 1 << 40))
-        return statistics.NormalDist().inv_cdf(max(0.5, 1 - share))
+        """Deviations that one of `budget` records is expected to exceed: Φ(-x) = 1 / budget."""
+        return statistics.NormalDist().inv_cdf(max(0.5, 1 - 1 / max(1, min(self.budget, 1 << 40))))
 
 
 class DrawnSample(NamedTuple):
@@ -99,6 +99,18 @@ class Sampler:
             sketch.words.reshape(-1, BLOCK), len(sketch.words), np.ascontiguousarray(index.spreads), gained, l2,
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
+        self._passed: dict[object, float] = {}  # share of the queries of a kind that drawing did not answer
+
+    def hopeless(self, kind: object) -> bool:
+        """Return True if most queries of a kind needed a pass over all records; now and then they are tried again."""
+        share = self._passed.get(kind, 0.0)
+        if share > HOPELESS:
+            self._passed[kind] = FORGOTTEN * share
+        return share > HOPELESS
+
+    def learn(self, kind: object, share: float) -> None:
+        """Take in the share of some queries of a kind that drawing did not answer."""
+        self._passed[kind] = self._passed.get(kind, 0.0) + NEWEST * (share - self._passed.get(kind, 0.0))
 
     @property
     def parts(self) -> int:

@@ -12,7 +12,8 @@
 // of the draws goes to all alike (kPlain). log u is taken by the line between powers of two, and p accordingly.
 //
 // Where estimates are good their sums over all records, list by list, are kept, S_j = Σ h with h = e^(b + σ²/2): the sums
-// over those drawn are corrected by β (S_j - Σ h / p), whose mean is zero (Särndal, Swensson and Wretman 1992, chapter 6).
+// over those drawn are corrected by β (S_j - Σ h / p), whose mean is zero (Särndal, Swensson and Wretman 1992, chapter
+// 6). β is 1 where that lowers the squared errors of the records that were scored first, which no draw decides; else 0.
 //
 // For counts B is the radius, and what is drawn by is how unsure it is that a record lies inside: h = Φ(b / σ) about,
 // l = -(b / σ)² / 4.
@@ -117,6 +118,7 @@ struct Query {
     float* usual;    // (lists,) the most that an estimate along a residual is by chance
     double base;     // B
     double spread;   // κ
+    double beta;     // 1 where estimates correct, else 0
     double rate;     // at which all alike are drawn
     float floor;     // l that amounts to that
     float rough;     // mean square of the rounding of tables
@@ -365,7 +367,7 @@ struct Drawing {
     template <class Number>
     void begin(Query& query, int64_t i) {
         make_tables(lists, ask.turned[i], entries, query.tables);
-        query.length = ask.squares[i], query.spread = 1, query.base = -kInfinity;
+        query.length = ask.squares[i], query.spread = query.beta = 1, query.base = -kInfinity;
         query.low = uint32_t(ask.seeds[i]), query.high = uint32_t(ask.seeds[i] >> 32);
         const double rounding = query.tables.step * ask.factor;
         query.rough = float(rounding * rounding * double(lists.parts) / 12);
@@ -428,6 +430,14 @@ struct Drawing {
         query.spread = max(__builtin_sqrt(off / checked), counts() ? 1.0 : kLeastSpread);
         set_slopes(query);
         if (counts()) return;
+        // what controls leave of the squared weights of these: no draw decides whether they correct
+        double squares_of = 0, left = 0;
+        for (int64_t j = 0; j < many; j++) {
+            const double v = double(squares[j]) * query.spread * query.spread, w = exp(min(exact[j] - top, 300.0));
+            const double h = v <= kTame ? exp(min(query.base + double(guesses[j]) + v / 2 - top, 300.0)) : 0;
+            squares_of += w * w, left += (w - h) * (w - h);
+        }
+        query.beta = left < squares_of ? 1 : 0;
         for (int64_t j = 0; j < plain; j++) sum += exp(exact[j] - top);
         query.base = top + log(sum);
     }
@@ -503,8 +513,7 @@ struct Drawing {
 
     // What a record that was drawn by chance tells of the others; sums over those drawn, each divided by p.
     struct Told {
-        double crossed = 0, squared = 0, fourth = 0;  // Σ (1 - p) w h / p², of h², of its square
-        double seen = 0, model = 0;                   // Σ (1 - p) w² / p², and as it is expected
+        double squared = 0, seen = 0, model = 0;      // Σ (1 - p) h² / p², of w², and as that is expected
         double terms = 0, expected = 0;               // Σ w² / p², and as it is expected
         double hidden = 0, alone = 0, missed = 0;     // of errors that may not show Σ w² / p², Σ w² / p, Σ w / p
         double last = 0;                              // of the first of these the term of the last record
@@ -534,8 +543,7 @@ struct Drawing {
             told.missed += min(normal(wide - ask.visible) * exp(b + wide * wide / 2 + rise), rare) / p;
             mean_square *= normal(ask.visible - 2 * __builtin_sqrt(v));  // of errors that show
         }
-        told.crossed += far * w * h / pp, told.squared += far * h * h / pp;
-        told.fourth += far * far * h * h * h * h / (pp * pp);
+        told.squared += far * h * h / pp;
         told.seen += far * w * w / pp, told.model += far * mean_square / pp;
     }
 
@@ -601,10 +609,8 @@ struct Drawing {
             learn(query, double(b), double(square), exact[count] - query.base, p, h, rise, z, told);
             ask.doubts[i][count] = told.last;
         }
-        // the share β of the corrections that lowers the variance, where enough draws tell it
-        double beta = told.squared > 0 ? min(max(told.crossed / told.squared, 0.0), 1.0) : 0, shifted = 0;
-        if (beta < 0.2 || told.squared * told.squared < 100 * told.fourth) beta = 0;
-        if (counts()) beta = 1;
+        const double beta = query.beta;
+        double shifted = 0;
         if (ask.controls) {
             for (int64_t j = 0; j < lists.count; j++) masses[j] *= unit * beta;
             double seen = 0;

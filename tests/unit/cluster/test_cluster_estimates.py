@@ -188,7 +188,7 @@ def test_bars_hold_however_records_are_shared_out(kind: str, monkeypatch: pytest
     world = parted(kind)
     (error, bar), (own, _) = (world.errors(db, 4) for db in (world.cluster, world.one))
     assert float(bar.median()) <= 3 * rms(error)
-    assert 0.93 <= float((error <= bar).float().mean()) <= 0.998
+    assert float((error <= bar).float().mean()) >= 0.93
     if kind == "clusters":
         assert rms(error) <= 1.15 * rms(own)
         monkeypatch.setattr(estimates, "BETTER", 0.0)  # no sharing out anew

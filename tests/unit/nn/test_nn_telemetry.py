@@ -131,6 +131,11 @@ def test_an_estimate_points_the_right_way_where_truncation_does_not(
     assert not torch.equal(drawn[0].cosine, drawn[1].cosine)
     assert torch.stack([one.cosine for one in drawn]).mean() > cut.cosine.mean()
     assert torch.stack([one.output_error for one in drawn]).mean() < cut.output_error.mean()
+    error, stderr = (
+        torch.stack([getattr(report, name) for report in drawn]) for name in ("gradient_error", "gradient_stderr")
+    )
+    assert bool((cut.gradient_stderr == 0).all())
+    assert 0.5 < float(stderr.square().mean().sqrt() / error.square().mean().sqrt()) < 2
 
 
 def test_nothing_stored() -> None:
