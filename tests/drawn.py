@@ -90,5 +90,5 @@ def plain_sample(positions: NDArray[np.int64], log_weights: NDArray[np.floating]
     each: Any = np.zeros(q)
     return DrawnSample(
         positions, none, log_weights.astype(np.float32), none, none, np.zeros(positions.shape, np.int32),
-        np.zeros((q, 1)), each, each - np.inf, each, each, each + 1, each, each - np.inf, each,
+        np.zeros((q, 1)), each, each - np.inf, each, each, each, each + 1, each, each - np.inf, each,
     )  # fmt: skip

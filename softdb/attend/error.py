@@ -45,9 +45,11 @@ class ErrorEstimate(NamedTuple):
     roots: Numbers  # (q, SIGNS) Σ ±r
     unseen: Numbers  # (q,) the largest term w / p that a record not drawn may be
     hidden: Numbers  # (q,) Σ w² / p over those that draws may not show
-    missed: Numbers  # (q,) Σ w over those, as it is expected to be at most
+    missed: Numbers  # (q,) Σ w over those, as it is expected
+    alone: Numbers  # (q,) and Σ w²
     thinned: Numbers  # (q,) the largest term that was left to chance among those whose weights are known
     usual: Numbers  # (q,) root of the mean square of ‖v - o‖ by the shares of candidates in `hidden`
+    drift: Numbers  # (q,) length of the mean of v - o by these shares
     reach: Numbers  # (q,) no value is farther than that from the answer
 
     def raised(self, factor: Numbers) -> ErrorEstimate:  # (q,)
@@ -102,7 +104,7 @@ def spread_at(
     """
     output, lse = answer
     (q, k), v = logits.shape, output.shape[1]
-    weights, sums = np.empty((q, k), logits.dtype), np.empty((5, q))
+    weights, sums = np.empty((q, k), logits.dtype), np.empty((6, q))
     signs: int = native().SIGNS
     values, positions = on_host(snapshot, sample.positions)
     first, roots, signed = np.empty((q, v)), np.empty((q, signs)), np.empty((q, signs * v), np.float32)
@@ -119,11 +121,11 @@ def spread_at(
         return *drawn, values.value_column, output[part], lse[part], *corrected, *written
 
     by_lines(native().spread, given, q, logits.size * (4 * v * signs + 64))
-    noise, noises, variance, variances, usual = sums
+    noise, noises, variance, variances, usual, drift = sums
     none = np.zeros(q)
     return ErrorEstimate(
         np.asarray(output, np.float64), np.asarray(lse, np.float64), noise, noises, variance, variances, first,
-        signed.reshape(q, signs, v), roots, none, none, none, none, usual, none,
+        signed.reshape(q, signs, v), roots, none, none, none, none, none, usual, drift, none,
     ), torch.from_numpy(weights)  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
     (q, v), signs = output.shape, native().SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, v), np.float32)
     no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
-    return ErrorEstimate(output, lse, none, none, none, none, *no_sums, none, none, none, none, none, none)
+    return ErrorEstimate(output, lse, none, none, none, none, *no_sums, none, none, none, none, none, none, none, none)
 
 
 def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
@@ -161,11 +163,11 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     moved = [_moved(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
     sums = (sum(column) for column in zip(*(one[:7] for one in moved), strict=True))
     noise, noises, variance, variances, first, signed, roots = sums
-    unseen, hidden, missed, thinned, usual, reach = zip(*(one[7:] for one in moved), strict=True)
+    unseen, hidden, missed, alone, thinned, usual, drift, reach = zip(*(one[7:] for one in moved), strict=True)
     return ErrorEstimate(
         output, lse, noise, noises, variance, variances, first, signed, roots,
-        np.max(unseen, axis=0), np.sum(hidden, axis=0), np.sum(missed, axis=0), np.max(thinned, axis=0),
-        np.max(usual, axis=0), np.max(reach, axis=0),
+        np.max(unseen, axis=0), np.sum(hidden, axis=0), np.sum(missed, axis=0), np.sum(alone, axis=0),
+        np.max(thinned, axis=0), np.max(usual, axis=0), np.max(drift, axis=0), np.max(reach, axis=0),
     )  # fmt: skip
 
 
@@ -190,14 +192,20 @@ def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ..
     signed = share[:, None, None].astype(np.float32) * part.signed
     signed += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
     least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
-    scaled = (least, part.unseen), (lesser, part.hidden), (least, part.missed), (share, part.thinned)
+    scaled = (
+        (least, part.unseen),
+        (lesser, part.hidden),
+        (least, part.missed),
+        (lesser, part.alone),
+        (share, part.thinned),
+    )
     variance = _variance(part, shift)
     grown = np.divide(variance, part.variance, out=np.ones_like(variance), where=part.variance > 0)
     return (
         square * part.noise, square**2 * part.noises, square * variance, square**2 * grown**2 * part.variances,
         square[:, None] * (part.first + shift * part.noise[:, None]), signed, share[:, None] * part.roots,
         *(np.multiply(scale, one, out=np.zeros_like(one), where=one != 0) for scale, one in scaled),
-        *(np.where(share > 0, one + np.sqrt(far), 0) for one in (part.usual, part.reach)),
+        *(np.where(share > 0, one + np.sqrt(far), 0) for one in (part.usual, part.drift, part.reach)),
     )  # fmt: skip
 
 
@@ -220,9 +228,11 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     many = np.minimum(many, max(1, spread.output.shape[1]))
     wide, few = _f_quantile(z, many, as_pooled), _f_quantile(z, 1.0, draws)
     with np.errstate(over="ignore", invalid="ignore"):
-        likely = np.minimum(np.sqrt(2 * doubt * spread.hidden), spread.missed)
-        blind, at_most = np.minimum(likely, doubt * spread.unseen), doubt * spread.unseen * spread.reach
-        of_output = np.fmin(likely * spread.usual, at_most)
+        none_drawn, by_chance = np.sqrt(2 * doubt * spread.hidden), np.sqrt(2 * doubt * spread.alone)
+        at_most = doubt * spread.unseen
+        blind = np.minimum(np.minimum(none_drawn, spread.missed + by_chance), at_most)
+        expected = np.nan_to_num(spread.missed * spread.drift, nan=np.inf) + by_chance * spread.usual
+        of_output = np.fmin(np.fmin(none_drawn * spread.usual, expected), at_most * spread.reach)
     known = doubt / 3 * spread.thinned
     return Bars(
         np.hypot(np.sqrt(spread.variance * wide), of_output) + spread.reach * known,

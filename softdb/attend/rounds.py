@@ -251,10 +251,19 @@ class Estimator(NamedTuple):
             shift = sample.base - np.where(np.isneginf(spread.lse), 0, spread.lse)
             hidden = np.nan_to_num(sample.hidden * np.exp(2 * shift), nan=np.inf)
             missed = np.nan_to_num(sample.missed * np.exp(shift), nan=np.inf)
+            alone = np.nan_to_num(sample.alone * np.exp(2 * shift), nan=np.inf)
             unseen, thinned = np.exp(sample.unseen + shift), np.exp(sample.thinned + shift)
         few = ((sample.positions >= 0).sum(1) < self.least) & (unseen > SLIGHT)
-        unseen[few], hidden[few], missed[few] = np.inf, np.inf, np.inf
-        bounds = {"unseen": unseen, "hidden": hidden, "missed": missed, "thinned": thinned, "reach": far}
+        for bound in (unseen, hidden, missed, alone):
+            bound[few] = np.inf
+        bounds = {
+            "unseen": unseen,
+            "hidden": hidden,
+            "missed": missed,
+            "alone": alone,
+            "thinned": thinned,
+            "reach": far,
+        }
         return spread.raised(sample.raised)._replace(**bounds)
 
     def _error(

@@ -153,8 +153,8 @@ class _Rounds:
         whole = joined(parts)
         pooled = np.sum([book.pooled[shard][which] for shard in book.shards], axis=0)
         few = (pooled < LEAST) & (whole.unseen > SLIGHT)
-        unknown = (np.where(few, np.inf, bound) for bound in (whole.unseen, whole.hidden, whole.missed))
-        whole = whole._replace(**dict(zip(("unseen", "hidden", "missed"), unknown, strict=True)))
+        unknown = (np.where(few, np.inf, bound) for bound in (whole.unseen, whole.hidden, whole.missed, whole.alone))
+        whole = whole._replace(**dict(zip(("unseen", "hidden", "missed", "alone"), unknown, strict=True)))
         found = bars(whole, tolerance.confidence)
         output = torch.from_numpy(whole.output) if request.pools else None
         one = 1.0 if self.source.num_classes else None

@@ -59,7 +59,8 @@ class DrawnSample(NamedTuple):
     base: Numbers  # (q,)
     unseen: Numbers  # (q,) log of the largest term, weight over probability, of a record that was not drawn
     hidden: Numbers  # (q,) Σ w² / p over errors that too few draws may show
-    missed: Numbers  # (q,) their sum Σ w at most, as it is expected
+    missed: Numbers  # (q,) their sum Σ w, as it is expected
+    alone: Numbers  # (q,) and Σ w²
     raised: Numbers  # (q,) factor, at least 1, by which the variance that draws show falls short of the expected one
     correction: Numbers  # (q,) sum of `masses`
     thinned: Numbers  # (q,) log of the largest term of a record set apart that was left to chance; -inf: none was
@@ -154,12 +155,11 @@ class Sampler:
         else:
             by_lines(lambda *drawn: native().Draw(*drawn, False).step(0), given, q, products)
         base, unseen, hidden, raised, correction, thinned, expected, _, missed, alone = bounds
-        missed = missed + np.sqrt(2 * math.log(1 / ask.doubt) * alone)
         most = int((positions >= 0).sum(1).max(initial=0))
         w = slice(max(most, 1))
         return DrawnSample(
             positions[:, w], scores[:, w], logs[:, w], held[:, w], doubts[:, w], own[:, w], masses, base, unseen,
-            hidden, missed, raised, correction, thinned, expected,
+            hidden, missed, alone, raised, correction, thinned, expected,
         )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ void bind_pooling(nb::module_& module) {
                             Table<Number> weights, Table<double> found, Table<double> first, Table<float> sums,
                             Table<double> roots) {
         const int64_t v = output.width;
-        auto centred = memory<double>(v);
+        auto centred = memory<double>(2 * v);
         auto parts = memory<float>(kChunk * (v + kWidest + kSigns));
         Spread<Number> ask;
         ask.logits = logits, ask.logs = logs, ask.positions = positions, ask.values = values.as_wide(v);

@@ -102,7 +102,7 @@ template <class Number>
 void spread(const Spread<Number>& ask) {
     const int64_t k = ask.logits.width, v = ask.output.width, pitch = (v + kLanes - 1) / kLanes * kLanes;
     const Reader reader(ask.values);
-    double* centred = ask.centred;
+    double *centred = ask.centred, *drift = ask.centred + v;
     float *signs = ask.parts, *parts = ask.parts + kSigns * kChunk;
     if (v) fill(parts, kChunk * pitch, 0.0f);
     for (int64_t i = 0; i < ask.logits.rows; i++) {
@@ -111,6 +111,7 @@ void spread(const Spread<Number>& ask) {
         int64_t filled = 0;
         fill(sums, kSigns * v, 0.0f);
         fill(first, v, 0.0);
+        fill(drift, v, 0.0);
         fill(roots, kSigns, 0.0);
         for (int64_t j = 0; j < k; j++) {
             bool part = ask.logits[i][j] > -kInfinity;
@@ -133,6 +134,8 @@ void spread(const Spread<Number>& ask) {
 #pragma omp simd reduction(+ : apart)
             for (int64_t t = 0; t < v; t++) apart += centred[t] * centred[t];
             plains += doubt * apart;
+            if (doubt > 0)
+                for (int64_t t = 0; t < v; t++) drift[t] += doubt * centred[t];
             for (int64_t t = 0; t < v; t++) centred[t] *= weight;
             if (control) {
                 for (int64_t t = 0; t < v; t++) centred[t] += control * ask.output[i][t];
@@ -159,7 +162,10 @@ void spread(const Spread<Number>& ask) {
         }
         if (filled) add_signed(signs, parts, pitch, filled, sums, v);
         ask.found[0][i] = noise, ask.found[1][i] = noises, ask.found[2][i] = variance;
+        double moved = 0;
+        for (int64_t t = 0; t < v; t++) moved += drift[t] * drift[t];
         ask.found[3][i] = variances, ask.found[4][i] = plain > 0 ? __builtin_sqrt(plains / plain) : 0;
+        ask.found[5][i] = plain > 0 ? __builtin_sqrt(moved) / plain : 0;
     }
 }
 

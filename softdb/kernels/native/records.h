@@ -126,11 +126,12 @@ struct Spread {
     Table<const float> means;      // (lists, v)
     uint64_t salt = 0;            // of the random signs: parts that are merged need their own
     Table<Number> weights;        // (q, k), written to: shares of the answer
-    Table<double> found;          // (5, q), written to: Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴; root of the mean of ‖v - o‖² by `doubts`
+    Table<double> found;          // (6, q), written to: Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴; by `doubts` the root
+                                  // of the mean of ‖v - o‖², and the length of the mean of v - o
     Table<double> first;          // (q, v), written to: Σ r y
     Table<float> sums;            // (q, kSigns v), written to: Σ ±y
     Table<double> roots;          // (q, kSigns), written to: Σ ±r
-    double* centred = nullptr;    // (v,) scratch
+    double* centred = nullptr;    // (2 v,) scratch
     float* parts = nullptr;       // kChunk (v + kWidest + kSigns) scratch
 };
 

@@ -187,7 +187,7 @@ def test_a_round_sends_little() -> None:
 def test_bars_hold_however_records_are_shared_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = parted(kind)
     (error, bar), (own, _) = (world.errors(db, 4) for db in (world.cluster, world.one))
-    assert float(bar.median()) <= 3 * rms(error)
+    assert float(bar.median()) <= 3.5 * rms(error)
     assert float((error <= bar).float().mean()) >= 0.93
     if kind == "clusters":
         assert rms(error) <= 1.15 * rms(own)
