@@ -18,6 +18,7 @@ PAIRS = 1 << 19  # queries times matches that are compared one by one sooner tha
 CALL = 30_000_000  # bytes read in the time that a draw takes whatever it draws
 CODE = 0.4  # … to look up a part of a code, where queries share the processor's cores
 ALONE = 2  # times as long where there is one query, on one core
+RISK = 1.5  # times what a round costs: another one may follow
 GATHERED = 6  # … for a number of a record drawn, which lies anywhere, and is read once for its score
 SPREAD = 24  # … for a number of a value, of which the error takes random sums
 PASSED = 0.11  # … for a number of a record and a query, in a pass over all
@@ -50,5 +51,5 @@ def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> 
 
 def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:
     """Cost of a round of an estimate, in the same measure."""
-    scan = slots * (parts + 8) * CODE * (ALONE if queries == 1 else 1)
-    return CALL + queries * (scan + draws * (GATHERED * d + SPREAD * v + 64))
+    each = slots * (parts + 8) * CODE + draws * (GATHERED * d + SPREAD * v + 64)
+    return RISK * (CALL + queries * each * (ALONE if queries == 1 else 1))
