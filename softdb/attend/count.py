@@ -125,13 +125,13 @@ class _Ball(NamedTuple):
         sample = sampler.draw(eligible, self.source.snapshot, drawing, True)
         inside = (sample.positions >= 0) & (sample.scores >= self.least)
         weights = np.exp(sample.log_weights.astype(np.float64))
-        counts: Numbers = (weights * inside).sum(1) + sample.correction
+        counts: Numbers = (weights * inside).sum(1) + sample.figures.correction
         noise = (weights * weights - weights) * np.square(inside - sample.controls)
         variance, squares = noise.sum(1), np.square(noise).sum(1)
         draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
-        variance = np.maximum(variance, sample.expected)
+        variance = np.maximum(variance, sample.figures.expected)
         bar = ONE + np.sqrt(variance * [f_quantile(confidence, 1.0, draw) for draw in draws])
-        bar += np.minimum(np.sqrt(2 * doubt * sample.hidden), doubt * np.exp(sample.unseen))
+        bar += np.minimum(np.sqrt(2 * doubt * sample.figures.hidden), doubt * sample.figures.unseen)
         if indexed_until < self.source.columns.size:
             unindexed = self.keep.copy()
             unindexed[:indexed_until] = False

@@ -8,17 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from softdb.attend.request import Positions
 from softdb.index.contract import Floats
-from softdb.index.placement import RecordColumns
-from softdb.index.sampler import DrawnSample
+from softdb.index.sampler import DrawnAnswer, Figures
 from softdb.kernels import native
-from softdb.kernels.threads import by_lines
-from softdb.store import Segment, Snapshot
 
 SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
 
@@ -52,13 +46,13 @@ class ErrorEstimate(NamedTuple):
     drift: Numbers  # (q,) length of the mean of v - o by these shares
     reach: Numbers  # (q,) no value is farther than that from the answer
 
-    def raised(self, factor: Numbers) -> ErrorEstimate:  # (q,)
-        """The same with so many times the variance."""
-        root = np.sqrt(factor)
-        return self._replace(
-            noise=factor * self.noise, noises=factor**2 * self.noises, variance=factor * self.variance,
-            variances=factor**2 * self.variances, first=factor[:, None] * self.first, roots=root[:, None] * self.roots,
-            signed=root[:, None, None].astype(np.float32) * self.signed,
+    @classmethod
+    def of(cls, figures: Figures, answer: DrawnAnswer) -> ErrorEstimate:
+        """As the kernel summed it."""
+        return cls(
+            answer.output, figures.lse, figures.noise, figures.noises, figures.variance, figures.variances,
+            answer.first, answer.signed, answer.roots, figures.unseen, figures.hidden, figures.missed, figures.alone,
+            figures.thinned, figures.usual, figures.drift, figures.reach,
         )  # fmt: skip
 
 
@@ -70,74 +64,6 @@ class Bars(NamedTuple):
     lse_bar: Numbers  # (q,) quantile of |Ẑ / Z - 1|
     lse_stderr: Numbers  # (q,)
     blind: Numbers  # (q,) how much of the bar is for what was not drawn
-
-
-def pooled_at(
-    logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
-    snapshot: RecordColumns,
-    positions: Positions,  # (q, k), -1 = none
-    width: int,  # v; 0: nothing is pooled
-) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """The softmax over candidates, o = Σ w v and its normaliser; zeros and -inf where there are none. Cost q k v."""
-    output, lse = np.empty((len(logits), width), logits.dtype), np.empty(len(logits), logits.dtype)
-    values, positions = on_host(snapshot, positions)
-
-    def given(part: slice) -> tuple[Any, ...]:
-        return logits[part], positions[part], values.value_column, output[part], lse[part]
-
-    by_lines(native().pool, given, len(logits), logits.size * (4 * width + 64))
-    return torch.from_numpy(output), torch.from_numpy(lse)
-
-
-def spread_at(
-    logits: NDArray[np.floating],  # (q, k) s / T + log(1/p), -inf = takes no part
-    sample: DrawnSample,
-    snapshot: RecordColumns,
-    answer: tuple[NDArray[np.floating], NDArray[np.floating]],  # (q, v), v = 0: nothing was pooled; (q,) its lse
-    means: Floats,  # (lists, v) of the values
-    salt: int = 0,  # parts that are merged need their own
-) -> tuple[ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
-    """Terms of the squared error of an answer whose candidates were drawn independently.
-
-    stderr² = Σ ‖y‖², of Z relative to it Σ r² (Särndal, Swensson and Wretman 1992, sections 5.6 and 6.3).
-    Cost q k v SIGNS.
-    """
-    output, lse = answer
-    (q, k), v = logits.shape, output.shape[1]
-    weights, sums = np.empty((q, k), logits.dtype), np.empty((6, q))
-    signs: int = native().SIGNS
-    values, positions = on_host(snapshot, sample.positions)
-    first, roots, signed = np.empty((q, v)), np.empty((q, signs)), np.empty((q, signs * v), np.float32)
-    controls = sample.controls[:, :0]
-    if sample.controls.any():
-        with np.errstate(over="ignore", invalid="ignore"):
-            shift = sample.log_weights.astype(np.float64) + (sample.base - lse)[:, None]
-            controls = np.nan_to_num(sample.controls * np.exp(shift))
-
-    def given(part: slice) -> tuple[Any, ...]:
-        drawn = logits[part], sample.log_weights[part], positions[part]
-        corrected = controls[part], sample.doubts[part], sample.lists[part], means, salt
-        written = weights[part], sums[:, part], first[part], signed[part], roots[part]
-        return *drawn, values.value_column, output[part], lse[part], *corrected, *written
-
-    by_lines(native().spread, given, q, logits.size * (4 * v * signs + 64))
-    noise, noises, variance, variances, usual, drift = sums
-    none = np.zeros(q)
-    return ErrorEstimate(
-        np.asarray(output, np.float64), np.asarray(lse, np.float64), noise, noises, variance, variances, first,
-        signed.reshape(q, signs, v), roots, none, none, none, none, none, usual, drift, none,
-    ), torch.from_numpy(weights)  # fmt: skip
-
-
-def on_host(snapshot: RecordColumns, positions: Positions) -> tuple[Snapshot, Positions]:  # (q, k) -> and (q, k)
-    """Candidates and their values where kernels read them: those on a device are copied, these records alone."""
-    if snapshot.placed is None:
-        return snapshot, positions
-    values = snapshot.values_at(positions).flatten(0, 1).cpu()
-    values = values.to(torch.float32 if values.is_floating_point() else torch.int32)
-    few = Segment(0, 0, None, np.empty((len(values), 0), np.float32), values.numpy())
-    places = np.where(positions < 0, -1, np.arange(positions.size).reshape(positions.shape))
-    return Snapshot.of(snapshot.generation, (few,), np.ones(len(values), np.bool_)), places
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
@@ -215,7 +141,7 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     What the draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom: ‖ô - o‖²
     spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about
     stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
-    is the mean of (x·x')² over x = Σ ±y, random signs (Hutchinson 1989). The covariance itself is known from
+    is Σ ‖y‖⁴ and the rest the mean of (x·x')² over x = Σ ±y of groups of draws, random signs (Hutchinson 1989). C is known from
     m = (Σ ‖y‖²)² / Σ ‖y‖⁴ effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights
     that stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a
     sum of positive terms), at most L times the largest term, and about `missed` as codes tell it. Its values lie about
@@ -224,7 +150,8 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
     many = np.empty(len(spread.lse))
     draws, as_pooled = _draws(spread.noise, spread.noises), _draws(spread.variance, spread.variances)
-    native().directions(spread.signed.reshape(len(many), -1), np.ascontiguousarray(spread.variance), many)
+    given = np.ascontiguousarray(spread.variance), np.ascontiguousarray(spread.variances)
+    native().directions(np.ascontiguousarray(spread.signed.reshape(len(many), -1)), *given, many)
     many = np.minimum(many, max(1, spread.output.shape[1]))
     wide, few = _f_quantile(z, many, as_pooled), _f_quantile(z, 1.0, draws)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.error import Bars, ErrorEstimate, bars, joined, pooled_at, spread_at, sure
+from softdb.attend.error import Bars, ErrorEstimate, bars, joined, sure
 from softdb.attend.protocol import IndexedRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
@@ -19,7 +19,7 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
 from softdb.index.planner import draw_cost, pass_cost
-from softdb.index.sampler import FEWEST, Drawable, Drawing, DrawnSample, Sampler
+from softdb.index.sampler import FEWEST, Answering, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
 from softdb.store import Snapshot
@@ -36,7 +36,6 @@ AT_ONCE = 1 << 22  # records drawn at once, of all queries
 PROBED = 4  # queries of a large batch that show whether drawing answers
 SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
 SHOWN = 1024  # of the records drawn, which an answer names
-LOST = 0.5  # of Ẑ: a correction that takes more is left out
 
 
 class Round(NamedTuple):
@@ -146,64 +145,41 @@ class Estimator(NamedTuple):
         sample = self.sample(task)
         return self.judged(task, sample, *self.pooled(task, sample))
 
-    def sample(self, task: Round) -> DrawnSample:
-        """Draw records."""
-        ask = Drawing(
+    def sample(self, task: Round, salt: int = 0) -> DrawnSample:
+        """Draw records, and pool them. `salt`: of the error's random signs; parts that are merged need their own."""
+        drawing = Drawing(
             self.asked[task.which], self.factor, task.budget, self.request.seed, 1 - self.tolerance.confidence
-        )  # fmt: skip
-        controls = not self.request.pools or bool(self.sampler.reach.means.shape[1])
-        return self.sampler.draw(self.eligible, self.source.snapshot, ask, controls)
+        )
+        snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
+        answering = Answering(snapshot.value_column, self._width, salt, self.least, SLIGHT)
+        return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
-    def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, Numbers, State]:  # (q, k), (q, k), …
-        """Scores of what was drawn, logits with the log-weights, and the answer: the softmax over them, corrected."""
+    def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …
+        """Scores of the records drawn, by the request's own score and with its graph, and the answer."""
         request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
-        scores, temperature = torch.from_numpy(sample.scores), request.temperature
-        if metric_in_place(request.score, request.queries, columns) is None:
-            scores = score_rows(request.score, request.queries, columns, positions)
-        # a copy for the error, which has no gradient
-        exact_logits = scores.detach().cpu().double() / divisor(temperature, torch.float64)
-        logits: Numbers = exact_logits.numpy() + sample.log_weights.astype(np.float64)
-        if not scores.requires_grad and scores.device.type == "cpu":
-            state = State(*pooled_at(logits, columns, positions, self._width))
-            return scores, logits, self._corrected(sample, state)
-        live, temperature = torch.from_numpy(positions >= 0).to(scores.device), divisor(temperature, scores.dtype)
-        log_weights = torch.from_numpy(sample.log_weights).to(scores)
-        weights, lse = softmax(scores + log_weights * temperature, temperature, live)
-        output = lse.new_zeros(len(lse), 0)
+        scores, figures, answer = torch.from_numpy(sample.scores), sample.figures, sample.answer
+        assert answer is not None
+        if metric_in_place(request.score, request.queries, columns) is not None:
+            return scores, State(torch.from_numpy(answer.output), torch.from_numpy(figures.lse))
+        scores = score_rows(request.score, request.queries, columns, positions)
+        live = torch.from_numpy(positions >= 0).to(scores.device)
+        temperature, log_weights = divisor(request.temperature, scores.dtype), torch.from_numpy(sample.log_weights)
+        weights, lse = softmax(scores + log_weights.to(scores) * temperature, temperature, live)
+        # corrections are constants to the gradient: Z = Z₀ + c, o = (Z₀ o₀ + m) / Z
+        unit = (torch.from_numpy(figures.base).to(lse) - lse).exp().nan_to_num(0, posinf=0)
+        share, output = unit * torch.from_numpy(figures.correction).to(lse), lse.new_zeros(len(lse), 0)
         if self._width:
             output = pool_rows(weights, columns, positions, self.source.num_classes)
-        return scores, logits, self._corrected(sample, State(output, lse))
+            moved = unit.unsqueeze(1) * torch.from_numpy(answer.moved).to(unit)
+            output = (output + moved.to(output)) / (1 + share).unsqueeze(1).to(output)
+        return scores, State(output, lse + share.log1p())
 
-    def _corrected(self, sample: DrawnSample, state: State) -> State:
-        """The answer once the estimates of all records have corrected the draws; constants to the gradient.
-
-        With Z₀ of the draws, Z = Z₀ + Σ_j M_j and o = (Z₀ o₀ + Σ_j M_j v̄_j) / Z; M_j a list's mass, v̄_j its mean value.
-        """
-        if not sample.controls.any():
-            return state
-        lse = state.lse
-        share = (torch.from_numpy(sample.base).to(lse) - lse).exp() * torch.from_numpy(sample.correction).to(lse)
-        lost = (share.detach() < LOST - 1) | ~torch.isfinite(share.detach())
-        if bool(lost.any()):
-            which = lost.cpu().numpy()
-            sample.controls[which], sample.masses[which] = 0, 0
-            share = torch.where(lost, torch.zeros_like(share), share)
-        output = state.output
-        if self._width:
-            values = torch.from_numpy(sample.masses.astype(np.float32) @ self.sampler.reach.means).to(output)
-            scale = (torch.from_numpy(sample.base).to(lse) - lse).exp().nan_to_num(0, posinf=0)
-            output = (output + values * scale.unsqueeze(1).to(output)) / (1 + share).unsqueeze(1).to(output)
-        return State(output, lse + share.log1p())
-
-    def judged(
-        self, task: Round, sample: DrawnSample, scores: Tensor, logits: Numbers, state: State
-    ) -> tuple[Estimated, Tensor]:
+    def judged(self, task: Round, sample: DrawnSample, scores: Tensor, state: State) -> tuple[Estimated, Tensor]:
         """The answer with its error, and the bar (q,) that is allowed."""
-        request, precise = self.request, not scores.requires_grad and scores.device.type == "cpu"
-        state, spread, weights = self.spread(task, sample, logits, state)
-        precise &= self.unindexed is None
+        request, native_only = self.request, scores.dtype is torch.float64 and scores.device.type == "cpu"
+        state, spread, weights = self.spread(task, sample, state)
         error = bars(spread, self.tolerance.confidence)
-        bar, allowed = self._error(state, spread, error, precise)
+        bar, allowed = self._error(state, spread, error, native_only and self.unindexed is None)
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
 
@@ -218,18 +194,10 @@ class Estimator(NamedTuple):
         )  # fmt: skip
         return answer, as_asked(allowed)
 
-    def spread(
-        self,
-        task: Round,
-        sample: DrawnSample,
-        logits: Numbers,  # (q, k) with the log-weights
-        state: State,
-        salt: int = 0,  # of the signs: parts that are merged need their own
-    ) -> tuple[State, ErrorEstimate, Tensor]:  # and the candidates' weights, (q, k)
-        """The answer with the unindexed records, and the terms of its error."""
-        output, lse = (column.detach().cpu().double().numpy() for column in state)
-        spread, weights = spread_at(logits, sample, self.source.columns, (output, lse), self.sampler.reach.means, salt)
-        spread = self._bounded(spread, sample)
+    def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Tensor]:
+        """The answer with the unindexed records, the terms of its error, and the candidates' weights (q, k)."""
+        assert sample.answer is not None
+        spread, weights = ErrorEstimate.of(sample.figures, sample.answer), torch.from_numpy(sample.answer.weights)
         if self.unindexed is not None:
             rest = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
             state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
@@ -237,34 +205,6 @@ class Estimator(NamedTuple):
             before, spread = spread.lse, joined([spread, exact])
             weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
         return state, spread, weights
-
-    def _bounded(self, spread: ErrorEstimate, sample: DrawnSample) -> ErrorEstimate:
-        """The spread of what was drawn, with the bounds on the values and weights that were not."""
-        reach, output = self.sampler.reach, spread.output
-        if not self.request.pools:
-            far = np.ones(len(output))
-        elif self.source.num_classes:
-            far = np.sqrt(np.square(output).sum(1) + 1 - 2 * output.min(1, initial=0.0))  # from the farthest corner
-        else:
-            far = reach.value_radius + np.linalg.norm(output - reach.centre, axis=1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            shift = sample.base - np.where(np.isneginf(spread.lse), 0, spread.lse)
-            hidden = np.nan_to_num(sample.hidden * np.exp(2 * shift), nan=np.inf)
-            missed = np.nan_to_num(sample.missed * np.exp(shift), nan=np.inf)
-            alone = np.nan_to_num(sample.alone * np.exp(2 * shift), nan=np.inf)
-            unseen, thinned = np.exp(sample.unseen + shift), np.exp(sample.thinned + shift)
-        few = ((sample.positions >= 0).sum(1) < self.least) & (unseen > SLIGHT)
-        for bound in (unseen, hidden, missed, alone):
-            bound[few] = np.inf
-        bounds = {
-            "unseen": unseen,
-            "hidden": hidden,
-            "missed": missed,
-            "alone": alone,
-            "thinned": thinned,
-            "reach": far,
-        }
-        return spread.raised(sample.raised)._replace(**bounds)
 
     def _error(
         self, state: State, spread: ErrorEstimate, error: Bars, precise: bool

@@ -66,9 +66,8 @@ class ShardDrawing(NamedTuple):
 
     def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
         """One round; how many are enough, no shard can tell alone."""
-        sample = estimator.sample(task)
-        _, logits, state = estimator.pooled(task, sample)
-        state, spread, _ = estimator.spread(task, sample, logits, state, salt=self.shard)
+        sample = estimator.sample(task, salt=self.shard)
+        state, spread, _ = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
         return state, spread, (sample.positions >= 0).sum(1)
 
     def _exactly(self) -> Live:

@@ -22,7 +22,7 @@ from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, Places
 from softdb.index.reach import reach_of
 from softdb.index.rerank import CODES
 from softdb.kernels import native
-from softdb.kernels.threads import by_lines, share_out, workers
+from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
 HOPELESS, NEWEST, FORGOTTEN = 0.5, 0.3, 0.98  # share from which on nothing is drawn; weight of the last; what stays
@@ -46,25 +46,57 @@ class Drawing(NamedTuple):
         return statistics.NormalDist().inv_cdf(max(0.5, 1 - 1 / max(1, min(self.budget, 1 << 40))))
 
 
+class Answering(NamedTuple):
+    """What is pooled of the records drawn, and how its error is judged."""
+
+    values: Any  # the stored column
+    width: int  # v, or the number of classes; 0: the normaliser alone is wanted
+    salt: int = 0  # of random signs: parts that are merged need their own
+    fewest: int = 0  # draws below which nothing is known of the records that were not drawn,
+    slight: float = 0.0  # unless the largest term of these is at most so large
+
+
+class Figures(NamedTuple):
+    """Figures of drawn answers, (q,) each. Weights and terms are relative to Ẑ; in counts a record weighs 1."""
+
+    base: Numbers  # log of the unit of the correction and of `moved`
+    correction: Numbers  # what estimates of all records add to Σ w / p
+    unseen: Numbers  # the largest term w / p that a record not drawn may be
+    hidden: Numbers  # Σ w² / p over errors that too few draws may show
+    missed: Numbers  # their sum Σ w, as it is expected
+    alone: Numbers  # and Σ w²
+    thinned: Numbers  # the largest term of a record set apart that was left to chance; 0: none was
+    expected: Numbers  # variance as codes tell it
+    lse: Numbers  # log Ẑ
+    noise: Numbers  # Σ r²
+    noises: Numbers  # Σ r⁴
+    variance: Numbers  # Σ ‖y‖²
+    variances: Numbers  # Σ ‖y‖⁴
+    usual: Numbers  # root of the mean square of ‖v - o‖ by the shares of records in `hidden`
+    drift: Numbers  # length of the mean of v - o by these shares
+    reach: Numbers  # no value is farther than that from the answer
+
+
+class DrawnAnswer(NamedTuple):
+    """The softmax over the records drawn, and sums over the terms of its error; `softdb.attend.error` has these."""
+
+    output: Numbers  # (q, v)
+    moved: Numbers  # (q, v) what corrections add to Σ w v / p
+    first: Numbers  # (q, v) Σ r y
+    signed: Floats  # (q, SIGNS, v) Σ ±y
+    roots: Numbers  # (q, SIGNS) Σ ±r
+    weights: Numbers  # (q, w) shares of the answer
+
+
 class DrawnSample(NamedTuple):
-    """Records drawn for each query, scored exactly. Weights, chances and bounds are relative to exp(base)."""
+    """Records drawn for each query, scored exactly, and the answers that follow."""
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none
     log_weights: Floats  # (q, w) log of the inverse of each one's probability
-    controls: Numbers  # (q, w) weight that the code alone gives each, times β; zeros where nothing is corrected
-    doubts: Numbers  # (q, w) share of each in `hidden`
-    lists: NDArray[np.int32]  # (q, w) list of each
-    masses: Numbers  # (q, lists) corrections: β times the sum of controls over a list, less its estimate from the draws
-    base: Numbers  # (q,)
-    unseen: Numbers  # (q,) log of the largest term, weight over probability, of a record that was not drawn
-    hidden: Numbers  # (q,) Σ w² / p over errors that too few draws may show
-    missed: Numbers  # (q,) their sum Σ w, as it is expected
-    alone: Numbers  # (q,) and Σ w²
-    raised: Numbers  # (q,) factor, at least 1, by which the variance that draws show falls short of the expected one
-    correction: Numbers  # (q,) sum of `masses`
-    thinned: Numbers  # (q,) log of the largest term of a record set apart that was left to chance; -inf: none was
-    expected: Numbers  # (q,) variance as codes tell it
+    controls: Numbers  # (q, w) of counts: the chance that the code alone gives each to lie inside
+    figures: Figures
+    answer: DrawnAnswer | None  # None of counts
 
 
 class Drawable(NamedTuple):
@@ -92,12 +124,15 @@ class Sampler:
         self._apart = filled[errors[filled] == APART]
         self._scales = scales[layout.rows[self._apart]]
         self._largest = float(errors[errors < APART].max(initial=0)) * sketch.error_step
-        l2, gained = index.metric is Metric.L2, np.zeros(index.lists, np.float32)
-        np.maximum.at(gained, np.repeat(np.arange(index.lists), layout.sizes), layout.gains.reshape(-1)[filled] / GAIN)
+        l2, gained, least = index.metric is Metric.L2, *np.zeros((2, index.lists), np.float32)
+        own = np.repeat(np.arange(index.lists), layout.sizes)
+        np.maximum.at(gained, own, layout.gains.reshape(-1)[filled] / GAIN)
+        if l2:
+            np.minimum.at(least, own, layout.corrections.reshape(-1)[filled])
         self._held = (
             layout.starts, layout.sketches.reshape(len(layout.sketches), -1), layout.gains,
             errors.reshape(layout.errors.shape), layout.corrections.view(np.uint16), sketch.unit, sketch.error_step,
-            sketch.words.reshape(-1, BLOCK), len(sketch.words), np.ascontiguousarray(index.spreads), gained, l2,
+            sketch.words.reshape(-1, BLOCK), len(sketch.words), np.ascontiguousarray(index.spreads), gained, least, l2,
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
         self._passed: dict[object, float] = {}  # share of the queries of a kind that drawing did not answer
@@ -123,44 +158,53 @@ class Sampler:
         """Number of codes that a draw looks at."""
         return int(self.index.layout.rows.size)
 
-    def draw(self, eligible: Drawable, snapshot: Snapshot, ask: Drawing, controls: bool) -> DrawnSample:
-        """About `budget` records for each query, with the sums that correct them. Cost: see draw.cc."""
+    def draw(
+        self,
+        eligible: Drawable,
+        snapshot: Snapshot,
+        ask: Drawing,
+        controls: bool,  # sums over all records correct the draws
+        answering: Answering | None = None,  # None: records are counted
+    ) -> DrawnSample:
+        """About `budget` records for each query, and the answers that follow. Cost: see draw.cc."""
         index, queries = self.index, np.ascontiguousarray(ask.queries)
-        l2, (q, _), lists = index.metric is Metric.L2, queries.shape, index.lists
+        l2, q = index.metric is Metric.L2, len(queries)
         seen = torch.from_numpy(queries - index.sketch.origin if l2 else queries)
-        turned, products = (seen @ self._turns).numpy(), seen @ self._centroids
-        nearness = (2 * products - self._lengths if l2 else products).numpy()
-        squares, seeds = torch.linalg.vector_norm(seen, dim=1).square().numpy(), seeds_of(queries, ask.seed)
+        turned, nearness = (seen @ self._turns).numpy(), seen @ self._centroids
+        if l2:
+            nearness = 2 * nearness - self._lengths
+        squares, seeds = seen.square().sum(1).numpy(), seeds_of(queries, ask.seed)
         budget = min(ask.budget, max(1, eligible.inside))
-        width = budget + len(self._apart) + _room(budget)
-        positions, scores = np.empty((q, width), np.int64), np.empty((q, width))
-        logs, own = np.empty((q, width), np.float32), np.empty((q, width), np.int32)
-        held, doubts = np.empty((2, q, width))
-        masses, bounds = np.zeros((q, lists if controls else 1)), np.empty((10, q))
-        records = index.layout.errors.size
+        width, v, signs = budget + len(self._apart) + _room(budget), answering.width if answering else 0, native().SIGNS
+        positions, scores, logs = np.empty((q, width), np.int64), np.empty((q, width)), np.empty((q, width), np.float32)
+        held, figures = np.empty((q, 0 if answering else width)), np.zeros((native().FIGURES, q))
+        sums = np.empty((q, signs * v), np.float32), np.empty((q, signs)), np.empty((q, width if answering else 0))
+        output, moved, first = np.empty((3, q, v))
+        products = q * self.slots * self.parts // 2
+        threads = workers(products) if q == 1 else 1
 
-        def given(part: slice) -> tuple[Any, ...]:
-            drawn = queries[part], turned[part], nearness[part], squares[part], *eligible.slots, eligible.places
-            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds[part]
-            written = positions[part], scores[part], logs[part], held[part], doubts[part], own[part]
+        def drawing(part: slice) -> Any:
+            drawn = queries[part], turned[part], nearness.numpy()[part], squares[part], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
-            return self._native, self._largest, *drawn, *apart, *asked, *written, masses[part], bounds[:, part]
+            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds[part]
+            written = positions[part], scores[part], logs[part], held[part], figures[:, part], threads
+            draw = native().Draw(self._native, self._largest, *drawn, *apart, *asked, *written)
+            if answering:
+                of_values = answering.values, self.reach.means, self.reach.centre, self.reach.value_radius
+                judged = answering.salt, answering.fewest, answering.slight
+                answers = (output, moved, first, *sums)
+                draw.answers(*of_values, *judged, *(array[part] for array in answers))
+            return draw
 
-        products = q * records * self.parts // 2
-        if q == 1 and workers(products) > 1:
-            draw = native().Draw(*given(slice(1)), True)
-            draw.step(1)
-            share_out(draw.step, [2, 3])
-            draw.step(4)
+        if threads > 1:
+            draw = drawing(slice(1))
+            with_help(draw.run, draw.help, threads)
         else:
-            by_lines(lambda *drawn: native().Draw(*drawn, False).step(0), given, q, products)
-        base, unseen, hidden, raised, correction, thinned, expected, _, missed, alone = bounds
-        most = int((positions >= 0).sum(1).max(initial=0))
-        w = slice(max(most, 1))
-        return DrawnSample(
-            positions[:, w], scores[:, w], logs[:, w], held[:, w], doubts[:, w], own[:, w], masses, base, unseen,
-            hidden, missed, alone, raised, correction, thinned, expected,
-        )  # fmt: skip
+            by_lines(lambda draw: draw.run(), lambda part: (drawing(part),), q, products)
+        answer = None
+        if answering:
+            answer = DrawnAnswer(output, moved, first, sums[0].reshape(q, signs, v), *sums[1:])
+        return DrawnSample(positions, scores, logs, held, Figures(*figures), answer)
 
 
 def _room(budget: int) -> int:

@@ -48,6 +48,14 @@ def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Foun
     return list(_pool(os.getpid(), len(parts)).map(work, parts))
 
 
+def with_help(run: Callable[[], None], help_out: Callable[[], None], count: int) -> None:
+    """Run a kernel whose steps `count` threads share: the caller's, and others, for which it never waits to begin."""
+    pool = _pool(os.getpid(), count)
+    for _ in range(count - 1):
+        pool.submit(help_out)
+    run()
+
+
 @functools.lru_cache(maxsize=1)
 def _pool(process: int, count: int) -> ThreadPoolExecutor:
     """Threads that wait for work; a forked child has none of its parent's."""

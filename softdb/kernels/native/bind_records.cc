@@ -104,17 +104,8 @@ struct StoredColumn {
 };
 
 template <class Number>
-void bind_pooling(nb::module_& module) {
+void bind_sums(nb::module_& module) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
-    module.def("pool", [](Table<const Number> logits, Table<const int64_t> positions, const StoredColumn& values,
-                          Table<Number> output, Line<Number> lse) {
-        auto scratch = memory<double>(output.width);
-        Pool<Number> ask;
-        ask.logits = logits, ask.positions = positions, ask.values = values.as_wide(output.width);
-        ask.output = output, ask.lse = lse.first, ask.scratch = scratch.get();
-        if constexpr (sizeof(Number) == 4) kernels().pool(ask);
-        else kernels().pool_wide(ask);
-    }, free);
     module.def("sums", [](Table<const Number> weights, Table<const int64_t> positions, const StoredColumn& values,
                           Table<Number> output) {
         auto scratch = memory<double>(output.width);
@@ -123,23 +114,6 @@ void bind_pooling(nb::module_& module) {
         ask.output = output, ask.scratch = scratch.get();
         if constexpr (sizeof(Number) == 4) kernels().sums(ask);
         else kernels().sums_wide(ask);
-    }, free);
-    module.def("spread", [](Table<const Number> logits, Table<const float> logs, Table<const int64_t> positions,
-                            const StoredColumn& values, Table<const Number> output, Line<const Number> lse,
-                            Table<const double> controls, Table<const double> doubts, Table<const int32_t> own,
-                            Table<const float> means, uint64_t salt,
-                            Table<Number> weights, Table<double> found, Table<double> first, Table<float> sums,
-                            Table<double> roots) {
-        const int64_t v = output.width;
-        auto centred = memory<double>(2 * v);
-        auto parts = memory<float>(kChunk * (v + kWidest + kSigns));
-        Spread<Number> ask;
-        ask.logits = logits, ask.logs = logs, ask.positions = positions, ask.values = values.as_wide(v);
-        ask.output = output, ask.lse = lse.first, ask.controls = controls, ask.doubts = doubts, ask.own = own, ask.means = means;
-        ask.salt = salt, ask.weights = weights, ask.found = found;
-        ask.first = first, ask.sums = sums, ask.roots = roots, ask.centred = centred.get(), ask.parts = parts.get();
-        if constexpr (sizeof(Number) == 4) kernels().spread(ask);
-        else kernels().spread_wide(ask);
     }, free);
 }
 
@@ -196,10 +170,11 @@ struct BoundLists {
     }
 };
 
-// A draw and its memory; the arrays live as long as whoever holds it keeps them.
+// A draw, its memory and its crew; the arrays live as long as whoever holds it keeps them.
 struct BoundDraw {
     Draw ask;
     std::unique_ptr<char[]> scratch;
+    Crew crew;
 };
 
 // Coarser codes where they lie, for as long as they live.
@@ -209,21 +184,40 @@ struct BoundSketch {
     BoundSketch(Line<const int64_t> starts, Table<const uint8_t> codes, Table<const uint8_t> gains,
                 Table<const uint8_t> errors, Table<const uint16_t> offsets, double unit, double error_step,
                 Table<const float> words, int64_t parts, Line<const float> spreads,
-                Line<const float> gained, bool l2) {
+                Line<const float> gained, Line<const float> least_offsets, bool l2) {
         Lists& lists = ask.lists;
         lists.starts = starts.first, lists.count = starts.length - 1, lists.codes = codes.first;
         lists.factors = (const HalfBits*)gains.first;  // which is only asked for from memory
         lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
         lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
         ask.gains = gains.first, ask.errors = errors.first, ask.error_step = float(error_step);
-        ask.spreads = spreads.first, ask.gained = gained.first;
+        ask.spreads = spreads.first, ask.gained = gained.first, ask.least_offsets = least_offsets.first;
     }
 };
 
 void bind_lists(nb::module_& module) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
-    module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<double> out) {
-        kernels().directions({sums, variance.first, out.first});
+    module.def("spread", [](Table<const int64_t> positions, Table<const double> chances, Table<const double> weights,
+                            Table<const double> controls, Table<const double> doubts, Table<const int32_t> own,
+                            Table<const float> means, const StoredColumn& values, uint64_t salt,
+                            Table<const double> output, Table<double> found, Table<double> first, Table<float> sums,
+                            Table<double> roots) {
+        const int64_t v = output.width;
+        auto line = memory<float>(v);
+        auto drift = memory<double>(v);
+        for (int64_t i = 0; i < positions.rows; i++) {
+            Terms terms{positions[i], chances[i], positions.width, values.as_wide(v), controls[i], doubts[i], own[i], means, salt};
+            Errors errors;
+            errors.first = first[i], errors.drift = drift.get(), errors.signed_sums = sums[i], errors.roots = roots[i];
+            std::fill_n(drift.get(), v, 0.0);
+            kernels().spread(terms, weights[i], output[i], v, errors, line.get());
+            const double figures[] = {errors.noise, errors.noises, errors.variance, errors.variances, errors.doubt, errors.apart};
+            for (int64_t k = 0; k < found.rows; k++) found[k][i] = figures[k];
+        }
+    }, free, "Sums over the terms of errors, added to arrays of zeros; for tests of the kernel alone.");
+    module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<const double> fourths,
+                                Line<double> out) {
+        kernels().directions({sums, variance.first, fourths.first, out.first});
     }, free);
     nb::class_<BoundLists>(module, "Lists", "Inverted lists where they lie, for as long as their arrays live.")
         .def(nb::init<int64_t, Table<const uint8_t>, Line<const float>, Table<const uint8_t>, Line<const float>,
@@ -253,17 +247,16 @@ void bind_lists(nb::module_& module) {
     nb::class_<BoundSketch>(module, "Sketch", "Coarser codes where they lie, for as long as their arrays live.")
         .def(nb::init<Line<const int64_t>, Table<const uint8_t>, Table<const uint8_t>, Table<const uint8_t>,
                       Table<const uint16_t>, double, double, Table<const float>, int64_t, Line<const float>,
-                      Line<const float>, bool>());
-    nb::class_<BoundDraw>(module, "Draw", "A draw, whole or in steps.")
+                      Line<const float>, Line<const float>, bool>());
+    nb::class_<BoundDraw>(module, "Draw", "A draw for some queries; several threads may help with one query.")
         .def("__init__", [](BoundDraw* made, const BoundSketch& sketch, double largest, Table<const float> queries,
                             Table<const float> turned, Table<const float> nearness, Line<const float> squares,
                             Line<const uint16_t> allowed, Line<const float> sizes, Line<const uint32_t> places,
                             Line<const int64_t> apart, Line<const float> scales, const StoredColumn& keys, int metric,
                             double factor, double least, int64_t budget, double visible, bool controls,
                             Line<const uint64_t> seeds, Table<int64_t> positions, Table<double> scores,
-                            Table<float> logs, Table<double> controlled, Table<double> doubts, Table<int32_t> own,
-                            Table<double> masses, Table<double> bounds, bool halves) {
-            new (made) BoundDraw{sketch.ask, nullptr};
+                            Table<float> logs, Table<double> controlled, Table<double> bounds, int64_t threads) {
+            new (made) BoundDraw{sketch.ask, nullptr, {}};
             Draw& ask = made->ask;
             ask.largest = float(largest), ask.queries = queries, ask.turned = turned, ask.nearness = nearness;
             ask.squares = squares.first, ask.allowed = allowed.first, ask.sizes = sizes.first;
@@ -271,11 +264,25 @@ void bind_lists(nb::module_& module) {
             ask.keys = keys.stored, ask.metric = Metric(metric), ask.factor = factor, ask.least = least;
             ask.budget = budget, ask.visible = visible, ask.controls = controls, ask.seeds = seeds.first;
             ask.positions = positions, ask.scores = scores, ask.logs = logs, ask.controlled = controlled;
-            ask.doubts = doubts, ask.own = own, ask.masses = masses, ask.bounds = bounds, ask.halves = halves;
-            made->scratch = memory<char>(kernels().draw_scratch(ask));
-            ask.scratch = made->scratch.get();
+            ask.bounds = bounds, ask.threads = threads < kMostThreads ? threads : kMostThreads, ask.crew = &made->crew;
+            ask.values.kind = Kind::none;
         })
-        .def("step", [](const BoundDraw& draw, int step) { kernels().draw(draw.ask, DrawStep(step)); }, free);
+        .def("answers", [](BoundDraw& draw, const StoredColumn& values, Table<const float> means, Line<const double> centre,
+                           double value_radius, uint64_t salt, int64_t fewest, double slight, Table<double> output,
+                           Table<double> moved, Table<double> first, Table<float> sums, Table<double> roots,
+                           Table<double> weights) {
+            Draw& ask = draw.ask;
+            ask.values = values.as_wide(output.width), ask.means = means, ask.centre = centre.first;
+            ask.value_radius = value_radius, ask.salt = salt, ask.fewest = fewest, ask.slight = slight;
+            ask.output = output, ask.moved = moved, ask.first = first, ask.sums = sums, ask.roots = roots;
+            ask.weights = weights;
+        }, "Where the answers go.")
+        .def("run", [](BoundDraw& draw) {
+            draw.scratch = memory<char>(kernels().draw_scratch(draw.ask));
+            draw.ask.scratch = draw.scratch.get();
+            kernels().draw(draw.ask);
+        }, free)
+        .def("help", [](const BoundDraw& draw) { kernels().help_draw(draw.ask); }, free);
 }
 
 }  // namespace
@@ -284,9 +291,10 @@ void bind_records(nb::module_& module) {
     nb::class_<StoredColumn>(module, "Column", "A stored column where it lies, for as long as its arrays live.")
         .def(nb::init<Line<const int64_t>, Line<const int64_t>, int64_t, int>());
     module.attr("SIGNS") = kSigns;
+    module.attr("FIGURES") = int64_t(Figure::count);
     bind_scores(module);
-    bind_pooling<float>(module);
-    bind_pooling<double>(module);
+    bind_sums<float>(module);
+    bind_sums<double>(module);
     bind_lists(module);
 }
 

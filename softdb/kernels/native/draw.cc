@@ -25,8 +25,11 @@
 // Cost of a query: parts / 2 + 4 bytes a slot, 2 m d for exact scores.
 #include "draw.h"
 
+#include <sched.h>
+
 #include "hashing.h"
 #include "list_scan.h"
+#include "pooling.h"
 
 namespace softdb {
 namespace SOFTDB_LEVEL {
@@ -56,6 +59,24 @@ constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what 
 constexpr double kPrior = 8;           // records that are taken to err as much as the isotropic error does
 constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of an offset, and somewhat more
 constexpr float kLog2 = 0.69314718f;
+constexpr double kLost = 0.5;            // of the sum of what was drawn: a correction that takes more is left out
+constexpr int64_t kPatience = 2000;      // turns without work after which a thread lets others run
+
+SOFTDB_INLINE void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    __asm__ volatile("yield");
+#endif
+}
+
+// The next part of the step of a ticket; -1 where there is none, or others were faster.
+SOFTDB_INLINE int64_t take(Crew& crew, int64_t ticket) {
+    while (ticket > 0 && (ticket >> 8 & 255) < (ticket & 255))
+        if (__atomic_compare_exchange_n(&crew.ticket, &ticket, ticket + 256, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return ticket >> 8 & 255;
+    return -1;
+}
 
 // Those of kLanes numbers that have a bit; 0 for the others.
 SOFTDB_INLINE Vec where(uint32_t bits, Vec x) {
@@ -81,7 +102,7 @@ SOFTDB_INLINE Vec octets(const uint8_t* at) {
 }
 
 // -log u of the permanent random numbers of kLanes slots, by the line between powers of two.
-SOFTDB_INLINE Vec chances(uint32_t slot, uint32_t low, uint32_t high) {
+SOFTDB_INLINE Vec random_waits(uint32_t slot, uint32_t low, uint32_t high) {
     UIntVec x;
     for (int i = 0; i < kLanes; i++) x[i] = i;
     x = (x + slot) * 0x9E3779B1u + low;  // the finalizer of MurmurHash3
@@ -91,15 +112,38 @@ SOFTDB_INLINE Vec chances(uint32_t slot, uint32_t low, uint32_t high) {
     return __builtin_convertvector((158 << 23) - (IntVec)u, Vec) * (kLog2 / float(1 << 23));
 }
 
-// P(-log u >= y) of these.
-double chance_of(double y) {
+// P(-log u >= y) of these: the bits of a float64 are its exponent, and how far it is on the way to the next.
+SOFTDB_INLINE double chance_of(double y) {
     if (!(y > 0)) return 1;
-    const double low = -y / double(kLog2), whole = floor(low);
-    return ldexp(1 + (low - whole), int(max(whole, -1000.0)));
+    const int64_t bits = int64_t((max(-y / double(kLog2), -1000.0) + 1023) * 4503599627370496.0);
+    double chance;
+    std::memcpy(&chance, &bits, sizeof chance);
+    return chance;
 }
 
-// Φ(x)
-SOFTDB_INLINE double normal(double x) { return 0.5 * erfc(-x * M_SQRT1_2); }
+SOFTDB_INLINE Vec root(Vec x) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_sqrt_ps((__m512)x);
+#else
+    float each[kLanes];
+    store(each, x);
+    for (int i = 0; i < kLanes; i++) each[i] = __builtin_sqrtf(each[i]);
+    return load(each);
+#endif
+}
+
+// Φ(x), to 1e-7 (Abramowitz and Stegun 1964, 26.2.17).
+SOFTDB_INLINE Vec normal(Vec x) {
+    const Vec far = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.2316419f * far);
+    Vec p = t * 1.330274429f - 1.821255978f;
+    p = p * t + 1.781477937f;
+    p = p * t - 0.356563782f;
+    p = p * t + 0.319381530f;
+    const Vec beyond = p * t * 0.3989422804f * exp_negative(far * far * -0.5f);
+    return x < 0.0f ? beyond : 1.0f - beyond;
+}
+
+SOFTDB_INLINE Vec exp_at_most(Vec x) { return exp_negative(smaller(x, Vec{})); }  // min(e^x, 1)
 
 // Records that were kept, and what is known of them.
 struct Kept {
@@ -109,12 +153,24 @@ struct Kept {
     float threshold;
 };
 
+// Records that were drawn and scored: by their codes, then those drawn alike, then those set apart.
+struct Sample {
+    int64_t *slots, *positions;
+    int32_t* lists;
+    float *logits, *squares, *shares;  // b, σ², l
+    float *above, *chances, *controls, *doubts;  // a - B, p, h, and what each tells of errors that may not show
+    double* exact;                     // a
+    int64_t drawn, plain, count;       // ends of the first two, and of all
+};
+
 struct Query {
     ListState tables;
-    Kept kept, other;  // of the thread that scans the other half of the lists, where there are two
+    Kept kept[kMostThreads];  // of each part of the lists
+    Sample sample;
     double* raw;     // (lists,) logits of the centroids
+    double* masses;  // (lists,) sums of the controls of their records, then corrections
     float* slopes;   // (lists,) σ of an error of one step
-    float* bounds;   // (lists,) of y
+    float* bounds;   // (lists,) of y; infinite where no code reaches it
     float* usual;    // (lists,) the most that an estimate along a residual is by chance
     double base;     // B
     double spread;   // κ
@@ -122,7 +178,10 @@ struct Query {
     double rate;     // at which all alike are drawn
     float floor;     // l that amounts to that
     float rough;     // mean square of the rounding of tables
+    float highest;   // sum of the largest entries, in steps
     double length;   // |q|², from the origin
+    double raised;   // factor, at least 1, by which the variance that draws show falls short of the expected one
+    double mass;     // Ẑ / e^top
     uint32_t low, high;
 };
 
@@ -190,9 +249,10 @@ struct Weights {  // by the weight
     // The b up to which shares are at most so large, for a σ² of at most v.
     static float cold(float floor, float v) { return min(floor - v, -2 * v); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) {
+        if (!above(b, v * -2.0f)) return b + v;
         const Vec below = smaller(b, Vec{}), capped = below * below * (-0.25f / v);
-        const Vec found = b < v * -2.0f ? b + v : capped;
-        return found;
+        const Vec shares = b < v * -2.0f ? b + v : capped;
+        return shares;
     }
     static SOFTDB_INLINE Vec controls(Vec b, Vec v) {
         const Vec x = smaller(b + v * 0.5f - kShift, Vec{});
@@ -204,11 +264,7 @@ struct Chances {  // by the chance to lie on the other side
     static float cold(float floor, float v) { return -__builtin_sqrtf(v) * max(2.4f, 2 * __builtin_sqrtf(max(-floor, 0.0f))); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) { return b * b / (v * -4.0f); }
     static SOFTDB_INLINE Vec controls(Vec b, Vec v) {  // about Φ(x), 0 and 1 from 2.4 deviations on
-        const Vec far = (b < 0.0f ? -b : b), over = far * far / v;
-        float each[kLanes];
-        store(each, over);
-        for (int i = 0; i < kLanes; i++) each[i] = __builtin_sqrtf(each[i]);
-        const Vec t = smaller(load(each) * (1 / 2.4f), everywhere(1.0f)), half = t * (0.75f - 0.25f * t * t);
+        const Vec t = smaller(root(b * b / v) * (1 / 2.4f), everywhere(1.0f)), half = t * (0.75f - 0.25f * t * t);
         return v < kApart ? 0.5f + (b < 0.0f ? -half : half) : Vec{};
     }
 };
@@ -221,8 +277,11 @@ struct Drawing {
     Query* queries;
     float *entries, *order, *some_logits, *some_squares, *some_others;
     uint32_t* some_slots;
-    int64_t stride, total = 0, scratch_room, *places;
-    double* exact;
+    int64_t stride, total = 0, *cuts;
+    double *weights, *chances, *doubts, *controls;  // (w,) of the query that is being answered
+    double* totals[kMostThreads];                   // (v,) of each part of its records
+    float* lines[kMostThreads];                     // (v,)
+    Errors* errors;                                 // of each part
 
     // `fresh`: nothing is in memory yet.
     Drawing(const Draw& ask, Memory& memory, bool fresh) : ask(ask), lists(ask.lists) {
@@ -231,23 +290,38 @@ struct Drawing {
         queries = memory.take<Query>(together);
         entries = memory.take<float>(lists.parts * kBlock);
         order = memory.take<float>(lists.count + kLanes);
-        const int64_t some = max(max((blocks / stride + 1) * kBlock, 3 * kNear), 2 * ask.aparts) + 2 * kBlock;
+        cuts = memory.take<int64_t>(kMostThreads + 1);
+        const int64_t some = max((blocks / stride + 1) * kBlock, 3 * kNear) + 2 * kBlock;
         some_logits = memory.take<float>(some);
         some_squares = memory.take<float>(some), some_others = memory.take<float>(some);
         some_slots = memory.take<uint32_t>(some);
-        const int64_t room = 3 * ask.budget + 64;
-        scratch_room = max(room + ask.aparts + ask.budget, 4 * kBest);
-        places = memory.take<int64_t>(scratch_room + 2 * kBlock);
-        exact = memory.take<double>(scratch_room + 2 * kBlock);
+        const int64_t room = 3 * ask.budget + 64, width = max(ask.positions.width, 4 * kBest) + 2 * kBlock;
+        const int64_t v = ask.output.width;
+        weights = memory.take<double>(width), chances = memory.take<double>(width);
+        doubts = memory.take<double>(width), controls = memory.take<double>(width);
+        errors = memory.take<Errors>(kMostThreads);
+        for (int64_t part = 0; part < ask.threads; part++) {
+            totals[part] = memory.take<double>(v), lines[part] = memory.take<float>(v);
+            Errors sums;
+            sums.first = memory.take<double>(v), sums.drift = memory.take<double>(v);
+            sums.signed_sums = memory.take<float>(kSigns * v), sums.roots = memory.take<double>(kSigns);
+            if (memory.at && fresh) errors[part] = sums;
+        }
         for (int64_t i = 0; i < together; i++) {
             Query query;
             query.tables.low = memory.take<uint8_t>(lists.parts * 8);
             query.tables.high = memory.take<uint8_t>(lists.parts * 8);
-            query.raw = memory.take<double>(lists.count);
+            query.raw = memory.take<double>(lists.count), query.masses = memory.take<double>(lists.count);
             query.slopes = memory.take<float>(lists.count), query.usual = memory.take<float>(lists.count);
             query.bounds = memory.take<float>(lists.count);
-            query.kept = kept_in(memory, room, ask.halves ? 2 * room : room);
-            query.other = kept_in(memory, room, ask.halves ? room : 0);
+            for (int64_t part = 0; part < ask.threads; part++)
+                query.kept[part] = kept_in(memory, room, part ? room : ask.threads * room);
+            Sample& sample = query.sample;
+            sample.slots = memory.take<int64_t>(width), sample.positions = memory.take<int64_t>(width);
+            sample.lists = memory.take<int32_t>(width), sample.exact = memory.take<double>(width);
+            float** const columns[] = {&sample.logits, &sample.squares, &sample.shares, &sample.above,
+                                       &sample.chances, &sample.controls, &sample.doubts};
+            for (float** column : columns) *column = memory.take<float>(width);
             if (memory.at && fresh) queries[i] = query;
         }
         for (int64_t j = 0; memory.at && j < lists.count; j++) total += int64_t(ask.sizes[j]);
@@ -296,7 +370,6 @@ struct Drawing {
         // whole numbers of steps, where nothing but these tells
         const float steps = lists.offsets || !bounded ? -1 : floor((bound - at.base) / max(at.step, 1e-30f));
         const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
-        if (bounded && steps >= 65535) return;
         each_block(lists, ask.allowed, query.tables, first, last, [&](const Eight* sums, int64_t block) {
             if (bounded && steps >= 0 && none_above(sums, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
@@ -312,8 +385,8 @@ struct Drawing {
         });
     }
 
-    // b and σ² of one slot; false where y is not above the bound.
-    bool one(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
+    // b and σ² of one slot; false where no scan looks at it.
+    bool in_scan(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
         const Ear at = ear(query, list);
         const int64_t block = slot / kBlock, lane = slot % kBlock / kLanes * kLanes, place = slot % kBlock;
         const uint8_t* codes = lists.codes + block * lists.parts * 8;
@@ -339,16 +412,18 @@ struct Drawing {
             const float off = at.slope * float(kSetApart - 1), v = off * off + at.rough, left = Design::cold(query.floor, v) - at.own;
             const float gain = max(ask.gained[j], 1.0f);
             query.bounds[j] = left <= at.usual ? left : (left + (gain - 1) * at.usual) / gain;
+            const float offset = lists.offsets ? ask.least_offsets[j] * at.unit : 0;
+            if (at.base + at.step * query.highest - offset <= query.bounds[j]) query.bounds[j] = __builtin_inff();
         }
     }
 
-    // Exact logits of slots, in `exact` from a place on.
-    template <class Number, class Slot>
-    void score(int64_t i, const Slot* slots, int64_t count, int64_t from = 0) {
+    // Exact logits of some of the slots of a sample.
+    template <class Number>
+    void score(int64_t i, Sample& sample, int64_t first, int64_t last) {
         const Reader reader(ask.keys);
-        for (int64_t j = 0; j < count; j++) places[from + j] = ask.places[slots[j]];
-        each_record(reader, places + from, count, [&](int64_t j, const char* at) {
-            exact[from + j] =
+        for (int64_t j = first; j < last; j++) sample.positions[j] = ask.places[sample.slots[j]];
+        each_record(reader, sample.positions + first, last - first, [&](int64_t j, const char* at) {
+            sample.exact[first + j] =
                 score_of<double>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric) * ask.factor;
         });
     }
@@ -368,7 +443,15 @@ struct Drawing {
     void begin(Query& query, int64_t i) {
         make_tables(lists, ask.turned[i], entries, query.tables);
         query.length = ask.squares[i], query.spread = query.beta = 1, query.base = -kInfinity;
+        fill(query.masses, lists.count, 0.0);
         query.low = uint32_t(ask.seeds[i]), query.high = uint32_t(ask.seeds[i] >> 32);
+        query.highest = 0;
+        for (int64_t part = 0; part < lists.parts; part++) {
+            const uint8_t* table = (part % 2 ? query.tables.high : query.tables.low) + part / 2 * kBlock;
+            uint8_t highest = 0;
+            for (int w = 0; w < kBlock; w++) highest = max(highest, table[w]);
+            query.highest += highest;
+        }
         const double rounding = query.tables.step * ask.factor;
         query.rough = float(rounding * rounding * double(lists.parts) / 12);
         for (int64_t j = 0; j < lists.count; j++) query.raw[j] = ask.factor * double(ask.nearness[i][j]);
@@ -408,7 +491,8 @@ struct Drawing {
         if (!count) return;
         const float best = level(some_logits, count, min(kBest, count), kBest / 4);
         const int64_t every = max(int64_t(1), count / kBest);
-        uint32_t looked[4 * kBest];
+        int64_t* looked = query.sample.slots;
+        const double* exact = query.sample.exact;
         float guesses[4 * kBest], squares[4 * kBest];
         int64_t many = 0, plain = 0;
         for (int64_t j = 0; j < count && many < 2 * kBest; j++)
@@ -419,7 +503,7 @@ struct Drawing {
         for (int64_t j = 0; j < count && many < 4 * kBest; j += every) {
             looked[many] = slots[j], guesses[many] = some_logits[j], squares[many++] = some_squares[j];
         }
-        score<Number>(i, looked, many);
+        score<Number>(i, query.sample, 0, many);
         double off = kPrior, checked = kPrior, top = -kInfinity, sum = 0;
         for (int64_t j = 0; j < many; j++) {
             if (j < plain) top = max(top, exact[j]);
@@ -488,63 +572,34 @@ struct Drawing {
                 beyond = max(beyond, 0.0);
             }
         }
-        query.kept.threshold = query.other.threshold = threshold, query.kept.count = query.other.count = 0;
+        for (int64_t part = 0; part < ask.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
         query.rate = min(max(plain, 1.0) / double(max(total, int64_t(1))), 1.0);
         query.floor = threshold + float(log(query.rate));
         set_bounds(query);
         if (ask.budget < total) return;
-        query.kept.threshold = query.other.threshold = query.floor = -1e30f, query.rate = 1;  // all are drawn
+        query.floor = -1e30f, query.rate = 1;  // all are drawn
+        for (int64_t part = 0; part < ask.threads; part++) query.kept[part].threshold = query.floor;
         fill(query.bounds, lists.count, -__builtin_inff());
     }
 
+    void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
+        if (query.bounds[list] == __builtin_inff() || !(ask.sizes[list] > 0)) return;
+        if (ask.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last);
+        else scan_with<false>(query, kept, list, first, last);
+    }
+
     template <bool controls>
-    void scan(Query& query, Kept& kept, int64_t i, int64_t list, int64_t first, int64_t last) {
+    void scan_with(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
         const Vec floor = everywhere(query.floor);
         Vec mass = {};
         look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
-            const Vec share = greater(Design::shares(b, v), floor), key = share + chances(slot, query.low, query.high);
+            const Vec share = greater(Design::shares(b, v), floor), key = share + random_waits(slot, query.low, query.high);
             const uint32_t hits = above(key, everywhere(kept.threshold)) & above(everywhere(kApart), v) & bits;
             if (hits) append(kept, key, share, b, slot, hits);
             if (controls) mass += where(bits, Design::controls(b, v));
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
         });
-        if (controls) ask.masses[i][list] += double(sum(mass));
-    }
-
-    // What a record that was drawn by chance tells of the others; sums over those drawn, each divided by p.
-    struct Told {
-        double squared = 0, seen = 0, model = 0;      // Σ (1 - p) h² / p², of w², and as that is expected
-        double terms = 0, expected = 0;               // Σ w² / p², and as it is expected
-        double hidden = 0, alone = 0, missed = 0;     // of errors that may not show Σ w² / p², Σ w² / p, Σ w / p
-        double last = 0;                              // of the first of these the term of the last record
-        double worst = 0;                             // deviations of the record that errs the most, and a margin
-    };
-
-    // One record: b, σ², a, p and h, weights relative to e^top.
-    void learn(const Query& query, double b, double v, double a, double p, double h, double rise, double z, Told& told) const {
-        const double cap = max(1.0, 1 / query.spread), wide = __builtin_sqrt(v) * cap, far = 1 - p, pp = p * p;
-        const double rare = normal(-ask.visible);
-        const double rounded = z < kCertain ? kCertain * cap * __builtin_sqrt(double(query.rough)) : 0;
-        const double above = a - b - rounded - 1e-3 - 1e-6 * __builtin_fabs(a + query.base);
-        if (above > z * wide) told.worst = max(told.worst, kMargin * above / wide);
-        double w, mean_square;
-        if (counts()) {
-            const double inside = normal(b / __builtin_sqrt(v));
-            w = a >= 0, mean_square = inside * (1 - inside) + (inside - h) * (inside - h);
-            const double tail = min(rare, normal(-__builtin_fabs(b) / wide));
-            told.terms += (w - h) * (w - h) / pp, told.expected += mean_square / pp;
-            told.hidden += tail / pp, told.alone += tail / p, told.missed += tail / p, told.last = tail / pp;
-        } else {
-            const double share = double(Design::shares(everywhere(float(b)), everywhere(float(v)))[0]);
-            w = exp(a + rise), mean_square = exp(2 * (share + rise));
-            told.terms += w * w / pp, told.expected += mean_square / pp;
-            const double tail = min(normal(2 * wide - ask.visible) * exp(2 * (b + wide * wide + rise)), rare);
-            told.hidden += tail / pp, told.alone += tail / p, told.last = tail / pp;
-            told.missed += min(normal(wide - ask.visible) * exp(b + wide * wide / 2 + rise), rare) / p;
-            mean_square *= normal(ask.visible - 2 * __builtin_sqrt(v));  // of errors that show
-        }
-        told.squared += far * h * h / pp;
-        told.seen += far * w * w / pp, told.model += far * mean_square / pp;
+        if (controls) query.masses[list] += double(sum(mass));
     }
 
     bool counts() const { return ask.least == ask.least; }
@@ -559,157 +614,408 @@ struct Drawing {
         return low;
     }
 
-    // Scores what was drawn, adds those set apart, and tells what was not drawn.
-    template <class Number>
-    void finish(Query& query, int64_t i) {
-        Kept &kept = query.kept, &other = query.other;
-        if (other.count) {
-            raise(kept, max(kept.threshold, other.threshold)), raise(other, kept.threshold);
-            std::memcpy(kept.keys + kept.count, other.keys, other.count * 4);
-            std::memcpy(kept.shares + kept.count, other.shares, other.count * 4);
-            std::memcpy(kept.logits + kept.count, other.logits, other.count * 4);
-            std::memcpy(kept.slots + kept.count, other.slots, other.count * 4);
+    bool takes_part(int64_t slot) const { return ask.allowed[slot / kBlock] >> (slot % kBlock) & 1; }
+
+    // What was kept, cut to the budget; some records of those that no scan looked at; and those set apart.
+    void choose(Query& query, int64_t i) {
+        Kept& kept = query.kept[0];
+        for (int64_t part = 1; part < ask.threads; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
+        raise(kept, kept.threshold);
+        for (int64_t part = 1; part < ask.threads; part++) {
+            Kept& other = query.kept[part];
+            raise(other, kept.threshold);
+            std::memcpy(kept.keys + kept.count, other.keys, size_t(other.count) * 4);
+            std::memcpy(kept.shares + kept.count, other.shares, size_t(other.count) * 4);
+            std::memcpy(kept.logits + kept.count, other.logits, size_t(other.count) * 4);
+            std::memcpy(kept.slots + kept.count, other.slots, size_t(other.count) * 4);
             kept.count += other.count;
         }
         if (kept.count > ask.budget) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
-        const int64_t drawn = kept.count, room = ask.positions.width, d = ask.queries.width;
-        const double threshold = double(kept.threshold);
-        score<Number>(i, kept.slots, drawn);
-        int64_t apart = 0;
-        int64_t* sets = (int64_t*)some_logits;  // which is read no more
-        for (int64_t k = 0; k < ask.aparts; k++)
-            if (ask.allowed[ask.apart[k] / kBlock] >> (ask.apart[k] % kBlock) & 1) sets[apart++] = k;
-        int64_t* slots = (int64_t*)some_squares;
-        for (int64_t k = 0; k < apart; k++) slots[k] = ask.apart[sets[k]];
-        score<Number>(i, slots, apart, drawn);
-        double top = query.base;  // plain draws are below it, or else very wrong
-        for (int64_t k = 0; k < drawn + apart && !counts(); k++) top = max(top, exact[k]);
-        const double rise = query.base - top, z = min(kCertain, __builtin_sqrt(double(d)) / max(query.spread, 1.0));
-        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // of controls
-        double *held = ask.controlled[i], *masses = ask.masses[i];
-        auto put = [&](int64_t at, int64_t from, double p, double h, int64_t list) {
-            ask.positions[i][at] = places[from], ask.scores[i][at] = exact[from] / ask.factor;
-            ask.logs[i][at] = float(-log(p)), held[at] = h, ask.own[i][at] = int32_t(list), ask.doubts[i][at] = 0;
-        };
-        Told told;
-        int64_t count = 0;
-        for (; count < min(drawn, room); count++) {
-            const int64_t slot = kept.slots[count], list = list_of(slot);
+        Sample& sample = query.sample;
+        const int64_t room = ask.positions.width - ask.aparts;
+        sample.drawn = min(kept.count, room);
+        for (int64_t k = 0; k < sample.drawn; k++) {
+            const int64_t slot = kept.slots[k], list = list_of(slot);
             const float off = float(ask.errors[slot]) * query.slopes[list];
             float square = off * off + query.rough;
             if (lists.offsets) {
                 const float offset = widen(lists.offsets[slot]) * lists.unit * float(ask.factor);
                 square += offset * offset * kRounded;
             }
-            const float b = kept.logits[count];
-            const double p = chance_of(threshold - double(kept.shares[count]));
-            const double h = ask.controls ? double(Design::controls(everywhere(b), everywhere(square))[0]) * unit : 0;
-            put(count, count, p, h, list);
-            if (p >= 1) continue;
-            learn(query, double(b), double(square), exact[count] - query.base, p, h, rise, z, told);
-            ask.doubts[i][count] = told.last;
-        }
-        const double beta = query.beta;
-        double shifted = 0;
-        if (ask.controls) {
-            for (int64_t j = 0; j < lists.count; j++) masses[j] *= unit * beta;
-            double seen = 0;
-            for (int64_t k = 0; k < count; k++) {
-                const double p = chance_of(threshold - double(kept.shares[k])), a = exact[k] - query.base;
-                held[k] *= beta, masses[ask.own[i][k]] -= held[k] / p;
-                const double left = (counts() ? double(a >= 0) : exp(a + rise)) - held[k];
-                if (p < 1) seen += (1 - p) * left * left / (p * p);
-            }
-            for (int64_t j = 0; j < lists.count; j++) shifted += masses[j];
-            told.seen = seen;
-            if (!counts()) told.model = max(told.model + (beta * beta - 2 * beta) * told.squared, 0.0);
+            sample.slots[k] = slot, sample.lists[k] = int32_t(list), sample.squares[k] = square;
+            sample.logits[k] = kept.logits[k], sample.shares[k] = kept.shares[k];
+            sample.chances[k] = float(chance_of(double(kept.threshold) - double(kept.shares[k])));
         }
         // of what no scan looked at, some by chance
         const double skip = 1 / log1p(-min(query.rate, 1 - 1e-12));
-        int64_t slot = -1;
-        for (uint64_t turn = 0; count < room && drawn + apart + int64_t(turn) < scratch_room; turn++) {
+        int64_t count = sample.drawn, slot = -1;
+        for (uint64_t turn = 0; count < room; turn++) {
             const double chance = (double(hashed(turn, ask.seeds[i])) + 0.5) / 4294967296.0;
             const double ahead = floor(log(chance) * skip) + 1;
             if (!(ahead < double(lists.starts[lists.count] * kBlock - slot))) break;
             slot += int64_t(ahead);
-            if (!(ask.allowed[slot / kBlock] >> (slot % kBlock) & 1)) continue;
+            if (!takes_part(slot)) continue;
             const int64_t list = list_of(slot);
             float b, v;
-            if (one(query, list, slot, b, v) || v >= kApart) continue;
-            score<Number>(i, &slot, 1, drawn + apart + int64_t(turn));
-            put(count, drawn + apart + int64_t(turn), query.rate, 0, list);
-            const double a = exact[drawn + apart + int64_t(turn)] - query.base;
-            if (query.rate < 1) learn(query, double(b), double(v), a, query.rate, 0, rise, z, told);
-            ask.doubts[i][count++] = told.last;
+            if (in_scan(query, list, slot, b, v) || v >= kApart) continue;
+            sample.slots[count] = slot, sample.lists[count] = int32_t(list), sample.logits[count] = b;
+            sample.squares[count] = v, sample.shares[count] = -1e30f, sample.chances[count++] = float(query.rate);
         }
-        double thinned = -kInfinity;
-        for (int64_t k = 0; k < apart && count < room; k++) {
-            const double share = exact[drawn + k] - query.base + (counts() ? 0 : log(double(ask.scales[sets[k]])));
-            const double key = share + double(chances(uint32_t(slots[k]), query.low, query.high)[0]);
+        sample.plain = count;
+        for (int64_t k = 0; k < ask.aparts; k++) {
+            if (!takes_part(ask.apart[k])) continue;
+            sample.slots[count] = ask.apart[k], sample.lists[count] = int32_t(list_of(ask.apart[k]));
+            sample.shares[count++] = ask.scales[k];
+        }
+        sample.count = count;
+    }
+
+    // What records drawn by chance tell of the others: sums over them, each divided by p. Weights are relative to e^top.
+    struct Evidence {
+        Vec squared = {}, seen = {}, model = {};     // Σ (1 - p) h² / p², of (w - h)², and of w² as that is expected
+        Vec terms = {}, expected = {};               // Σ w² / p², and as it is expected
+        Vec hidden = {}, alone = {}, missed = {};    // of errors that may not show Σ w² / p², Σ w² / p, Σ w / p
+        Vec worst = {};                              // deviations of the record that errs the most, and a margin
+    };
+
+    Evidence evidence(const Query& query, double rise) const {
+        const Sample& sample = query.sample;
+        const float cap = float(max(1.0, 1 / query.spread)), x = float(ask.visible), up = float(rise);
+        const float z = float(certain(query));
+        const Vec rare = normal(everywhere(-x));
+        const float rounded = z < kCertain ? float(kCertain) * cap * __builtin_sqrtf(query.rough) : 0;
+        Evidence sums;
+        for (int64_t j = 0; j < sample.plain; j += kLanes) {
+            const Vec b = load(sample.logits + j), v = load(sample.squares + j), a = load(sample.above + j);
+            const Vec p = load(sample.chances + j), h = load(sample.controls + j), inverse = 1.0f / p;
+            const Vec deviation = root(v), wide = deviation * cap, far = 1.0f - p, base = everywhere(float(query.base));
+            const IntVec by_chance = p < 1.0f;
+            auto only = [&](Vec term) { return (Vec)((IntVec)term & by_chance); };
+            const Vec size = a + base, beyond = a - b - rounded - 1e-3f - 1e-6f * (size < 0.0f ? -size : size);
+            const Vec over = beyond > wide * z ? beyond * float(kMargin) / wide : Vec{};
+            sums.worst = greater(only(over), sums.worst);
+            Vec w, mean_square, tail, missed, shown;
+            if (counts()) {
+                const Vec inside = normal(b / deviation), one = everywhere(1.0f);
+                w = a >= 0.0f ? one : Vec{};
+                mean_square = inside * (1.0f - inside) + (inside - h) * (inside - h), shown = mean_square;
+                tail = missed = smaller(rare, normal((b < 0.0f ? b : -b) / wide));
+                w -= h;
+            } else {
+                w = exp_at_most(a + up);
+                mean_square = exp_at_most((Design::shares(b, v) + up) * 2.0f);
+                tail = smaller(normal(wide * 2.0f - x) * exp_at_most((b + wide * wide + up) * 2.0f), rare);
+                missed = smaller(normal(wide - x) * exp_at_most(b + wide * wide * 0.5f + up), rare);
+                shown = mean_square * normal(x - deviation * 2.0f);  // of errors that show
+            }
+            const Vec left = counts() ? w : w - h, square = inverse * inverse;
+            sums.terms += only(w * w * square), sums.expected += only(mean_square * square);
+            sums.hidden += only(tail * square), sums.alone += only(tail * inverse), sums.missed += only(missed * inverse);
+            sums.squared += only(far * h * h * square), sums.seen += only(far * left * left * square);
+            sums.model += only(far * shown * square);
+            store(sample.doubts + j, only(tail * square));
+        }
+        return sums;
+    }
+
+    // Deviations that no record is believed to exceed.
+    double certain(const Query& query) const {
+        return min(kCertain, __builtin_sqrt(double(ask.queries.width)) / max(query.spread, 1.0));
+    }
+
+    // Probabilities and weights of what was scored, the corrections, and bounds of what was not drawn.
+    void weigh(Query& query, int64_t i) {
+        Sample& sample = query.sample;
+        double top = counts() ? 0 : query.base;
+        for (int64_t k = 0; k < sample.count && !counts(); k++) top = max(top, sample.exact[k]);
+        const double rise = counts() ? 0 : query.base - top, threshold = double(query.kept[0].threshold);
+        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // of controls
+        for (int64_t k = 0; k < sample.plain; k++) sample.above[k] = float(sample.exact[k] - query.base);
+        const bool controlled = ask.controls && query.beta > 0;
+        for (int64_t k = 0; k < sample.plain; k += kLanes) {
+            const Vec h = Design::controls(load(sample.logits + k), load(sample.squares + k)) * float(unit);
+            store(sample.controls + k, controlled ? h : Vec{});
+        }
+        for (int64_t k = sample.drawn; k < sample.plain; k++) sample.controls[k] = 0;
+        double thinned = 0;
+        const float* scales = sample.shares + sample.plain;
+        int64_t count = sample.plain;
+        for (int64_t k = sample.plain; k < sample.count; k++) {
+            const double share = sample.exact[k] - query.base + (counts() ? 0 : log(double(scales[k - sample.plain])));
+            const double key = share + double(random_waits(uint32_t(sample.slots[k]), query.low, query.high)[0]);
             const double p = counts() ? 1.0 : chance_of(threshold - share);
-            if (p < 1) thinned = threshold + rise;
+            if (p < 1) thinned = exp(threshold + rise);
             if (!counts() && !(key > threshold)) continue;
-            put(count++, drawn + k, p, 0, list_of(slots[k]));
+            sample.slots[count] = sample.slots[k], sample.positions[count] = sample.positions[k];
+            sample.lists[count] = sample.lists[k], sample.exact[count] = sample.exact[k];
+            weights[count++] = p;  // for now
         }
+        sample.count = count;
+        double* masses = query.masses;
+        double sum_of_weights = 0, correction = 0;
+        bool corrected = controlled;
+        for (int64_t k = 0; k < count; k++) {
+            const double p = k < sample.plain ? chance_at(query, k) : weights[k];
+            const double w = counts() ? double(sample.exact[k] >= query.base) : exp(sample.exact[k] - top);
+            weights[k] = w / p, chances[k] = 1 - p, sum_of_weights += weights[k];
+            controls[k] = 0, doubts[k] = 0;
+            if (controlled && k < sample.drawn) controls[k] = double(sample.controls[k]) / p;
+        }
+        if (controlled) {
+            for (int64_t j = 0; j < lists.count; j++) masses[j] *= unit;
+            for (int64_t k = 0; k < sample.drawn; k++) masses[sample.lists[k]] -= controls[k];
+            for (int64_t j = 0; j < lists.count; j++) correction += masses[j];
+            corrected = counts() || (correction >= -kLost * sum_of_weights && correction < 1e300);
+            if (!corrected) {
+                fill(controls, sample.drawn, 0.0);
+                fill(sample.controls, sample.drawn, 0.0f);
+                correction = 0;
+            }
+        }
+        pad(sample);
+        const Evidence sums = evidence(query, rise);
+        for (int64_t k = 0; k < sample.plain; k++) doubts[k] = double(sample.doubts[k]);
+        double model = double(sum(sums.model));
+        if (!counts()) model = max(model - (corrected ? double(sum(sums.squared)) : 0), 0.0);
+        const double worst = double(-least_of(-sums.worst)), z = certain(query), most = max(z, worst);
         double widest = 0;
         for (int64_t j = 0; j < lists.count; j++) widest = max(widest, double(query.slopes[j]));
         widest = widest * double(ask.largest) / double(ask.error_step) + __builtin_sqrt(double(query.rough)) * 4;
         widest *= max(1.0, 1 / query.spread);
-        const double most = max(z, told.worst);
         // the largest b + z σ - log p: where l = b + σ², and where p is about to be 1
         const double deep = __builtin_sqrt(max(-threshold, 0.0));
         double over = threshold + (counts() || widest > most / 2 ? most * most / 4 : most * widest - widest * widest);
         if (counts()) over = min(over, -log(query.rate));
         else if (widest > deep) over = max(over, widest * (most - 2 * deep));
-        const bool others = drawn + apart < total && query.rate < 1;
-        const double ratio = told.expected > 0 ? max(1.0, told.terms / told.expected) : 1.0;
-        ask.bounds[0][i] = top;
-        const double wrong = told.worst > kAbsurd ? kInfinity : 0;
-        ask.bounds[1][i] = !others ? -kInfinity : over + rise + wrong;
-        ask.bounds[2][i] = !others ? 0 : told.hidden * ratio + wrong;
-        ask.bounds[8][i] = !others ? 0 : told.missed * ratio + wrong;
-        ask.bounds[9][i] = !others ? 0 : told.alone * ratio + wrong;
-        ask.bounds[3][i] = told.seen > 0 ? max(1.0, told.model / told.seen) : 1;
-        ask.bounds[4][i] = shifted;
-        ask.bounds[5][i] = thinned;
-        ask.bounds[6][i] = told.model;
-        ask.bounds[7][i] = query.spread;
-        for (int64_t k = count; k < room; k++) {
-            ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.logs[i][k] = 0, ask.own[i][k] = 0;
-            held[k] = 0, ask.doubts[i][k] = 0;
+        const bool others = sample.drawn + count - sample.plain < total && query.rate < 1;
+        const double terms = double(sum(sums.terms)), expected = double(sum(sums.expected)), seen = double(sum(sums.seen));
+        const double ratio = expected > 0 ? max(1.0, terms / expected) : 1.0, wrong = worst > kAbsurd ? kInfinity : 0;
+        set(i, Figure::base, top), set(i, Figure::correction, correction), set(i, Figure::thinned, thinned);
+        set(i, Figure::unseen, others ? exp(over + rise) + wrong : 0);
+        set(i, Figure::hidden, others ? double(sum(sums.hidden)) * ratio + wrong : 0);
+        set(i, Figure::missed, others ? double(sum(sums.missed)) * ratio + wrong : 0);
+        set(i, Figure::alone, others ? double(sum(sums.alone)) * ratio + wrong : 0);
+        set(i, Figure::expected, model);
+        query.raised = seen > 0 ? max(1.0, model / seen) : 1;
+        query.mass = sum_of_weights + correction;
+        write(query, i);
+    }
+
+    // Fills the last vector of a sample with records that tell nothing.
+    static void pad(Sample& sample) {
+        for (int64_t k = sample.plain; k % kLanes; k++) {
+            sample.logits[k] = sample.above[k] = sample.controls[k] = 0;
+            sample.squares[k] = sample.chances[k] = 1;
         }
     }
 
-    // One of two halves of the lists for the only query.
-    void scan_half(int64_t half) {
-        const int64_t blocks = lists.starts[lists.count];
-        Kept& kept = half ? queries[0].other : queries[0].kept;
-        for (int64_t j = 0; j < lists.count; j++) {
-            if ((lists.starts[j] >= blocks / 2) != half || !(ask.sizes[j] > 0)) continue;
-            if (ask.controls) scan<true>(queries[0], kept, 0, j, lists.starts[j], lists.starts[j + 1]);
-            else scan<false>(queries[0], kept, 0, j, lists.starts[j], lists.starts[j + 1]);
+    double chance_at(const Query& query, int64_t k) const {
+        const Sample& sample = query.sample;
+        if (k >= sample.drawn) return query.rate;
+        return chance_of(double(query.kept[0].threshold) - double(sample.shares[k]));
+    }
+
+    void set(int64_t i, Figure what, double number) { ask.bounds[int64_t(what)][i] = number; }
+    double figure(int64_t i, Figure what) const { return ask.bounds[int64_t(what)][i]; }
+
+    // The sample as the caller sees it.
+    void write(const Query& query, int64_t i) {
+        const Sample& sample = query.sample;
+        const int64_t width = ask.positions.width;
+        for (int64_t k = 0; k < sample.count; k++) {
+            ask.positions[i][k] = sample.positions[k], ask.scores[i][k] = sample.exact[k] / ask.factor;
+            ask.logs[i][k] = float(-log1p(-chances[k]));
+            if (ask.controlled.width) ask.controlled[i][k] = controls[k] * (1 - chances[k]);
         }
+        for (int64_t k = sample.count; k < width; k++) {
+            ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.logs[i][k] = 0;
+            if (ask.controlled.width) ask.controlled[i][k] = 0;
+        }
+    }
+
+    Terms terms_of(const Query& query, int64_t first, int64_t last) const {
+        const Sample& sample = query.sample;
+        Terms terms;
+        terms.positions = sample.positions + first, terms.chances = chances + first, terms.count = last - first;
+        terms.values = ask.values, terms.controls = controls + first, terms.doubts = doubts + first;
+        terms.own = sample.lists + first, terms.means = ask.means, terms.salt = ask.salt;
+        return terms;
+    }
+
+    // The answer of what was pooled: o = (Σ w v / p + Σ_j M_j v̄_j) / Z, M_j the corrections.
+    void answer(Query& query, int64_t i) {
+        const int64_t v = ask.output.width;
+        const double z = query.mass;
+        double *output = ask.output[i], *moved = ask.moved[i];
+        fill(output, v, 0.0), fill(moved, v, 0.0);
+        if (v && figure(i, Figure::correction) != 0)
+            for (int64_t j = 0; j < lists.count; j++)
+                if (query.masses[j] != 0) {
+                    const float* mean = ask.means[j];
+                    for (int64_t t = 0; t < v; t++) moved[t] += query.masses[j] * double(mean[t]);
+                }
+        for (int64_t t = 0; t < v; t++) {
+            double numerator = moved[t];
+            for (int64_t part = 0; part < ask.threads; part++) numerator += totals[part][t];
+            output[t] = z > 0 ? numerator / z : 0;
+        }
+        set(i, Figure::lse, z > 0 ? figure(i, Figure::base) + log(z) : -kInfinity);
+        const double inverse = z > 0 ? 1 / z : 0;
+        for (int64_t k = 0; k < query.sample.count; k++) weights[k] *= inverse, controls[k] *= inverse;
+    }
+
+    // Sums over the terms of the error, and the bounds relative to Z.
+    void judge(Query& query, int64_t i) {
+        const int64_t v = ask.output.width;
+        Errors whole;
+        whole.first = ask.first[i], whole.signed_sums = ask.sums[i], whole.roots = ask.roots[i], whole.drift = errors[0].drift;
+        fill(whole.first, v, 0.0), fill(whole.signed_sums, kSigns * v, 0.0f), fill(whole.roots, kSigns, 0.0);
+        const double raised = query.raised, root_of = __builtin_sqrt(raised);
+        for (int64_t part = 0; part < ask.threads; part++) {
+            const Errors& some = errors[part];
+            whole.noise += some.noise, whole.noises += some.noises, whole.variance += some.variance;
+            whole.variances += some.variances, whole.doubt += some.doubt, whole.apart += some.apart;
+            for (int64_t t = 0; t < v; t++) whole.first[t] += raised * some.first[t];
+            for (int64_t t = 0; t < v && part; t++) whole.drift[t] += some.drift[t];
+            for (int64_t t = 0; t < kSigns * v; t++) whole.signed_sums[t] += float(root_of) * some.signed_sums[t];
+            for (int64_t t = 0; t < kSigns; t++) whole.roots[t] += root_of * some.roots[t];
+        }
+        double drift = 0, far = 0, corner = 0, lowest = 0;
+        const double* output = ask.output[i];
+        for (int64_t t = 0; t < v; t++) drift += whole.drift[t] * whole.drift[t];
+        if (ask.values.kind == Kind::label) {  // from the farthest corner
+            for (int64_t t = 0; t < v; t++) corner += output[t] * output[t], lowest = min(lowest, output[t]);
+            far = __builtin_sqrt(corner + 1 - 2 * lowest);
+        } else if (v) {
+            for (int64_t t = 0; t < v; t++) corner += (output[t] - ask.centre[t]) * (output[t] - ask.centre[t]);
+            far = ask.value_radius + __builtin_sqrt(corner);
+        } else {
+            far = 1;
+        }
+        const double z = query.mass, inverse = z > 0 ? 1 / z : kInfinity;
+        const bool few = query.sample.count < ask.fewest && figure(i, Figure::unseen) * inverse > ask.slight;
+        auto relative = [&](Figure what, double by, bool bound) {
+            const double number = figure(i, what);
+            set(i, what, number == 0 && !few ? 0 : bound && (few || !(number * by < kInfinity)) ? kInfinity : number * by);
+        };
+        relative(Figure::hidden, inverse * inverse, true), relative(Figure::alone, inverse * inverse, true);
+        relative(Figure::missed, inverse, true), relative(Figure::unseen, inverse, true), relative(Figure::thinned, inverse, false);
+        set(i, Figure::noise, raised * whole.noise), set(i, Figure::noises, raised * raised * whole.noises);
+        set(i, Figure::variance, raised * whole.variance), set(i, Figure::variances, raised * raised * whole.variances);
+        set(i, Figure::usual, whole.doubt > 0 ? __builtin_sqrt(whole.apart / whole.doubt) : 0);
+        set(i, Figure::drift, whole.doubt > 0 ? __builtin_sqrt(drift) / whole.doubt : 0);
+        set(i, Figure::reach, far);
+        for (int64_t k = 0; k < ask.weights.width; k++) ask.weights[i][k] = k < query.sample.count ? weights[k] : 0;
+    }
+
+    enum Step : int64_t { scanning = 1, scoring, pooling, judging };
+
+    // One part of a step of a query's draw; what it does depends on the number of parts alone.
+    template <class Number>
+    void work(Step step, int64_t part, Query& query, int64_t i) {
+        const int64_t count = query.sample.count, first = count * part / ask.threads, last = count * (part + 1) / ask.threads;
+        const int64_t v = ask.output.width;
+        if (step == scanning) {
+            for (int64_t j = 0; j < lists.count; j++) {
+                const int64_t low = max(lists.starts[j], cuts[part]), high = min(lists.starts[j + 1], cuts[part + 1]);
+                if (low < high) scan(query, query.kept[part], j, low, high);
+            }
+        } else if (step == scoring) {
+            score<Number>(i, query.sample, first, last);
+        } else if (step == pooling) {
+            fill(totals[part], v, 0.0);
+            if (v) add_weighed(terms_of(query, first, last), weights + first, totals[part]);
+        } else {
+            Errors& sums = errors[part];
+            sums.noise = sums.noises = sums.variance = sums.variances = sums.doubt = sums.apart = 0;
+            fill(sums.first, v, 0.0), fill(sums.drift, v, 0.0), fill(sums.roots, kSigns, 0.0);
+            fill(sums.signed_sums, kSigns * v, 0.0f);
+            spread(terms_of(query, first, last), weights + first, ask.output[i], v, sums, lines[part]);
+        }
+    }
+
+    // A step, in parts that whoever is there takes by turns.
+    template <class Number>
+    void share(Step step, Query& query, int64_t i) {
+        if (ask.threads == 1) return work<Number>(step, 0, query, i);
+        Crew& crew = *ask.crew;
+        __atomic_store_n(&crew.done, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&crew.ticket, int64_t(step) << 16 | ask.threads, __ATOMIC_RELEASE);
+        for (int64_t part; (part = take(crew, __atomic_load_n(&crew.ticket, __ATOMIC_ACQUIRE))) >= 0;)
+            finish_part<Number>(step, part);
+        while (__atomic_load_n(&crew.done, __ATOMIC_ACQUIRE) < ask.threads) pause();
+    }
+
+    template <class Number>
+    void finish_part(int64_t step, int64_t part) {
+        work<Number>(Step(step), part, queries[0], 0);
+        __atomic_fetch_add(&ask.crew->done, 1, __ATOMIC_RELEASE);
+    }
+
+    template <class Number>
+    void finish(Query& query, int64_t i) {
+        choose(query, i);
+        share<Number>(scoring, query, i);
+        weigh(query, i);
+        if (counts()) return;
+        share<Number>(pooling, query, i);
+        answer(query, i);
+        share<Number>(judging, query, i);
+        judge(query, i);
+    }
+
+    // The blocks that each thread scans: as many of lists that are not skipped.
+    void cut(const Query& query) {
+        int64_t left = 0, seen = 0, part = 1;
+        for (int64_t j = 0; j < lists.count; j++) left += query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0;
+        cuts[0] = 0;
+        for (int64_t j = 0; j < lists.count; j++) {
+            const int64_t blocks = query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0;
+            for (; part < ask.threads && seen + blocks >= left * part / ask.threads; part++)
+                cuts[part] = lists.starts[j] + (left * part / ask.threads - seen);
+            seen += blocks;
+        }
+        for (; part <= ask.threads; part++) cuts[part] = lists.starts[lists.count];
     }
 
     template <class Number>
     void run() {
+        if (ask.threads > 1) {
+            begin<Number>(queries[0], 0);
+            cut(queries[0]);
+            share<Number>(scanning, queries[0], 0);
+            finish<Number>(queries[0], 0);
+            __atomic_store_n(&ask.crew->ticket, -1, __ATOMIC_RELEASE);
+            return;
+        }
         const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
         for (int64_t low = 0; low < ask.queries.rows; low += kTogether) {
             const int64_t count = min(kTogether, ask.queries.rows - low);
             for (int64_t i = 0; i < count; i++) begin<Number>(queries[i], low + i);
-            for (int64_t j = 0; j < lists.count; j++) {
-                if (!(ask.sizes[j] > 0)) continue;
+            for (int64_t j = 0; j < lists.count; j++)
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
-                    for (int64_t i = 0; i < count; i++) {
-                        const int64_t until = min(first + step, last);
-                        if (ask.controls) scan<true>(queries[i], queries[i].kept, low + i, j, first, until);
-                        else scan<false>(queries[i], queries[i].kept, low + i, j, first, until);
-                    }
-            }
+                    for (int64_t i = 0; i < count; i++)
+                        scan(queries[i], queries[i].kept[0], j, first, min(first + step, last));
             for (int64_t i = 0; i < count; i++) finish<Number>(queries[i], low + i);
         }
     }
 };
+
+}  // namespace
+
+namespace {
+
+// Calls take(drawing, a number of the keys' kind).
+template <class Take>
+void by_kind(const Draw& ask, bool fresh, Take take) {
+    Memory memory{ask.scratch};
+    auto by_number = [&](auto drawing) {
+        if (ask.keys.kind == Kind::half) take(drawing, Half());
+        else take(drawing, float());
+    };
+    if (ask.least != ask.least) by_number(Drawing<Weights>(ask, memory, fresh));
+    else by_number(Drawing<Chances>(ask, memory, fresh));
+}
 
 }  // namespace
 
@@ -719,23 +1025,28 @@ int64_t draw_scratch(const Draw& ask) {
     return memory.used + 64;
 }
 
-// The whole of it, or a step of it for one query: the start, a half of the scan, the end.
-void draw(const Draw& ask, DrawStep step) {
-    Memory memory{ask.scratch};
-    const bool fresh = step == DrawStep::all || step == DrawStep::begin;
-    auto drawn = [&](auto drawing, auto number) {
-        using Number = decltype(number);
-        if (step == DrawStep::all) drawing.template run<Number>();
-        else if (step == DrawStep::begin) drawing.template begin<Number>(drawing.queries[0], 0);
-        else if (step == DrawStep::end) drawing.template finish<Number>(drawing.queries[0], 0);
-        else drawing.scan_half(step == DrawStep::second);
-    };
-    auto by_number = [&](auto drawing) {
-        if (ask.keys.kind == Kind::half) drawn(drawing, Half());
-        else drawn(drawing, float());
-    };
-    if (ask.least != ask.least) by_number(Drawing<Weights>(ask, memory, fresh));
-    else by_number(Drawing<Chances>(ask, memory, fresh));
+void draw(const Draw& ask) {
+    by_kind(ask, true, [](auto& drawing, auto number) { drawing.template run<decltype(number)>(); });
+}
+
+// Takes parts of the steps of another thread's query until that is answered. Nothing of it is looked at before a part is
+// taken, for which the other waits: it may have ended, and its arrays be gone.
+void help_draw(const Draw& ask) {
+    Crew& crew = *ask.crew;
+    int64_t ticket, idle = 0;
+    while ((ticket = __atomic_load_n(&crew.ticket, __ATOMIC_ACQUIRE)) >= 0) {
+        const int64_t part = take(crew, ticket);
+        if (part >= 0) {
+            by_kind(ask, false, [&](auto& drawing, auto number) {
+                drawing.template finish_part<decltype(number)>(ticket >> 16, part);
+            });
+            idle = 0;
+        } else if (idle++ < kPatience) {
+            pause();
+        } else {
+            sched_yield();
+        }
+    }
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -7,7 +7,8 @@ namespace softdb {
 namespace SOFTDB_LEVEL {
 
 int64_t draw_scratch(const Draw& ask);  // bytes
-void draw(const Draw& ask, DrawStep step);
+void draw(const Draw& ask);
+void help_draw(const Draw& ask);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

@@ -69,12 +69,20 @@ struct Encode {
     float* errors = nullptr;   // (n,), written to: |r - w|, or more where one part has most of it
 };
 
+// Threads that share the steps of one draw: the step, its next part and their number; and how many are done.
+struct Crew {
+    int64_t ticket = 0, done = 0;  // 0 before the first step, -1 after the last
+};
+
+constexpr int64_t kMostThreads = 64;
+
 // Records drawn by a scan of all codes, each by its own weight: draw.cc has the equations. Rows of `lists` are lists.
 struct Draw {
     Lists lists;                        // of coarser codes; of matrices and factors there are none
     const uint8_t* gains = nullptr;     // (blocks, 16) factors, in steps of kGain
     const uint8_t* errors = nullptr;    // (blocks, 16) |k - k̂| in steps; kSetApart: set apart
     const float* gained = nullptr;      // (lists,) the largest factor
+    const float* least_offsets = nullptr;  // (lists,) the least offset, for l2
     const float* spreads = nullptr;     // (lists,) root of the mean square of the residuals
     float error_step = 0, largest = 0;  // the largest of those that are not set apart, in keys' own measure
     Table<const float> queries;         // (q, d) prepared
@@ -98,18 +106,39 @@ struct Draw {
     Table<int64_t> positions;         // (q, w), written to, then -1
     Table<double> scores;             // (q, w), written to, then -inf
     Table<float> logs;                // (q, w), written to: log of the inverse of each probability
-    Table<double> controlled;         // (q, w), written to: estimated weights / e^base, or chances, that corrections take
-    Table<double> doubts;             // (q, w), written to: what each tells of the weights that may not show
-    Table<int32_t> own;               // (q, w), written to: lists
-    Table<double> masses;             // (q, lists), written to: their sums over the records of each
-    Table<double> bounds;             // (kBounds, q), written to: see draw.cc
-    bool halves = false;  // whether one query is drawn for in steps
+    Table<double> controlled;         // (q, w), written to: chances that codes tell, for counts; (q, 0) else
+    Table<double> bounds;             // (figures, q), written to
+    // of an answer, not of counts
+    Stored values;
+    Table<const float> means;         // (lists, v) mean values
+    const double* centre = nullptr;   // (v,) from which no value is farther than
+    double value_radius = 0;
+    uint64_t salt = 0;                // of random signs
+    int64_t fewest = 0;               // draws below which nothing is known of the others,
+    double slight = 0;                // unless none of them can be more of Ẑ
+    Table<double> output;             // (q, v), written to
+    Table<double> moved;              // (q, v), written to: what corrections add to Σ w v / p
+    Table<double> first;              // (q, v), written to: Σ r y, as `Errors`
+    Table<float> sums;                // (q, kSigns v), written to: Σ ±y
+    Table<double> roots;              // (q, kSigns), written to: Σ ±r
+    Table<double> weights;            // (q, w), written to: shares of the answer
+    int64_t threads = 1;              // that share the steps of the only query
+    Crew* crew = nullptr;             // then
     char* scratch = nullptr;
 };
 
-enum class DrawStep { all, begin, first, second, end };
+// Figures of a drawn answer. Weights and terms are relative to Ẑ, of counts to 1 record.
+enum class Figure : int64_t {
+    base,                            // log of the unit of the correction and of `moved`
+    correction,                      // which Ẑ has beyond Σ w / p
+    unseen, hidden, missed, alone,   // the largest w / p of a record not drawn; Σ w² / p, Σ w, Σ w² of errors not shown
+    thinned,                         // the largest term of a record set apart that was left to chance
+    expected,                        // variance as codes tell it
+    lse, noise, noises, variance, variances,  // log Ẑ, Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
+    usual, drift, reach,             // of values: ‖v - o‖ by the shares in `hidden`, the length of their mean, the most
+    count,
+};
 
-constexpr int kBounds = 10;
 constexpr float kGain = 4.0f / 255;  // of factors in bytes
 constexpr int kSetApart = 255;
 

@@ -33,50 +33,15 @@ SOFTDB_INLINE void add(double factor, const char* value, const Stored& values, d
     }
 }
 
-// Adds sum_j signs[.][j] parts[j] over the first so many to sums (kSigns, v).
-void add_signed(const float* signs, const float* parts, int64_t pitch, int64_t filled, float* sums, int64_t v) {
-    constexpr int rows = kSigns / 2;
-    for (int r = 0; r < kSigns; r += rows)
-        for (int64_t x = 0; x < v; x += kLanes) {
-            Vec some[rows] = {};
-            for (int64_t j = 0; j < filled; j++) {
-                Vec part = load(parts + j * pitch + x);
-                for (int u = 0; u < rows; u++) some[u] += signs[(r + u) * kChunk + j] * part;
-            }
-            for (int u = 0; u < rows; u++)
-                for (int64_t t = x; t < min(x + kLanes, v); t++) sums[(r + u) * v + t] += some[u][t - x];
-        }
-}
-
 }  // namespace
 
-// o = sum softmax(a)_j v_j and lse = log sum e^a_j. Bytes moved: q k v numbers; operations: 2 q k v.
-template <class Number>
-void pool(const Pool<Number>& ask) {
-    const int64_t k = ask.logits.width, v = ask.output.width;
+// Adds Σ w v to `total`. Bytes moved: k v numbers; operations: 2 k v.
+void add_weighed(const Terms& ask, const double* weights, double* total) {
     const Reader reader(ask.values);
-    double* total = ask.scratch;
-    for (int64_t i = 0; i < ask.logits.rows; i++) {
-        const Number* logits = ask.logits[i];
-        const int64_t* positions = ask.positions[i];
-        Number top = logits[0];
-        for (int64_t j = 0; j < k; j++) top = max(top, logits[j]);
-        fill(total, v, 0.0);
-        double mass = 0;
-        if (top > -kInfinity) {
-            for (int64_t j = 0; j < k; j++) mass += exp(double(Number(logits[j] - top)));
-            if (ask.values.kind != Kind::none)
-                each_record(reader, positions, k, [&](int64_t j, const char* at) {
-                    if (logits[j] > -kInfinity) add(exp(double(Number(logits[j] - top))) / mass, at, ask.values, total);
-                });
-        }
-        for (int64_t t = 0; t < v; t++) ask.output[i][t] = Number(total[t]);
-        ask.lse[i] = Number(double(top) + log(mass));
-    }
+    each_record(reader, ask.positions, ask.count, [&](int64_t j, const char* at) {
+        if (weights[j] > 0) add(weights[j], at, ask.values, total);
+    });
 }
-
-template void pool(const Pool<float>&);
-template void pool(const Pool<double>&);
 
 // sum w v over each query's candidates. Bytes moved: q k v numbers; operations: 2 q k v.
 template <class Number>
@@ -97,82 +62,86 @@ void weighted_sums(const Sums<Number>& ask) {
 template void weighted_sums(const Sums<float>&);
 template void weighted_sums(const Sums<double>&);
 
-// Cost q k v kSigns operations; values come from cache.
+namespace {
+
+// Adds one term: u = w (v - o) - h (m - o) to the sums, c its 1 - p; returns ‖u‖² and ‖v - o‖².
 template <class Number>
-void spread(const Spread<Number>& ask) {
-    const int64_t k = ask.logits.width, v = ask.output.width, pitch = (v + kLanes - 1) / kLanes * kLanes;
-    const Reader reader(ask.values);
-    double *centred = ask.centred, *drift = ask.centred + v;
-    float *signs = ask.parts, *parts = ask.parts + kSigns * kChunk;
-    if (v) fill(parts, kChunk * pitch, 0.0f);
-    for (int64_t i = 0; i < ask.logits.rows; i++) {
-        double variance = 0, variances = 0, noise = 0, noises = 0, plain = 0, plains = 0, *first = ask.first[i], *roots = ask.roots[i];
-        float* sums = ask.sums[i];
-        int64_t filled = 0;
-        fill(sums, kSigns * v, 0.0f);
-        fill(first, v, 0.0);
-        fill(drift, v, 0.0);
-        fill(roots, kSigns, 0.0);
-        for (int64_t j = 0; j < k; j++) {
-            bool part = ask.logits[i][j] > -kInfinity;
-            double weight = part ? exp(double(Number(ask.logits[i][j] - ask.lse[i]))) : 0.0;
-            ask.weights[i][j] = Number(weight);
-            const double control = ask.controls.width ? ask.controls[i][j] : 0.0, left = weight - control;
-            const double chance = -expm1(-double(ask.logs[i][j])), root = __builtin_sqrt(chance);
-            if (!(chance > 0) || !part) continue;
-            double square = chance * left * left;
-            noise += square;
-            noises += square * square;
-            if (ask.values.kind == Kind::none) continue;
-            double far = 0;
-            float* line = parts + filled * pitch;
-            for (int64_t t = 0; t < v; t++) centred[t] = -ask.output[i][t];
-            add(1.0, reader.at(ask.positions[i][j]), ask.values, centred);
-            const double doubt = ask.doubts[i][j];
-            plain += doubt;
-            double apart = 0;
-#pragma omp simd reduction(+ : apart)
-            for (int64_t t = 0; t < v; t++) apart += centred[t] * centred[t];
-            plains += doubt * apart;
-            if (doubt > 0)
-                for (int64_t t = 0; t < v; t++) drift[t] += doubt * centred[t];
-            for (int64_t t = 0; t < v; t++) centred[t] *= weight;
-            if (control) {
-                for (int64_t t = 0; t < v; t++) centred[t] += control * ask.output[i][t];
-                add_numbers(-control, ask.means[ask.own[i][j]], v, centred);
-            }
-#pragma omp simd reduction(+ : far)
-            for (int64_t t = 0; t < v; t++) {
-                far += centred[t] * centred[t];
-                line[t] = float(root * centred[t]);
-                first[t] += chance * left * centred[t];
-            }
-            variance += chance * far;
-            variances += chance * far * chance * far;
-            uint32_t bits = hashed(uint64_t(ask.positions[i][j]), ask.salt);
-            for (int sign = 0; sign < kSigns; sign++) {
-                float one = (bits >> sign) & 1 ? 1.0f : -1.0f;
-                signs[sign * kChunk + filled] = one;
-                roots[sign] += one * root * left;
-            }
-            if (++filled == kChunk) {
-                add_signed(signs, parts, pitch, filled, sums, v);
-                filled = 0;
-            }
-        }
-        if (filled) add_signed(signs, parts, pitch, filled, sums, v);
-        ask.found[0][i] = noise, ask.found[1][i] = noises, ask.found[2][i] = variance;
-        double moved = 0;
-        for (int64_t t = 0; t < v; t++) moved += drift[t] * drift[t];
-        ask.found[3][i] = variances, ask.found[4][i] = plain > 0 ? __builtin_sqrt(plains / plain) : 0;
-        ask.found[5][i] = plain > 0 ? __builtin_sqrt(moved) / plain : 0;
+SOFTDB_INLINE void add_term(const Number* value, const double* output, const float* mean, int64_t v, double weight,
+                            double control, double pull, float signed_root, double doubt, const Errors& into, double& far,
+                            double& apart) {
+    Doubles fars = {}, aparts = {};
+    auto part = [&](auto x, auto o, auto m, int64_t t, auto& far_sum, auto& apart_sum) {
+        using Some = decltype(x);
+        const Some centred = x - o, u = weight * centred - control * (m - o);
+        far_sum += u * u, apart_sum += centred * centred;
+        Some first, moved;
+        std::memcpy(&first, into.first + t, sizeof first);
+        std::memcpy(&moved, into.drift + t, sizeof moved);
+        first += pull * u, moved += doubt * centred;
+        std::memcpy(into.first + t, &first, sizeof first);
+        std::memcpy(into.drift + t, &moved, sizeof moved);
+        return u;
+    };
+    int64_t t = 0;
+    for (; t + kPairs <= v; t += kPairs) {
+        Doubles o;
+        std::memcpy(&o, output + t, sizeof o);
+        const Doubles u = part(load_wide(value + t), o, mean ? load_wide(mean + t) : Doubles{}, t, fars, aparts);
+        Singles sums;
+        std::memcpy(&sums, into.signed_sums + t, sizeof sums);
+        sums += signed_root * __builtin_convertvector(u, Singles);
+        std::memcpy(into.signed_sums + t, &sums, sizeof sums);
+    }
+    far = sum(fars), apart = sum(aparts);
+    for (; t < v; t++) {
+        const double u = part(double(widen(value[t])), output[t], mean ? double(mean[t]) : 0.0, t, far, apart);
+        into.signed_sums[t] += signed_root * float(u);
     }
 }
 
-template void spread(const Spread<float>&);
-template void spread(const Spread<double>&);
+}  // namespace
 
-// tr(C)² / tr(C²), from the mean of (y·y')² over y = sum ±√c (v - o) (Hutchinson 1989). Cost q v kSigns².
+// Adds the terms of an answer's error to its sums. `line`: (v,) scratch. Cost 8 k v operations; values come from cache.
+void spread(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line) {
+    const Reader reader(ask.values);
+    for (int64_t t = 0; t < v; t++) line[t] = 0;
+    for (int64_t j = 0; j < ask.count; j++) {
+        const double weight = weights[j], control = ask.controls ? ask.controls[j] : 0.0;
+        const double chance = ask.chances[j], root = __builtin_sqrt(chance), left = weight - control;
+        if (!(chance > 0) || ask.positions[j] < 0) continue;
+        const double square = chance * left * left;
+        into.noise += square, into.noises += square * square;
+        if (ask.values.kind == Kind::none) continue;
+        const uint32_t bits = hashed(uint64_t(ask.positions[j]), ask.salt);
+        const int64_t group = bits % kSigns;
+        const float sign = bits / kSigns % 2 ? 1.0f : -1.0f;
+        Errors sums = into;
+        sums.signed_sums += group * v;
+        const float* mean = control ? ask.means[ask.own[j]] : nullptr;
+        double far, apart;
+        const char* at = reader.at(ask.positions[j]);
+        auto add_value = [&](auto value) {
+            add_term(value, output, mean, v, weight, control, chance * left, sign * float(root), ask.doubts[j], sums, far, apart);
+        };
+        if (ask.values.kind == Kind::label) {
+            const int32_t label = *(const int32_t*)at;
+            const bool known = 0 <= label && label < v;  // rot may have made another since it was checked
+            if (known) line[label] = 1;
+            add_value((const float*)line);
+            if (known) line[label] = 0;
+        } else if (ask.values.kind == Kind::half) {
+            add_value((const Half*)at);
+        } else {
+            add_value((const float*)at);
+        }
+        into.variance += chance * far, into.variances += chance * far * chance * far;
+        into.doubt += ask.doubts[j], into.apart += ask.doubts[j] * apart;
+        into.roots[group] += double(sign) * root * left;
+    }
+}
+
+// tr(C)² / tr(C²), C = Σ y yᵀ: tr(C²) is Σ ‖y‖⁴ and, of the other pairs, those in unlike groups, whose (y·y')² the squares
+// of x·x' are on average, x = Σ ±y of a group. Cost q v kSigns².
 void directions(const Directions& ask) {
     const int64_t v = ask.sums.width / kSigns;
     auto product = [](auto a, auto b) { return a * b; };
@@ -180,10 +149,10 @@ void directions(const Directions& ask) {
         double square = 0;
         for (int a = 0; a < kSigns; a++)
             for (int b = 0; b < a; b++) {
-                double found = summed_wide(ask.sums[i] + a * v, ask.sums[i] + b * v, v, product);
-                square += found * found;
+                const double x = double(summed(ask.sums[i] + a * v, ask.sums[i] + b * v, v, product));
+                square += x * x;
             }
-        square /= kSigns * (kSigns - 1) / 2;
+        square = ask.fourths[i] + 2 * square * kSigns / (kSigns - 1);
         ask.out[i] = square > 0 ? max(ask.variance[i] * ask.variance[i] / square, 1.0) : 1.0;
     }
 }

@@ -1,4 +1,4 @@
-// Candidates pooled where their values lie.
+// Candidates pooled where their values lie, and sums over the terms of the answer's error.
 #pragma once
 
 #include "records.h"
@@ -6,12 +6,10 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-template <class Number>
-void pool(const Pool<Number>& ask);
+void add_weighed(const Terms& ask, const double* weights, double* total);
 template <class Number>
 void weighted_sums(const Sums<Number>& ask);
-template <class Number>
-void spread(const Spread<Number>& ask);
+void spread(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line);
 void directions(const Directions& ask);
 
 }  // namespace SOFTDB_LEVEL

@@ -85,17 +85,6 @@ struct Settle {
     bool* unsure = nullptr;     // (q,), written to: whether rounding or a tie may have kept one of the k out
 };
 
-// A softmax over candidates, of float32 or float64 logits.
-template <class Number>
-struct Pool {
-    Table<const Number> logits;      // (q, k), log-weights included; -inf = takes no part
-    Table<const int64_t> positions;  // (q, k), -1 = none
-    Stored values;
-    Table<Number> output;       // (q, v), written to
-    Number* lse = nullptr;      // (q,), written to
-    double* scratch = nullptr;  // (v,)
-};
-
 // Σ w v over candidates.
 template <class Number>
 struct Sums {
@@ -106,39 +95,37 @@ struct Sums {
     double* scratch = nullptr;  // (v,)
 };
 
-constexpr int64_t kSigns = 16;    // random sums that the shape of an error is taken from
-constexpr int64_t kChunk = 256;   // candidates added at once, whose values stay in cache
-constexpr int64_t kWidest = 16;   // lanes of the widest vector
+constexpr int64_t kSigns = 16;  // groups of candidates, of whose signed sums the shape of an error is taken
 
-// Terms of an answer's error: y = √(1 - p) (w (v - o) - h (m - o)) of each candidate, p its probability, w its share of
-// the answer o, h what a control lowers that by, m the mean value of its list; and r = √(1 - p) (w - h).
-template <class Number>
-struct Spread {
-    Table<const Number> logits;      // (q, k), log-weights included; -inf = takes no part
-    Table<const float> logs;         // (q, k) log of the inverse of each candidate's probability
-    Table<const int64_t> positions;  // (q, k), -1 = none
+// Candidates of one query that stand for all records.
+struct Terms {
+    const int64_t* positions = nullptr;  // (k,) -1 = none
+    const double* chances = nullptr;     // (k,) 1 - p, p the probability with which each was drawn
+    int64_t count = 0;
     Stored values;
-    Table<const Number> output;   // (q, v) the answer
-    const Number* lse = nullptr;  // (q,) its normaliser
-    Table<const double> controls;  // (q, k) what each weight is lowered by, likewise; (q, 0): nothing
-    Table<const double> doubts;    // (q, k) weights of the last of the sums
-    Table<const int32_t> own;      // (q, k) the rows of `means` whose values that goes with
-    Table<const float> means;      // (lists, v)
-    uint64_t salt = 0;            // of the random signs: parts that are merged need their own
-    Table<Number> weights;        // (q, k), written to: shares of the answer
-    Table<double> found;          // (6, q), written to: Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴; by `doubts` the root
-                                  // of the mean of ‖v - o‖², and the length of the mean of v - o
-    Table<double> first;          // (q, v), written to: Σ r y
-    Table<float> sums;            // (q, kSigns v), written to: Σ ±y
-    Table<double> roots;          // (q, kSigns), written to: Σ ±r
-    double* centred = nullptr;    // (2 v,) scratch
-    float* parts = nullptr;       // kChunk (v + kWidest + kSigns) scratch
+    const double* controls = nullptr;  // (k,) what each weight is lowered by, as a share of the answer; null: nothing
+    const double* doubts = nullptr;    // (k,) shares of each in what too few draws may show
+    const int32_t* own = nullptr;      // (k,) rows of `means`
+    Table<const float> means;          // (lists, v) mean values
+    uint64_t salt = 0;                 // of the random signs: parts that are merged need their own
+};
+
+// Sums over the terms of an answer's error: y = √(1 - p) (w (v - o) - h (m - o)) of each candidate, p its probability, w
+// its share of the answer o, h what a control lowers that by, m the mean value of its list; and r = √(1 - p) (w - h).
+struct Errors {
+    double noise = 0, noises = 0, variance = 0, variances = 0;  // Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
+    double doubt = 0, apart = 0;   // Σ of the doubts, and of them times ‖v - o‖²
+    double* first = nullptr;       // (v,) Σ r y
+    double* drift = nullptr;       // (v,) Σ doubts (v - o)
+    float* signed_sums = nullptr;  // (kSigns, v) Σ ±y of each group
+    double* roots = nullptr;       // (kSigns,) Σ ±r
 };
 
 // Among how many directions each error is spread, tr(C)² / tr(C²), C its covariance.
 struct Directions {
     Table<const float> sums;           // (q, kSigns v)
-    const double* variance = nullptr;  // (q,)
+    const double* variance = nullptr;  // (q,) Σ ‖y‖²
+    const double* fourths = nullptr;   // (q,) Σ ‖y‖⁴
     double* out = nullptr;             // (q,), written to
 };
 

@@ -19,8 +19,8 @@ extern const Kernels kTable;
 const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
     rerank, take_in, prepare, score, scan, settle,
-    pool<float>, pool<double>, weighted_sums<float>, weighted_sums<double>, spread<float>, spread<double>, directions,
-    list_scratch, search_lists, encode, draw_scratch, draw,
+    weighted_sums<float>, weighted_sums<double>, spread, directions,
+    list_scratch, search_lists, encode, draw_scratch, draw, help_draw,
 };
 
 }  // namespace SOFTDB_LEVEL

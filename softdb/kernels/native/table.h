@@ -21,18 +21,16 @@ struct Kernels {
     void (*score)(const Score& ask);
     bool (*scan)(const Scan& ask);
     void (*settle)(const Settle& ask);
-    void (*pool)(const Pool<float>& ask);
-    void (*pool_wide)(const Pool<double>& ask);
     void (*sums)(const Sums<float>& ask);
     void (*sums_wide)(const Sums<double>& ask);
-    void (*spread)(const Spread<float>& ask);
-    void (*spread_wide)(const Spread<double>& ask);
+    void (*spread)(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line);
     void (*directions)(const Directions& ask);
     int64_t (*list_scratch)(const ListSearch& ask);
     bool (*search_lists)(const ListSearch& ask, char* scratch);
     void (*encode)(const Encode& ask);
     int64_t (*draw_scratch)(const Draw& ask);
-    void (*draw)(const Draw& ask, DrawStep step);
+    void (*draw)(const Draw& ask);
+    void (*help_draw)(const Draw& ask);
 };
 
 const Kernels& kernels();             // those in use; there are none where `levels` is empty
