@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from softdb.answers import Estimate
 from softdb.attend.blocks import scored_tiles
-from softdb.attend.error import SKEWED, f_quantile
+from softdb.attend.error import f_quantile
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.rounds import record_bytes
@@ -21,6 +21,7 @@ from softdb.index.contract import prepared
 from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.query import Query
 from softdb.index.sampler import FEWEST, Drawable, Drawing, Sampler
+from softdb.kernels import native
 
 FIRST, GROWTH = 400, 4  # records drawn for a query in the first round, and how many more in each further one
 ONE = 1.0  # record at the boundary, which the codes may put on the wrong side and no draw shows
@@ -124,11 +125,11 @@ class _Ball(NamedTuple):
         drawing = Drawing(asked, 1.0, drawn, self.request.seed, 1 - confidence, self.least)
         sample = sampler.draw(eligible, self.source.snapshot, drawing, True)
         inside = (sample.positions >= 0) & (sample.scores >= self.least)
-        weights = np.exp(sample.log_weights.astype(np.float64))
+        weights = 1 / sample.chances
         counts: Numbers = (weights * inside).sum(1) + sample.figures.correction
         noise = (weights * weights - weights) * np.square(inside - sample.controls)
         variance, squares = noise.sum(1), np.square(noise).sum(1)
-        draws = np.maximum(SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
+        draws = np.maximum(native().SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
         variance = np.maximum(variance, sample.figures.expected)
         bar = ONE + np.sqrt(variance * [f_quantile(confidence, 1.0, draw) for draw in draws])
         bar += np.minimum(np.sqrt(2 * doubt * sample.figures.hidden), doubt * sample.figures.unseen)

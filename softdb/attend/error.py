@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,8 +14,6 @@ from numpy.typing import NDArray
 from softdb.index.contract import Floats
 from softdb.index.sampler import DrawnAnswer, Figures
 from softdb.kernels import native
-
-SKEWED = 0.65  # squared weights are skewed: of the error they tell as much as so many of their effective number
 
 Numbers = NDArray[np.float64]
 
@@ -147,45 +146,22 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     sum of positive terms), at most L times the largest term, and about `missed` as codes tell it. Its values lie about
     `usual` from the answer, and none farther than `reach`. What is known but left to chance: L / 3 times its largest.
     """
-    z, doubt = statistics.NormalDist().inv_cdf(confidence), math.log(1 / (1 - confidence))
-    many = np.empty(len(spread.lse))
-    draws, as_pooled = _draws(spread.noise, spread.noises), _draws(spread.variance, spread.variances)
-    given = np.ascontiguousarray(spread.variance), np.ascontiguousarray(spread.variances)
-    native().directions(np.ascontiguousarray(spread.signed.reshape(len(many), -1)), *given, many)
-    many = np.minimum(many, max(1, spread.output.shape[1]))
-    wide, few = _f_quantile(z, many, as_pooled), _f_quantile(z, 1.0, draws)
-    with np.errstate(over="ignore", invalid="ignore"):
-        none_drawn, by_chance = np.sqrt(2 * doubt * spread.hidden), np.sqrt(2 * doubt * spread.alone)
-        at_most = doubt * spread.unseen
-        blind = np.minimum(np.minimum(none_drawn, spread.missed + by_chance), at_most)
-        expected = np.nan_to_num(spread.missed * spread.drift, nan=np.inf) + by_chance * spread.usual
-        of_output = np.fmin(np.fmin(none_drawn * spread.usual, expected), at_most * spread.reach)
-    known = doubt / 3 * spread.thinned
-    return Bars(
-        np.hypot(np.sqrt(spread.variance * wide), of_output) + spread.reach * known,
-        np.sqrt(spread.variance),
-        np.hypot(np.sqrt(spread.noise * few), blind) + known,
-        np.sqrt(spread.noise),
-        blind,
-    )
+    figures = np.zeros((native().FIGURES, len(spread.lse)))
+    for name in Figures._fields[2:-3]:
+        figures[Figures._fields.index(name)] = getattr(spread, name, 0.0)
+    signed = np.ascontiguousarray(spread.signed.reshape(len(spread.lse), -1))
+    native().bars(figures, signed, normal_quantile(confidence), math.log(1 / (1 - confidence)))
+    known = Figures(*figures)
+    return Bars(known.bar, np.sqrt(spread.variance), known.lse_bar, np.sqrt(spread.noise), known.blind)
 
 
-def _draws(sums: Numbers, squares: Numbers) -> Numbers:
-    """Number of draws that tell a sum of squared terms, at least 2."""
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        known = SKEWED * sums**2 / np.where((squares > 0) & np.isfinite(squares), squares, np.inf)
-    return np.maximum(np.nan_to_num(known, nan=2.0, posinf=2.0), 2.0)
+@functools.lru_cache(maxsize=16)
+def normal_quantile(confidence: float) -> float:
+    """The quantile of the normal distribution."""
+    return statistics.NormalDist().inv_cdf(confidence)
 
 
 def f_quantile(confidence: float, above: float, below: float) -> float:
     """The quantile of F with so many degrees of freedom above and below, to a tenth."""
-    return float(_f_quantile(statistics.NormalDist().inv_cdf(confidence), above, below))
-
-
-def _f_quantile(z: float, above: Any, below: Any) -> Any:
-    """The same, z the quantile of the normal: the cube roots of both χ² are about normal (Paulson 1942)."""
-    a, b = 2 / (9 * above), 2 / (9 * below)
-    # ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3)
-    square, middle = np.maximum((1 - b) ** 2 - z * z * b, 1e-3), (1 - a) * (1 - b)
-    root = np.sqrt(np.maximum(middle * middle - square * ((1 - a) ** 2 - z * z * a), 0.0))
-    return np.maximum((middle + root if z >= 0 else middle - root) / square, 0.0) ** 3
+    quantile: float = native().f_quantile(normal_quantile(confidence), above, below)
+    return quantile

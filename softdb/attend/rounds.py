@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.error import Bars, ErrorEstimate, bars, joined, sure
+from softdb.attend.error import Bars, ErrorEstimate, bars, joined, normal_quantile, sure
 from softdb.attend.protocol import IndexedRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
@@ -151,7 +151,9 @@ class Estimator(NamedTuple):
             self.asked[task.which], self.factor, task.budget, self.request.seed, 1 - self.tolerance.confidence
         )
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
-        answering = Answering(snapshot.value_column, self._width, salt, self.least, SLIGHT)
+        answering = Answering(
+            snapshot.value_column, self._width, normal_quantile(self.tolerance.confidence), salt, self.least, SLIGHT
+        )
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
     def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …
@@ -163,7 +165,7 @@ class Estimator(NamedTuple):
             return scores, State(torch.from_numpy(answer.output), torch.from_numpy(figures.lse))
         scores = score_rows(request.score, request.queries, columns, positions)
         live = torch.from_numpy(positions >= 0).to(scores.device)
-        temperature, log_weights = divisor(request.temperature, scores.dtype), torch.from_numpy(sample.log_weights)
+        temperature, log_weights = divisor(request.temperature, scores.dtype), -torch.from_numpy(sample.chances).log()
         weights, lse = softmax(scores + log_weights.to(scores) * temperature, temperature, live)
         # corrections are constants to the gradient: Z = Z₀ + c, o = (Z₀ o₀ + m) / Z
         unit = (torch.from_numpy(figures.base).to(lse) - lse).exp().nan_to_num(0, posinf=0)
@@ -178,7 +180,13 @@ class Estimator(NamedTuple):
         """The answer with its error, and the bar (q,) that is allowed."""
         request, native_only = self.request, scores.dtype is torch.float64 and scores.device.type == "cpu"
         state, spread, weights = self.spread(task, sample, state)
-        error = bars(spread, self.tolerance.confidence)
+        figures = sample.figures
+        if self.unindexed is None:
+            error = Bars(
+                figures.bar, np.sqrt(figures.variance), figures.lse_bar, np.sqrt(figures.noise), figures.blind
+            )
+        else:
+            error = bars(spread, self.tolerance.confidence)
         bar, allowed = self._error(state, spread, error, native_only and self.unindexed is None)
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32

@@ -12,13 +12,12 @@ import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Numbers, Rows
 from softdb.index.lists import Lists
-from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, Places
+from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, CodeBlocks, Places, Quantizer
 from softdb.index.reach import reach_of
 from softdb.index.rerank import CODES
 from softdb.kernels import native
@@ -51,6 +50,7 @@ class Answering(NamedTuple):
 
     values: Any  # the stored column
     width: int  # v, or the number of classes; 0: the normaliser alone is wanted
+    z: float  # quantile of the normal at the confidence
     salt: int = 0  # of random signs: parts that are merged need their own
     fewest: int = 0  # draws below which nothing is known of the records that were not drawn,
     slight: float = 0.0  # unless the largest term of these is at most so large
@@ -75,6 +75,9 @@ class Figures(NamedTuple):
     usual: Numbers  # root of the mean square of ‖v - o‖ by the shares of records in `hidden`
     drift: Numbers  # length of the mean of v - o by these shares
     reach: Numbers  # no value is farther than that from the answer
+    bar: Numbers  # quantile of ‖ô - o‖
+    lse_bar: Numbers  # quantile of |Ẑ / Z - 1|
+    blind: Numbers  # how much of that is for what was not drawn
 
 
 class DrawnAnswer(NamedTuple):
@@ -93,7 +96,7 @@ class DrawnSample(NamedTuple):
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none
-    log_weights: Floats  # (q, w) log of the inverse of each one's probability
+    chances: Numbers  # (q, w) the probability of each, 1 for none
     controls: Numbers  # (q, w) of counts: the chance that the code alone gives each to lie inside
     figures: Figures
     answer: DrawnAnswer | None  # None of counts
@@ -114,8 +117,7 @@ class Sampler:
         self.index = index
         self.reach = reach_of(index, snapshot, num_classes)
         sketch, layout = index.sketch, index.layout
-        self._turns, self._centroids = (torch.from_numpy(matrix.rows.T.copy()) for matrix in sketch[:2])
-        self._lengths = torch.from_numpy(np.einsum("ld,ld->l", *[sketch.centroids.rows] * 2))
+        turns, centroids = sketch.rotation.rows, sketch.centroids.rows
         errors, filled, scales = layout.errors.reshape(-1).copy(), layout.slots, np.ones(index.covered, np.float32)
         scales[self.reach.apart] = self.reach.scales
         far = np.zeros(index.covered, np.bool_)
@@ -124,15 +126,16 @@ class Sampler:
         self._apart = filled[errors[filled] == APART]
         self._scales = scales[layout.rows[self._apart]]
         self._largest = float(errors[errors < APART].max(initial=0)) * sketch.error_step
-        l2, gained, least = index.metric is Metric.L2, *np.zeros((2, index.lists), np.float32)
+        l2, gained, most_errors = index.metric is Metric.L2, *np.zeros((2, index.lists), np.float32)
         own = np.repeat(np.arange(index.lists), layout.sizes)
         np.maximum.at(gained, own, layout.gains.reshape(-1)[filled] / GAIN)
-        if l2:
-            np.minimum.at(least, own, layout.corrections.reshape(-1)[filled])
+        np.maximum.at(most_errors, own, np.where(errors[filled] == APART, 0, errors[filled]))
         self._held = (
             layout.starts, layout.sketches.reshape(len(layout.sketches), -1), layout.gains,
             errors.reshape(layout.errors.shape), layout.corrections.view(np.uint16), sketch.unit, sketch.error_step,
-            sketch.words.reshape(-1, BLOCK), len(sketch.words), np.ascontiguousarray(index.spreads), gained, least, l2,
+            sketch.words.reshape(-1, BLOCK), len(sketch.words), np.ascontiguousarray(index.spreads), gained,
+            _longest(sketch, layout), most_errors, turns, centroids,
+            np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
         self._passed: dict[object, float] = {}  # share of the queries of a kind that drawing did not answer
@@ -168,15 +171,10 @@ class Sampler:
     ) -> DrawnSample:
         """About `budget` records for each query, and the answers that follow. Cost: see draw.cc."""
         index, queries = self.index, np.ascontiguousarray(ask.queries)
-        l2, q = index.metric is Metric.L2, len(queries)
-        seen = torch.from_numpy(queries - index.sketch.origin if l2 else queries)
-        turned, nearness = (seen @ self._turns).numpy(), seen @ self._centroids
-        if l2:
-            nearness = 2 * nearness - self._lengths
-        squares, seeds = seen.square().sum(1).numpy(), seeds_of(queries, ask.seed)
+        q, seeds = len(queries), _factors(ask.seed, queries.shape[1])
         budget = min(ask.budget, max(1, eligible.inside))
         width, v, signs = budget + len(self._apart) + _room(budget), answering.width if answering else 0, native().SIGNS
-        positions, scores, logs = np.empty((q, width), np.int64), np.empty((q, width)), np.empty((q, width), np.float32)
+        positions, (scores, chances) = np.empty((q, width), np.int64), np.empty((2, q, width))
         held, figures = np.empty((q, 0 if answering else width)), np.zeros((native().FIGURES, q))
         sums = np.empty((q, signs * v), np.float32), np.empty((q, signs)), np.empty((q, width if answering else 0))
         output, moved, first = np.empty((3, q, v))
@@ -184,14 +182,14 @@ class Sampler:
         threads = workers(products) if q == 1 else 1
 
         def drawing(part: slice) -> Any:
-            drawn = queries[part], turned[part], nearness.numpy()[part], squares[part], *eligible.slots, eligible.places
+            drawn = queries[part], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
-            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds[part]
-            written = positions[part], scores[part], logs[part], held[part], figures[:, part], threads
+            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds
+            written = positions[part], scores[part], chances[part], held[part], figures[:, part], threads
             draw = native().Draw(self._native, self._largest, *drawn, *apart, *asked, *written)
             if answering:
                 of_values = answering.values, self.reach.means, self.reach.centre, self.reach.value_radius
-                judged = answering.salt, answering.fewest, answering.slight
+                judged = answering.salt, answering.z, -math.log(ask.doubt), answering.fewest, answering.slight
                 answers = (output, moved, first, *sums)
                 draw.answers(*of_values, *judged, *(array[part] for array in answers))
             return draw
@@ -204,7 +202,20 @@ class Sampler:
         answer = None
         if answering:
             answer = DrawnAnswer(output, moved, first, sums[0].reshape(q, signs, v), *sums[1:])
-        return DrawnSample(positions, scores, logs, held, Figures(*figures), answer)
+        return DrawnSample(positions, scores, chances, held, Figures(*figures), answer)
+
+
+def _longest(sketch: Quantizer, layout: CodeBlocks) -> Floats:  # (lists,)
+    """Length of the longest code of each list, spare slots included."""
+    even, odd = (np.square(sketch.words[half::2]).sum(1) for half in (0, 1))  # (parts / 2, 16)
+    pairs = (odd[:, :, None] + even[:, None, :]).reshape(len(even), -1)  # by byte
+    squares = np.zeros((len(layout.sketches), BLOCK), np.float32)
+    for part, table in enumerate(pairs.astype(np.float32)):
+        squares += table[layout.sketches[:, part]]
+    filled, longest = layout.sizes > 0, np.zeros(len(layout.sizes), np.float32)
+    if filled.any():
+        longest[filled] = np.sqrt(np.maximum.reduceat(squares.max(1), layout.starts[:-1][filled]))
+    return longest
 
 
 def _room(budget: int) -> int:
@@ -213,15 +224,8 @@ def _room(budget: int) -> int:
     return int(plain + 8 * plain**0.5 + 16)
 
 
-def seeds_of(queries: Floats, seed: int) -> NDArray[np.uint64]:  # (q, d) -> (q,)
-    """A seed for each query, which its numbers decide: the errors of queries asked together are independent."""
-    bits = np.ascontiguousarray(queries, np.float32).view(np.uint32)
-    seeds: NDArray[np.uint64] = (bits * _factors(seed, queries.shape[1])).sum(1, dtype=np.uint64)
-    return seeds
-
-
 @functools.lru_cache(maxsize=16)
 def _factors(seed: int, count: int) -> NDArray[np.uint64]:  # (count,)
-    """Odd random numbers, the same for a seed."""
+    """Odd random numbers, the same for a seed, by which a query's bits make its own: errors are independent."""
     factors: NDArray[np.uint64] = np.random.default_rng(seed).integers(1, 1 << 63, count, np.uint64) | np.uint64(1)
     return factors

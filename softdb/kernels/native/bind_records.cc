@@ -170,6 +170,8 @@ struct BoundLists {
     }
 };
 
+constexpr int64_t kKept = 16 << 20;  // bytes of memory that a thread keeps for its next draw
+
 // A draw, its memory and its crew; the arrays live as long as whoever holds it keeps them.
 struct BoundDraw {
     Draw ask;
@@ -184,14 +186,18 @@ struct BoundSketch {
     BoundSketch(Line<const int64_t> starts, Table<const uint8_t> codes, Table<const uint8_t> gains,
                 Table<const uint8_t> errors, Table<const uint16_t> offsets, double unit, double error_step,
                 Table<const float> words, int64_t parts, Line<const float> spreads,
-                Line<const float> gained, Line<const float> least_offsets, bool l2) {
+                Line<const float> gained, Line<const float> longest, Line<const float> most_errors,
+                Table<const float> rotation, Table<const float> centroids, Line<const float> lengths,
+                Line<const float> origin, bool l2) {
         Lists& lists = ask.lists;
         lists.starts = starts.first, lists.count = starts.length - 1, lists.codes = codes.first;
         lists.factors = (const HalfBits*)gains.first;  // which is only asked for from memory
         lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
         lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
         ask.gains = gains.first, ask.errors = errors.first, ask.error_step = float(error_step);
-        ask.spreads = spreads.first, ask.gained = gained.first, ask.least_offsets = least_offsets.first;
+        ask.spreads = spreads.first, ask.gained = gained.first, ask.longest = longest.first;
+        ask.most_errors = most_errors.first, ask.rotation = rotation, ask.centroids = centroids;
+        ask.lengths = lengths.first, lists.origin = l2 ? origin.first : nullptr;
     }
 };
 
@@ -215,9 +221,9 @@ void bind_lists(nb::module_& module) {
             for (int64_t k = 0; k < found.rows; k++) found[k][i] = figures[k];
         }
     }, free, "Sums over the terms of errors, added to arrays of zeros; for tests of the kernel alone.");
-    module.def("directions", [](Table<const float> sums, Line<const double> variance, Line<const double> fourths,
-                                Line<double> out) {
-        kernels().directions({sums, variance.first, fourths.first, out.first});
+    module.def("f_quantile", [](double z, double above, double below) { return kernels().f_quantile(z, above, below); });
+    module.def("bars", [](Table<double> figures, Table<const float> sums, double z, double doubt) {
+        kernels().bars({figures, sums, z, doubt});
     }, free);
     nb::class_<BoundLists>(module, "Lists", "Inverted lists where they lie, for as long as their arrays live.")
         .def(nb::init<int64_t, Table<const uint8_t>, Line<const float>, Table<const uint8_t>, Line<const float>,
@@ -247,39 +253,41 @@ void bind_lists(nb::module_& module) {
     nb::class_<BoundSketch>(module, "Sketch", "Coarser codes where they lie, for as long as their arrays live.")
         .def(nb::init<Line<const int64_t>, Table<const uint8_t>, Table<const uint8_t>, Table<const uint8_t>,
                       Table<const uint16_t>, double, double, Table<const float>, int64_t, Line<const float>,
+                      Line<const float>, Line<const float>, Line<const float>, Table<const float>, Table<const float>,
                       Line<const float>, Line<const float>, bool>());
     nb::class_<BoundDraw>(module, "Draw", "A draw for some queries; several threads may help with one query.")
         .def("__init__", [](BoundDraw* made, const BoundSketch& sketch, double largest, Table<const float> queries,
-                            Table<const float> turned, Table<const float> nearness, Line<const float> squares,
                             Line<const uint16_t> allowed, Line<const float> sizes, Line<const uint32_t> places,
                             Line<const int64_t> apart, Line<const float> scales, const StoredColumn& keys, int metric,
                             double factor, double least, int64_t budget, double visible, bool controls,
                             Line<const uint64_t> seeds, Table<int64_t> positions, Table<double> scores,
-                            Table<float> logs, Table<double> controlled, Table<double> bounds, int64_t threads) {
+                            Table<double> chances, Table<double> controlled, Table<double> bounds, int64_t threads) {
             new (made) BoundDraw{sketch.ask, nullptr, {}};
             Draw& ask = made->ask;
-            ask.largest = float(largest), ask.queries = queries, ask.turned = turned, ask.nearness = nearness;
-            ask.squares = squares.first, ask.allowed = allowed.first, ask.sizes = sizes.first;
+            ask.largest = float(largest), ask.queries = queries, ask.allowed = allowed.first, ask.sizes = sizes.first;
             ask.places = places.first, ask.apart = apart.first, ask.scales = scales.first, ask.aparts = apart.length;
             ask.keys = keys.stored, ask.metric = Metric(metric), ask.factor = factor, ask.least = least;
             ask.budget = budget, ask.visible = visible, ask.controls = controls, ask.seeds = seeds.first;
-            ask.positions = positions, ask.scores = scores, ask.logs = logs, ask.controlled = controlled;
+            ask.positions = positions, ask.scores = scores, ask.chances = chances, ask.controlled = controlled;
             ask.bounds = bounds, ask.threads = threads < kMostThreads ? threads : kMostThreads, ask.crew = &made->crew;
             ask.values.kind = Kind::none;
         })
         .def("answers", [](BoundDraw& draw, const StoredColumn& values, Table<const float> means, Line<const double> centre,
-                           double value_radius, uint64_t salt, int64_t fewest, double slight, Table<double> output,
+                           double value_radius, uint64_t salt, double z, double doubt, int64_t fewest, double slight, Table<double> output,
                            Table<double> moved, Table<double> first, Table<float> sums, Table<double> roots,
                            Table<double> weights) {
             Draw& ask = draw.ask;
             ask.values = values.as_wide(output.width), ask.means = means, ask.centre = centre.first;
-            ask.value_radius = value_radius, ask.salt = salt, ask.fewest = fewest, ask.slight = slight;
+            ask.value_radius = value_radius, ask.salt = salt, ask.z = z, ask.doubt = doubt, ask.fewest = fewest, ask.slight = slight;
             ask.output = output, ask.moved = moved, ask.first = first, ask.sums = sums, ask.roots = roots;
             ask.weights = weights;
         }, "Where the answers go.")
         .def("run", [](BoundDraw& draw) {
-            draw.scratch = memory<char>(kernels().draw_scratch(draw.ask));
-            draw.ask.scratch = draw.scratch.get();
+            const int64_t bytes = kernels().draw_scratch(draw.ask);
+            static thread_local std::vector<char> kept;  // fresh pages cost more than the work on them
+            if (bytes <= kKept && int64_t(kept.size()) < bytes) kept.resize(size_t(bytes));
+            if (bytes > kKept) draw.scratch = memory<char>(bytes);
+            draw.ask.scratch = bytes > kKept ? draw.scratch.get() : kept.data();
             kernels().draw(draw.ask);
         }, free)
         .def("help", [](const BoundDraw& draw) { kernels().help_draw(draw.ask); }, free);
@@ -292,6 +300,7 @@ void bind_records(nb::module_& module) {
         .def(nb::init<Line<const int64_t>, Line<const int64_t>, int64_t, int>());
     module.attr("SIGNS") = kSigns;
     module.attr("FIGURES") = int64_t(Figure::count);
+    module.attr("SKEWED") = kSkewed;
     bind_scores(module);
     bind_sums<float>(module);
     bind_sums<double>(module);

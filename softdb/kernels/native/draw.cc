@@ -59,6 +59,8 @@ constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what 
 constexpr double kPrior = 8;           // records that are taken to err as much as the isotropic error does
 constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of an offset, and somewhat more
 constexpr float kLog2 = 0.69314718f;
+constexpr double kSkipped = 0.1;         // of the squared error that as many draws by true weights would leave
+constexpr float kSlack = 4;              // logits above the floor that a list which is left out may reach
 constexpr double kLost = 0.5;            // of the sum of what was drawn: a correction that takes more is left out
 constexpr int64_t kPatience = 2000;      // turns without work after which a thread lets others run
 
@@ -104,8 +106,8 @@ SOFTDB_INLINE Vec octets(const uint8_t* at) {
 // -log u of the permanent random numbers of kLanes slots, by the line between powers of two.
 SOFTDB_INLINE Vec random_waits(uint32_t slot, uint32_t low, uint32_t high) {
     UIntVec x;
-    for (int i = 0; i < kLanes; i++) x[i] = i;
-    x = (x + slot) * 0x9E3779B1u + low;  // the finalizer of MurmurHash3
+    for (int i = 0; i < kLanes; i++) x[i] = uint32_t(i) * 0x9E3779B1u;
+    x += slot * 0x9E3779B1u + low;  // and the finalizer of MurmurHash3
     x ^= x >> 16, x *= 0x85EBCA6Bu, x ^= high;
     x ^= x >> 13, x *= 0xC2B2AE35u, x ^= x >> 16;
     const Vec u = __builtin_convertvector((IntVec)(x >> 1), Vec) + 0.5f;
@@ -143,11 +145,17 @@ SOFTDB_INLINE Vec normal(Vec x) {
     return x < 0.0f ? beyond : 1.0f - beyond;
 }
 
+// e^x for x <= 0 by the line between powers of two, which is up to 6 % more; 0 below -88.
+SOFTDB_INLINE Vec about_exp(Vec x) {
+    const Vec bits = greater(x * (float(1 << 23) / kLog2) + float(127 << 23), Vec{});
+    return (Vec)__builtin_convertvector(bits, IntVec);
+}
+
 SOFTDB_INLINE Vec exp_at_most(Vec x) { return exp_negative(smaller(x, Vec{})); }  // min(e^x, 1)
 
 // Records that were kept, and what is known of them.
 struct Kept {
-    float *keys, *shares, *logits;  // l - log u, l, b
+    float *keys, *shares, *logits, *squares;  // l - log u, l, b, σ²
     uint32_t* slots;
     int64_t count, room;
     float threshold;
@@ -169,6 +177,8 @@ struct Query {
     Sample sample;
     double* raw;     // (lists,) logits of the centroids
     double* masses;  // (lists,) sums of the controls of their records, then corrections
+    float *seen, *turned;  // (d,) from the origin; (parts · word,) as codes see it
+    float* sides;    // (lists,) |q|, for l2 2 |q - c|
     float* slopes;   // (lists,) σ of an error of one step
     float* bounds;   // (lists,) of y; infinite where no code reaches it
     float* usual;    // (lists,) the most that an estimate along a residual is by chance
@@ -177,34 +187,44 @@ struct Query {
     double beta;     // 1 where estimates correct, else 0
     double rate;     // at which all alike are drawn
     float floor;     // l that amounts to that
+    float skipped;   // l that no record of a list that is left to these has
     float rough;     // mean square of the rounding of tables
-    float highest;   // sum of the largest entries, in steps
     double length;   // |q|², from the origin
     double raised;   // factor, at least 1, by which the variance that draws show falls short of the expected one
     double mass;     // Ẑ / e^top
-    uint32_t low, high;
+    uint64_t seed;
+    uint32_t low, high;  // its halves
 };
 
-// Whether none of sixteen sums is above an edge.
-SOFTDB_INLINE bool none_above(const Eight* sums, Eight edge) {
-#if defined(__x86_64__)
-    const __m128i over = _mm_or_si128(_mm_subs_epu16((__m128i)sums[0], (__m128i)edge), _mm_subs_epu16((__m128i)sums[1], (__m128i)edge));
-    return _mm_testz_si128(over, over);
-#else
-    const Eight over = (Eight)(sums[0] > edge) | (Eight)(sums[1] > edge);
+// Whether none of the sums of a block, or of a group of blocks, is above an edge.
+SOFTDB_INLINE bool none_above(const BlockSums& sums, int u, Eight edge) {
+    typedef int16_t SignedEight __attribute__((vector_size(16)));
+    const SignedEight over = (sums.first[u] > edge) | (sums.others[u] > edge);
     uint64_t halves[2];
     std::memcpy(halves, &over, sizeof over);
     return !(halves[0] | halves[1]);
+}
+
+SOFTDB_INLINE bool none_above(const BlockSums& sums, Eight edge) {
+#if defined(__AVX512BW__)
+    const __m512i edges = _mm512_broadcast_i32x4((__m128i)edge);
+    const __m512i first = _mm512_loadu_si512(sums.first), others = _mm512_loadu_si512(sums.others);
+    return !(_mm512_cmpgt_epu16_mask(first, edges) | _mm512_cmpgt_epu16_mask(others, edges));
+#else
+    bool none = true;
+    for (int u = 0; u < kGroup; u++) none = none && none_above(sums, u, edge);
+    return none;
 #endif
 }
 
-SOFTDB_INLINE void append(Kept& kept, Vec keys, Vec shares, Vec logits, uint32_t slot, uint32_t hits) {
+SOFTDB_INLINE void append(Kept& kept, Vec keys, Vec shares, Vec logits, Vec squares, uint32_t slot, uint32_t hits) {
 #if defined(__AVX512F__)
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __mmask16 mask = __mmask16(hits);
     _mm512_storeu_ps(kept.keys + kept.count, _mm512_maskz_compress_ps(mask, (__m512)keys));
     _mm512_storeu_ps(kept.shares + kept.count, _mm512_maskz_compress_ps(mask, (__m512)shares));
     _mm512_storeu_ps(kept.logits + kept.count, _mm512_maskz_compress_ps(mask, (__m512)logits));
+    _mm512_storeu_ps(kept.squares + kept.count, _mm512_maskz_compress_ps(mask, (__m512)squares));
     const __m512i slots = _mm512_add_epi32(lanes, _mm512_set1_epi32(int(slot)));
     _mm512_storeu_si512(kept.slots + kept.count, _mm512_maskz_compress_epi32(mask, slots));
     kept.count += __builtin_popcount(hits);
@@ -212,6 +232,7 @@ SOFTDB_INLINE void append(Kept& kept, Vec keys, Vec shares, Vec logits, uint32_t
     for (; hits; hits &= hits - 1) {
         const int i = __builtin_ctz(hits);
         kept.keys[kept.count] = keys[i], kept.shares[kept.count] = shares[i], kept.logits[kept.count] = logits[i];
+        kept.squares[kept.count] = squares[i];
         kept.slots[kept.count++] = slot + uint32_t(i);
     }
 #endif
@@ -239,7 +260,7 @@ void raise(Kept& kept, float threshold) {
     for (int64_t i = 0; i < kept.count; i++) {
         const float key = kept.keys[i];
         kept.keys[stay] = key, kept.shares[stay] = kept.shares[i];
-        kept.logits[stay] = kept.logits[i], kept.slots[stay] = kept.slots[i];
+        kept.logits[stay] = kept.logits[i], kept.squares[stay] = kept.squares[i], kept.slots[stay] = kept.slots[i];
         stay += key > threshold;
     }
     kept.count = stay, kept.threshold = threshold;
@@ -256,7 +277,7 @@ struct Weights {  // by the weight
     }
     static SOFTDB_INLINE Vec controls(Vec b, Vec v) {
         const Vec x = smaller(b + v * 0.5f - kShift, Vec{});
-        return (Vec)((IntVec)exp_negative(x) & (v <= kTame));
+        return (Vec)((IntVec)about_exp(x) & (v <= kTame));
     }
 };
 
@@ -311,7 +332,9 @@ struct Drawing {
             Query query;
             query.tables.low = memory.take<uint8_t>(lists.parts * 8);
             query.tables.high = memory.take<uint8_t>(lists.parts * 8);
+            query.seen = memory.take<float>(ask.queries.width), query.turned = memory.take<float>(ask.rotation.rows);
             query.raw = memory.take<double>(lists.count), query.masses = memory.take<double>(lists.count);
+            query.sides = memory.take<float>(lists.count);
             query.slopes = memory.take<float>(lists.count), query.usual = memory.take<float>(lists.count);
             query.bounds = memory.take<float>(lists.count);
             for (int64_t part = 0; part < ask.threads; part++)
@@ -331,17 +354,18 @@ struct Drawing {
         Kept kept{};
         kept.room = room, places += 2 * kBlock;
         kept.keys = memory.take<float>(places), kept.shares = memory.take<float>(places);
-        kept.logits = memory.take<float>(places), kept.slots = memory.take<uint32_t>(places);
+        kept.logits = memory.take<float>(places), kept.squares = memory.take<float>(places);
+        kept.slots = memory.take<uint32_t>(places);
         return kept;
     }
 
     // Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y
     // is larger than chance has it: then the record lies along the query.
-    struct Ear {
+    struct CodeView {
         float step, base, unit, own, slope, rough, usual;
 
-        SOFTDB_INLINE Vec said(const Lists& lists, const Eight* sums, int lane, int64_t slot) const {
-            const Vec y = widened(sums, lane) * step + base;
+        SOFTDB_INLINE Vec from_code(const Lists& lists, Vec sums, int64_t slot) const {
+            const Vec y = sums * step + base;
             return lists.offsets ? y - load(lists.offsets + slot) * unit : y;
         }
         SOFTDB_INLINE Vec logit(Vec y, Vec gain) const { return y + own + greater(y - usual, Vec{}) * (gain - 1.0f); }
@@ -356,7 +380,7 @@ struct Drawing {
         }
     };
 
-    Ear ear(const Query& query, int64_t list) const {
+    CodeView view(const Query& query, int64_t list) const {
         const float factor = float(ask.factor), spread = ask.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
         return {query.tables.step * factor, query.tables.base * factor, lists.unit * factor,
                 float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square};
@@ -365,16 +389,17 @@ struct Drawing {
     // Calls take(b, σ², first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound.
     template <bool bounded, class Take>
     SOFTDB_INLINE void look(const Query& query, int64_t list, int64_t first, int64_t last, Take take) const {
-        const Ear at = ear(query, list);
+        const CodeView at = view(query, list);
         const float bound = bounded ? query.bounds[list] : 0;
         // whole numbers of steps, where nothing but these tells
         const float steps = lists.offsets || !bounded ? -1 : floor((bound - at.base) / max(at.step, 1e-30f));
         const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
-        each_block(lists, ask.allowed, query.tables, first, last, [&](const Eight* sums, int64_t block) {
-            if (bounded && steps >= 0 && none_above(sums, edge)) return;
+        auto pass = [&](const BlockSums& sums) { return bounded && steps >= 0 && none_above(sums, edge); };
+        each_block(lists, ask.allowed, query.tables, first, last, pass, [&](const BlockSums& sums, int64_t block, int u) {
+            if (bounded && steps >= 0 && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
                 const int64_t slot = block * kBlock + lane;
-                const Vec y = at.said(lists, sums, lane, slot);
+                const Vec y = at.from_code(lists, widened(sums, u, lane), slot);
                 uint32_t bits = uint32_t(ask.allowed[block]) >> lane;
                 if constexpr (kLanes < 16) bits &= (1u << kLanes) - 1;
                 if (bounded) bits &= above(y, everywhere(bound));
@@ -385,9 +410,14 @@ struct Drawing {
         });
     }
 
+    void fetch_all(int64_t block) const {
+        fetch(lists, block, 1);
+        __builtin_prefetch(ask.errors + block * kBlock, 0, 3);
+    }
+
     // b and σ² of one slot; false where no scan looks at it.
     bool in_scan(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
-        const Ear at = ear(query, list);
+        const CodeView at = view(query, list);
         const int64_t block = slot / kBlock, lane = slot % kBlock / kLanes * kLanes, place = slot % kBlock;
         const uint8_t* codes = lists.codes + block * lists.parts * 8;
         int64_t total = 0;
@@ -396,25 +426,41 @@ struct Drawing {
             const uint8_t pair = row[place < 8 ? 2 * place : 2 * (place - 8) + 1];
             total += part % 2 ? query.tables.high[part / 2 * kBlock + (pair >> 4)] : query.tables.low[part / 2 * kBlock + (pair & 15)];
         }
-        Eight sums[2];
-        for (int i = 0; i < 8; i++) sums[0][i] = sums[1][i] = uint16_t(total);
         const int64_t first = block * kBlock + lane;
-        const Vec y = at.said(lists, sums, int(lane), first);
+        const Vec y = at.from_code(lists, everywhere(float(total)), first);
         b = at.logit(y, octets(ask.gains + first) * kGain)[place % kLanes];
         v = at.square(lists, octets(ask.errors + first), first)[place % kLanes];
         return y[place % kLanes] > query.bounds[list];
     }
 
-    // Below these nothing is drawn but by the plain draws, and controls are 0.
-    void set_bounds(Query& query) const {
+    // Below these nothing is drawn but by the plain draws, and controls are 0. Lists are left to those altogether where
+    // that adds at most kSkipped to the squared error, all of them together: Σ N e^(2 l) / p, l the most that a code of
+    // a list, as long as its longest, and a record with its largest error can have.
+    void set_bounds(Query& query) {
+        float* highest = order;
+        float bins[kBins] = {};
         for (int64_t j = 0; j < lists.count; j++) {
-            const Ear at = ear(query, j);
-            const float off = at.slope * float(kSetApart - 1), v = off * off + at.rough, left = Design::cold(query.floor, v) - at.own;
-            const float gain = max(ask.gained[j], 1.0f);
+            const CodeView at = view(query, j);
+            const float off = at.slope * ask.most_errors[j], v = off * off + at.rough, gain = max(ask.gained[j], 1.0f);
+            const float left = Design::cold(query.floor, v) - at.own;
             query.bounds[j] = left <= at.usual ? left : (left + (gain - 1) * at.usual) / gain;
-            const float offset = lists.offsets ? ask.least_offsets[j] * at.unit : 0;
-            if (at.base + at.step * query.highest - offset <= query.bounds[j]) query.bounds[j] = __builtin_inff();
+            const float y = float(ask.factor) * query.sides[j] * ask.longest[j], beyond = max(y - at.usual, 0.0f);
+            highest[j] = Design::shares(everywhere(y + at.own + beyond * (gain - 1)), everywhere(v))[0];
+            if (!(ask.sizes[j] > 0) || y <= query.bounds[j]) query.bounds[j] = __builtin_inff();
+            const float place = (query.floor + kSlack - highest[j]) * (1 / kBin);
+            if (place >= 0) bins[int64_t(min(place, float(kBins - 1)))] += ask.sizes[j];
         }
+        query.skipped = query.floor;
+        if (counts()) return;
+        double left = kSkipped * query.rate / double(ask.budget);
+        for (int64_t k = kBins - 1; k >= 0; k--) {  // none has more in its bin than its upper edge
+            const float edge = query.floor + kSlack - float(k) * kBin;
+            left -= double(bins[k]) * exp(2 * double(edge));
+            if (left < 0) break;
+            query.skipped = max(query.skipped, edge);
+        }
+        for (int64_t j = 0; j < lists.count; j++)
+            if (highest[j] <= query.skipped) query.bounds[j] = __builtin_inff();
     }
 
     // Exact logits of some of the slots of a sample.
@@ -433,30 +479,45 @@ struct Drawing {
         const double turn = query.spread * ask.factor * ask.error_step / __builtin_sqrt(double(ask.queries.width));
         for (int64_t j = 0; j < lists.count; j++) {
             const double square = lists.offsets ? max(-query.raw[j] / ask.factor, 0.0) * 4 : query.length;
-            query.slopes[j] = float(turn * __builtin_sqrt(square));
-            query.usual[j] = float(kUsual * along * __builtin_sqrt(square)) * ask.spreads[j];
+            query.sides[j] = float(__builtin_sqrt(square));
+            query.slopes[j] = float(turn) * query.sides[j];
+            query.usual[j] = float(kUsual * along) * query.sides[j] * ask.spreads[j];
         }
+    }
+
+    // Scores of all centroids for some queries, and the queries as codes see them.
+    void prepare(int64_t low, int64_t count) {
+        const int64_t d = ask.queries.width;
+        auto product = [](auto a, auto b) { return a * b; };
+        for (int64_t i = 0; i < count; i++) {
+            Query& query = queries[i];
+            uint64_t seed = 0;
+            const float* given = ask.queries[low + i];
+            for (int64_t t = 0; t < d; t++) {
+                uint32_t bits;
+                std::memcpy(&bits, given + t, sizeof bits);
+                seed += bits * ask.seeds[t];
+                query.seen[t] = lists.origin ? given[t] - lists.origin[t] : given[t];
+            }
+            query.seed = seed, query.low = uint32_t(seed), query.high = uint32_t(seed >> 32);
+            query.length = double(summed(query.seen, query.seen, d, product));
+            for (int64_t t = 0; t < ask.rotation.rows; t++) query.turned[t] = summed(query.seen, ask.rotation[t], d, product);
+        }
+        for (int64_t j = 0; j < lists.count; j++)
+            for (int64_t i = 0; i < count; i++) {
+                const double near = double(summed(queries[i].seen, ask.centroids[j], d, product));
+                queries[i].raw[j] = ask.factor * (lists.origin ? 2 * near - double(ask.lengths[j]) - queries[i].length : near);
+            }
     }
 
     // Tables, B, κ and the first threshold.
     template <class Number>
     void begin(Query& query, int64_t i) {
-        make_tables(lists, ask.turned[i], entries, query.tables);
-        query.length = ask.squares[i], query.spread = query.beta = 1, query.base = -kInfinity;
+        make_tables(lists, query.turned, entries, query.tables);
+        query.spread = query.beta = 1, query.base = -kInfinity;
         fill(query.masses, lists.count, 0.0);
-        query.low = uint32_t(ask.seeds[i]), query.high = uint32_t(ask.seeds[i] >> 32);
-        query.highest = 0;
-        for (int64_t part = 0; part < lists.parts; part++) {
-            const uint8_t* table = (part % 2 ? query.tables.high : query.tables.low) + part / 2 * kBlock;
-            uint8_t highest = 0;
-            for (int w = 0; w < kBlock; w++) highest = max(highest, table[w]);
-            query.highest += highest;
-        }
         const double rounding = query.tables.step * ask.factor;
         query.rough = float(rounding * rounding * double(lists.parts) / 12);
-        for (int64_t j = 0; j < lists.count; j++) query.raw[j] = ask.factor * double(ask.nearness[i][j]);
-        if (lists.offsets)
-            for (int64_t j = 0; j < lists.count; j++) query.raw[j] -= ask.factor * query.length;
         set_slopes(query);
         const double per_unit = 2 / double(ask.error_step);
         for (int64_t j = 0; j < lists.count; j++) query.base = max(query.base, query.raw[j]);
@@ -476,7 +537,7 @@ struct Drawing {
         const int64_t wanted = min(lists.count, int64_t(double(kNear) / each) + 1);
         const float edge = level(order, lists.count, wanted, wanted / 4);
         uint32_t* slots = some_slots;
-        Kept some{some_logits, some_squares, some_others, slots, 0, 0, 0};
+        Kept some{some_logits, some_others, some_others, some_squares, slots, 0, 0, 0};
         int64_t count = 0, chosen = 0;
         int64_t picks[64];
         for (int64_t j = 0; j < lists.count && chosen < 64; j++)
@@ -485,7 +546,7 @@ struct Drawing {
             look<false>(query, picks[c], lists.starts[picks[c]], min(lists.starts[picks[c] + 1], lists.starts[picks[c]] + 256),
                  [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
                      bits &= above(everywhere(kApart), v);
-                     if (bits && some.count < 2 * kNear) append(some, b, v, b, slot, bits);
+                     if (bits && some.count < 2 * kNear) append(some, b, b, b, v, slot, bits);
                  });
         count = some.count;
         if (!count) return;
@@ -528,14 +589,16 @@ struct Drawing {
 
     // Looks at some blocks of all lists: B is raised to what they amount to, and the threshold set that about so many pass.
     void all(Query& query) {
-        Kept some{some_logits, some_squares, some_others, some_slots, 0, 0, 0};
+        Kept some{some_logits, some_others, some_others, some_squares, some_slots, 0, 0, 0};
         int64_t count = 0;
-        for (int64_t j = 0; j < lists.count; j++)
-            for (int64_t block = (lists.starts[j] + stride - 1) / stride * stride; block < lists.starts[j + 1]; block += stride)
-                look<false>(query, j, block, block + 1, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
-                    bits &= above(everywhere(kApart), v);
-                    if (bits) append(some, b, v, b, slot, bits);
-                });
+        for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
+            while (lists.starts[j + 1] <= block) j++;
+            if (block + 8 * stride < lists.starts[lists.count]) fetch_all(block + 8 * stride);
+            look<false>(query, j, block, block + 1, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
+                bits &= above(everywhere(kApart), v);
+                if (bits) append(some, b, b, b, v, slot, bits);
+            });
+        }
         count = some.count;
         for (int64_t j = count; j % kLanes; j++) some_logits[j] = -1e30f, some_squares[j] = 1;
         float shift = 0;
@@ -595,7 +658,7 @@ struct Drawing {
         look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
             const Vec share = greater(Design::shares(b, v), floor), key = share + random_waits(slot, query.low, query.high);
             const uint32_t hits = above(key, everywhere(kept.threshold)) & above(everywhere(kApart), v) & bits;
-            if (hits) append(kept, key, share, b, slot, hits);
+            if (hits) append(kept, key, share, b, v, slot, hits);
             if (controls) mass += where(bits, Design::controls(b, v));
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
         });
@@ -627,6 +690,7 @@ struct Drawing {
             std::memcpy(kept.keys + kept.count, other.keys, size_t(other.count) * 4);
             std::memcpy(kept.shares + kept.count, other.shares, size_t(other.count) * 4);
             std::memcpy(kept.logits + kept.count, other.logits, size_t(other.count) * 4);
+            std::memcpy(kept.squares + kept.count, other.squares, size_t(other.count) * 4);
             std::memcpy(kept.slots + kept.count, other.slots, size_t(other.count) * 4);
             kept.count += other.count;
         }
@@ -634,15 +698,11 @@ struct Drawing {
         Sample& sample = query.sample;
         const int64_t room = ask.positions.width - ask.aparts;
         sample.drawn = min(kept.count, room);
-        for (int64_t k = 0; k < sample.drawn; k++) {
-            const int64_t slot = kept.slots[k], list = list_of(slot);
-            const float off = float(ask.errors[slot]) * query.slopes[list];
-            float square = off * off + query.rough;
-            if (lists.offsets) {
-                const float offset = widen(lists.offsets[slot]) * lists.unit * float(ask.factor);
-                square += offset * offset * kRounded;
-            }
-            sample.slots[k] = slot, sample.lists[k] = int32_t(list), sample.squares[k] = square;
+        for (int64_t k = 0, list = 0; k < sample.drawn; k++) {  // of each part they come in order
+            const int64_t slot = kept.slots[k];
+            if (slot < lists.starts[list] * kBlock) list = 0;
+            while (lists.starts[list + 1] * kBlock <= slot) list++;
+            sample.slots[k] = slot, sample.lists[k] = int32_t(list), sample.squares[k] = kept.squares[k];
             sample.logits[k] = kept.logits[k], sample.shares[k] = kept.shares[k];
             sample.chances[k] = float(chance_of(double(kept.threshold) - double(kept.shares[k])));
         }
@@ -650,7 +710,7 @@ struct Drawing {
         const double skip = 1 / log1p(-min(query.rate, 1 - 1e-12));
         int64_t count = sample.drawn, slot = -1;
         for (uint64_t turn = 0; count < room; turn++) {
-            const double chance = (double(hashed(turn, ask.seeds[i])) + 0.5) / 4294967296.0;
+            const double chance = (double(hashed(turn, query.seed)) + 0.5) / 4294967296.0;
             const double ahead = floor(log(chance) * skip) + 1;
             if (!(ahead < double(lists.starts[lists.count] * kBlock - slot))) break;
             slot += int64_t(ahead);
@@ -787,6 +847,7 @@ struct Drawing {
         double over = threshold + (counts() || widest > most / 2 ? most * most / 4 : most * widest - widest * widest);
         if (counts()) over = min(over, -log(query.rate));
         else if (widest > deep) over = max(over, widest * (most - 2 * deep));
+        over += double(query.skipped - query.floor);
         const bool others = sample.drawn + count - sample.plain < total && query.rate < 1;
         const double terms = double(sum(sums.terms)), expected = double(sum(sums.expected)), seen = double(sum(sums.seen));
         const double ratio = expected > 0 ? max(1.0, terms / expected) : 1.0, wrong = worst > kAbsurd ? kInfinity : 0;
@@ -824,11 +885,11 @@ struct Drawing {
         const int64_t width = ask.positions.width;
         for (int64_t k = 0; k < sample.count; k++) {
             ask.positions[i][k] = sample.positions[k], ask.scores[i][k] = sample.exact[k] / ask.factor;
-            ask.logs[i][k] = float(-log1p(-chances[k]));
+            ask.chances[i][k] = 1 - chances[k];
             if (ask.controlled.width) ask.controlled[i][k] = controls[k] * (1 - chances[k]);
         }
         for (int64_t k = sample.count; k < width; k++) {
-            ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.logs[i][k] = 0;
+            ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.chances[i][k] = 1;
             if (ask.controlled.width) ask.controlled[i][k] = 0;
         }
     }
@@ -905,6 +966,9 @@ struct Drawing {
         set(i, Figure::usual, whole.doubt > 0 ? __builtin_sqrt(whole.apart / whole.doubt) : 0);
         set(i, Figure::drift, whole.doubt > 0 ? __builtin_sqrt(drift) / whole.doubt : 0);
         set(i, Figure::reach, far);
+        Table<double> own = ask.bounds;
+        own.first += i;
+        bars({own, {ask.sums[i], 1, ask.sums.width, ask.sums.width}, ask.z, ask.doubt});
         for (int64_t k = 0; k < ask.weights.width; k++) ask.weights[i][k] = k < query.sample.count ? weights[k] : 0;
     }
 
@@ -981,6 +1045,7 @@ struct Drawing {
     template <class Number>
     void run() {
         if (ask.threads > 1) {
+            prepare(0, 1);
             begin<Number>(queries[0], 0);
             cut(queries[0]);
             share<Number>(scanning, queries[0], 0);
@@ -991,6 +1056,7 @@ struct Drawing {
         const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
         for (int64_t low = 0; low < ask.queries.rows; low += kTogether) {
             const int64_t count = min(kTogether, ask.queries.rows - low);
+            prepare(low, count);
             for (int64_t i = 0; i < count; i++) begin<Number>(queries[i], low + i);
             for (int64_t j = 0; j < lists.count; j++)
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)

@@ -13,7 +13,7 @@ bool search_lists(const ListSearch& ask, char* scratch);
 void encode(const Encode& ask);
 
 constexpr int kBlock = 16;           // records
-constexpr int64_t kBlocksAhead = 6;  // that are on their way from memory while one is worked on
+constexpr int64_t kBlocksAhead = 8;  // that are on their way from memory while one is worked on
 constexpr int kTop = 127;            // the largest entry: two of them fit in a byte
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
@@ -76,20 +76,38 @@ SOFTDB_INLINE uint32_t above(Vec a, Vec b) {
 #endif
 }
 
-// The sum of the quarters.
-SOFTDB_INLINE Eight folded(Shorts x) {
-    Eight parts[kLanes / 4];
-    std::memcpy(parts, &x, sizeof x);
-    for (int half = kLanes / 8; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
+constexpr int kGroup = 4;  // blocks whose sums are made together
+
+// Sums of some blocks: of the first eight records of each, of the others.
+struct BlockSums {
+    Eight first[kGroup], others[kGroup];
+};
+
+// The sums of the quarters of each.
+template <int count>
+SOFTDB_INLINE void fold(const Shorts* x, Eight* sums) {
+#if defined(__AVX512BW__)
+    if constexpr (count == 4) {
+        const __m512i a = (__m512i)x[0], b = (__m512i)x[1], c = (__m512i)x[2], d = (__m512i)x[3];
+        const __m512i ab = _mm512_add_epi16(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xEE));
+        const __m512i cd = _mm512_add_epi16(_mm512_shuffle_i32x4(c, d, 0x44), _mm512_shuffle_i32x4(c, d, 0xEE));
+        _mm512_storeu_si512(sums, _mm512_add_epi16(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD)));
+        return;
+    }
+#endif
+    for (int u = 0; u < count; u++) {
+        Eight parts[kLanes / 4];
+        std::memcpy(parts, x + u, sizeof parts);
+        for (int half = kLanes / 8; half; half /= 2)
+            for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+        sums[u] = parts[0];
+    }
 }
 
-// Sums of `count` blocks, 16 records each: of the first eight, of the others. An entry takes a byte; the sum of the even
-// bytes is what the sum of all, as whole numbers of 16 bits, has beyond that of the odd ones.
+// Sums of `count` blocks, 16 records each. An entry takes a byte; the sum of the even bytes is what the sum of all, as
+// whole numbers of 16 bits, has beyond that of the odd ones.
 template <int count>
-SOFTDB_INLINE void add_up(const uint8_t* codes, int64_t bytes, const uint8_t* low, const uint8_t* high,
-                          Eight (*sums)[2]) {
+SOFTDB_INLINE void add_up(const uint8_t* codes, int64_t bytes, const uint8_t* low, const uint8_t* high, BlockSums& sums) {
     Shorts all[count] = {}, odd[count] = {};
     const Bytes half = Bytes{} + 15;
     for (int64_t at = 0; at < bytes; at += kLanes * 4) {
@@ -100,24 +118,23 @@ SOFTDB_INLINE void add_up(const uint8_t* codes, int64_t bytes, const uint8_t* lo
             all[u] += (Shorts)entry, odd[u] += (Shorts)entry >> 8;
         }
     }
-    for (int u = 0; u < count; u++) {
-        sums[u][0] = folded(all[u] - (odd[u] << 8));
-        sums[u][1] = folded(odd[u]);
-    }
+    for (int u = 0; u < count; u++) all[u] -= odd[u] << 8;
+    fold<count>(all, sums.first);
+    fold<count>(odd, sums.others);
 }
 
-// The sums of kLanes records, from `first` on.
-SOFTDB_INLINE Vec widened(const Eight* sums, int first) {
+// The sums of kLanes records of a block, from `first` on.
+SOFTDB_INLINE Vec widened(const BlockSums& sums, int block, int first) {
 #if defined(__AVX512F__)
     (void)first;
-    __m256i both = _mm256_set_m128i((__m128i)sums[1], (__m128i)sums[0]);
+    __m256i both = _mm256_set_m128i((__m128i)sums.others[block], (__m128i)sums.first[block]);
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(both));
 #elif defined(__AVX2__)
-    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32((__m128i)sums[first / 8]));
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32((__m128i)(first ? sums.others : sums.first)[block]));
 #else
     typedef uint16_t Four __attribute__((vector_size(8)));
     Four some;
-    std::memcpy(&some, (const char*)sums + 2 * first, 8);
+    std::memcpy(&some, (const char*)((first < 8 ? sums.first : sums.others) + block) + 2 * (first % 8), 8);
     return __builtin_convertvector(__builtin_convertvector(some, IntVec), Vec);
 #endif
 }
@@ -218,21 +235,27 @@ SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
     if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 3);
 }
 
-// Calls take(sums, block) for the blocks of a list of which some slot is allowed.
-template <class Take>
+// Calls take(sums, block, u) for the blocks of a list of which some slot is allowed, sums.first[u] theirs. `pass` says of
+// whole groups that none of them matters.
+template <class Pass, class Take>
 SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const ListState& state, int64_t first,
-                              int64_t last, Take take) {
+                              int64_t last, Pass pass, Take take) {
     const int64_t bytes = lists.parts * 8;
-    for (int64_t block = first; block < last; block += 2) {
-        const int64_t next = block + 1 < last ? 1 : 0;
-        fetch(lists, block + kBlocksAhead, 2);
-        if (!(allowed[block] | allowed[block + next])) continue;
-        const uint8_t* codes = lists.codes + block * bytes;
-        Eight sums[2][2];
-        if (next) add_up<2>(codes, bytes, state.low, state.high, sums);
-        else add_up<1>(codes, bytes, state.low, state.high, sums);
-        take(sums[0], block);
-        if (next) take(sums[1], block + 1);
+    BlockSums sums;
+    int64_t block = first;
+    for (; block + kGroup <= last; block += kGroup) {
+        fetch(lists, block + kBlocksAhead, kGroup);
+        uint64_t any;
+        std::memcpy(&any, allowed + block, sizeof any);
+        if (!any) continue;
+        add_up<kGroup>(lists.codes + block * bytes, bytes, state.low, state.high, sums);
+        if (pass(sums)) continue;
+        for (int u = 0; u < kGroup; u++) take(sums, block + u, u);
+    }
+    for (; block < last; block++) {
+        if (!allowed[block]) continue;
+        add_up<1>(lists.codes + block * bytes, bytes, state.low, state.high, sums);
+        take(sums, block, 0);
     }
 }
 
@@ -240,10 +263,11 @@ SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const
 SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, ListState& state, float score, int64_t first,
                                int64_t last) {
     const float step = state.step, base = state.base, unit = lists.unit;
-    each_block(lists, allowed, state, first, last, [&](const Eight* sums, int64_t block) {
+    auto none = [](const BlockSums&) { return false; };
+    each_block(lists, allowed, state, first, last, none, [&](const BlockSums& sums, int64_t block, int u) {
         for (int lane = 0; lane < kBlock; lane += kLanes) {
             const int64_t slot = block * kBlock + lane;
-            Vec estimate = load(lists.factors + slot) * (widened(sums, lane) * step + base) + score;
+            Vec estimate = load(lists.factors + slot) * (widened(sums, u, lane) * step + base) + score;
             if (lists.offsets) estimate -= load(lists.offsets + slot) * unit;
             uint32_t hits = above(estimate, everywhere(state.threshold)) & uint32_t(allowed[block]) >> lane;
             if (hits) keep(state, estimate, uint32_t(slot), hits);

@@ -82,13 +82,14 @@ struct Draw {
     const uint8_t* gains = nullptr;     // (blocks, 16) factors, in steps of kGain
     const uint8_t* errors = nullptr;    // (blocks, 16) |k - k̂| in steps; kSetApart: set apart
     const float* gained = nullptr;      // (lists,) the largest factor
-    const float* least_offsets = nullptr;  // (lists,) the least offset, for l2
+    const float* longest = nullptr;     // (lists,) length of the longest code
+    const float* most_errors = nullptr;  // (lists,) the largest error, in steps, of those that are not set apart
     const float* spreads = nullptr;     // (lists,) root of the mean square of the residuals
     float error_step = 0, largest = 0;  // the largest of those that are not set apart, in keys' own measure
     Table<const float> queries;         // (q, d) prepared
-    Table<const float> turned;          // (q, parts · word) as codes see them, from the origin
-    Table<const float> nearness;        // (q, lists) scores of the centroids, for l2 those of `Lists` less |q|²
-    const float* squares = nullptr;     // (q,) |q|², from the origin
+    Table<const float> rotation;        // (parts · word, d)
+    Table<const float> centroids;       // (lists, d)
+    const float* lengths = nullptr;     // (lists,) |c|², for l2
     const uint16_t* allowed = nullptr;  // (blocks,) a bit a slot
     const float* sizes = nullptr;       // (lists,) slots of each that are allowed
     const uint32_t* places = nullptr;   // (slots,) position of each
@@ -102,10 +103,10 @@ struct Draw {
     int64_t budget = 0;               // how many to draw
     double visible = 0;               // deviations of an error from which on too few draws would show it
     bool controls = false;            // whether estimates of all records are summed, to correct the draws by
-    const uint64_t* seeds = nullptr;  // (q,)
+    const uint64_t* seeds = nullptr;  // (d,) odd numbers, by which a query's numbers make its seed
     Table<int64_t> positions;         // (q, w), written to, then -1
     Table<double> scores;             // (q, w), written to, then -inf
-    Table<float> logs;                // (q, w), written to: log of the inverse of each probability
+    Table<double> chances;            // (q, w), written to: the probability of each, 1 for none
     Table<double> controlled;         // (q, w), written to: chances that codes tell, for counts; (q, 0) else
     Table<double> bounds;             // (figures, q), written to
     // of an answer, not of counts
@@ -114,6 +115,7 @@ struct Draw {
     const double* centre = nullptr;   // (v,) from which no value is farther than
     double value_radius = 0;
     uint64_t salt = 0;                // of random signs
+    double z = 0, doubt = 0;          // as `Bars`
     int64_t fewest = 0;               // draws below which nothing is known of the others,
     double slight = 0;                // unless none of them can be more of Ẑ
     Table<double> output;             // (q, v), written to
@@ -136,8 +138,18 @@ enum class Figure : int64_t {
     expected,                        // variance as codes tell it
     lse, noise, noises, variance, variances,  // log Ẑ, Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
     usual, drift, reach,             // of values: ‖v - o‖ by the shares in `hidden`, the length of their mean, the most
+    bar, lse_bar, blind,             // quantiles of ‖ô - o‖ and |Ẑ / Z - 1|; how much of that is for what was not drawn
     count,
 };
+
+// Figures of answers of which the bars are wanted.
+struct Bars {
+    Table<double> figures;   // (figures, q), the bars written to
+    Table<const float> sums;  // (q, kSigns v) Σ ±y
+    double z = 0, doubt = 0;  // quantile of the normal at the confidence; log of the inverse of the rest
+};
+
+constexpr double kSkewed = 0.65;  // squared weights are skewed: so much of their effective number tells of the error
 
 constexpr float kGain = 4.0f / 255;  // of factors in bytes
 constexpr int kSetApart = 255;

@@ -140,20 +140,61 @@ void spread(const Terms& ask, const double* weights, const double* output, int64
     }
 }
 
+// The quantile of F with so many degrees of freedom, z that of the normal: the cube roots of both χ² are about normal
+// (Paulson 1942): ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3).
+double f_quantile(double z, double above, double below) {
+    const double a = 2 / (9 * above), b = 2 / (9 * below);
+    const double square = max((1 - b) * (1 - b) - z * z * b, 1e-3), middle = (1 - a) * (1 - b);
+    const double root = __builtin_sqrt(max(middle * middle - square * ((1 - a) * (1 - a) - z * z * a), 0.0));
+    const double x = max((z >= 0 ? middle + root : middle - root) / square, 0.0);
+    return x * x * x;
+}
+
+namespace {
+
+// Number of draws that tell a sum of squared terms, at least 2.
+double draws_of(double sum, double squares) {
+    return squares > 0 && squares < kInfinity ? max(kSkewed * sum * sum / squares, 2.0) : 2;
+}
+
 // tr(C)² / tr(C²), C = Σ y yᵀ: tr(C²) is Σ ‖y‖⁴ and, of the other pairs, those in unlike groups, whose (y·y')² the squares
-// of x·x' are on average, x = Σ ±y of a group. Cost q v kSigns².
-void directions(const Directions& ask) {
-    const int64_t v = ask.sums.width / kSigns;
+// of x·x' are on average, x = Σ ±y of a group. Cost v kSigns².
+double directions(const float* sums, int64_t v, double variance, double fourths) {
     auto product = [](auto a, auto b) { return a * b; };
+    double square = 0;
+    for (int a = 0; a < kSigns; a++)
+        for (int b = 0; b < a; b++) {
+            const double x = double(summed(sums + a * v, sums + b * v, v, product));
+            square += x * x;
+        }
+    square = fourths + 2 * square * kSigns / (kSigns - 1);
+    return square > 0 ? max(variance * variance / square, 1.0) : 1.0;
+}
+
+double finite_or(double x, double other) { return x == x ? x : other; }
+
+}  // namespace
+
+// docs/error-bars.md derives the bar: √(F V + B²) + R (L / 3) t, B the least of usual √(2 L H), drift M + usual √(2 L A) and
+// R L b; and that of Z, for which 1 takes the place of values.
+void bars(const Bars& ask) {
+    auto at = [&](Figure what, int64_t i) -> double& { return ask.figures[int64_t(what)][i]; };
+    const int64_t v = ask.sums.width / kSigns;
     for (int64_t i = 0; i < ask.sums.rows; i++) {
-        double square = 0;
-        for (int a = 0; a < kSigns; a++)
-            for (int b = 0; b < a; b++) {
-                const double x = double(summed(ask.sums[i] + a * v, ask.sums[i] + b * v, v, product));
-                square += x * x;
-            }
-        square = ask.fourths[i] + 2 * square * kSigns / (kSigns - 1);
-        ask.out[i] = square > 0 ? max(ask.variance[i] * ask.variance[i] / square, 1.0) : 1.0;
+        const double noise = at(Figure::noise, i), variance = at(Figure::variance, i), doubt = ask.doubt;
+        const double draws = draws_of(noise, at(Figure::noises, i)), pooled = draws_of(variance, at(Figure::variances, i));
+        const double many = min(directions(ask.sums[i], v, variance, at(Figure::variances, i)), double(max(v, int64_t(1))));
+        const double reach = at(Figure::reach, i), usual = at(Figure::usual, i), missed = at(Figure::missed, i);
+        const double none_drawn = __builtin_sqrt(2 * doubt * at(Figure::hidden, i));
+        const double by_chance = __builtin_sqrt(2 * doubt * at(Figure::alone, i)), at_most = doubt * at(Figure::unseen, i);
+        const double blind = min(min(none_drawn, missed + by_chance), at_most);
+        const double expected = finite_or(missed * at(Figure::drift, i), kInfinity) + finite_or(by_chance * usual, kInfinity);
+        const double farthest = finite_or(at_most * reach, kInfinity);
+        const double of_output = min(min(finite_or(none_drawn * usual, kInfinity), expected), farthest);
+        const double known = doubt / 3 * at(Figure::thinned, i);
+        at(Figure::bar, i) = __builtin_sqrt(variance * f_quantile(ask.z, many, pooled) + of_output * of_output) + reach * known;
+        at(Figure::lse_bar, i) = __builtin_sqrt(noise * f_quantile(ask.z, 1, draws) + blind * blind) + known;
+        at(Figure::blind, i) = blind;
     }
 }
 

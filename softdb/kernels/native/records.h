@@ -121,12 +121,4 @@ struct Errors {
     double* roots = nullptr;       // (kSigns,) Σ ±r
 };
 
-// Among how many directions each error is spread, tr(C)² / tr(C²), C its covariance.
-struct Directions {
-    Table<const float> sums;           // (q, kSigns v)
-    const double* variance = nullptr;  // (q,) Σ ‖y‖²
-    const double* fourths = nullptr;   // (q,) Σ ‖y‖⁴
-    double* out = nullptr;             // (q,), written to
-};
-
 }  // namespace softdb

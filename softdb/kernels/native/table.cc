@@ -19,7 +19,7 @@ extern const Kernels kTable;
 const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
     rerank, take_in, prepare, score, scan, settle,
-    weighted_sums<float>, weighted_sums<double>, spread, directions,
+    weighted_sums<float>, weighted_sums<double>, spread, f_quantile, bars,
     list_scratch, search_lists, encode, draw_scratch, draw, help_draw,
 };
 

@@ -24,7 +24,8 @@ struct Kernels {
     void (*sums)(const Sums<float>& ask);
     void (*sums_wide)(const Sums<double>& ask);
     void (*spread)(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line);
-    void (*directions)(const Directions& ask);
+    double (*f_quantile)(double z, double above, double below);
+    void (*bars)(const Bars& ask);
     int64_t (*list_scratch)(const ListSearch& ask);
     bool (*search_lists)(const ListSearch& ask, char* scratch);
     void (*encode)(const Encode& ask);
