@@ -39,7 +39,7 @@ LEAST = 24  # candidates that are scored exactly at least
 JUMP = 4  # times as long as a byte of codes takes one of a key that lies anywhere
 WIDTHS = (8, 4, 2, 1)  # numbers that share a word
 PARTS = 32, 256  # of a code, at least and at most, where the width of keys allows it
-FORM = 22  # arrays of an index file
+FORM = 23  # arrays of an index file
 
 
 class Among(NamedTuple):
@@ -161,7 +161,7 @@ class Lists(Index):
         self._pending.append(
             Coded(
                 lists, fine.codes, fine.factors.astype(np.float16), halves[0], rows.astype(np.uint32), fine.squares,
-                coarse.codes, gains, errors.astype(np.uint8), halves[1],
+                1.0001 * np.sqrt(fine.squares), coarse.codes, gains, errors.astype(np.uint8), halves[1],
             )
         )  # fmt: skip
         self.covered = int(rows[-1]) + 1
@@ -305,6 +305,7 @@ def _check(
         "offsets": (layout.offsets, np.float16, (blocks if metric is Metric.L2 else 0, BLOCK)),
         "rows": (layout.rows, np.uint32, (blocks * BLOCK,)),
         "squares": (layout.squares, np.float32, (lists,)),
+        "radii": (layout.radii, np.float32, (lists,)),
         "sketches": (layout.sketches, np.uint8, (blocks, coarse // 2, BLOCK)),
         "gains": (layout.gains, np.uint8, (blocks, BLOCK)),
         "errors": (layout.errors, np.uint8, (blocks, BLOCK)),
@@ -331,4 +332,4 @@ def _no_records(inner: Quantizer, sketch: Quantizer) -> Coded:
     halves, octets = np.empty(0, np.float16), np.empty(0, np.uint8)
     codes, sketches = (np.empty((0, len(by.words) // 2), np.uint8) for by in (inner, sketch))
     squares, rows = np.empty(0, np.float32), np.empty(0, np.uint32)
-    return Coded(np.empty(0, np.int64), codes, halves, halves, rows, squares, sketches, octets, octets, halves)
+    return Coded(np.empty(0, np.int64), codes, halves, halves, rows, squares, squares, sketches, octets, octets, halves)

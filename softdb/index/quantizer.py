@@ -164,6 +164,7 @@ class Coded(NamedTuple):
     offsets: NDArray[np.float16]  # (n,) in units, of l2
     rows: NDArray[np.uint32]  # (n,)
     squares: Floats  # (n,) |r|²
+    radii: Floats  # (n,) |r|, or more
     sketches: NDArray[np.uint8]  # (n, parts / 2) the coarser codes
     gains: NDArray[np.uint8]  # (n,) their factors, for what lies far along the residual
     errors: NDArray[np.uint8]  # (n,) their errors, rounded up
@@ -191,6 +192,7 @@ class CodeBlocks(NamedTuple):
     offsets: NDArray[np.float16]  # (blocks, 16) of l2, else (0, 16)
     rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
     squares: Floats  # (lists,) Σ |r|²
+    radii: Floats  # (lists,) no |r| is more
     sketches: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the coarser codes
     gains: NDArray[np.uint8]  # (blocks, 16) of these, the factors
     errors: NDArray[np.uint8]  # (blocks, 16) APART where a record is scored for every query
@@ -213,7 +215,8 @@ class CodeBlocks(NamedTuple):
             ordered = spread(codes).reshape(count, BLOCK, -1)[:, _ORDER]
             return np.ascontiguousarray(ordered.transpose(0, 2, 1))
 
-        none = np.empty((0, BLOCK), np.float16)
+        none, radii = np.empty((0, BLOCK), np.float16), np.zeros(lists, np.float32)
+        np.maximum.at(radii, coded.lists, coded.radii)
         offsets, corrections = (
             spread(halves).reshape(-1, BLOCK) if is_l2 else none for halves in (coded.offsets, coded.corrections)
         )
@@ -223,7 +226,7 @@ class CodeBlocks(NamedTuple):
         return cls(
             sizes.astype(np.int64), starts.astype(np.int64), blocked(coded.codes), factors, offsets,
             spread(coded.rows, NO_ROW), np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
-            blocked(coded.sketches), gains, errors, corrections,
+            radii, blocked(coded.sketches), gains, errors, corrections,
         )  # fmt: skip
 
     @property
@@ -232,7 +235,7 @@ class CodeBlocks(NamedTuple):
         return _slots(self.sizes, self.starts)
 
     def coded(self) -> Coded:
-        """The records, list by list; of |r|² the mean of their list."""
+        """The records, list by list; of |r|² the mean of their list, of |r| the most."""
         slots, squares = self.slots, self.squares / np.maximum(self.sizes, 1)
 
         def flat(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -246,7 +249,7 @@ class CodeBlocks(NamedTuple):
         return Coded(
             np.repeat(np.arange(len(self.sizes)), self.sizes), flat(self.blocks), each(self.factors),
             each(self.offsets), self.rows[slots], np.repeat(squares, self.sizes).astype(np.float32),
-            flat(self.sketches), each(self.gains), each(self.errors), each(self.corrections),
+            np.repeat(self.radii, self.sizes), flat(self.sketches), each(self.gains), each(self.errors), each(self.corrections),
         )  # fmt: skip
 
     def allowed(self, keep: Live, places: Places) -> Allowed:  # (size,), (slots,)

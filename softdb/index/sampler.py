@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.index.contract import Floats, Numbers, Rows
 from softdb.index.lists import Lists
-from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, CodeBlocks, Places, Quantizer
+from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, Places
 from softdb.index.reach import reach_of
 from softdb.index.rerank import CODES
 from softdb.kernels import native
@@ -134,7 +134,7 @@ class Sampler:
             layout.starts, layout.sketches.reshape(len(layout.sketches), -1), layout.gains,
             errors.reshape(layout.errors.shape), layout.corrections.view(np.uint16), sketch.unit, sketch.error_step,
             sketch.words.reshape(-1, BLOCK), len(sketch.words), np.ascontiguousarray(index.spreads), gained,
-            _longest(sketch, layout), most_errors, turns, centroids,
+            layout.radii, most_errors, turns, centroids,
             np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
@@ -203,19 +203,6 @@ class Sampler:
         if answering:
             answer = DrawnAnswer(output, moved, first, sums[0].reshape(q, signs, v), *sums[1:])
         return DrawnSample(positions, scores, chances, held, Figures(*figures), answer)
-
-
-def _longest(sketch: Quantizer, layout: CodeBlocks) -> Floats:  # (lists,)
-    """Length of the longest code of each list, spare slots included."""
-    even, odd = (np.square(sketch.words[half::2]).sum(1) for half in (0, 1))  # (parts / 2, 16)
-    pairs = (odd[:, :, None] + even[:, None, :]).reshape(len(even), -1)  # by byte
-    squares = np.zeros((len(layout.sketches), BLOCK), np.float32)
-    for part, table in enumerate(pairs.astype(np.float32)):
-        squares += table[layout.sketches[:, part]]
-    filled, longest = layout.sizes > 0, np.zeros(len(layout.sizes), np.float32)
-    if filled.any():
-        longest[filled] = np.sqrt(np.maximum.reduceat(squares.max(1), layout.starts[:-1][filled]))
-    return longest
 
 
 def _room(budget: int) -> int:

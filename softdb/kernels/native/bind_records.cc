@@ -186,7 +186,7 @@ struct BoundSketch {
     BoundSketch(Line<const int64_t> starts, Table<const uint8_t> codes, Table<const uint8_t> gains,
                 Table<const uint8_t> errors, Table<const uint16_t> offsets, double unit, double error_step,
                 Table<const float> words, int64_t parts, Line<const float> spreads,
-                Line<const float> gained, Line<const float> longest, Line<const float> most_errors,
+                Line<const float> gained, Line<const float> radii, Line<const float> most_errors,
                 Table<const float> rotation, Table<const float> centroids, Line<const float> lengths,
                 Line<const float> origin, bool l2) {
         Lists& lists = ask.lists;
@@ -195,7 +195,7 @@ struct BoundSketch {
         lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
         lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
         ask.gains = gains.first, ask.errors = errors.first, ask.error_step = float(error_step);
-        ask.spreads = spreads.first, ask.gained = gained.first, ask.longest = longest.first;
+        ask.spreads = spreads.first, ask.gained = gained.first, ask.radii = radii.first;
         ask.most_errors = most_errors.first, ask.rotation = rotation, ask.centroids = centroids;
         ask.lengths = lengths.first, lists.origin = l2 ? origin.first : nullptr;
     }

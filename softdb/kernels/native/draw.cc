@@ -59,8 +59,6 @@ constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what 
 constexpr double kPrior = 8;           // records that are taken to err as much as the isotropic error does
 constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of an offset, and somewhat more
 constexpr float kLog2 = 0.69314718f;
-constexpr double kSkipped = 0.1;         // of the squared error that as many draws by true weights would leave
-constexpr float kSlack = 4;              // logits above the floor that a list which is left out may reach
 constexpr double kLost = 0.5;            // of the sum of what was drawn: a correction that takes more is left out
 constexpr int64_t kPatience = 2000;      // turns without work after which a thread lets others run
 
@@ -122,6 +120,8 @@ SOFTDB_INLINE double chance_of(double y) {
     std::memcpy(&chance, &bits, sizeof chance);
     return chance;
 }
+
+SOFTDB_INLINE double uniform(uint64_t turn, uint64_t seed) { return (double(hashed(turn, seed)) + 0.5) / 4294967296.0; }
 
 SOFTDB_INLINE Vec root(Vec x) {
 #if defined(__AVX512F__)
@@ -187,7 +187,6 @@ struct Query {
     double beta;     // 1 where estimates correct, else 0
     double rate;     // at which all alike are drawn
     float floor;     // l that amounts to that
-    float skipped;   // l that no record of a list that is left to these has
     float rough;     // mean square of the rounding of tables
     double length;   // |q|², from the origin
     double raised;   // factor, at least 1, by which the variance that draws show falls short of the expected one
@@ -217,7 +216,8 @@ SOFTDB_INLINE bool none_above(const BlockSums& sums, Eight edge) {
 #endif
 }
 
-SOFTDB_INLINE void append(Kept& kept, Vec keys, Vec shares, Vec logits, Vec squares, uint32_t slot, uint32_t hits) {
+// Not inlined: the scan would have too few registers.
+__attribute__((noinline)) void append(Kept& kept, Vec keys, Vec shares, Vec logits, Vec squares, uint32_t slot, uint32_t hits) {
 #if defined(__AVX512F__)
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __mmask16 mask = __mmask16(hits);
@@ -362,13 +362,15 @@ struct Drawing {
     // Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y
     // is larger than chance has it: then the record lies along the query.
     struct CodeView {
-        float step, base, unit, own, slope, rough, usual;
+        float step, base, unit, own, slope, rough, usual, most;
 
         SOFTDB_INLINE Vec from_code(const Lists& lists, Vec sums, int64_t slot) const {
             const Vec y = sums * step + base;
             return lists.offsets ? y - load(lists.offsets + slot) * unit : y;
         }
-        SOFTDB_INLINE Vec logit(Vec y, Vec gain) const { return y + own + greater(y - usual, Vec{}) * (gain - 1.0f); }
+        SOFTDB_INLINE Vec logit(Vec y, Vec gain) const {
+            return smaller(y + greater(y - usual, Vec{}) * (gain - 1.0f), everywhere(most)) + own;
+        }
         SOFTDB_INLINE Vec square(const Lists& lists, Vec steps, int64_t slot) const {
             const Vec off = steps * slope;
             Vec v = off * off + rough;
@@ -383,7 +385,8 @@ struct Drawing {
     CodeView view(const Query& query, int64_t list) const {
         const float factor = float(ask.factor), spread = ask.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
         return {query.tables.step * factor, query.tables.base * factor, lists.unit * factor,
-                float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square};
+                float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square,
+                factor * query.sides[list] * ask.radii[list]};
     }
 
     // Calls take(b, σ², first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound.
@@ -394,9 +397,10 @@ struct Drawing {
         // whole numbers of steps, where nothing but these tells
         const float steps = lists.offsets || !bounded ? -1 : floor((bound - at.base) / max(at.step, 1e-30f));
         const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
-        auto pass = [&](const BlockSums& sums) { return bounded && steps >= 0 && none_above(sums, edge); };
+        const bool whole = bounded && steps >= 0;
+        auto pass = [&](const BlockSums& sums) { return whole && none_above(sums, edge); };
         each_block(lists, ask.allowed, query.tables, first, last, pass, [&](const BlockSums& sums, int64_t block, int u) {
-            if (bounded && steps >= 0 && none_above(sums, u, edge)) return;
+            if (whole && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
                 const int64_t slot = block * kBlock + lane;
                 const Vec y = at.from_code(lists, widened(sums, u, lane), slot);
@@ -433,34 +437,16 @@ struct Drawing {
         return y[place % kLanes] > query.bounds[list];
     }
 
-    // Below these nothing is drawn but by the plain draws, and controls are 0. Lists are left to those altogether where
-    // that adds at most kSkipped to the squared error, all of them together: Σ N e^(2 l) / p, l the most that a code of
-    // a list, as long as its longest, and a record with its largest error can have.
-    void set_bounds(Query& query) {
-        float* highest = order;
-        float bins[kBins] = {};
+    // Below these nothing is drawn but by the plain draws, and controls are 0; infinite where no residual of a list can
+    // be above, and that list is not looked at.
+    void set_bounds(Query& query) const {
         for (int64_t j = 0; j < lists.count; j++) {
             const CodeView at = view(query, j);
             const float off = at.slope * ask.most_errors[j], v = off * off + at.rough, gain = max(ask.gained[j], 1.0f);
             const float left = Design::cold(query.floor, v) - at.own;
             query.bounds[j] = left <= at.usual ? left : (left + (gain - 1) * at.usual) / gain;
-            const float y = float(ask.factor) * query.sides[j] * ask.longest[j], beyond = max(y - at.usual, 0.0f);
-            highest[j] = Design::shares(everywhere(y + at.own + beyond * (gain - 1)), everywhere(v))[0];
-            if (!(ask.sizes[j] > 0) || y <= query.bounds[j]) query.bounds[j] = __builtin_inff();
-            const float place = (query.floor + kSlack - highest[j]) * (1 / kBin);
-            if (place >= 0) bins[int64_t(min(place, float(kBins - 1)))] += ask.sizes[j];
+            if (!(ask.sizes[j] > 0) || at.most <= left) query.bounds[j] = __builtin_inff();
         }
-        query.skipped = query.floor;
-        if (counts()) return;
-        double left = kSkipped * query.rate / double(ask.budget);
-        for (int64_t k = kBins - 1; k >= 0; k--) {  // none has more in its bin than its upper edge
-            const float edge = query.floor + kSlack - float(k) * kBin;
-            left -= double(bins[k]) * exp(2 * double(edge));
-            if (left < 0) break;
-            query.skipped = max(query.skipped, edge);
-        }
-        for (int64_t j = 0; j < lists.count; j++)
-            if (highest[j] <= query.skipped) query.bounds[j] = __builtin_inff();
     }
 
     // Exact logits of some of the slots of a sample.
@@ -646,7 +632,7 @@ struct Drawing {
     }
 
     void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
-        if (query.bounds[list] == __builtin_inff() || !(ask.sizes[list] > 0)) return;
+        if (query.bounds[list] == __builtin_inff()) return;
         if (ask.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last);
         else scan_with<false>(query, kept, list, first, last);
     }
@@ -658,8 +644,9 @@ struct Drawing {
         look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
             const Vec share = greater(Design::shares(b, v), floor), key = share + random_waits(slot, query.low, query.high);
             const uint32_t hits = above(key, everywhere(kept.threshold)) & above(everywhere(kApart), v) & bits;
-            if (hits) append(kept, key, share, b, v, slot, hits);
             if (controls) mass += where(bits, Design::controls(b, v));
+            if (__builtin_expect(!hits, 1)) return;
+            append(kept, key, share, b, v, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
         });
         if (controls) query.masses[list] += double(sum(mass));
@@ -680,7 +667,7 @@ struct Drawing {
     bool takes_part(int64_t slot) const { return ask.allowed[slot / kBlock] >> (slot % kBlock) & 1; }
 
     // What was kept, cut to the budget; some records of those that no scan looked at; and those set apart.
-    void choose(Query& query, int64_t i) {
+    void choose(Query& query) {
         Kept& kept = query.kept[0];
         for (int64_t part = 1; part < ask.threads; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
         raise(kept, kept.threshold);
@@ -710,8 +697,7 @@ struct Drawing {
         const double skip = 1 / log1p(-min(query.rate, 1 - 1e-12));
         int64_t count = sample.drawn, slot = -1;
         for (uint64_t turn = 0; count < room; turn++) {
-            const double chance = (double(hashed(turn, query.seed)) + 0.5) / 4294967296.0;
-            const double ahead = floor(log(chance) * skip) + 1;
+            const double ahead = floor(log(uniform(turn, query.seed)) * skip) + 1;
             if (!(ahead < double(lists.starts[lists.count] * kBlock - slot))) break;
             slot += int64_t(ahead);
             if (!takes_part(slot)) continue;
@@ -847,7 +833,6 @@ struct Drawing {
         double over = threshold + (counts() || widest > most / 2 ? most * most / 4 : most * widest - widest * widest);
         if (counts()) over = min(over, -log(query.rate));
         else if (widest > deep) over = max(over, widest * (most - 2 * deep));
-        over += double(query.skipped - query.floor);
         const bool others = sample.drawn + count - sample.plain < total && query.rate < 1;
         const double terms = double(sum(sums.terms)), expected = double(sum(sums.expected)), seen = double(sum(sums.seen));
         const double ratio = expected > 0 ? max(1.0, terms / expected) : 1.0, wrong = worst > kAbsurd ? kInfinity : 0;
@@ -1018,7 +1003,7 @@ struct Drawing {
 
     template <class Number>
     void finish(Query& query, int64_t i) {
-        choose(query, i);
+        choose(query);
         share<Number>(scoring, query, i);
         weigh(query, i);
         if (counts()) return;
@@ -1028,16 +1013,17 @@ struct Drawing {
         judge(query, i);
     }
 
-    // The blocks that each thread scans: as many of lists that are not skipped.
+    // The blocks that each thread scans: as many of lists that are looked at.
     void cut(const Query& query) {
-        int64_t left = 0, seen = 0, part = 1;
-        for (int64_t j = 0; j < lists.count; j++) left += query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0;
+        auto blocks = [&](int64_t j) { return query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0; };
+        int64_t all = 0, seen = 0, part = 1;
+        for (int64_t j = 0; j < lists.count; j++) all += blocks(j);
         cuts[0] = 0;
         for (int64_t j = 0; j < lists.count; j++) {
-            const int64_t blocks = query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0;
-            for (; part < ask.threads && seen + blocks >= left * part / ask.threads; part++)
-                cuts[part] = lists.starts[j] + (left * part / ask.threads - seen);
-            seen += blocks;
+            const int64_t here = blocks(j);
+            for (; part < ask.threads && here && seen + here >= all * part / ask.threads; part++)
+                cuts[part] = lists.starts[j] + (all * part / ask.threads - seen);
+            seen += here;
         }
         for (; part <= ask.threads; part++) cuts[part] = lists.starts[lists.count];
     }

@@ -235,8 +235,8 @@ SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
     if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 3);
 }
 
-// Calls take(sums, block, u) for the blocks of a list of which some slot is allowed, sums.first[u] theirs. `pass` says of
-// whole groups that none of them matters.
+// Calls take(sums, block, u) for the blocks of a list of which some slot is allowed, sums.first[u] theirs. `pass`
+// says of whole groups that none of them matters.
 template <class Pass, class Take>
 SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const ListState& state, int64_t first,
                               int64_t last, Pass pass, Take take) {

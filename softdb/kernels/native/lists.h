@@ -82,7 +82,7 @@ struct Draw {
     const uint8_t* gains = nullptr;     // (blocks, 16) factors, in steps of kGain
     const uint8_t* errors = nullptr;    // (blocks, 16) |k - k̂| in steps; kSetApart: set apart
     const float* gained = nullptr;      // (lists,) the largest factor
-    const float* longest = nullptr;     // (lists,) length of the longest code
+    const float* radii = nullptr;       // (lists,) length of the longest residual
     const float* most_errors = nullptr;  // (lists,) the largest error, in steps, of those that are not set apart
     const float* spreads = nullptr;     // (lists,) root of the mean square of the residuals
     float error_step = 0, largest = 0;  // the largest of those that are not set apart, in keys' own measure
