@@ -12,7 +12,7 @@ from softdb.attend.exact import exact
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Positions, Request, Scored
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import FIRST, Estimator, Round
+from softdb.attend.rounds import Estimator
 from softdb.check import shown
 from softdb.errors import BadInput
 from softdb.scoring import Softmax
@@ -36,26 +36,23 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """
     if request.pools:
         require_estimator(request)
-    estimator, bounded = Estimator.of(request, source), request.tolerance is None or request.tolerance.most is not None
-    if estimator is None or estimator.too_dear(Round(np.arange(len(request.queries)), FIRST)):
-        return exact(source, request)
-    if not bounded and estimator.sampler.hopeless(estimator.kind):
+    estimator = Estimator.of(request, source)
+    if estimator is None:
         return exact(source, request)
     passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Estimated]](), estimator.first()
     while tasks:
         task = tasks.pop()
-        answer, allowed = estimator.drawn(task)
-        done, further, left = estimator.after(task, answer, allowed)
-        passed.append(left)
-        if bool(done.any()):
-            answers.append((task.which[done.cpu().numpy()], answer.of(done)))
-        if 2 * len(left) > len(task.which) and tasks:  # these show what becomes of the others
-            passed += [other.which for other in (*tasks, *further)]
-            break
-        tasks += further
+        parts = estimator.planned(task)
+        if not parts:
+            passed.append(task.which)
+        for part in parts:
+            answer, *sizes = estimator.drawn(part)
+            done, further, left = estimator.after(part, *sizes)
+            passed.append(left)
+            if done.any():
+                answers.append((part.which[done], answer.of(done)))
+            tasks += further
     rest = np.sort(np.concatenate(passed))
-    if not bounded:
-        estimator.sampler.learn(estimator.kind, len(rest) / len(request.queries))
     if answers and len(rest):
         answers.append((rest, _exactly(request.at(rest), source)))
     return _joined(estimator, answers, rest) if answers else exact(source, request)

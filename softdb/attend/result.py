@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Explanation, Hits, Pooled
@@ -30,9 +31,12 @@ class Estimated(NamedTuple):
     weights: Tensor  # (q, k)
     drawn: Tensor  # (q,) number of records pooled, of which the heaviest are named
 
-    def of(self, which: Tensor) -> Estimated:
+    def of(self, which: NDArray[np.bool_]) -> Estimated:
         """The same for some of them."""
-        return self if bool(which.all()) else Estimated(*(column[which] for column in self))
+        if which.all():
+            return self
+        chosen = torch.from_numpy(which).to(self.lse.device)
+        return Estimated(*(column[chosen] for column in self))
 
     def padded(self, width: int) -> Estimated:
         """The same with so many candidates."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,22 +19,23 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
 from softdb.index.planner import draw_cost, pass_cost
-from softdb.index.sampler import FEWEST, Answering, Drawable, Drawing, DrawnSample, Sampler
+from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
 from softdb.store import Snapshot
 
 Numbers = NDArray[np.float64]
 
-FIRST, GROWTH = 500, 2  # records drawn for a query in the first round, and how many more at least in each further one
+GROWTH = 2  # times as many records at least are drawn for a query in each further round
 MARGIN = 1.3  # more than the error bar says will be needed
-WRONG = 8  # times as many where a record was heavier than its code allows, so that nothing is known
+WRONG = 16  # times as many at most, as where a record was heavier than its code allows, so that nothing is known
 LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
 SLIGHT = 0.01  # of Ẑ: where no other record can weigh as much, that does not matter
-STEPS = 1  # budgets of later rounds are powers of 2^(1/STEPS): queries with the same are drawn for together
+STEP = 2  # budgets of later rounds are powers of 2^STEP: queries with the same are drawn for together
 AT_ONCE = 1 << 22  # records drawn at once, of all queries
 PROBED = 4  # queries of a large batch that show whether drawing answers
 SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
+NO_QUERIES: Positions = np.arange(0)
 SHOWN = 1024  # of the records drawn, which an answer names
 
 
@@ -42,7 +43,7 @@ class Round(NamedTuple):
     """Some of the queries, and how many records to draw for each."""
 
     which: Positions  # (q,)
-    budget: int
+    budget: int | None  # None: as many as such queries needed so far
 
 
 class Estimator(NamedTuple):
@@ -84,13 +85,12 @@ class Estimator(NamedTuple):
         return cls(request, source, tolerance, sampler, eligible, factor, asked, unindexed, count)
 
     def first(self) -> list[Round]:
-        """The first round of every query, in parts that fit into memory; the last one is of few, and is done first."""
-        most, q = self.tolerance.most, len(self.asked)
-        every = np.arange(q)
-        if most is not None or q < PROBED**2:
-            return self.parts(Round(every, most or FIRST))
-        few = every[:: -(-q // PROBED)]
-        return [*self.parts(Round(np.delete(every, few), FIRST)), Round(few, FIRST)]
+        """The first round of every query; of a large batch few come first, which show how many draws others need."""
+        most, every = self.tolerance.most, np.arange(len(self.asked))
+        if most is not None or len(every) < PROBED**2 or self.sampler.knows(self.kind):
+            return [Round(every, most)]
+        few = every[:: -(-len(every) // PROBED)]
+        return [Round(np.delete(every, few), None), Round(few, None)]
 
     @property
     def kind(self) -> object:
@@ -98,30 +98,42 @@ class Estimator(NamedTuple):
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         return self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
-    def after(self, task: Round, answer: Estimated, allowed: Tensor) -> tuple[Tensor, list[Round], Positions]:
+    def after(
+        self, task: Round, bar: Numbers, allowed: Numbers
+    ) -> tuple[NDArray[np.bool_], list[Round], Positions]:
         """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
         if self.tolerance.most is not None:
-            return torch.ones_like(answer.met), [], np.arange(0)
-        left = task.which[(~answer.met).cpu().numpy()]
-        ratio = (answer.bar / allowed)[~answer.met].double().cpu().numpy()
-        with np.errstate(over="ignore"):
-            needed = np.clip(np.where(np.isfinite(ratio), MARGIN * np.square(ratio), WRONG), GROWTH, 1e9) * task.budget
-        steps = np.ceil(STEPS * np.log2(needed))
-        tasks, passed = [], [np.arange(0)]
+            return np.ones(len(bar), np.bool_), [], NO_QUERIES
+        assert task.budget is not None
+        met = bar <= allowed
+        with np.errstate(over="ignore", invalid="ignore"):
+            needed = np.minimum(MARGIN * np.square(bar / allowed), WRONG) * task.budget
+        self.sampler.learn(self.kind, np.fmax(needed, 1))
+        if met.all():
+            return met, [], NO_QUERIES
+        left, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
+        steps = np.ceil(np.log2(needed) / STEP)
+        tasks, passed = [], [NO_QUERIES]
         for step in np.unique(steps).tolist():
-            more = Round(left[steps == step], int(2 ** (step / STEPS)))
+            more = Round(left[steps == step], int(min(2 ** (step * STEP), needed[steps == step].max())))
             if self.too_dear(more, len(left)):
                 passed.append(more.which)
             else:
-                tasks += self.parts(more)
-        return answer.met, tasks, np.concatenate(passed)
+                tasks.append(more)
+        return met, tasks, np.concatenate(passed)
 
     @property
     def _width(self) -> int:
         return self.source.width if self.request.pools else 0
 
-    def parts(self, task: Round) -> list[Round]:
-        """The task in parts that fit into memory."""
+    def planned(self, task: Round) -> list[Round]:
+        """The task in parts that fit into memory, with their budgets; none where a pass over every record costs less."""
+        if task.budget is None:
+            task = task._replace(budget=self.sampler.budget(self.kind))
+            if self.too_dear(task):
+                self.sampler.forget(self.kind)
+                return []
+        assert task.budget is not None
         parts = -(-len(task.which) * min(task.budget, self.eligible.inside) // AT_ONCE)
         return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
@@ -130,29 +142,26 @@ class Estimator(NamedTuple):
 
         `together`: queries that a pass would serve at once.
         """
-        if self.tolerance.most is not None:
+        if self.tolerance.most is not None or task.budget is None:
             return False
         q, d, v = len(task.which), self.asked.shape[1], self._width
         draws = draw_cost(q, self.sampler.slots, self.sampler.parts, min(task.budget, self.taking_part), d, v)
         together = max(together, q)
-        return (
-            draws
-            > pass_cost(together, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) * q / together
-        )
+        whole = pass_cost(together, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0))
+        return draws > whole * q / together
 
-    def drawn(self, task: Round) -> tuple[Estimated, Tensor]:
-        """A round: as `judged`."""
+    def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers]:
+        """A round: the answer, its bar (q,) and the largest one that meets the tolerance (q,)."""
         sample = self.sample(task)
         return self.judged(task, sample, *self.pooled(task, sample))
 
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:
         """Draw records, and pool them. `salt`: of the error's random signs; parts that are merged need their own."""
-        drawing = Drawing(
-            self.asked[task.which], self.factor, task.budget, self.request.seed, 1 - self.tolerance.confidence
-        )
+        confidence, budget = self.tolerance.confidence, task.budget or FIRST
+        drawing = Drawing(self.asked[task.which], self.factor, budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
         answering = Answering(
-            snapshot.value_column, self._width, normal_quantile(self.tolerance.confidence), salt, self.least, SLIGHT
+            snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT
         )
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
@@ -176,51 +185,47 @@ class Estimator(NamedTuple):
             output = (output + moved.to(output)) / (1 + share).unsqueeze(1).to(output)
         return scores, State(output, lse + share.log1p())
 
-    def judged(self, task: Round, sample: DrawnSample, scores: Tensor, state: State) -> tuple[Estimated, Tensor]:
-        """The answer with its error, and the bar (q,) that is allowed."""
-        request, native_only = self.request, scores.dtype is torch.float64 and scores.device.type == "cpu"
+    def judged(
+        self, task: Round, sample: DrawnSample, scores: Tensor, state: State
+    ) -> tuple[Estimated, Numbers, Numbers]:
+        """As `drawn`."""
+        request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
         state, spread, weights = self.spread(task, sample, state)
-        figures = sample.figures
         if self.unindexed is None:
-            error = Bars(
-                figures.bar, np.sqrt(figures.variance), figures.lse_bar, np.sqrt(figures.noise), figures.blind
-            )
+            roots = np.sqrt(figures.variance), np.sqrt(figures.noise)
+            error = Bars(figures.bar, roots[0], figures.lse_bar, roots[1], figures.blind)
         else:
             error = bars(spread, self.tolerance.confidence)
-        bar, allowed = self._error(state, spread, error, native_only and self.unindexed is None)
+        most = 1.0 if self.source.num_classes else None
+        bar, allowed = error_of(
+            self.tolerance, request.pools, spread, error, precise and scores.device.type == "cpu",
+            lambda: most or self.source.columns.value_size,
+        )  # fmt: skip
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
+        positions, shown, weights = heaviest(sample.positions, scores, weights)
 
-        def as_asked(column: Tensor) -> Tensor:
-            return column.to(device, dtype)
+        def as_asked(column: Tensor | NDArray[Any]) -> Tensor:
+            return (column if isinstance(column, Tensor) else torch.from_numpy(column)).to(device, dtype)
 
         answer = Estimated(
-            as_asked(state.output), as_asked(state.lse), as_asked(torch.from_numpy(error.stderr)),
-            as_asked(torch.from_numpy(error.lse_stderr)), as_asked(bar), (bar <= allowed).to(device),
-            *heaviest(torch.from_numpy(sample.positions).to(device), as_asked(scores.detach()), as_asked(weights)),
-            torch.from_numpy((sample.positions >= 0).sum(1)).to(device),
+            as_asked(state.output), as_asked(state.lse), as_asked(error.stderr), as_asked(error.lse_stderr),
+            as_asked(bar), torch.from_numpy(bar <= allowed).to(device), torch.from_numpy(positions).to(device),
+            as_asked(shown), as_asked(weights), torch.from_numpy((sample.positions >= 0).sum(1)).to(device),
         )  # fmt: skip
-        return answer, as_asked(allowed)
+        return answer, bar, allowed
 
-    def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Tensor]:
+    def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Numbers]:
         """The answer with the unindexed records, the terms of its error, and the candidates' weights (q, k)."""
         assert sample.answer is not None
-        spread, weights = ErrorEstimate.of(sample.figures, sample.answer), torch.from_numpy(sample.answer.weights)
+        spread, weights = ErrorEstimate.of(sample.figures, sample.answer), sample.answer.weights
         if self.unindexed is not None:
             rest = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
             state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
             exact = sure(*(column.detach().cpu().double().numpy() for column in rest))
             before, spread = spread.lse, joined([spread, exact])
-            weights = weights * torch.from_numpy(np.exp(before - spread.lse))[:, None]
+            weights = weights * np.exp(before - spread.lse)[:, None]
         return state, spread, weights
-
-    def _error(
-        self, state: State, spread: ErrorEstimate, error: Bars, precise: bool
-    ) -> tuple[Tensor, Tensor]:  # (q,), (q,)
-        """As `error_of`."""
-        one = 1.0 if self.source.num_classes else None
-        output = state.output if self.request.pools else None
-        return error_of(self.tolerance, output, spread, error, precise, lambda: one or self.source.columns.value_size)
 
 
 def record_bytes(snapshot: Snapshot, pools: bool) -> int:
@@ -230,29 +235,32 @@ def record_bytes(snapshot: Snapshot, pools: bool) -> int:
     return int(segment.keys[:1].nbytes + values)
 
 
-def heaviest(positions: Tensor, scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (q, k) each
+def heaviest(
+    positions: Positions, scores: Tensor, weights: Numbers
+) -> tuple[Positions, Tensor, Numbers]:  # (q, k) each
     """Return at most SHOWN of the records that a query drew, the heaviest first."""
-    weights, order = weights.topk(min(SHOWN, weights.shape[1]), dim=1)
-    return positions.gather(1, order), scores.gather(1, order), weights
+    order = np.argsort(-weights, axis=1)[:, :SHOWN]
+    chosen = scores.detach().gather(1, torch.from_numpy(order).to(scores.device))
+    return np.take_along_axis(positions, order, 1), chosen, np.take_along_axis(weights, order, 1)
 
 
 def error_of(
     tolerance: Tolerance,
-    output: Tensor | None,  # (q, v); None: the log-normaliser alone is wanted
+    pools: bool,  # False: the log-normaliser alone is wanted
     spread: ErrorEstimate,
-    found: Bars,
-    precise: bool,  # whether logits are float64
+    error: Bars,
+    precise: bool,  # True where logits are float64
     value_size: Callable[[], float],  # rms‖v‖
-) -> tuple[Tensor, Tensor]:  # (q,), (q,)
+) -> tuple[Numbers, Numbers]:  # (q,), (q,)
     """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
     eps = float(np.finfo(np.float32).eps)
-    size = np.abs(np.nan_to_num(spread.lse, neginf=0.0))
-    if output is None:  # log Z is rounded to float32
-        wide = torch.from_numpy(found.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700)))
-        return wide, torch.full_like(wide, tolerance.rtol)
-    rounding = eps * (1 + (0 if precise else size))
-    length: Tensor = torch.linalg.vector_norm(output.detach().cpu().double(), dim=1)
-    bar = torch.from_numpy(found.bar) + torch.from_numpy(rounding * np.ones(len(length))) * length
-    if bool((bar > tolerance.atol + tolerance.rtol * length).any()):
-        length = length.clamp(min=SMALL * value_size())
-    return bar, tolerance.atol + tolerance.rtol * length
+    size = np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
+    if not pools:  # log Z is rounded to float32
+        wide = error.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700))
+        return wide, np.full_like(wide, tolerance.rtol)
+    length = np.sqrt(np.einsum("qv,qv->q", spread.output, spread.output))
+    bar = error.bar + eps * (1 if precise else 1 + size) * length
+    allowed = tolerance.atol + tolerance.rtol * length
+    if (bar > allowed).any():
+        allowed = tolerance.atol + tolerance.rtol * np.maximum(length, SMALL * value_size())
+    return bar, allowed

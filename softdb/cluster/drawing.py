@@ -92,7 +92,7 @@ class ShardDrawing(NamedTuple):
         if estimator is not None:
             estimator = estimator._replace(least=0)  # the caller counts the draws of all shards together
             for task in self._rounds(exactly):
-                for part in estimator.parts(task):
+                for part in estimator.planned(task):
                     yield part, estimator
 
     def _rounds(self, exactly: Live) -> Iterator[Round]:

@@ -20,10 +20,11 @@ from softdb.attend import Request
 from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
 from softdb.attend.request import Positions
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import FIRST, GROWTH, LEAST, MARGIN, SLIGHT, error_of
+from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of
 from softdb.cluster import shard as say
 from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import AskedShards
+from softdb.index.sampler import FIRST
 from softdb.pool import State, merge
 
 BY_RECORDS = 0.1  # of the draws of later rounds, the share that goes by how many records a shard holds
@@ -156,10 +157,10 @@ class _Rounds:
         unknown = (np.where(few, np.inf, bound) for bound in (whole.unseen, whole.hidden, whole.missed, whole.alone))
         whole = whole._replace(**dict(zip(("unseen", "hidden", "missed", "alone"), unknown, strict=True)))
         found = bars(whole, tolerance.confidence)
-        output = torch.from_numpy(whole.output) if request.pools else None
-        one = 1.0 if self.source.num_classes else None
-        sizes = error_of(tolerance, output, whole, found, False, lambda: one or self.source.caller.value_size)
-        bar, allowed = (size.numpy() for size in sizes)
+        size = 1.0 if self.source.num_classes else None
+        bar, allowed = error_of(
+            tolerance, request.pools, whole, found, False, lambda: size or self.source.caller.value_size
+        )
         exact = np.all([book.exactly[shard][which] for shard in book.shards], axis=0)
         met = exact | (bar <= allowed)
         for column, part in zip(self.error, (bar, found.stderr, found.lse_stderr), strict=True):

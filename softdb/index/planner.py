@@ -15,12 +15,12 @@ SHARE = 0.125  # of the records, likewise
 FEWEST = 2048  # likewise where the index scans the matches alone
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 
-CALL = 30_000_000  # bytes read in the time that a draw takes whatever it draws
-CODE = 0.4  # … to look up a part of a code, where queries share the processor's cores
-ALONE = 2  # times as long where there is one query, on one core
-RISK = 1.5  # times what a round costs: another one may follow
-GATHERED = 6  # … for a number of a record drawn, which lies anywhere, and is read once for its score
-SPREAD = 24  # … for a number of a value, of which the error takes random sums
+CALL = 20_000_000  # bytes read in the time that a draw takes whatever it draws
+CODE = 0.3  # … to look up a part of a code, where all cores share the work
+RISK = 1.2  # times what a round costs: another one may follow
+DRAWN = 4000  # … for a record drawn, which lies anywhere
+GATHERED = 6  # … for a number of its key
+SPREAD = 5  # … for a number of its value, of which the error takes random sums
 PASSED = 0.11  # … for a number of a record and a query, in a pass over all
 
 Way = Literal["index", "blocks", "pairs"]
@@ -51,5 +51,5 @@ def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> 
 
 def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:
     """Cost of a round of an estimate, in the same measure."""
-    each = slots * (parts + 8) * CODE + draws * (GATHERED * d + SPREAD * v + 64)
-    return RISK * (CALL + queries * each * (ALONE if queries == 1 else 1))
+    each = slots * (parts + 8) * CODE + draws * (DRAWN + GATHERED * d + SPREAD * v)
+    return RISK * (CALL + queries * each)

@@ -24,7 +24,10 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
-HOPELESS, NEWEST, FORGOTTEN = 0.5, 0.3, 0.98  # share from which on nothing is drawn; weight of the last; what stays
+FIRST = 500  # records drawn for a query of which nothing is known
+LEAST_DRAWN = 300  # fewer tell too little of the error
+MOST, MANY = 0.85, 8  # share of the queries that shall need no second round; queries that show it
+FORGOTTEN = 0.98  # share of the draws believed to be needed that stays believed where a pass costs less
 PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
 FEWEST = 10_000  # records below which a pass over all of them costs less than any draw
 
@@ -138,18 +141,25 @@ class Sampler:
             np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
-        self._passed: dict[object, float] = {}  # share of the queries of a kind that drawing did not answer
+        self._needed: dict[object, float] = {}  # draws that queries of a kind need
 
-    def hopeless(self, kind: object) -> bool:
-        """Return True if most queries of a kind needed a pass over all records; now and then they are tried again."""
-        share = self._passed.get(kind, 0.0)
-        if share > HOPELESS:
-            self._passed[kind] = FORGOTTEN * share
-        return share > HOPELESS
+    def budget(self, kind: object) -> int:
+        """Return the number of draws that most queries of a kind need, as far as is known."""
+        return round(self._needed.get(kind, FIRST))
 
-    def learn(self, kind: object, share: float) -> None:
-        """Take in the share of some queries of a kind that drawing did not answer."""
-        self._passed[kind] = self._passed.get(kind, 0.0) + NEWEST * (share - self._passed.get(kind, 0.0))
+    def knows(self, kind: object) -> bool:
+        """Return True if queries of a kind were drawn for before."""
+        return kind in self._needed
+
+    def learn(self, kind: object, needed: Numbers) -> None:
+        """Take in the numbers of draws that some queries of a kind need: of several most, of few the most so far."""
+        known, most = self._needed.get(kind, FIRST), float(np.sort(needed)[int(MOST * (len(needed) - 1))])
+        share = 0.5 if most > known else 0.1 if len(needed) < MANY else 0.3
+        self._needed[kind] = max(LEAST_DRAWN, known ** (1 - share) * most**share)
+
+    def forget(self, kind: object) -> None:
+        """Believe a little less that queries of a kind need so many, so that they are tried again now and then."""
+        self._needed[kind] = max(FIRST, FORGOTTEN * self._needed[kind])
 
     @property
     def parts(self) -> int:
@@ -178,7 +188,7 @@ class Sampler:
         held, figures = np.empty((q, 0 if answering else width)), np.zeros((native().FIGURES, q))
         sums = np.empty((q, signs * v), np.float32), np.empty((q, signs)), np.empty((q, width if answering else 0))
         output, moved, first = np.empty((3, q, v))
-        products = q * self.slots * self.parts // 2
+        products = q * (self.slots * self.parts // 2 + 4 * width * (queries.shape[1] + 2 * v))
         threads = workers(products) if q == 1 else 1
 
         def drawing(part: slice) -> Any:

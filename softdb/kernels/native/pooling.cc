@@ -106,6 +106,7 @@ void spread(const Terms& ask, const double* weights, const double* output, int64
     const Reader reader(ask.values);
     for (int64_t t = 0; t < v; t++) line[t] = 0;
     for (int64_t j = 0; j < ask.count; j++) {
+        if (ask.values.kind != Kind::none) reader.ask(ask.positions, ask.count, j + kAhead);
         const double weight = weights[j], control = ask.controls ? ask.controls[j] : 0.0;
         const double chance = ask.chances[j], root = __builtin_sqrt(chance), left = weight - control;
         if (!(chance > 0) || ask.positions[j] < 0) continue;
