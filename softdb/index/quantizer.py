@@ -186,9 +186,9 @@ class CodeBlocks(NamedTuple):
 
     sizes: Rows  # (lists,) records
     starts: Rows  # (lists + 1,) first block
-    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16)
-    factors: NDArray[np.float16]  # (blocks, 16)
-    offsets: NDArray[np.float16]  # (blocks, 16) of l2, else (0, 16)
+    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the finer codes, which there may be none of
+    factors: NDArray[np.float16]  # (blocks, 16); without finer codes (0, 16)
+    offsets: NDArray[np.float16]  # (blocks, 16) of l2 with finer codes, else (0, 16)
     rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
     squares: Floats  # (lists,) Σ |r|²
     sketches: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the coarser codes
@@ -213,17 +213,15 @@ class CodeBlocks(NamedTuple):
             ordered = spread(codes).reshape(count, BLOCK, -1)[:, _ORDER]
             return np.ascontiguousarray(ordered.transpose(0, 2, 1))
 
-        none = np.empty((0, BLOCK), np.float16)
-        offsets, corrections = (
-            spread(halves).reshape(-1, BLOCK) if is_l2 else none for halves in (coded.offsets, coded.corrections)
-        )
-        factors, gains, errors = (
-            spread(numbers).reshape(-1, BLOCK) for numbers in (coded.factors, coded.gains, coded.errors)
-        )
+        def each(numbers: NDArray[Any], wanted: bool = True) -> NDArray[Any]:
+            return (spread(numbers) if wanted else numbers[:0]).reshape(-1, BLOCK)
+
+        fine = coded.codes.shape[1] > 0
         return cls(
-            sizes.astype(np.int64), starts.astype(np.int64), blocked(coded.codes), factors, offsets,
-            spread(coded.rows, NO_ROW), np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
-            blocked(coded.sketches), gains, errors, corrections,
+            sizes.astype(np.int64), starts.astype(np.int64), blocked(coded.codes), each(coded.factors, fine),
+            each(coded.offsets, fine and is_l2), spread(coded.rows, NO_ROW),
+            np.bincount(coded.lists, coded.squares, lists).astype(np.float32), blocked(coded.sketches),
+            each(coded.gains), each(coded.errors), each(coded.corrections, is_l2),
         )  # fmt: skip
 
     @property
@@ -238,7 +236,7 @@ class CodeBlocks(NamedTuple):
         def flat(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
             ordered = np.empty((len(blocks), BLOCK, blocks.shape[1]), np.uint8)
             ordered[:, _ORDER] = blocks.transpose(0, 2, 1)
-            return ordered.reshape(-1, ordered.shape[2])[slots]
+            return ordered.reshape(len(blocks) * BLOCK, blocks.shape[1])[slots]
 
         def each(numbers: NDArray[Any]) -> NDArray[Any]:
             return numbers.reshape(-1)[slots] if len(numbers) else np.zeros(len(slots), numbers.dtype)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Numbers, Rows
-from softdb.index.lists import Lists
 from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, Places
 from softdb.index.reach import reach_of
 from softdb.index.rerank import CODES
+from softdb.index.sketches import Sketches
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines, share_out, workers
 from softdb.store import Snapshot
@@ -78,7 +78,7 @@ class Drawable(NamedTuple):
 class Sampler:
     """Draws records that lists of codes hold. Safe to use from several threads."""
 
-    def __init__(self, index: Lists, snapshot: Snapshot, num_classes: int | None) -> None:
+    def __init__(self, index: Sketches, snapshot: Snapshot, num_classes: int | None) -> None:
         self.index = index
         self.reach = reach_of(index, snapshot, num_classes)
         sketch, layout = index.sketch, index.layout
