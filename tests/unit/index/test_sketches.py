@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fake_gpu import FakeGpu, fake
+from fake_gpu import DEVICE, FakeGpu, fake
 from index_contract import scores
 from numpy.typing import NDArray
 from reports import index_report
@@ -19,6 +19,7 @@ from with_kernels import NEEDS_KERNELS
 
 import softdb
 from softdb.check import Metric
+from softdb.device import Board
 from softdb.index import cache, finder
 from softdb.index.quantizer import BLOCK
 from softdb.index.sketches import Sketches
@@ -286,3 +287,16 @@ def test_a_handle_on_a_gpu_draws_by_them(kind: str, fake: FakeGpu, tmp_path: Pat
             db.delete([before[0]])
             db.compact()
             assert rows_of(sketches_of(db)) == before[1:]
+
+
+def test_codes_alone_stay_where_they_are(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> None:
+    """A handle that moves to a GPU compares every record there, and draws by what the host has."""
+    with filled("flat") as db:
+        before, index = rows_of(sketches_of(db)), db._finder.index
+        request.getfixturevalue("fake")
+        db._finder.move(Board(DEVICE))
+        assert db._finder.index is index
+        assert not caplog.text
+        assert rows_of(sketches_of(db)) == before
+        drawn(db)
+        assert db.search(world().queries, k=3).rows.shape == (8, 3)
