@@ -22,7 +22,9 @@ from softdb.index.choose import KINDS
 from softdb.index.contract import Index, Recent
 from softdb.index.flat import nearest
 from softdb.index.query import Query
+from softdb.index.sampler import Drawable, Sampler
 from softdb.index.search import Searcher
+from softdb.index.sketches import Sketches
 from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
@@ -92,6 +94,16 @@ class Version:
             else:
                 places = self._searcher.nearest(self.vectors, query).positions
         return np.where(places < 0, -1, self.rows[places])
+
+    def drawable(self, keep: Live | None = None) -> tuple[Sampler, Drawable] | None:  # (n,)
+        """Sampler of the vectors by their codes, and which of them it may draw; None where they have none."""
+        sketches = None if self.index is None else self.index.sketches
+        if self._searcher is None or not isinstance(sketches, Sketches) or not isinstance(self.vectors, Snapshot):
+            return None
+        drawer = self._searcher.drawer
+        if drawer.sampler is None:
+            drawer.sampler = Sampler(sketches, self.vectors, None)
+        return drawer.sampler, drawer.eligible(self.vectors, keep)
 
     def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)
         """Some of the vectors, copied."""
