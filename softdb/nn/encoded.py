@@ -25,7 +25,7 @@ from softdb.attend.scoring import scan
 from softdb.attend.stored import OfGeneration
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead
-from softdb.index.contract import prepared
+from softdb.index.contract import Floats, prepared
 from softdb.index.sampler import Drawing
 from softdb.lazy import cached_property
 from softdb.nn.stale_index import Version
@@ -278,54 +278,34 @@ class Encoded(OfGeneration):
         if version is None or folded is None or folded.scale is None or most * len(request.queries) >= self.count:
             return self.exact(request)
         recent, keep = self._split(request, version)
-        drawable, factor = version.drawable(keep), float(folded.scale) / request.temperature
-        if drawable is None or not drawable[1].inside or not 1e-30 < factor < 1e30:
-            return self.exact(request)
-        (sampler, eligible), vectors = drawable, prepared(folded.queries.cpu().numpy(), self.metric)
-        assert isinstance(version.vectors, Snapshot)
-        ask = Drawing(vectors, factor, most, request.seed, 1.0)
-        sample = sampler.draw(eligible, version.vectors, ask, controls=False)
-        rows = np.where(sample.positions < 0, -1, version.rows[sample.positions])
-        return self._weighed(request, self.snapshot.positions(rows), sample.log_weights, recent)
+        vectors, factor = prepared(folded.queries.cpu().numpy(), self.metric), float(folded.scale) / request.temperature
+        drawn = version.draw(Drawing(vectors, factor, most, request.seed, 1.0), keep) if 1e-30 < factor < 1e30 else None
+        return self.exact(request) if drawn is None else self._weighed(request, *drawn, recent)
 
-    def _weighed(
-        self,
-        request: Request,
-        positions: Positions,  # (q, w), -1 = none
-        log_weights: NDArray[np.float32],  # (q, w)
-        recent: Live,  # (size,) records that are not among them
-    ) -> Pooled:
-        """The answer by the encoder as it is, with the standard error that the draws show."""
+    def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Pooled:
+        """The answer by the encoder as it is, with the standard error that the draws (q, w) show."""
+        positions = self.snapshot.positions(rows)
         keys, scores = self._fresh(request, positions)
         live = torch.from_numpy(positions >= 0).to(scores.device)
         logs = torch.from_numpy(log_weights).to(scores).masked_fill(~live, 0)
-        weights, drawn_lse = softmax(scores + logs * request.temperature, request.temperature, live)
-        found = Scored(positions, scores, keys)
-        output = self.pooled(weights, found) if request.pools else weights.new_zeros(len(weights), 0)
-        state = State(output, drawn_lse)
+        weights, lse = softmax(scores + logs * request.temperature, request.temperature, live)
+        width, candidates = self.width if request.pools else 0, Scored(positions, scores, keys)
+        state = State(self.pooled(weights, candidates) if width else weights.new_zeros(len(weights), 0), lse)
         if recent.any():
             state = merge([state, self.stream(replace(request, allowed=recent))])
         with torch.no_grad():
-            weights = weights * (drawn_lse - state.lse).exp().unsqueeze(1)
+            weights = weights * (lse - state.lse).exp().nan_to_num(0).unsqueeze(1)
             noise = weights.square() * -torch.expm1(-logs)  # (1 - p) w² / p², of the part that was drawn
-            stderr, none = self._spread(noise, found, state.output).sqrt(), torch.zeros_like(live[:, 0])
-            unknown = torch.full_like(stderr, torch.nan)
+            values = self.snapshot.values_at(positions) if self.schema.has_values else keys
+            if not values.is_floating_point():
+                values = torch.nn.functional.one_hot(values.long(), self.width)
+            apart = (values.to(noise)[..., :width] - state.output.unsqueeze(1)).square().sum(2)
+            errors = (noise * apart).sum(1).sqrt(), noise.sum(1).sqrt()
+            unknown, never = torch.full_like(lse, torch.nan), torch.zeros_like(live[:, 0])
             named = heaviest(torch.from_numpy(positions).to(live.device), scores.detach(), weights)
-            error = Estimated(*state, stderr, noise.sum(1).sqrt(), unknown, none, *named, live.sum(1))
+            doubt = Doubt(never, torch.zeros_like(lse), Estimated(*state, *errors, unknown, never, *named, live.sum(1)))
         records = Scored(named[0].cpu().numpy(), named[1])
-        doubt = Doubt(none, torch.zeros_like(unknown), error)
         return answered(request, self, state, "stale index", (records, named[2]), doubt)
-
-    def _spread(self, noise: Tensor, found: Scored, output: Tensor) -> Tensor:  # (q, w), …, (q, v) -> (q,)
-        """Σ c ‖v - o‖²."""
-        if not output.shape[1]:
-            return torch.zeros_like(noise[:, 0])
-        values = self.snapshot.values_at(found.positions) if self.schema.has_values else found.keys
-        assert values is not None
-        lengths = values.to(noise).square().sum(2) if values.is_floating_point() else torch.ones_like(noise)
-        mean = self.pooled(noise, found)
-        squares = (noise * lengths).sum(1) - 2 * (mean * output).sum(1) + noise.sum(1) * output.square().sum(1)
-        return squares.clamp(min=0)
 
     def _best(self, request: Request, positions: Positions, k: int) -> Positions:  # (q, c) -> (q, k)
         """The k best of some candidates by the encoder as it is, ties by row. Each record is encoded once."""
