@@ -144,8 +144,8 @@ class View(Reindexed):
 
         With `max_draws` the codes of the stale index draw about so many records a query, which are encoded anew and
         count by the inverse of their probabilities: Σ e^s, Σ e^s v and their gradients are unbiased however stale it
-        is, but scatter the more. `stderr` is what the draws show; `bar` is NaN, as a record that has come near since
-        and was not drawn shows nowhere. Exact where that encodes no more records, and without codes (below 10,000
+        is, but scatter the more. `stderr` is what the draws show, `bar` is NaN: a record that has come near since and
+        was not drawn shows nowhere. Exact where that encodes no more records, and without codes (below 10,000
         records, kind "flat", on a GPU).
 
         Else every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and n encodings,
