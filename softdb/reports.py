@@ -107,7 +107,7 @@ class Stats(Report):
     text_index: str | None  # "words" or "trigram"; None: the texts have no index
     bytes: int  # size on disk; 0 in memory
     kernels: str  # the instruction set of the kernels in use, or why torch serves in their place
-    index: IndexReport | None  # None where search is exact
+    index: IndexReport | None  # None where nothing was built
     device: DeviceReport | None = None  # None: the CPU
 
 

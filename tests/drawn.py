@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.index.sampler import DrawnSample
+from softdb.attend.error import ErrorEstimate
+from softdb.kernels import native
 from softdb.pool import merge, pool
+from softdb.store import Snapshot
 from softdb.weights import softmax
+
+Numbers = NDArray[np.float64]
 
 
 class Moments(NamedTuple):
@@ -84,11 +88,49 @@ def _root(square: Tensor) -> Tensor:
     return square.masked_fill(none, 1).sqrt().masked_fill(none, 0)
 
 
-def plain_sample(positions: NDArray[np.int64], log_weights: NDArray[np.floating]) -> DrawnSample:  # (q, k), (q, k)
-    """Records with their probabilities, by which nothing is corrected."""
-    (q, _), none = positions.shape, np.zeros(positions.shape)
-    each: Any = np.zeros(q)
-    return DrawnSample(
-        positions, none, log_weights.astype(np.float32), none, none, np.zeros(positions.shape, np.int32),
-        np.zeros((q, 1)), each, each - np.inf, each, each, each, each + 1, each, each - np.inf, each,
+def pooled_at(
+    logits: Numbers,  # (q, k) log-weights included, -inf = takes no part
+    snapshot: Snapshot,
+    positions: NDArray[np.int64],  # (q, k), -1 = none
+    width: int,  # v, or the number of classes
+) -> tuple[Numbers, Numbers]:  # (q, v), (q,)
+    """The softmax over candidates and its normaliser; zeros and -inf where there are none."""
+    values = snapshot.values_at(positions)
+    weights, lse = softmax(torch.from_numpy(logits), 1.0, torch.from_numpy(logits > -np.inf))
+    if values.is_floating_point():
+        return pool(weights, values.double()).numpy(), lse.numpy()
+    return pool(weights, values, width).numpy(), lse.numpy()
+
+
+def errors_of(
+    logits: Numbers,  # (q, k) log-weights included, -inf = takes no part
+    logs: NDArray[np.floating],  # (q, k) log of the inverse of each one's probability
+    snapshot: Snapshot,
+    positions: NDArray[np.int64],  # (q, k), -1 = none
+    answer: tuple[Numbers, Numbers],  # (q, v), (q,)
+    salt: int = 0,
+) -> ErrorEstimate:
+    """Sums over the terms of the error of such an answer, by the kernel, where nothing is corrected."""
+    (output, lse), (q, v), signs = answer, answer[0].shape, native().SIGNS
+    weights = np.exp(logits - np.where(np.isneginf(lse), 0, lse)[:, None])
+    chances, none, lists = (
+        -np.expm1(-logs.astype(np.float64)),
+        np.zeros(positions.shape),
+        np.zeros(positions.shape, np.int32),
+    )
+    sums, first, roots, signed = (
+        np.zeros((6, q)),
+        np.zeros((q, v)),
+        np.zeros((q, signs)),
+        np.zeros((q, signs * v), np.float32),
+    )
+    native().spread(
+        positions, chances, weights, none, none, lists, np.zeros((1, v), np.float32), snapshot.value_column, salt,
+        output, sums, first, signed, roots,
+    )  # fmt: skip
+    each: Numbers = np.zeros(q)
+    noise, noises, variance, variances, *_ = sums
+    return ErrorEstimate(
+        output, lse, noise, noises, variance, variances, first, signed.reshape(q, signs, v), roots, each, each, each,
+        each, each, each, each, each,
     )  # fmt: skip

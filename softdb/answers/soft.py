@@ -88,8 +88,9 @@ class Pooled:
     n_pooled: Tensor  # (q,) int64: how many records were weighed
     hits: Hits | None  # the records that were weighed, best first; None when all took part in one stream
     weights: Tensor | None  # (q, k) of those hits, differentiable
-    # what found them: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), or an index; then " on …"
-    # or " streamed to …", the device whose columns were read, where it is not the host
+    # what found them: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), "sketch" (drawn beside
+    # another index, or none), or an index; then " on …" or " streamed to …", the device whose columns were read, where
+    # it is not the host
     finder: str
     explanation: Callable[[int], list[Explanation]]
     bar: Tensor  # (q,) the error ‖ô - o‖ that `confidence` of all answers stay below; 0 where exact, NaN for `k=`

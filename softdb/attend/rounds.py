@@ -98,9 +98,7 @@ class Estimator(NamedTuple):
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         return self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
-    def after(
-        self, task: Round, bar: Numbers, allowed: Numbers
-    ) -> tuple[NDArray[np.bool_], list[Round], Positions]:
+    def after(self, task: Round, bar: Numbers, allowed: Numbers) -> tuple[NDArray[np.bool_], list[Round], Positions]:
         """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
         if self.tolerance.most is not None:
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
@@ -127,7 +125,7 @@ class Estimator(NamedTuple):
         return self.source.width if self.request.pools else 0
 
     def planned(self, task: Round) -> list[Round]:
-        """The task in parts that fit into memory, with their budgets; none where a pass over every record costs less."""
+        """The task in parts that fit into memory, with their budgets; none where a pass over all costs less."""
         if task.budget is None:
             task = task._replace(budget=self.sampler.budget(self.kind))
             if self.too_dear(task):
@@ -160,9 +158,7 @@ class Estimator(NamedTuple):
         confidence, budget = self.tolerance.confidence, task.budget or FIRST
         drawing = Drawing(self.asked[task.which], self.factor, budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
-        answering = Answering(
-            snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT
-        )
+        answering = Answering(snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT)
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
     def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …

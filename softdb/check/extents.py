@@ -15,7 +15,7 @@ from softdb.errors import BadInput
 if TYPE_CHECKING:
     from torch import Generator
 
-__all__ = ["DEFAULT_K", "Extent", "Tolerance", "excluded", "extent", "generator", "least_score", "tolerance"]
+__all__ = ["DEFAULT_K", "Extent", "Tolerance", "draws", "excluded", "extent", "generator", "least_score", "tolerance"]
 
 DEFAULT_K = 10
 
@@ -102,6 +102,13 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
             f"exclude_ids are {len(each)} lists for {queries} queries; give one list for each, or one list of ids"
         )
     return [identifiers(one, unique=False) for one in each]
+
+
+def draws(max_draws: object, k: object) -> Tolerance | None:
+    """The tolerance of an answer from so many draws, which promises nothing; None where none is asked for."""
+    if max_draws is not None and k is not None:
+        raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws stand for all: give one")
+    return None if max_draws is None else Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))
 
 
 def generator(value: object) -> Generator | None:

@@ -247,7 +247,7 @@ class SoftDB(Verbs):
 
         Args:
             kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "hnsw" (a graph over bytes), "flat"
-                (none), or on a GPU "ivf-sq8" (lists with a byte a number).
+                (none: codes for estimates alone), or on a GPU "ivf-sq8" (lists with a byte a number).
             recall: the share of the true k nearest that a search shall find; the effort is raised until it is measured.
             k: for which k.
             queries: (q, d) of the kind that will come; without them, stored keys held aside. Half of them are tuned

@@ -13,17 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric, shown
-from softdb.errors import BadInput
+from softdb.errors import BadInput, MissingDependency
 from softdb.index import flat
 from softdb.index.choose import KINDS, TRIED, Option, Progress, SampledTrial, budget, choose, kinds, options
 from softdb.index.contract import Devices, Floats, Index, Live, Rows, faiss_module, prepared, sampled
 from softdb.index.ivf import IVF
-from softdb.index.lists import Lists, lists_for
+from softdb.index.lists import Lists
 from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
 from softdb.index.quantizer import POINTS_A_LIST
 from softdb.index.query import Query
+from softdb.index.sampler import FEWEST
 from softdb.index.search import Searcher, indexed_until
+from softdb.index.sketches import Sketches, lists_for
 from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of, steadied
+from softdb.kernels import available
 from softdb.store import Snapshot
 
 SMALL = 20_000  # records that are compared exactly in about a millisecond: no index is faster
@@ -79,12 +82,16 @@ def build(
     """
     kind, memory = target.kind, target.memory
     fit = possible(snapshot, kind, memory, devices)
+    say = progress or (lambda *_: None)
     if not fit:
+        index = _sketches(snapshot, metric, memory, say) if devices is None and kind == "flat" else None
         reason = "asked for" if kind == "flat" else f"{snapshot.count} records are searched exactly in a moment"
         where = "cpu" if devices is None else devices.name
-        return None, {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
+        report = {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
+        if index is not None:
+            index.report = report = index.report | report
+        return index, report
     target = target._replace(k=min(target.k, snapshot.count))
-    say = progress or (lambda *_: None)
     start = time.perf_counter()
     ranked = _ranked(snapshot, metric, fit, target, say)[:BUILT]
     chosen = time.perf_counter()
@@ -151,7 +158,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
         "fetch_k": index.fetch_k,
         **({} if lengths is None else _by_norm(trial, setting, lengths)),
         "records": snapshot.count,
-        "bytes": int(index.dump().nbytes),
+        "bytes": _bytes(index),
         "tune_seconds": round(time.perf_counter() - start, 2),
     }
 
@@ -307,19 +314,43 @@ def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Targe
     return choose(fit, trial, target.recall, say)
 
 
-def _filled(snapshot: Snapshot, metric: Metric, option: Option, say: Progress) -> Index:
-    say("training", 0, 1)
+def _filled(snapshot: Snapshot, metric: Metric, option: Option, progress: Progress) -> Index:
+    progress("training", 0, 1)
     sample = sampled(snapshot.live, max(TRAINED, POINTS_A_LIST * lists_for(snapshot.count)), 0)
     keys = prepared(snapshot.keys_at(sample).numpy(), metric)
     index = option.engine.train(metric, keys, snapshot.count, option.codes)
-    say("training", 1, 1)
+    if index.sketches is None and available():
+        index.companion = Sketches.train(metric, keys, snapshot.count, *Sketches.codes(keys.shape[1]))
+    progress("training", 1, 1)
     done = 0
     for block in snapshot.blocks(BLOCK):
         index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
         done += len(block.positions)
-        say("adding", done, snapshot.count)
+        progress("adding", done, snapshot.count)
     index.seal()
     return index
+
+
+def _sketches(snapshot: Snapshot, metric: Metric, memory: int | None, progress: Progress) -> Index | None:
+    """Codes for estimates where search is exact; None: too few records, no FAISS, kernels or memory for them."""
+    if snapshot.count < FEWEST or not available():
+        return None
+    dim = snapshot.segments[0].keys.shape[1]
+    try:
+        faiss_module()
+        (option,) = options(Sketches.kind, dim, snapshot.count, memory, {Sketches.kind: Sketches})
+    except (MissingDependency, BadInput):
+        return None
+    start = time.perf_counter()
+    index = _filled(snapshot, metric, option, progress)
+    facts = {"codes": option.codes, "records": snapshot.count, "bytes": _bytes(index)}
+    index.report = {**facts, "build_seconds": round(time.perf_counter() - start, 2)}
+    return index
+
+
+def _bytes(index: Index) -> int:
+    """Size of an index with all that estimates draw by."""
+    return int(index.dump().nbytes) + (0 if index.companion is None else int(index.companion.dump().nbytes))
 
 
 def _questions(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows | None]:

@@ -1,6 +1,7 @@
 """Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
 
-An index file is the engine's bytes, and behind them, from `codes` on, what estimates know of the records (`reach`).
+An index file is the engine's bytes; behind them, from `codes` on, `sketches` bytes of the codes that estimates draw by,
+where they are not among the engine's; then what estimates know of the records (`reach`).
 Its entry in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over
 the entry under a key that lies outside every database. The index of a database from elsewhere carries another
 signature: it is left aside, and its file is not even read. Nothing is ever unpickled.
@@ -27,12 +28,14 @@ from softdb.index.hnsw import HNSW
 from softdb.index.ivf import IVF, IVFSQ8
 from softdb.index.lists import Lists
 from softdb.index.reach import packed, unpacked
+from softdb.index.sketches import Sketches
 from softdb.store import files
 from softdb.store.ours import entries
 
 _log = logging.getLogger("softdb")
 _ENGINES: dict[tuple[str, str], type[Index]] = {  # by kind and by what an index file's name ends in
     ("ivf", "lists"): Lists, ("hnsw", "faiss"): HNSW, ("ivf", "faiss"): IVF, ("ivf-sq8", "faiss"): IVFSQ8,
+    ("sketch", "lists"): Sketches,
 }  # fmt: skip
 _NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)")
 _KEPT = {  # what an entry calls the attributes of an index that stand beside its bytes
@@ -46,25 +49,29 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
-    codes, more = index.dump().data, b"" if index.reach is None else packed(index.reach)
-    digest = hashlib.sha256(codes)
-    digest.update(more)
-    suffix = "lists" if isinstance(index, Lists) else "faiss"
+    codes, reach = index.dump().data, None if index.sketches is None else index.sketches.reach
+    sketches = b"" if index.companion is None else index.companion.dump().data
+    pieces = codes, sketches, b"" if reach is None else packed(reach)
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    suffix = "lists" if isinstance(index, Sketches) else "faiss"
     name = f"{index.kind}-{secrets.token_hex(8)}.{suffix}"
     entry = {
         "file": name,
         "kind": index.kind,
         "metric": index.metric.value,
         "generation": generation,
-        "bytes": len(codes) + len(more),
+        "bytes": sum(map(len, pieces)),
         "codes": len(codes),
+        "sketches": len(sketches),
         "sha256": digest.hexdigest(),
         **{name: getattr(index, attribute) for name, attribute in _KEPT.items()},
         "room": index.room,
         "longest": None if index.longest is None else index.longest.tolist(),
     }
     entry["hmac"] = _signature(entry)
-    files.write_whole(folder / name, codes, more)
+    files.write_whole(folder / name, *pieces)
     return entry
 
 
@@ -89,12 +96,21 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         return None
     for name, attribute in _KEPT.items():
         setattr(index, attribute, entry[name])
-    if len(codes) < len(data) and isinstance(index, Lists):
-        try:
-            index.reach = unpacked(data[len(codes) :], index)
-        except ValueError as error:
-            _log.warning("part of the index file is left aside: %s; what it tells is measured anew", error)
+    try:
+        _load_drawing(index, data[len(codes) :], entry.get("sketches", 0), dim)
+    except (ValueError, RuntimeError) as error:
+        _log.warning("part of the index file is left aside: %s; it is measured anew, or estimates are exact", error)
     return index
+
+
+def _load_drawing(index: Index, data: memoryview, size: int, dim: int | None) -> None:
+    """Give an index what estimates draw by: so many bytes of codes, then the reach. Raises ValueError, RuntimeError."""
+    if size:
+        companion = Sketches.loaded(index.metric, np.frombuffer(data[:size], np.uint8), dim)
+        companion.covered = index.covered
+        index.companion = companion
+    if size < len(data) and isinstance(index.sketches, Sketches):
+        index.sketches.reach = unpacked(data[size:], index.sketches)
 
 
 def _signed(folder: Path, entry: dict[str, Any]) -> bytes:

@@ -12,8 +12,9 @@ from softdb.check import Metric, shown
 from softdb.errors import BadInput
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 from softdb.index.hnsw import HNSW
-from softdb.index.lists import Lists, lists_for
+from softdb.index.lists import Lists
 from softdb.index.quantizer import POINTS_A_LIST
+from softdb.index.sketches import lists_for
 from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
 from softdb.kernels import available
 

@@ -133,6 +133,7 @@ class Index(ABC):
     effort_name: ClassVar[str]  # what a report calls the effort
     filters_inside: ClassVar[bool] = False  # one scan searches any share of the records: see `Lists`
     levels: ClassVar[tuple[int, ...]] = (6, 10, 20, 40, 80, 160)  # of fetch_k: beyond, codes are not worth their scan
+    searches: ClassVar[bool] = True  # False: it holds codes for estimates alone, and search is exact
     devices: ClassVar[Devices | None] = None  # that the index lies on; None: the CPU
     effort_least, effort_most = 1, 1 << 30  # below and beyond, effort changes nothing
 
@@ -146,6 +147,7 @@ class Index(ABC):
         self.room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
         self.longest: Rows | None = None  # their rows, the longest first; None: not known
         self.reach: Reach | None = None  # what estimates know of its records; None: not measured
+        self.companion: Index | None = None  # by which estimates draw, where codes of searches alone are in this one
         self.report: dict[str, Any] = {}
 
     @classmethod
@@ -186,6 +188,11 @@ class Index(ABC):
         return int(self.inner.ntotal)
 
     @property
+    def sketches(self) -> Index | None:
+        """The codes by which estimates draw, itself or its companion; None: there are none, they are exact."""
+        return self.companion
+
+    @property
     def place(self) -> str:
         """Name of the device that the index lies on, for reports."""
         return "cpu"
@@ -197,15 +204,21 @@ class Index(ABC):
     ) -> None:
         """Take records in; the last ones are followed by `seal`."""
         self.inner.add_with_ids(prepared(keys, self.metric), rows)
+        if self.companion is not None:
+            self.companion.add(rows, keys)
         self.covered = int(rows[-1]) + 1
         self.longest = self.reach = None
 
-    def seal(self) -> None:  # noqa: B027
+    def seal(self) -> None:
         """End a run of `add`."""
+        if self.companion is not None:
+            self.companion.seal()
 
     def keep_only(self, rows: Rows) -> None:
         """Remove all other records. Raises RuntimeError where the engine cannot, as a graph."""
         self.inner.remove_ids(faiss_module().IDSelectorNot(Selected(rows, self.covered).selector))
+        if self.companion is not None:
+            self.companion.keep_only(rows)
 
     def fit(  # noqa: B027
         self,
@@ -259,6 +272,7 @@ class Index(ABC):
         twin = (engine or type(self))(self.metric, inner)
         for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest", "reach"):
             setattr(twin, name, getattr(self, name))
+        twin.companion = None if self.companion is None else self.companion.copy()
         twin.report = dict(self.report)
         return twin
 

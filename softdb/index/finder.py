@@ -20,12 +20,12 @@ from softdb.index.background import Build
 from softdb.index.build import Target, build, checked, possible, tuned
 from softdb.index.choose import Progress
 from softdb.index.contract import Devices, Floats, Found, Index, Live, Rows
-from softdb.index.lists import Lists
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
 from softdb.index.query import Query
 from softdb.index.reach import reach_of
 from softdb.index.sampler import FEWEST, Drawable, Sampler
 from softdb.index.search import Searcher, indexed_until
+from softdb.index.sketches import Sketches
 from softdb.index.watch import Watch
 from softdb.reports import DeviceReport, IndexReport
 from softdb.store import Snapshot, Store, fork
@@ -83,7 +83,7 @@ class Finder:
         searches by the index are checked against exact ones (`watch`).
         """
         own, devices = self._store.loader.loaded.keyed.schema.metric, self.devices
-        index = None if query.exact or query.metric is not own else self._current(snapshot)
+        index = None if query.exact or query.metric is not own else self._searching(snapshot)
         if index is not None and index.devices is None and devices is not None:
             index = None if devices.beside(snapshot, query.queries.device) else index  # comparing all there is faster
         found, start = None, time.perf_counter()
@@ -122,7 +122,7 @@ class Finder:
         searcher = self._searcher
         if self.devices is not None or not self._looked or since > snapshot.generation or index is None:
             return None
-        if searcher is None or searcher.index is not index:
+        if searcher is None or searcher.index is not index or not index.searches:
             return None
         start = time.perf_counter()
         found = searcher.find_plainly(snapshot, vectors, k, allowed)
@@ -145,16 +145,17 @@ class Finder:
     def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
         """A sampler of the records that the index holds, those that it may draw, and the first position beyond.
 
-        None where nothing can be drawn: there is no index of lists, or too few records for one to be worth it.
+        None where nothing can be drawn: there are no sketches, or too few records for a draw to be worth it.
         """
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
-        if index is None or not isinstance(index, Lists):
+        sketches = None if index is None else index.sketches
+        if index is None or not isinstance(sketches, Sketches):
             return None
         with self._lock:
-            searcher = self.searcher(index)
-            if searcher.sampler is None:
-                searcher.sampler = Sampler(index, snapshot, self._store.schema.num_classes)
-            return searcher.sampler, searcher.eligible(snapshot, allowed), indexed_until(snapshot, index)
+            drawer = self.searcher(index).drawer
+            if drawer.sampler is None:
+                drawer.sampler = Sampler(sketches, snapshot, self._store.schema.num_classes)
+            return drawer.sampler, drawer.eligible(snapshot, allowed), indexed_until(snapshot, sketches)
 
     def builder(
         self,
@@ -173,10 +174,9 @@ class Finder:
 
         def work(say: Progress) -> IndexReport:
             index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
-            if isinstance(index, Lists) and snapshot.count >= FEWEST:
-                reach_of(
-                    index, snapshot, self._store.schema.num_classes
-                )  # here, and not when an estimate is first asked for
+            sketches = None if index is None else index.sketches
+            if isinstance(sketches, Sketches) and snapshot.count >= FEWEST:  # not when an estimate is first asked for
+                reach_of(sketches, snapshot, self._store.schema.num_classes)
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
                     raise BadInput("all keys were made anew while the index was built; build it again")
@@ -246,7 +246,7 @@ class Finder:
         """Measure the index anew, change how hard it looks, save that; returns the report. Codes stay as they are."""
 
         def work(say: Progress) -> IndexReport:
-            index = self._current(self._store.snapshot)
+            index = self._searching(self._store.snapshot)
             if index is None:
                 raise BadInput("there is no index to tune, search is exact; build_index() makes one")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
@@ -341,6 +341,11 @@ class Finder:
                 self._use(index, snapshot.generation)
             return index
 
+    def _searching(self, snapshot: Snapshot) -> Index | None:
+        """The current index; None where that holds codes for estimates alone."""
+        index = self._current(snapshot)
+        return index if index is not None and index.searches else None
+
     def _serving(self, snapshot: Snapshot) -> Index | None:
         index, since = self._in_use
         return index if self._store.loader.loaded.keyed.since <= since <= snapshot.generation else None
@@ -374,7 +379,7 @@ class Finder:
 
 def _placed(index: Index, devices: Devices | None) -> Index:
     """The same index on other devices, None for the CPU; on the CPU where its codes have no form there."""
-    if index.devices is devices:
+    if index.devices is devices or not index.searches:
         return index
     index = index if index.devices is None else index.hosted()
     return index if devices is None else devices.placed(index)

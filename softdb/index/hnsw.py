@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
+from softdb.index.sketches import Sketches
 
 LINKS = 32  # neighbours a record, twice as many on the lowest level
 CONSTRUCTION = 100  # records looked at for each that is added
@@ -25,8 +26,8 @@ class HNSW(Index):
 
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """A byte a number; the links are four bytes each, with half a level above the lowest on average."""
-        return dim + 4 * (2 * LINKS + 1) + 16
+        """A byte a number; links of four bytes each, with half a level above the lowest on average; and sketches."""
+        return dim + 4 * (2 * LINKS + 1) + 16 + Sketches.record_bytes(dim, "")
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:

@@ -187,9 +187,9 @@ class CodeBlocks(NamedTuple):
 
     sizes: Rows  # (lists,) records
     starts: Rows  # (lists + 1,) first block
-    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16)
-    factors: NDArray[np.float16]  # (blocks, 16)
-    offsets: NDArray[np.float16]  # (blocks, 16) of l2, else (0, 16)
+    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the finer codes, which there may be none of
+    factors: NDArray[np.float16]  # (blocks, 16); without finer codes (0, 16)
+    offsets: NDArray[np.float16]  # (blocks, 16) of l2 with finer codes, else (0, 16)
     rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
     squares: Floats  # (lists,) Σ |r|²
     radii: Floats  # (lists,) no |r| is more
@@ -215,18 +215,16 @@ class CodeBlocks(NamedTuple):
             ordered = spread(codes).reshape(count, BLOCK, -1)[:, _ORDER]
             return np.ascontiguousarray(ordered.transpose(0, 2, 1))
 
-        none, radii = np.empty((0, BLOCK), np.float16), np.zeros(lists, np.float32)
+        def each(numbers: NDArray[Any], wanted: bool = True) -> NDArray[Any]:
+            return (spread(numbers) if wanted else numbers[:0]).reshape(-1, BLOCK)
+
+        fine, radii = coded.codes.shape[1] > 0, np.zeros(lists, np.float32)
         np.maximum.at(radii, coded.lists, coded.radii)
-        offsets, corrections = (
-            spread(halves).reshape(-1, BLOCK) if is_l2 else none for halves in (coded.offsets, coded.corrections)
-        )
-        factors, gains, errors = (
-            spread(numbers).reshape(-1, BLOCK) for numbers in (coded.factors, coded.gains, coded.errors)
-        )
         return cls(
-            sizes.astype(np.int64), starts.astype(np.int64), blocked(coded.codes), factors, offsets,
-            spread(coded.rows, NO_ROW), np.bincount(coded.lists, coded.squares, lists).astype(np.float32),
-            radii, blocked(coded.sketches), gains, errors, corrections,
+            sizes.astype(np.int64), starts.astype(np.int64), blocked(coded.codes), each(coded.factors, fine),
+            each(coded.offsets, fine and is_l2), spread(coded.rows, NO_ROW),
+            np.bincount(coded.lists, coded.squares, lists).astype(np.float32), radii, blocked(coded.sketches),
+            each(coded.gains), each(coded.errors), each(coded.corrections, is_l2),
         )  # fmt: skip
 
     @property
@@ -241,7 +239,7 @@ class CodeBlocks(NamedTuple):
         def flat(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
             ordered = np.empty((len(blocks), BLOCK, blocks.shape[1]), np.uint8)
             ordered[:, _ORDER] = blocks.transpose(0, 2, 1)
-            return ordered.reshape(-1, ordered.shape[2])[slots]
+            return ordered.reshape(len(blocks) * BLOCK, blocks.shape[1])[slots]
 
         def each(numbers: NDArray[Any]) -> NDArray[Any]:
             return numbers.reshape(-1)[slots] if len(numbers) else np.zeros(len(slots), numbers.dtype)
@@ -249,7 +247,8 @@ class CodeBlocks(NamedTuple):
         return Coded(
             np.repeat(np.arange(len(self.sizes)), self.sizes), flat(self.blocks), each(self.factors),
             each(self.offsets), self.rows[slots], np.repeat(squares, self.sizes).astype(np.float32),
-            np.repeat(self.radii, self.sizes), flat(self.sketches), each(self.gains), each(self.errors), each(self.corrections),
+            np.repeat(self.radii, self.sizes), flat(self.sketches), each(self.gains), each(self.errors),
+            each(self.corrections),
         )  # fmt: skip
 
     def allowed(self, keep: Live, places: Places) -> Allowed:  # (size,), (slots,)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.index.contract import Numbers, Reach, Rows, sampled
-from softdb.index.lists import Lists
 from softdb.index.quantizer import FACTOR, ORDINARY, SHARE
+from softdb.index.sketches import Sketches
 from softdb.store import Snapshot
 
 _log = logging.getLogger("softdb")
@@ -38,7 +38,7 @@ FORM = {
 }  # fmt: skip
 
 
-def reach_of(index: Lists, snapshot: Snapshot, num_classes: int | None) -> Reach:
+def reach_of(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> Reach:
     """As it was kept with an index of these records, or measured now, and kept."""
     if index.reach is None or not _is_of(index.reach, snapshot):
         index.reach = _measured(index, snapshot, num_classes)
@@ -69,7 +69,7 @@ def packed(reach: Reach) -> bytes:
     return file.getvalue()
 
 
-def unpacked(data: bytes | memoryview, index: Lists) -> Reach:
+def unpacked(data: bytes | memoryview, index: Sketches) -> Reach:
     """Read what `packed` wrote. Raises ValueError where it is not of such an index: that file may be another's."""
     file, fields, sizes = io.BytesIO(data), dict[str, Any](), {"l": index.lists}
     for name, (dtype, axes) in FORM.items():
@@ -89,7 +89,7 @@ def unpacked(data: bytes | memoryview, index: Lists) -> Reach:
     return Reach(**fields)
 
 
-def _measured(index: Lists, snapshot: Snapshot, num_classes: int | None) -> Reach:
+def _measured(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> Reach:
     """One pass over the values, in the order of the lists. Cost n v."""
     layout, lists = index.layout, index.lists
     rows, own = layout.rows[layout.slots].astype(np.int64), np.repeat(np.arange(lists), layout.sizes)

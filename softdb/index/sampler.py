@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Numbers, Rows
-from softdb.index.lists import Lists
 from softdb.index.quantizer import APART, BLOCK, GAIN, Allowed, Places
 from softdb.index.reach import reach_of
 from softdb.index.rerank import CODES
+from softdb.index.sketches import Sketches
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
@@ -116,7 +116,7 @@ class Drawable(NamedTuple):
 class Sampler:
     """Draws records that lists of codes hold. Safe to use from several threads."""
 
-    def __init__(self, index: Lists, snapshot: Snapshot, num_classes: int | None) -> None:
+    def __init__(self, index: Sketches, snapshot: Snapshot, num_classes: int | None) -> None:
         self.index = index
         self.reach = reach_of(index, snapshot, num_classes)
         sketch, layout = index.sketch, index.layout
@@ -144,8 +144,8 @@ class Sampler:
         self._needed: dict[object, float] = {}  # draws that queries of a kind need
 
     def budget(self, kind: object) -> int:
-        """Return the number of draws that most queries of a kind need, as far as is known."""
-        return round(self._needed.get(kind, FIRST))
+        """Return the number of draws that most queries of a kind need, as far as is known, in steps of √2."""
+        return int(FIRST * 2 ** (math.ceil(2 * math.log2(self._needed.get(kind, FIRST) / FIRST) - 0.2) / 2))
 
     def knows(self, kind: object) -> bool:
         """Return True if queries of a kind were drawn for before."""
@@ -159,7 +159,7 @@ class Sampler:
 
     def forget(self, kind: object) -> None:
         """Believe a little less that queries of a kind need so many, so that they are tried again now and then."""
-        self._needed[kind] = max(FIRST, FORGOTTEN * self._needed[kind])
+        self._needed[kind] = max(FIRST, FORGOTTEN * self._needed.get(kind, FIRST))
 
     @property
     def parts(self) -> int:

@@ -20,6 +20,8 @@ from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.index.rule import MOSTLY
 from softdb.index.sampler import Drawable, Sampler
+from softdb.index.sketches import Sketches
+from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
 FARTHER = 2  # times as many candidates then: codes tell records apart less well that are far
@@ -38,6 +40,12 @@ class Searcher:
         self.sampler: Sampler | None = None  # draws records for estimates, made when one is first asked for
         self._coverage: _Coverage | None = None  # of the last snapshot
         self._outliers: Outliers | None = None  # None: not copied yet
+
+    @cached_property
+    def drawer(self) -> Searcher:
+        """The same by the codes that estimates draw by, which has their sampler."""
+        sketches = self.index.sketches
+        return self if sketches is None or sketches is self.index else Searcher(sketches)
 
     def find(
         self, snapshot: Snapshot, query: Query
@@ -172,7 +180,7 @@ class _Eligible:
         self.share = max(1, self.inside) / max(1, index.count)  # of the rows that the index holds
         self.selected: Selected | None = None  # in FAISS' form; None: all of these
         self.outliers: tuple[Outliers, Rows] | None = None  # those of the index, and their positions, once looked for
-        if isinstance(index, Lists):
+        if isinstance(index, Sketches):
             self.slots = index.filled if every and self.aligned else index.layout.allowed(keep, self.places)
         elif self.count > FEW and not every:
             self.selected = Selected(snapshot.rows(np.flatnonzero(keep[: self.until])), index.covered)
@@ -187,7 +195,7 @@ class _Coverage:
         self.aligned = snapshot.contiguous and index.covered <= snapshot.size
         self.until = indexed_until(snapshot, index)
         self.places = np.empty(0, np.uint32)  # of the slots of lists
-        if isinstance(index, Lists):
+        if isinstance(index, Sketches):
             self.places = index.layout.rows if self.aligned else _places(snapshot, index.layout.rows)
         self.every = _Eligible(snapshot, index, snapshot.live, self)
         self._filtered: Recent[_Eligible] = Recent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -14,16 +15,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.answers import Resolve
+from softdb.answers import Pooled, Resolve
 from softdb.attend.blocks import scores_of
+from softdb.attend.estimate import require_estimator
 from softdb.attend.request import Candidates, Live, Positions, Request, Scored
+from softdb.attend.result import Doubt, Estimated, answered
+from softdb.attend.rounds import heaviest
 from softdb.attend.scoring import scan
 from softdb.attend.stored import OfGeneration
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead
+from softdb.index.contract import Floats, prepared
+from softdb.index.sampler import Drawing
 from softdb.lazy import cached_property
 from softdb.nn.stale_index import Version
-from softdb.pool import pool
+from softdb.pool import State, merge, pool
+from softdb.scoring import softmax
 from softdb.scoring.score import alike
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
@@ -138,6 +145,28 @@ def device_of(encoder: Encode) -> torch.device | None:
     return None if like is None else like.device
 
 
+def copyable(encoder: Encode) -> torch.nn.Module:
+    """The encoder, if it is one to copy. Raises BadInput."""
+    if not isinstance(encoder, torch.nn.Module):
+        raise BadInput(
+            f"encoder is {shown(encoder)}, of which no copy can be frozen while training goes on; make it an nn.Module "
+            "to reindex in the background, or reindex at once"
+        )
+    return encoder
+
+
+def frozen_copy(encoder: Encode) -> Encode:
+    """A copy that training does not reach, in eval mode."""
+    module = copyable(encoder)
+    try:
+        return copy.deepcopy(module).eval()
+    except (RuntimeError, TypeError) as error:
+        raise BadInput(
+            f"the encoder cannot be copied, which reindexing in the background needs: {error}; reindex at once, or let "
+            "it hold parameters alone (torch.nn.utils.parametrizations.weight_norm in the place of weight_norm)"
+        ) from error
+
+
 def _as_input(encoder: Encode, keys: Tensor) -> Tensor:
     """Keys in the dtype and on the device of the encoder's parameters; float32 where it has none."""
     like = _like(encoder)
@@ -221,15 +250,63 @@ class Encoded(OfGeneration):
         if version is None or folded is None or folded.metric is not self.metric:
             return Candidates(scan(request, self._fixed), "scan")
         count = min(self.overfetch * k, self.count)
-        recent = unindexed(self.snapshot, version, request.allowed)
+        recent, keep = self._split(request, version)
         fresh = int(np.count_nonzero(recent))
-        whole = request.allowed is None and self.count - fresh == len(version.rows)
-        keep = None if whole else version.alive(self.snapshot, request.allowed)
         positions = self.snapshot.positions(version.find(folded.queries, count, keep))
         if fresh:
             more = scan(replace(request, allowed=recent, k=min(count, fresh)), self._fixed)
             positions = np.concatenate([positions, more], axis=1)
         return Candidates(self._best(request, positions, k), "stale index")
+
+    def _split(self, request: Request, version: Version) -> tuple[Live, Live | None]:  # (size,), (n,)
+        """Records that came after a version, and those of its vectors that take part; None: all."""
+        recent = unindexed(self.snapshot, version, request.allowed)
+        whole = request.allowed is None and self.count - int(np.count_nonzero(recent)) == len(version.rows)
+        return recent, None if whole else version.alive(self.snapshot, request.allowed)
+
+    def estimate(self, request: Request) -> Pooled:
+        """The softmax over all records, from some that the codes of the version draw and the encoder makes anew.
+
+        A record drawn with probability p counts 1 / p times: sums are unbiased whatever the encoder has become. Records
+        younger than the version are all encoded. `bar` is NaN: codes of other vectors bound nothing. Exact where that
+        encodes no more records, or nothing can be drawn. Raises BadInput as `estimate_drawn`.
+        """
+        if request.pools:
+            require_estimator(request)
+        version, folded, tolerance = self.version, request.detached.folded, request.tolerance
+        most = 0 if tolerance is None else tolerance.most or 0
+        if version is None or folded is None or folded.scale is None or most * len(request.queries) >= self.count:
+            return self.exact(request)
+        recent, keep = self._split(request, version)
+        vectors, factor = prepared(folded.queries.cpu().numpy(), self.metric), float(folded.scale) / request.temperature
+        drawn = version.draw(Drawing(vectors, factor, most, request.seed, 1.0), keep) if 1e-30 < factor < 1e30 else None
+        return self.exact(request) if drawn is None else self._weighed(request, *drawn, recent)
+
+    def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Pooled:
+        """The answer by the encoder as it is, with the standard error that the draws (q, w) show."""
+        positions = self.snapshot.positions(rows)
+        keys, scores = self._fresh(request, positions)
+        live = torch.from_numpy(positions >= 0).to(scores.device)
+        logs = torch.from_numpy(log_weights).to(scores).masked_fill(~live, 0)
+        weights, lse = softmax(scores + logs * request.temperature, request.temperature, live)
+        width, candidates = self.width if request.pools else 0, Scored(positions, scores, keys)
+        state = State(self.pooled(weights, candidates) if width else weights.new_zeros(len(weights), 0), lse)
+        if recent.any():
+            state = merge([state, self.stream(replace(request, allowed=recent))])
+        with torch.no_grad():
+            weights = weights * (lse - state.lse).exp().nan_to_num(0).unsqueeze(1)
+            noise = weights.square() * -torch.expm1(-logs)  # (1 - p) w² / p², of the part that was drawn
+            values = self.snapshot.values_at(positions) if self.schema.has_values else keys
+            if not values.is_floating_point():
+                values = torch.nn.functional.one_hot(values.long(), self.width)
+            apart = (values.to(noise)[..., :width] - state.output.unsqueeze(1)).square().sum(2)
+            errors = (noise * apart).sum(1).sqrt(), noise.sum(1).sqrt()
+            unknown, never = torch.full_like(lse, torch.nan), torch.zeros_like(live[:, 0])
+            places, chosen, shares = heaviest(positions, scores, weights.cpu().numpy())
+            named = torch.from_numpy(places).to(live.device), chosen, torch.from_numpy(shares).to(weights)
+            doubt = Doubt(never, torch.zeros_like(lse), Estimated(*state, *errors, unknown, never, *named, live.sum(1)))
+        records = Scored(places, chosen)
+        return answered(request, self, state, "stale index", (records, named[2]), doubt)
 
     def _best(self, request: Request, positions: Positions, k: int) -> Positions:  # (q, c) -> (q, k)
         """The k best of some candidates by the encoder as it is, ties by row. Each record is encoded once."""
@@ -247,14 +324,18 @@ class Encoded(OfGeneration):
 
     def scored(self, request: Request, positions: Positions) -> Scored:
         """Candidates best first by their scores in the encoder's current mode. Each record is encoded once."""
-        table, places = self._table(positions, request.queries)
-        own = table[torch.from_numpy(places)]
-        none = torch.from_numpy(positions < 0).to(request.queries.device)
-        scores = scores_of(request.score, request.queries, own).masked_fill(none, -torch.inf)
+        own, scores = self._fresh(request, positions)
         order = scores.detach().sort(dim=1, descending=True, stable=True).indices
         there = order.to(own.device).unsqueeze(2).expand_as(own)
         positions = np.take_along_axis(positions, order.cpu().numpy(), 1)
         return Scored(positions, scores.gather(1, order), own.gather(1, there))
+
+    def _fresh(self, request: Request, positions: Positions) -> tuple[Tensor, Tensor]:  # (q, c, d'), (q, c)
+        """Encoded keys of candidates, and their scores, -inf for none."""
+        table, places = self._table(positions, request.queries)
+        own = table[torch.from_numpy(places)]
+        none = torch.from_numpy(positions < 0).to(request.queries.device)
+        return own, scores_of(request.score, request.queries, own).masked_fill(none, -torch.inf)
 
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
         """Stored values or labels, else the encoded keys."""

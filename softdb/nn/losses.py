@@ -96,8 +96,8 @@ def retrieval_loss(
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser to that relative error.
-        max_draws: as in `log_partition`, with rtol.
-        generator: draws anew with each call, with rtol; training wants one.
+        max_draws: as in `log_partition`, with rtol; of a View without rtol, as its `attend` takes it.
+        generator: draws anew with each call; training wants one.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
 
@@ -114,7 +114,8 @@ def retrieval_loss(
     (0.0635, torch.Size([2, 2]))
     """
     reduce = _reduce(reduction)
-    tolerance = check.tolerance(rtol, 0.0, 0.95, max_draws, k)
+    by_draws = isinstance(db, View) and rtol is None
+    tolerance = check.draws(max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
     count = None if k is None else check.integer(k, "k")
     ask = asked(db, queries, positives, temperature, score, where, count, tolerance, generator)
     if count is None and isinstance(db, Memory):
@@ -214,7 +215,7 @@ def label_loss(
         logits: of another model, to which the database adds.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
-            takes temperature, score, k and where, a Memory none of them.
+            takes temperature, score, k, max_draws, generator and where, a Memory none of them.
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
@@ -260,7 +261,7 @@ def pooled_loss(
         db, queries, reduction: as of `retrieval_loss`.
         targets: what each query should be answered; v as `attend` answers.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
-            takes temperature, score, k and where, a Memory none of them.
+            takes temperature, score, k, max_draws, generator and where, a Memory none of them.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
@@ -280,7 +281,7 @@ def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
     given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, Verbs):
         return db.attend(queries, **given).output
-    taken = ("temperature", "score", "k", "where") if isinstance(db, View) else ()
+    taken = ("temperature", "score", "k", "where", "max_draws", "generator") if isinstance(db, View) else ()
     refuse(db, {name: value for name, value in given.items() if name not in taken})
     found: Pooled = db(queries, **given)
     return found.output

@@ -19,10 +19,12 @@ from softdb.device import nearest as nearest_on_device
 from softdb.errors import BadInput, Closed
 from softdb.index.build import Target, build
 from softdb.index.choose import KINDS
-from softdb.index.contract import Index, Recent
+from softdb.index.contract import Floats, Index, Recent
 from softdb.index.flat import nearest
 from softdb.index.query import Query
+from softdb.index.sampler import Answering, Drawing, Sampler
 from softdb.index.search import Searcher
+from softdb.index.sketches import Sketches
 from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
@@ -92,6 +94,18 @@ class Version:
             else:
                 places = self._searcher.nearest(self.vectors, query).positions
         return np.where(places < 0, -1, self.rows[places])
+
+    def draw(self, ask: Drawing, keep: Live | None = None) -> tuple[Rows, Floats] | None:  # (n,) -> (q, w), (q, w)
+        """Rows drawn by the codes, -1 = none, and the logs of their inverse probabilities; None: nothing can be."""
+        sketches = None if self.index is None else self.index.sketches
+        if self._searcher is None or not isinstance(sketches, Sketches) or not isinstance(self.vectors, Snapshot):
+            return None
+        drawer = self._searcher.drawer
+        sampler = drawer.sampler = drawer.sampler or Sampler(sketches, self.vectors, None)
+        eligible = drawer.eligible(self.vectors, keep)
+        sample = sampler.draw(eligible, self.vectors, ask, False, Answering(self.vectors.value_column, 0, 0.0))
+        places, logs = sample.positions, -np.log(sample.chances)
+        return (np.where(places < 0, -1, self.rows[places]), logs) if eligible.inside else None
 
     def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)
         """Some of the vectors, copied."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from softdb.database.reembedding import TextOf, require_field, texts_at
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.eager import untraced
-from softdb.nn.encoded import Encode, Encoded, Encoding, device_of, probed, unindexed
+from softdb.nn.encoded import Encode, Encoded, Encoding, copyable, device_of, frozen_copy, probed, unindexed
 from softdb.nn.handle import SharedHandle
 from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
@@ -113,7 +112,7 @@ class View(Reindexed):
         self._texts, self._field = texts, field
         self.dim = probed(encoder, None if texts else db.dim)
         if isinstance(self.policy, InBackground):
-            _copyable(encoder)
+            copyable(encoder)
         if dim is not None and check.integer(dim, "dim") != self.dim:
             raise BadInput(
                 f"dim is {shown(dim)} but the encoder gives vectors {self.dim} wide; omit dim, or change one of them"
@@ -138,10 +137,18 @@ class View(Reindexed):
         k: int | None = None,
         score: Score | ScoreFunction | None = None,
         where: dict[str, Any] | None = None,
+        max_draws: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> Pooled:
-        """The soft query, over the k best of the candidates, or, without k, exactly over every record.
+        """The soft query, over the k best of the candidates, or over every record: exactly, or by some that are drawn.
 
-        Without k every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and n encodings,
+        With `max_draws` the codes of the stale index draw about so many records a query, which are encoded anew and
+        count by the inverse of their probabilities: Σ e^s, Σ e^s v and their gradients are unbiased however stale it
+        is, but scatter the more. `stderr` is what the draws show, `bar` is NaN: a record that has come near since and
+        was not drawn shows nowhere. Exact where that encodes no more records, and without codes (below 10,000
+        records, kind "flat", on a GPU).
+
+        Else every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and n encodings,
         memory for the activations of one block and, with a gradient, q v numbers a block. With k `missed_mass` is NaN,
         unknown. A kernel's weights are its plain normalisation, as with `SoftDB.attend`.
 
@@ -152,6 +159,8 @@ class View(Reindexed):
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: that of
                 the metric; one that ranks otherwise is compared with every record, "scan".
             where: a filter on the payload.
+            max_draws: how many records to draw for a query.
+            generator: draws anew with each call, as training wants; None: the same draw every time.
 
         Raises:
             BadInput: arguments, or what the encoder returned, cannot be used; the message names the record.
@@ -160,8 +169,13 @@ class View(Reindexed):
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
-        request, source = self.request(queries, temperature, score, k=count, where=where)
+        tolerance = check.draws(max_draws, k)
+        request, source = self.request(
+            queries, temperature, score, k=count, where=where, tolerance=tolerance, generator=generator
+        )
         with check.precise():
+            if tolerance is not None:
+                return source.estimate(request)
             return source.exact(request) if k is None else source.nearest(request)
 
     @untraced
@@ -204,6 +218,8 @@ class View(Reindexed):
         k: int | None = None,
         where: dict[str, Any] | None = None,
         exact: bool = False,
+        tolerance: check.Tolerance | None = None,
+        generator: torch.Generator | None = None,
     ) -> tuple[Request, Encoded]:
         """Return a checked request and the encoded records; `exact`: k are found by comparing every record."""
         self.db.core.require_open()
@@ -216,7 +232,12 @@ class View(Reindexed):
             asked = check.queries(queries, query_width(score, self.dim), None, taker)
             request = Request.of(asked, score, None, check.temperature(temperature))
             folded = request.detached.folded
-            served = k is not None and not exact and folded is not None and folded.metric is self.metric
+            served = (
+                (k is not None or tolerance is not None)
+                and not exact
+                and folded is not None
+                and folded.metric is self.metric
+            )
             version = self._current(encoding) if served else None
             snapshot, allowed = self.db.core.view(where)  # after the version: no row of that is younger
         if version is not None and request.score is score_of(self.metric):
@@ -231,7 +252,9 @@ class View(Reindexed):
             self.db.core.store.read,
             encoding.stamp,
         )
-        return replace(request, allowed=allowed, k=k or 0, exact=exact), source
+        generator = check.generator(generator)
+        seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
+        return replace(request, allowed=allowed, k=k or 0, exact=exact, tolerance=tolerance, seed=seed), source
 
     # -- staleness -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +264,7 @@ class View(Reindexed):
     def _work(self, background: bool) -> Work:
         encoding = self._encoding()
         if background:  # its lock is its own: training need not wait for a copy
-            encoding = replace(encoding, encoder=_frozen(self.encoder), lock=threading.RLock())
+            encoding = replace(encoding, encoder=frozen_copy(self.encoder), lock=threading.RLock())
         return functools.partial(self._make, self._stale, encoding, self.steps)
 
     def measure(self, k: int = 2, sample: int = 4096) -> float:
@@ -350,28 +373,6 @@ class View(Reindexed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start()
-
-
-def _copyable(encoder: Encode) -> torch.nn.Module:
-    """The encoder, if it is one to copy. Raises BadInput."""
-    if not isinstance(encoder, torch.nn.Module):
-        raise BadInput(
-            f"encoder is {shown(encoder)}, of which no copy can be frozen while training goes on; make it an nn.Module "
-            "to reindex in the background, or reindex at once"
-        )
-    return encoder
-
-
-def _frozen(encoder: Encode) -> Encode:
-    """A copy that training does not reach, in eval mode."""
-    module = _copyable(encoder)
-    try:
-        return copy.deepcopy(module).eval()
-    except (RuntimeError, TypeError) as error:
-        raise BadInput(
-            f"the encoder cannot be copied, which reindexing in the background needs: {error}; reindex at once, or let "
-            "it hold parameters alone (torch.nn.utils.parametrizations.weight_norm in the place of weight_norm)"
-        ) from error
 
 
 def _outdated(view: View, keys: Any) -> None:

@@ -1006,7 +1006,7 @@ struct Drawing {
         choose(query);
         share<Number>(scoring, query, i);
         weigh(query, i);
-        if (counts()) return;
+        if (!ask.roots.first) return;  // nothing is pooled
         share<Number>(pooling, query, i);
         answer(query, i);
         share<Number>(judging, query, i);

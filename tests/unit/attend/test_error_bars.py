@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import worlds
-from drawn import plain_sample
+from drawn import errors_of, pooled_at
 from scipy import stats
 from worlds import exact, suite
 
 import softdb
-from softdb.attend.error import ErrorEstimate, bars, joined, pooled_at, spread_at, sure
+from softdb.attend.error import ErrorEstimate, bars, joined, sure
 from softdb.index.sampler import Sampler
 
 Array = np.ndarray[Any, Any]
@@ -157,9 +157,8 @@ def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
 
 
 def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> ErrorEstimate:
-    output, lse = pooled_at(logits, snapshot, positions, 5)
-    answer, means = (output.numpy(), lse.numpy()), np.zeros((1, 5), np.float32)
-    found, _ = spread_at(logits, plain_sample(positions, logs), snapshot, answer, means, salt)
+    answer = pooled_at(logits, snapshot, positions, 5)
+    found = errors_of(logits, logs, snapshot, positions, answer, salt)
     none = np.full(len(logits), 0.01)
     bounds = {"unseen": none, "hidden": none**2, "missed": none, "thinned": none, "usual": none + 1}
     return found._replace(**bounds, reach=np.full(len(logits), 4.0))

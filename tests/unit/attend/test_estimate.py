@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import worlds
-from drawn import plain_sample, sampled
+from drawn import errors_of, pooled_at, sampled
 from scipy import stats
 from sklearn.neighbors import KernelDensity
 
 import softdb
-from softdb.attend.error import bars, f_quantile, pooled_at, spread_at
+from softdb.attend.error import bars, f_quantile
 from softdb.index.planner import pass_cost
 from softdb.index.sampler import Drawing
 from softdb.scores import Gaussian, Laplacian, NegativeL2
@@ -94,8 +94,8 @@ def test_every_record_is_drawn_with_the_probability_stated(db: softdb.SoftDB, qu
     sums, squares, hits, (draws, budget) = np.zeros(N), np.zeros(N), np.zeros(N), (300, 1500)
     for seed in range(draws):
         sample = sampler.draw(eligible, snapshot, Drawing(queries[:1], 10.0, budget, seed, 0.05), True)
-        rows, logs = sample.positions[0], sample.log_weights[0]
-        rows, weights = rows[rows >= 0], np.exp(logs[rows >= 0].astype(float))
+        rows = sample.positions[0]
+        rows, weights = rows[rows >= 0], 1 / sample.chances[0][rows >= 0]
         assert len(set(rows.tolist())) == len(rows)
         sums[rows] += weights
         squares[rows] += weights**2
@@ -120,10 +120,10 @@ def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries
     sampler, eligible, _ = drawable
     for budget in (N, 2 * N):
         sample = sampler.draw(eligible, snapshot, Drawing(queries[:2], 10.0, budget, 0, 0.05), True)
-        for rows, logs in zip(sample.positions, sample.log_weights, strict=True):
+        for rows, chances in zip(sample.positions, sample.chances, strict=True):
             assert sorted(rows[rows >= 0].tolist()) == list(range(N))
-            assert (logs[rows >= 0] == 0).all()
-        assert (sample.unseen == -np.inf).all()
+            assert (chances == 1).all()
+        assert not sample.figures.unseen.any()
 
 
 # -- the error bar -----------------------------------------------------------------------------------------------------
@@ -160,21 +160,18 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     keys, logits, logs = random.standard_normal((400, width)), random.random((1, 400)), 3 * random.random((1, 400))
     world, all_of_them = worlds.snapshot(keys), np.arange(400)[None]
     output, lse = pooled_at(logits, world, all_of_them, width)
-    answer, means = (output.numpy(), lse.numpy()), np.zeros((1, width), np.float32)
-    spread, _ = spread_at(logits, plain_sample(all_of_them, logs), world, answer, means)
-    found = bars(spread, 0.95)
-    weights = np.exp(logits[0] - lse.numpy())
+    found = bars(errors_of(logits, logs, world, all_of_them, (output, lse)), 0.95)
+    weights = np.exp(logits[0] - lse)
     noise = (1 - np.exp(-logs[0])) * weights**2
     z = random.standard_normal((20_000, 400))
-    errors = np.linalg.norm((z * np.sqrt(noise)) @ (keys - output.numpy()), axis=1)
+    errors = np.linalg.norm((z * np.sqrt(noise)) @ (keys - output), axis=1)
     assert 0.92 < float((errors <= float(found.bar[0])).mean()) < 0.99
     np.testing.assert_allclose(found.stderr**2, (errors**2).mean(), rtol=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "labels"])
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
+def test_errors_are_summed_in_place(dtype: str) -> None:
     """The loops over stored values say what torch says of copies, nothing found and dead lines too."""
     random = np.random.default_rng(0)
     keys = worlds.awkward(random, 60, 5)
@@ -187,23 +184,17 @@ def test_pooling_in_place_is_pooling(dtype: str, kind: Any) -> None:
     logs[0, :5] = 0
     scores = 2 * random.standard_normal((6, 30))
     scores[positions < 0] = -np.inf
-    logits = (scores / 0.3 + logs).astype(kind)
+    logits = scores / 0.3 + logs
     output, lse = pooled_at(logits, world, positions, classes or 7)
-    answer, means = (output.numpy(), lse.numpy()), np.zeros((1, classes or 7), np.float32)
-    spread, weights = spread_at(logits, plain_sample(positions, logs), world, answer, means)
-    found = bars(spread, 0.95)
+    found = bars(errors_of(logits, logs, world, positions, (output, lse)), 0.95)
     state = sampled(
         torch.from_numpy(scores), 0.3, torch.from_numpy(positions >= 0), torch.from_numpy(logs).double(),
         world.values_at(positions) if classes else world.values_at(positions).double(), classes,
     )  # fmt: skip
-    tight: Any = {"rtol": 2e-4, "atol": 2e-5} if kind is np.float32 else {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(output.double(), state.output, **tight)
-    torch.testing.assert_close(lse.double(), state.lse, **tight)
-    torch.testing.assert_close(torch.from_numpy(found.stderr), state.stderr, **tight)
-    torch.testing.assert_close(torch.from_numpy(found.lse_stderr), state.lse_stderr, **tight)
-    total = np.ones(6)
-    total[2] = 0
-    np.testing.assert_allclose(weights.sum(1).numpy(), total, rtol=1e-4)
+    np.testing.assert_allclose(output, state.output, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, state.lse, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found.stderr, state.stderr, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found.lse_stderr, state.lse_stderr, rtol=1e-6, atol=1e-6)
     assert (found.bar[[0, 1, 3]] > found.stderr[[0, 1, 3]]).all()
     assert found.bar[2] == 0
 
@@ -428,7 +419,7 @@ def test_counts_end_within_their_tolerance_or_exactly(
     found = db.count_within(queries, 0.4, rtol=0.01)
     assert found.exact.all()  # of so few records
     assert torch.equal(found.value, truth)
-    monkeypatch.setattr("softdb.attend.count.pass_cost", lambda *given: 20 * pass_cost(*given))
+    monkeypatch.setattr("softdb.attend.count.pass_cost", lambda *given: 200 * pass_cost(*given))
     found = db.count_within(queries, 0.4, rtol=0.1)
     assert found.met.all()
     assert not found.exact.all()
@@ -577,7 +568,7 @@ def test_a_trained_bandwidth_has_the_gradient_of_the_exact_answer(
     slopes, l2 = [], filled("l2", num_classes=10)
     torch.set_warn_always(True)  # what torch says once a process is a defect, too
     try:
-        for tolerance in (0.05, None):
+        for tolerance in (0.01, None):
             score = NegativeL2(0.5, learnable=True)
             answer = l2.attend(queries, score=score, rtol=tolerance)
             assert bool(answer.exact.any()) == (tolerance is None)
@@ -587,5 +578,5 @@ def test_a_trained_bandwidth_has_the_gradient_of_the_exact_answer(
             slopes.append(float(score.log_bandwidth.grad))
     finally:
         torch.set_warn_always(False)
-    assert slopes[0] == pytest.approx(slopes[1], rel=0.1)
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.15)  # a standard error is some 4 %
     assert slopes[1] != 0

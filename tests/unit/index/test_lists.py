@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 import softdb
 from softdb.check import Metric
-from softdb.index.lists import FORM, Lists, lists_for
+from softdb.index.lists import Lists
 from softdb.index.quantizer import BLOCK, NO_ROW, Matrix, nearest_centroids
 from softdb.index.rule import Rule, fitted
+from softdb.index.sketches import FORM, lists_for
 
 pytest.importorskip("faiss")
 pytest.importorskip("softdb.kernels._native")

@@ -15,7 +15,7 @@ import softdb
 from softdb.index.contract import prepared
 from softdb.index.lists import Lists
 from softdb.index.quantizer import APART
-from softdb.index.sampler import Drawing, DrawnSample, Sampler
+from softdb.index.sampler import Answering, Drawing, DrawnSample, Sampler
 
 pytest.importorskip("faiss")
 native = pytest.importorskip("softdb.kernels._native")
@@ -62,7 +62,11 @@ class World(NamedTuple):
         drawable = self.db._finder.sampler(snapshot, allowed)
         assert drawable is not None
         asked = prepared(self.queries, drawable[0].index.metric)
-        return drawable[0].draw(drawable[1], snapshot, Drawing(asked, 1 / temperature, budget, seed, 0.05), controls)
+        drawing, answering = (
+            Drawing(asked, 1 / temperature, budget, seed, 0.05),
+            Answering(snapshot.value_column, V, 1.96),
+        )
+        return drawable[0].draw(drawable[1], snapshot, drawing, controls, answering)
 
 
 def made(metric: Any, dtype: Any = "float32", extreme: int = 0) -> World:
@@ -91,13 +95,16 @@ def spread_of(here: World) -> float:
 
 def sums(here: World, sample: DrawnSample, temperature: float, top: Floats) -> Floats:  # (q, 1 + v)
     """Z and the numerator, relative to e^top, as they are estimated."""
-    weights = np.exp(sample.scores / temperature + sample.log_weights - top[:, None])
+    assert sample.answer is not None
+    weights = np.exp(sample.scores / temperature - top[:, None]) / sample.chances
     weights[sample.positions < 0] = 0
-    scale = np.exp(sample.base - top)
+    scale = np.exp(sample.figures.base - top)
     numerator = np.einsum("qw,qwv->qv", weights, here.values[sample.positions])
-    if sample.controls.any():
-        numerator += scale[:, None] * (sample.masses @ here.sampler.reach.means)
-    total = weights.sum(1) + scale * sample.correction
+    numerator += scale[:, None] * sample.answer.moved
+    total = weights.sum(1) + scale * sample.figures.correction
+    np.testing.assert_allclose(sample.figures.lse, top + np.log(total), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(sample.answer.output, numerator / total[:, None], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(sample.answer.weights, weights / total[:, None], rtol=1e-6, atol=1e-12)
     return np.column_stack([total, numerator])
 
 
@@ -121,7 +128,7 @@ def test_sums_over_the_drawn_are_right_on_average(metric: str, dtype: str, width
     doubt = estimates.std(0) / len(drawn) ** 0.5
     assert (np.abs(estimates.mean(0) - truth) <= 4 * doubt + 1e-5 * np.abs(truth).max(1, keepdims=True)).all()
     assert (doubt[:, 0] < 0.05 * truth[:, 0]).all()  # or that says nothing
-    corrections = np.stack([np.exp(sample.base - top) * sample.correction for sample in drawn])
+    corrections = np.stack([np.exp(sample.figures.base - top) * sample.figures.correction for sample in drawn])
     assert controls or not corrections.any()
     noise = corrections.std(0) / len(drawn) ** 0.5
     assert (np.abs(corrections.mean(0)) <= 4 * noise + 1e-6 * truth[:, 0]).all()
@@ -135,7 +142,7 @@ def test_corrections_are_right_on_average(metric: str) -> None:
         temperature = width * spread_of(here)
         top = here.scores.max(1) / temperature
         drawn = [here.draw(temperature, seed) for seed in range(300)]
-        corrections = np.stack([np.exp(sample.base - top) * sample.correction for sample in drawn])
+        corrections = np.stack([np.exp(sample.figures.base - top) * sample.figures.correction for sample in drawn])
         doubt = corrections.std(0) / len(drawn) ** 0.5
         assert (np.abs(corrections.mean(0)) <= 4 * doubt).all()
 
@@ -177,8 +184,8 @@ def test_all_are_drawn_where_the_budget_is_everything(metric: str) -> None:
     top = logits.max(1)
     for budget in (N, 3 * N):
         sample = here.draw(temperature, budget=budget)
-        assert np.isneginf(sample.unseen).all()
-        assert not sample.hidden.any()
+        assert not sample.figures.unseen.any()
+        assert not sample.figures.hidden.any()
         for positions in sample.positions:
             assert sorted(positions[positions >= 0].tolist()) == list(range(N))
         estimate = sums(here, sample, temperature, top)[:, 0]
@@ -226,8 +233,8 @@ def test_where_nothing_is_allowed_nothing_is_drawn() -> None:
     here = world("dot")
     sample = here.draw(1.0, allowed=np.zeros(N, np.bool_))
     assert (sample.positions == -1).all()
-    assert np.isneginf(sample.unseen).all()
-    assert not sample.correction.any()
+    assert not sample.figures.unseen.any()
+    assert not sample.figures.correction.any()
 
 
 def test_a_seed_and_a_query_decide_what_is_drawn() -> None:
@@ -262,15 +269,16 @@ def test_every_level_draws_alike(levels: list[str], metric: str, controls: bool)
             same, (left, right) = (
                 0,
                 (
-                    dict(zip(one.positions[i].tolist(), one.log_weights[i].tolist(), strict=True))
+                    dict(zip(one.positions[i].tolist(), (-np.log(one.chances[i])).tolist(), strict=True))
                     for one in (drawn[0], sample)
                 ),
             )
             common = left.keys() & right.keys() - {-1}
             same = sum(abs(left[row] - right[row]) < 1e-2 for row in common)
             assert same >= 0.99 * max(len(left), len(right)) - 1
-        np.testing.assert_allclose(sample.base, drawn[0].base, rtol=1e-4, atol=1e-3)
-        np.testing.assert_allclose(sample.unseen, drawn[0].unseen, atol=0.02)
+        for name, close in (("lse", 0.01), ("unseen", 0.05), ("hidden", 0.05), ("bar", 0.05)):
+            ours, theirs = getattr(sample.figures, name), getattr(drawn[0].figures, name)
+            np.testing.assert_allclose(ours, theirs, rtol=close, atol=1e-9, err_msg=name)
 
 
 # -- the coarser codes -------------------------------------------------------------------------------------------------
