@@ -12,6 +12,7 @@ from torch import Tensor
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape, table
 from softdb.answers.records import Hits
 from softdb.check import Id, integer, precise, shown
+from softdb.lazy import cached_property
 from softdb.visible import visible
 
 __all__ = ["Estimate", "Explanation", "Pooled", "Samples"]
@@ -56,10 +57,19 @@ class Samples:
     """Records drawn from the soft distribution, with replacement; row -1 where a query has none to draw from."""
 
     hits: Hits  # the records, (q, n), in the order of drawing
-    log_prob: Tensor  # (q, n) score / temperature - lse, differentiable
+    scanned: Tensor  # (q,) bool: whether all records were looked at to draw
+    log_probs: Callable[[], Tensor]
+
+    @cached_property
+    def log_prob(self) -> Tensor:  # (q, n)
+        """score / temperature - lse of each, -inf for none; differentiable.
+
+        Cost where nothing was scanned: one pass over all records, for lse, when it is first read.
+        """
+        return self.log_probs()
 
     def __repr__(self) -> str:
-        return f"<Samples {shape(self.log_prob)}: {self.hits!r}>"
+        return f"<Samples {shape(self.hits.rows)}: {self.hits!r}>"
 
 
 @dataclass(frozen=True, repr=False)

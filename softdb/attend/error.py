@@ -138,13 +138,13 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     """Standard errors and error bars; docs/error-bars.md derives them.
 
     What the draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom: ‖ô - o‖²
-    spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about
-    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²)
-    is Σ ‖y‖⁴ and, of unlike draws, the mean of (x·x')² over x = Σ ±y of groups, random signs (Hutchinson 1989). C is
-    known from m = (Σ ‖y‖²)² / Σ ‖y‖⁴ effective draws. What they do not show: with L = log(1 / (1 - confidence)), a sum of weights
-    that stayed undrawn is at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a
-    sum of positive terms), at most L times the largest term, and about `missed` as codes tell it. Its values lie about
-    `usual` from the answer, and none farther than `reach`. What is known but left to chance: L / 3 times its largest.
+    spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about stderr² χ²_ν / ν with
+    ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²) is Σ ‖y‖⁴ and, of unlike
+    draws, the mean of (x·x')² over x = Σ ±y of groups, random signs (Hutchinson 1989). C is known from
+    m = (Σ ‖y‖²)² / Σ ‖y‖⁴ draws. What they do not show: with L = log(1 / (1 - confidence)), weights that stayed undrawn
+    sum to at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a sum of positive
+    terms), to at most L times the largest term, and to about `missed` as codes tell it. Their values lie about `usual`
+    from the answer, and none farther than `reach`. What is known but left to chance: L / 3 times its largest.
     """
     figures = np.zeros((native().FIGURES, len(spread.lse)))
     for name in Figures._fields[2:-3]:

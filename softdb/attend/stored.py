@@ -13,6 +13,7 @@ from softdb.attend.count import count_drawn
 from softdb.attend.estimate import estimate_drawn
 from softdb.attend.hits import hits
 from softdb.attend.request import Candidates, Live, Positions, Request, Scored
+from softdb.attend.sample import sample_drawn
 from softdb.attend.scoring import plateaus, pool_rows, scan, score_rows
 from softdb.attend.source import Source
 from softdb.check import Schema
@@ -77,6 +78,7 @@ class Stored(OfGeneration):
     hits = hits
     count_within = count_drawn
     estimate = estimate_drawn
+    sample = sample_drawn
 
     @property
     def resolve(self) -> Resolve:

@@ -232,8 +232,8 @@ class Sharded(AskedShards):
         self._fetched(rows)
         found = self.scored(request, rows)
         hits = hits_of(request, self, found, found.scores.device)
-        log_prob = found.scores / request.temperature - lse.unsqueeze(1)
-        return Samples(hits, log_prob.masked_fill(~hits.live, -torch.inf))
+        log_prob = (found.scores / request.temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf)
+        return Samples(hits, torch.ones(len(rows), dtype=torch.bool, device=lse.device), lambda: log_prob)
 
     def heaviest(self, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # and (q,)
         """The heaviest of all shards, and the entropy of all weights. Cost of a search and a pass in every shard."""

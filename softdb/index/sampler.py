@@ -28,6 +28,7 @@ FIRST = 500  # records drawn for a query of which nothing is known
 LEAST_DRAWN = 300  # fewer tell too little of the error
 MOST, MANY = 0.85, 8  # share of the queries that shall need no second round; queries that show it
 FORGOTTEN = 0.98  # share of the draws believed to be needed that stays believed where a pass costs less
+SPLIT = 0x9E3779B97F4A7C15  # between seeds
 PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
 FEWEST = 10_000  # records below which a pass over all of them costs less than any draw
 
@@ -41,6 +42,7 @@ class Drawing(NamedTuple):
     seed: int
     doubt: float  # the probability that the bounds on records that were not drawn are wrong
     least: float = math.nan  # records count if they score so much; NaN: by their weight
+    points: float = 0.0  # candidates for samples of so many; 0: no
 
     @property
     def visible(self) -> float:
@@ -194,8 +196,11 @@ class Sampler:
         def drawing(part: slice) -> Any:
             drawn = queries[part], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
-            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds
-            written = positions[part], scores[part], chances[part], held[part], figures[:, part], threads
+            own = (
+                seeds + np.uint64((part.start or 0) * SPLIT % (1 << 64)) if ask.points else seeds
+            )  # equal queries have samples apart
+            asked = ask.factor, ask.least, budget, ask.visible, controls, own
+            written = positions[part], scores[part], chances[part], held[part], figures[:, part], ask.points, threads
             draw = native().Draw(self._native, self._largest, *drawn, *apart, *asked, *written)
             if answering:
                 of_values = answering.values, self.reach.means, self.reach.centre, self.reach.value_radius

@@ -18,6 +18,10 @@
 // For counts B is the radius, and what is drawn by is how unsure it is that a record lies inside: h = Φ(b / σ) about,
 // l = -(b / σ)² / 4.
 //
+// For samples (`points` = λ > 0) a record is a candidate where U - log u >= -log λ, U >= a - B for certain by its code's
+// error and its list's longest residual: with a probability p >= 1 - e^-w, w = λ e^(a - B). The caller keeps it with
+// (1 - e^-w) / p of that, as a Poisson process of rate w has a point in (0, 1): points are records drawn independently.
+//
 // Of what is not drawn docs/error-bars.md derives two bounds, relative to e^B: `unseen`, the largest w / p, from
 // a <= â + z σ, z = 5, or a <= â + √d σ for certain; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
 // of the mean square, estimated from those drawn.
@@ -59,6 +63,8 @@ constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what 
 constexpr double kPrior = 8;           // records that are taken to err as much as the isotropic error does
 constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of an offset, and somewhat more
 constexpr float kLog2 = 0.69314718f;
+constexpr float kLongestWait = 22.2f;    // -log of the least u
+constexpr float kHalfRounded = 5e-4f;    // the rounding of a float16, relative to it
 constexpr double kLost = 0.5;            // of the sum of what was drawn: a correction that takes more is left out
 constexpr int64_t kPatience = 2000;      // turns without work after which a thread lets others run
 
@@ -191,6 +197,7 @@ struct Query {
     double length;   // |q|², from the origin
     double raised;   // factor, at least 1, by which the variance that draws show falls short of the expected one
     double mass;     // Ẑ / e^top
+    double candidates;  // for samples, expected
     uint64_t seed;
     uint32_t low, high;  // its halves
 };
@@ -362,7 +369,7 @@ struct Drawing {
     // Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y
     // is larger than chance has it: then the record lies along the query.
     struct CodeView {
-        float step, base, unit, own, slope, rough, usual, most;
+        float step, base, unit, own, slope, rough, usual, most, certain, pad;
 
         SOFTDB_INLINE Vec from_code(const Lists& lists, Vec sums, int64_t slot) const {
             const Vec y = sums * step + base;
@@ -370,6 +377,15 @@ struct Drawing {
         }
         SOFTDB_INLINE Vec logit(Vec y, Vec gain) const {
             return smaller(y + greater(y - usual, Vec{}) * (gain - 1.0f), everywhere(most)) + own;
+        }
+        // No less than the logit, for certain.
+        SOFTDB_INLINE Vec cap(const Lists& lists, Vec y, Vec steps, int64_t slot) const {
+            Vec room = steps * certain + pad;
+            if (lists.offsets) {
+                const Vec offset = load(lists.offsets + slot) * unit;
+                room += (offset < 0.0f ? -offset : offset) * kHalfRounded;
+            }
+            return (steps < float(kSetApart) ? smaller(y + room, everywhere(most + pad)) : everywhere(most + pad)) + own;
         }
         SOFTDB_INLINE Vec square(const Lists& lists, Vec steps, int64_t slot) const {
             const Vec off = steps * slope;
@@ -386,11 +402,13 @@ struct Drawing {
         const float factor = float(ask.factor), spread = ask.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
         return {query.tables.step * factor, query.tables.base * factor, lists.unit * factor,
                 float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square,
-                factor * query.sides[list] * ask.radii[list]};
+                factor * query.sides[list] * ask.radii[list], factor * query.sides[list] * ask.error_step,
+                0.5f * query.tables.step * factor * float(lists.parts) + 1e-3f + 1e-6f * float(__builtin_fabs(query.raw[list]))};
     }
 
-    // Calls take(b, σ², first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound.
-    template <bool bounded, class Take>
+    // Calls take(b, σ², first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound;
+    // with caps in the place of b.
+    template <bool bounded, bool caps = false, class Take>
     SOFTDB_INLINE void look(const Query& query, int64_t list, int64_t first, int64_t last, Take take) const {
         const CodeView at = view(query, list);
         const float bound = bounded ? query.bounds[list] : 0;
@@ -408,6 +426,10 @@ struct Drawing {
                 if constexpr (kLanes < 16) bits &= (1u << kLanes) - 1;
                 if (bounded) bits &= above(y, everywhere(bound));
                 if (!bits) continue;
+                if (caps) {
+                    take(at.cap(lists, y, octets(ask.errors + slot), slot), Vec{}, uint32_t(slot), bits);
+                    continue;
+                }
                 const Vec b = at.logit(y, octets(ask.gains + slot) * kGain);
                 take(b, at.square(lists, octets(ask.errors + slot), slot), uint32_t(slot), bits);
             }
@@ -449,6 +471,48 @@ struct Drawing {
         }
     }
 
+    // Threshold and bounds of candidates for samples; none where these would be more than the budget.
+    void set_caps(Query& query) {
+        const float threshold = float(-log(ask.points)), least = threshold - kLongestWait;
+        double expected = 0;
+        for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
+            while (lists.starts[j + 1] <= block) j++;
+            look<false, true>(query, j, block, block + 1, [&](Vec cap, Vec, uint32_t, uint32_t bits) {
+                expected += double(sum(where(bits, exp_at_most(cap - threshold))));
+            });
+        }
+        query.candidates = expected * double(stride);
+        const bool many = query.candidates > double(ask.budget);
+        for (int64_t j = 0; j < lists.count; j++) {
+            const CodeView at = view(query, j);
+            const bool none = many || !(ask.sizes[j] > 0) || at.most + at.pad + at.own <= least;
+            query.bounds[j] = none ? __builtin_inff() : least - at.own - at.pad - at.certain * kSetApart;
+        }
+        for (int64_t k = 0; k < ask.aparts && !many; k++) query.bounds[list_of(ask.apart[k])] = -__builtin_inff();
+        for (int64_t part = 0; part < ask.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
+    }
+
+    // The candidates as the caller sees them.
+    template <class Number>
+    void propose(Query& query, int64_t i) {
+        Sample& sample = query.sample;
+        int64_t count = 0;
+        const float threshold = float(-log(ask.points));
+        for (int64_t part = 0; part < ask.threads; part++) {
+            const Kept& kept = query.kept[part];
+            const bool whole = kept.threshold == threshold && count + kept.count <= ask.positions.width;
+            if (!whole) query.candidates = kInfinity;
+            for (int64_t k = 0; k < kept.count && whole; k++, count++) {
+                sample.slots[count] = kept.slots[k];
+                chances[count] = 1 - chance_of(double(threshold) - double(kept.shares[k])), controls[count] = 0;
+            }
+        }
+        sample.count = count;
+        share<Number>(scoring, query, i);
+        set(i, Figure::base, query.base), set(i, Figure::expected, query.candidates);
+        write(query, i);
+    }
+
     // Exact logits of some of the slots of a sample.
     template <class Number>
     void score(int64_t i, Sample& sample, int64_t first, int64_t last) {
@@ -477,7 +541,7 @@ struct Drawing {
         auto product = [](auto a, auto b) { return a * b; };
         for (int64_t i = 0; i < count; i++) {
             Query& query = queries[i];
-            uint64_t seed = 0;
+            uint64_t seed = ask.seeds[0] + (ask.points > 0 ? uint64_t(low + i + 1) * 0x9E3779B97F4A7C15u : 0);
             const float* given = ask.queries[low + i];
             for (int64_t t = 0; t < d; t++) {
                 uint32_t bits;
@@ -598,6 +662,7 @@ struct Drawing {
             shift = float(max(0.0, log(mass * double(stride)) + double(kShift)));
             query.base += shift;
         }
+        if (ask.points > 0) return set_caps(query);
         float bins[kBins] = {};
         for (int64_t j = 0; j < count; j += kLanes) {
             float shares[kLanes];
@@ -633,8 +698,19 @@ struct Drawing {
 
     void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
         if (query.bounds[list] == __builtin_inff()) return;
+        if (ask.points > 0) return scan_caps(query, kept, list, first, last);
         if (ask.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last);
         else scan_with<false>(query, kept, list, first, last);
+    }
+
+    void scan_caps(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
+        look<true, true>(query, list, first, last, [&](Vec cap, Vec v, uint32_t slot, uint32_t bits) {
+            const Vec key = cap + random_waits(slot, query.low, query.high);
+            const uint32_t hits = above(key, everywhere(kept.threshold)) & bits;
+            if (__builtin_expect(!hits, 1)) return;
+            append(kept, key, cap, cap, v, slot, hits);
+            if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
+        });
     }
 
     template <bool controls>
@@ -1003,6 +1079,7 @@ struct Drawing {
 
     template <class Number>
     void finish(Query& query, int64_t i) {
+        if (ask.points > 0) return propose<Number>(query, i);
         choose(query);
         share<Number>(scoring, query, i);
         weigh(query, i);

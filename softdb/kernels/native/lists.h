@@ -101,6 +101,7 @@ struct Draw {
     double factor = 0;                // logits are this times the score
     double least = 0;                 // NaN; or records count that reach this score, and are drawn by the chance of it
     int64_t budget = 0;               // how many to draw
+    double points = 0;                // for samples, of which about so many are wanted; 0: no
     double visible = 0;               // deviations of an error from which on too few draws would show it
     bool controls = false;            // whether estimates of all records are summed, to correct the draws by
     const uint64_t* seeds = nullptr;  // (d,) odd numbers, by which a query's numbers make its seed
