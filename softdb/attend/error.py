@@ -147,7 +147,7 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     from the answer, and none farther than `reach`. What is known but left to chance: L / 3 times its largest.
     """
     figures = np.zeros((native().FIGURES, len(spread.lse)))
-    for name in Figures._fields[2:-3]:
+    for name in Figures._fields[3:-3]:
         figures[Figures._fields.index(name)] = getattr(spread, name, 0.0)
     signed = np.ascontiguousarray(spread.signed.reshape(len(spread.lse), -1))
     native().bars(figures, signed, normal_quantile(confidence), math.log(1 / (1 - confidence)))

@@ -12,9 +12,10 @@ from softdb.attend.exact import exact
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Positions, Request, Scored
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import Estimator
+from softdb.attend.rounds import Estimator, Round
 from softdb.check import shown
 from softdb.errors import BadInput
+from softdb.index.sampler import FIRST
 from softdb.scoring import Softmax
 
 
@@ -36,23 +37,30 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """
     if request.pools:
         require_estimator(request)
-    estimator = Estimator.of(request, source)
-    if estimator is None:
+    estimator, bounded = Estimator.of(request, source), request.tolerance is None or request.tolerance.most is not None
+    if estimator is None or estimator.too_dear(Round(np.arange(len(request.queries)), FIRST)):
+        return exact(source, request)
+    if not bounded and estimator.sampler.hopeless(estimator.kind):
         return exact(source, request)
     passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Estimated]](), estimator.first()
+    q, spent = len(request.queries), 0.0
+    whole = estimator.pass_cost(q)
     while tasks:
         task = tasks.pop()
-        parts = estimator.planned(task)
-        if not parts:
-            passed.append(task.which)
-        for part in parts:
-            answer, *sizes = estimator.drawn(part)
-            done, further, left = estimator.after(part, *sizes)
-            passed.append(left)
-            if done.any():
-                answers.append((part.which[done], answer.of(done)))
-            tasks += further
+        answer, *sizes = estimator.drawn(task)
+        done, further, left = estimator.after(task, *sizes)
+        passed.append(left)
+        if done.any():
+            answers.append((task.which[done], answer.of(done)))
+        spent += estimator.cost(task)
+        expected = estimator.cost(task) + sum(estimator.cost(more) for more in further) + whole * len(left) / q
+        if tasks and not bounded and expected > whole * len(task.which) / q:  # these show what becomes of the others
+            passed += [other.which for other in (*tasks, *further)]
+            break
+        tasks += further
     rest = np.sort(np.concatenate(passed))
+    if not bounded:
+        estimator.sampler.learn(estimator.kind, (spent + estimator.pass_cost(len(rest))) / whole)
     if answers and len(rest):
         answers.append((rest, _exactly(request.at(rest), source)))
     return _joined(estimator, answers, rest) if answers else exact(source, request)

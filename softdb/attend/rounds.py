@@ -28,6 +28,7 @@ Numbers = NDArray[np.float64]
 
 GROWTH = 2  # times as many records at least are drawn for a query in each further round
 MARGIN = 1.3  # more than the error bar says will be needed
+RISK = 1.2  # times what a round costs: another one may follow
 WRONG = 16  # times as many at most, as where a record was heavier than its code allows, so that nothing is known
 LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
 SLIGHT = 0.01  # of Ẑ: where no other record can weigh as much, that does not matter
@@ -43,7 +44,7 @@ class Round(NamedTuple):
     """Some of the queries, and how many records to draw for each."""
 
     which: Positions  # (q,)
-    budget: int | None  # None: as many as such queries needed so far
+    budget: int
 
 
 class Estimator(NamedTuple):
@@ -85,28 +86,27 @@ class Estimator(NamedTuple):
         return cls(request, source, tolerance, sampler, eligible, factor, asked, unindexed, count)
 
     def first(self) -> list[Round]:
-        """The first round of every query; of a large batch few come first, which show how many draws others need."""
+        """The first round of every query, in parts that fit into memory; a few of a new kind are done first."""
         most, every = self.tolerance.most, np.arange(len(self.asked))
         if most is not None or len(every) < PROBED**2 or self.sampler.knows(self.kind):
-            return [Round(every, most)]
+            return self.parts(Round(every, most or FIRST))
         few = every[:: -(-len(every) // PROBED)]
-        return [Round(np.delete(every, few), None), Round(few, None)]
+        return [*self.parts(Round(np.delete(every, few), FIRST)), Round(few, FIRST)]
 
     @property
     def kind(self) -> object:
         """Features by which queries cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
-        return self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
+        many = len(self.asked).bit_length()
+        return many, self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
     def after(self, task: Round, bar: Numbers, allowed: Numbers) -> tuple[NDArray[np.bool_], list[Round], Positions]:
         """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
         if self.tolerance.most is not None:
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
-        assert task.budget is not None
         met = bar <= allowed
         with np.errstate(over="ignore", invalid="ignore"):
             needed = np.minimum(MARGIN * np.square(bar / allowed), WRONG) * task.budget
-        self.sampler.learn(self.kind, np.fmax(needed, 1))
         if met.all():
             return met, [], NO_QUERIES
         left, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
@@ -117,21 +117,15 @@ class Estimator(NamedTuple):
             if self.too_dear(more, len(left)):
                 passed.append(more.which)
             else:
-                tasks.append(more)
+                tasks += self.parts(more)
         return met, tasks, np.concatenate(passed)
 
     @property
     def _width(self) -> int:
         return self.source.width if self.request.pools else 0
 
-    def planned(self, task: Round) -> list[Round]:
-        """The task in parts that fit into memory, with their budgets; none where a pass over all costs less."""
-        if task.budget is None:
-            task = task._replace(budget=self.sampler.budget(self.kind))
-            if self.too_dear(task):
-                self.sampler.forget(self.kind)
-                return []
-        assert task.budget is not None
+    def parts(self, task: Round) -> list[Round]:
+        """The task in parts that fit into memory."""
         parts = -(-len(task.which) * min(task.budget, self.eligible.inside) // AT_ONCE)
         return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
@@ -140,13 +134,19 @@ class Estimator(NamedTuple):
 
         `together`: queries that a pass would serve at once.
         """
-        if self.tolerance.most is not None or task.budget is None:
-            return False
-        q, d, v = len(task.which), self.asked.shape[1], self._width
-        draws = draw_cost(q, self.sampler.slots, self.sampler.parts, min(task.budget, self.taking_part), d, v)
+        q = len(task.which)
         together = max(together, q)
-        whole = pass_cost(together, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0))
-        return draws > whole * q / together
+        return self.tolerance.most is None and RISK * self.cost(task) > self.pass_cost(together) * q / together
+
+    def cost(self, task: Round) -> float:
+        """Cost of a round, in the planner's measure."""
+        sampler, draws = self.sampler, min(task.budget, self.taking_part)
+        return draw_cost(len(task.which), sampler.slots, sampler.parts, draws, self.asked.shape[1], self._width)
+
+    def pass_cost(self, queries: int) -> float:
+        """Cost of a pass over every record for so many queries, in the same measure."""
+        d, v = self.asked.shape[1], self._width
+        return pass_cost(queries, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) if queries else 0.0
 
     def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers]:
         """A round: the answer, its bar (q,) and the largest one that meets the tolerance (q,)."""
@@ -155,7 +155,7 @@ class Estimator(NamedTuple):
 
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:
         """Draw records, and pool them. `salt`: of the error's random signs; parts that are merged need their own."""
-        confidence, budget = self.tolerance.confidence, task.budget or FIRST
+        confidence, budget = self.tolerance.confidence, task.budget
         drawing = Drawing(self.asked[task.which], self.factor, budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
         answering = Answering(snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT)
@@ -207,7 +207,7 @@ class Estimator(NamedTuple):
         answer = Estimated(
             as_asked(state.output), as_asked(state.lse), as_asked(error.stderr), as_asked(error.lse_stderr),
             as_asked(bar), torch.from_numpy(bar <= allowed).to(device), torch.from_numpy(positions).to(device),
-            as_asked(shown), as_asked(weights), torch.from_numpy((sample.positions >= 0).sum(1)).to(device),
+            as_asked(shown), as_asked(weights), torch.from_numpy(figures.drawn).to(device, torch.int64),
         )  # fmt: skip
         return answer, bar, allowed
 

@@ -25,7 +25,7 @@ from softdb.scoring import Softmax
 
 POINTS, SURE = 1.3, 4.0  # times as many points as samples are aimed at, and so many deviations more: seldom too few
 PROPOSED = 16  # a pass costs less than to score one of so many records where it lies
-LEAST, SPARE = 4096, 3  # candidates that there is room for at least, and times as many as are expected
+EXPECTED = 4096  # candidates of a query, where nothing is known of them
 NEWER = 4096  # records younger than the index that are scored for each query
 MANY = 100  # times as many points as are aimed at: B is far from log Z
 
@@ -97,23 +97,22 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
     sampler, source, random = estimator.sampler, estimator.source, np.random.default_rng(seed)
     wanted, (q, d) = POINTS * count + SURE * math.sqrt(count) + SURE, estimator.asked.shape
     kind, positions = ("sample", estimator.kind, round(math.log2(wanted))), np.full((q, count), -1)
-    candidates = sampler.budget(kind)
-    most = min(estimator.eligible.inside // PROPOSED, max(LEAST, SPARE * candidates))
+    most = estimator.eligible.inside // PROPOSED
     whole = pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
     newer = np.flatnonzero(estimator.unindexed) if estimator.unindexed is not None else np.arange(0)
-    if draw_cost(q, sampler.slots, sampler.parts, min(candidates, most), d, 0) > whole or len(newer) > NEWER:
-        sampler.forget(kind)
+    each = draw_cost(q, sampler.slots, sampler.parts, EXPECTED, d, 0)
+    if sampler.hopeless(kind) or each > whole or len(newer) > NEWER:
         return positions
     drawing = Drawing(estimator.asked, estimator.factor, most, seed, 0.5, points=wanted)
     drawn = sampler.draw(estimator.eligible, source.snapshot, drawing, False)
-    sampler.learn(kind, np.minimum(np.maximum(drawn.figures.expected, 1), 1e9))
+    sampler.learn(kind, 2 * float((drawn.figures.expected > most).mean()))
     scores: Numbers = np.empty((q, 0))
     if len(newer):
         scores = source.scored(estimator.request, np.tile(newer, (q, 1))).scores.cpu().double().numpy()
     for i in range(q):
         if not drawn.figures.expected[i] <= most:
             continue
-        live = drawn.positions[i] >= 0
+        live = slice(int(drawn.figures.drawn[i]))
         base, proposed = drawn.figures.base[i], drawn.chances[i, live]
         logits = np.concatenate([drawn.scores[i, live] * estimator.factor, scores[i] / estimator.request.temperature])
         with np.errstate(over="ignore"):

@@ -68,7 +68,7 @@ class ShardDrawing(NamedTuple):
         """One round; how many are enough, no shard can tell alone."""
         sample = estimator.sample(task, salt=self.shard)
         state, spread, _ = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
-        return state, spread, (sample.positions >= 0).sum(1)
+        return state, spread, sample.figures.drawn.astype(np.int64)
 
     def _exactly(self) -> Live:
         """For which queries every record is passed over: as it was decided, or where it costs less, if that may be."""
@@ -92,7 +92,7 @@ class ShardDrawing(NamedTuple):
         if estimator is not None:
             estimator = estimator._replace(least=0)  # the caller counts the draws of all shards together
             for task in self._rounds(exactly):
-                for part in estimator.planned(task):
+                for part in estimator.parts(task):
                     yield part, estimator
 
     def _rounds(self, exactly: Live) -> Iterator[Round]:

@@ -16,9 +16,8 @@ FEWEST = 2048  # likewise where the index scans the matches alone
 PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
 
 CALL = 20_000_000  # bytes read in the time that a draw takes whatever it draws
-CODE = 0.3  # … to look up a part of a code, where all cores share the work
-RISK = 1.2  # times what a round costs: another one may follow
-DRAWN = 4000  # … for a record drawn, which lies anywhere
+CODE = 0.35  # … to look up a part of a code, where all cores share the work
+DRAWN = 6000  # … for a record drawn, which lies anywhere
 GATHERED = 6  # … for a number of its key
 SPREAD = 5  # … for a number of its value, of which the error takes random sums
 PASSED = 0.11  # … for a number of a record and a query, in a pass over all
@@ -52,4 +51,4 @@ def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> 
 def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:
     """Cost of a round of an estimate, in the same measure."""
     each = slots * (parts + 8) * CODE + draws * (DRAWN + GATHERED * d + SPREAD * v)
-    return RISK * (CALL + queries * each)
+    return CALL + queries * each

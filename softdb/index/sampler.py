@@ -24,10 +24,8 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
-FIRST = 500  # records drawn for a query of which nothing is known
-LEAST_DRAWN = 300  # fewer tell too little of the error
-MOST, MANY = 0.85, 8  # share of the queries that shall need no second round; queries that show it
-FORGOTTEN = 0.98  # share of the draws believed to be needed that stays believed where a pass costs less
+FIRST = 500  # records drawn for a query in the first round
+NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the last cost; what stays of one that is too high
 SPLIT = 0x9E3779B97F4A7C15  # between seeds
 PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
 FEWEST = 10_000  # records below which a pass over all of them costs less than any draw
@@ -65,6 +63,7 @@ class Figures(NamedTuple):
     """Figures of drawn answers, (q,) each. Weights and terms are relative to Ẑ; in counts a record weighs 1."""
 
     base: Numbers  # log of the unit of the correction and of `moved`
+    drawn: Numbers  # number of records, whole
     correction: Numbers  # what estimates of all records add to Σ w / p
     unseen: Numbers  # the largest term w / p that a record not drawn may be
     hidden: Numbers  # Σ w² / p over errors that too few draws may show
@@ -143,25 +142,22 @@ class Sampler:
             np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
-        self._needed: dict[object, float] = {}  # draws that queries of a kind need
-
-    def budget(self, kind: object) -> int:
-        """Return the number of draws that most queries of a kind need, as far as is known, in steps of √2."""
-        return int(FIRST * 2 ** (math.ceil(2 * math.log2(self._needed.get(kind, FIRST) / FIRST) - 0.2) / 2))
+        self._costs: dict[object, float] = {}  # of kinds of queries, as shares of those of a pass
 
     def knows(self, kind: object) -> bool:
         """Return True if queries of a kind were drawn for before."""
-        return kind in self._needed
+        return kind in self._costs
 
-    def learn(self, kind: object, needed: Numbers) -> None:
-        """Take in the numbers of draws that some queries of a kind need: of several most, of few the most so far."""
-        known, most = self._needed.get(kind, FIRST), float(np.sort(needed)[int(MOST * (len(needed) - 1))])
-        share = 0.5 if most > known else 0.1 if len(needed) < MANY else 0.3
-        self._needed[kind] = max(LEAST_DRAWN, known ** (1 - share) * most**share)
+    def hopeless(self, kind: object) -> bool:
+        """Return True if to draw for a kind of queries cost more than a pass; now and then they are tried again."""
+        cost = self._costs.get(kind, 0.0)
+        if cost > 1:
+            self._costs[kind] = FORGOTTEN * cost
+        return cost > 1
 
-    def forget(self, kind: object) -> None:
-        """Believe a little less that queries of a kind need so many, so that they are tried again now and then."""
-        self._needed[kind] = max(FIRST, FORGOTTEN * self._needed.get(kind, FIRST))
+    def learn(self, kind: object, cost: float) -> None:
+        """Take in the cost of some queries of a kind, as a share of that of a pass for them."""
+        self._costs[kind] = self._costs.get(kind, cost) + NEWEST * (cost - self._costs.get(kind, cost))
 
     @property
     def parts(self) -> int:

@@ -949,7 +949,8 @@ struct Drawing {
             ask.chances[i][k] = 1 - chances[k];
             if (ask.controlled.width) ask.controlled[i][k] = controls[k] * (1 - chances[k]);
         }
-        for (int64_t k = sample.count; k < width; k++) {
+        set(i, Figure::drawn, double(sample.count));
+        for (int64_t k = sample.count; k < width && !(ask.points > 0); k++) {
             ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.chances[i][k] = 1;
             if (ask.controlled.width) ask.controlled[i][k] = 0;
         }

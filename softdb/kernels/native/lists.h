@@ -133,6 +133,7 @@ struct Draw {
 // Figures of a drawn answer. Weights and terms are relative to Ẑ, of counts to 1 record.
 enum class Figure : int64_t {
     base,                            // log of the unit of the correction and of `moved`
+    drawn,                           // number of records
     correction,                      // which Ẑ has beyond Σ w / p
     unseen, hidden, missed, alone,   // the largest w / p of a record not drawn; Σ w² / p, Σ w, Σ w² of errors not shown
     thinned,                         // the largest term of a record set apart that was left to chance

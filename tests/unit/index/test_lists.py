@@ -112,7 +112,7 @@ def test_a_record_takes_as_many_bytes_as_it_is_said_to(dim: int) -> None:
         assert isinstance(index, Lists)
         index.add(np.arange(len(keys)), keys)
         index.seal()
-        of_lists = {"sizes", "starts", "squares"}
+        of_lists = {"sizes", "starts", "squares", "radii"}
         columns = [column for name, column in index.layout._asdict().items() if name not in of_lists]
         taken = sum(column.nbytes for column in columns) / (len(index.layout.blocks) * BLOCK)
         assert Lists.record_bytes(dim, codes) == taken
