@@ -69,7 +69,7 @@ class Samples:
         return self.log_probs()
 
     def __repr__(self) -> str:
-        return f"<Samples {shape(self.hits.rows)}: {self.hits!r}>"
+        return f"<Samples {shape(self.hits.scores)}: {self.hits!r}>"
 
 
 @dataclass(frozen=True, repr=False)

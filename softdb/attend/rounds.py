@@ -114,7 +114,7 @@ class Estimator(NamedTuple):
         tasks, passed = [], [NO_QUERIES]
         for step in np.unique(steps).tolist():
             more = Round(left[steps == step], int(min(2 ** (step * STEP), needed[steps == step].max())))
-            if self.too_dear(more, len(left)):
+            if task.budget >= self.taking_part or self.too_dear(more, len(left)):
                 passed.append(more.which)
             else:
                 tasks += self.parts(more)

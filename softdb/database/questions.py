@@ -280,9 +280,10 @@ class Questions:
     ) -> Samples:
         """n records for each query, drawn with replacement from softmax(score / temperature) over all: exactly.
 
-        `log_prob` carries the gradient, as REINFORCE wants it: -(reward * samples.log_prob).mean(). Cost q n d: one
-        pass over the records, two where the queries want a gradient. Other arguments as `attend`; without a generator
-        torch's own random numbers.
+        `log_prob` carries the gradient, as REINFORCE wants it: -(reward * samples.log_prob).mean(). Cost: with an index
+        one scan of its coarser codes, and exact scores of some of the records; one pass over all where codes tell too
+        little (`scanned`), and another when `log_prob` is first read. docs/error-bars.md has the equations. Other
+        arguments as `attend`; without a generator torch's own random numbers.
         """
         request, source = self.core.request(queries, temperature, score, where=where, mask=mask)
         count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(request.queries)))

@@ -49,7 +49,7 @@ class Drawing(NamedTuple):
 
 
 class Answering(NamedTuple):
-    """What is pooled of the records drawn, and how its error is judged."""
+    """Values to pool over the records drawn, and parameters of the error bar."""
 
     values: Any  # the stored column
     width: int  # v, or the number of classes; 0: the normaliser alone is wanted

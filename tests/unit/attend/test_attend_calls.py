@@ -49,7 +49,7 @@ class Noted:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
-        if name == "Attention":
+        if name in ("Attention", "Draw"):
             return lambda *args: Noted(found(*args), self.note)
         if isinstance(found, type) or not callable(found):
             return found

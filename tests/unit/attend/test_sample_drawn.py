@@ -24,7 +24,8 @@ def few_records_are_worth_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over so few costs less."""
     monkeypatch.setattr("softdb.attend.sample.pass_cost", lambda *given: 1e18)
     monkeypatch.setattr("softdb.attend.sample.PROPOSED", 1)
-    monkeypatch.setattr("softdb.attend.rounds.FEWEST", 0)
+    for module in ("attend.rounds", "index.finder"):
+        monkeypatch.setattr(f"softdb.{module}.FEWEST", 0)
 
 
 def clustered(seed: int = 0) -> Array:

@@ -45,11 +45,17 @@ def made(metric: Metric = Metric.DOT, codes: str = "PQ24x4", far: float = 0.0) -
 
 
 def by_row(index: Lists) -> dict[int, tuple[Any, ...]]:
-    """List, code, factor and offset of each row, and the same of its coarser code, with its error."""
+    """List, code and factor of each row, and the same of its coarser code, with its error."""
     coded = index.layout.coded()
     fine = coded.rows.tolist(), coded.lists.tolist(), map(bytes, coded.codes), coded.factors.tolist()
-    coarse = map(bytes, coded.sketches), coded.gains.tolist(), coded.errors.tolist(), coded.corrections.tolist()
-    return {row: rest for row, *rest in zip(*fine, coded.offsets.tolist(), *coarse, strict=True)}  # type: ignore[misc]
+    coarse = map(bytes, coded.sketches), coded.gains.tolist(), coded.errors.tolist()
+    return {row: rest for row, *rest in zip(*fine, *coarse, strict=True)}  # type: ignore[misc]
+
+
+def offsets(index: Lists) -> NDArray[np.float64]:  # (n, 2)
+    """Offsets of both codes by row; a product of matrices may round them by a step, as its number of rows has it."""
+    coded = index.layout.coded()
+    return np.column_stack([coded.offsets, coded.corrections])[np.argsort(coded.rows)].astype(np.float64)
 
 
 @pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
@@ -68,6 +74,8 @@ def test_what_is_added_later_is_coded_alike(metric: Metric) -> None:
     once.add(np.arange(N + 50, N + 750), more)
     once.seal()
     assert by_row(once) == after
+    np.testing.assert_allclose(offsets(once), offsets(grown), rtol=2e-3)
+    np.testing.assert_allclose(offsets(grown)[:N], offsets(index), rtol=2e-3)
 
 
 def test_what_is_removed_is_gone_and_the_rest_is_as_it_was() -> None:

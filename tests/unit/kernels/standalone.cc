@@ -178,7 +178,7 @@ void World::check(Metric metric, bool half, bool labelled) const {
 // Candidates scored, the best of them, the best of all, and what is pooled of them.
 void World::check_candidates(Metric metric, bool half) const {
     const int64_t c = 90, k = 7;
-    std::vector<float> asked = queries, scores(q * c), best_scores(q * k), scan_scores(q * k), output(q * v), lse(q);
+    std::vector<float> asked = queries, scores(q * c), best_scores(q * k), scan_scores(q * k), output(q * v);
     std::vector<int64_t> positions(q * c), best(q * k), scanned(q * k);
     for (int64_t x = 0; x < q * c; x++) positions[x] = x % c == 3 ? -1 : x % c * 7 % n;
     int64_t key_address = int64_t(half ? (const void*)half_keys.data() : keys.data());
@@ -200,10 +200,9 @@ void World::check_candidates(Metric metric, bool half) const {
     std::vector<char> keep(n, 1);
     level::scan({seen, key_column, metric, (const bool*)keep.data(), 0, n, {scanned.data(), q, k, k},
                  {scan_scores.data(), q, k, k}});
-    softdb::Pool<float> pool;
-    pool.logits = {scores.data(), q, c, c}, pool.positions = places, pool.values = value_column;
-    pool.output = {output.data(), q, v, v}, pool.lse = lse.data(), pool.scratch = scratch.data();
-    level::pool(pool);
+    std::vector<float> weights(q * c);
+    for (int64_t x = 0; x < q * c; x++) weights[x] = std::exp(scores[x]);
+    level::weighted_sums(softdb::Sums<float>{{weights.data(), q, c, c}, places, value_column, {output.data(), q, v, v}, scratch.data()});
     for (int64_t j = 0; j < q; j++) {
         double sum = 0;
         std::vector<double> mean(v), right(c), all(n);
@@ -224,30 +223,31 @@ void World::check_candidates(Metric metric, bool half) const {
             close(scan_scores[j * k + x], all[x], 2e-5, "one of the best of all");
             close(score(j, scanned[j * k + x], metric), all[x], 2e-5, "the score of one of the best of all");
         }
-        close(lse[j], std::log(sum), 2e-5, "a log-sum");
-        for (int64_t y = 0; y < v; y++) close(output[j * v + y], mean[y] / sum, 2e-5, "what is pooled");
+        for (int64_t y = 0; y < v; y++) close(output[j * v + y] / sum, mean[y] / sum, 2e-5, "what is pooled");
     }
 }
 
 // Sums over those drawn, divided by their probabilities, are right on the average of many draws: how many records there
 // are, and their weights. Keys are what codes say, and some noise.
-void check_draws(bool controls, bool steps) {
+void check_draws(bool controls, int64_t threads) {
     const int64_t lists = 8, d = 8, blocks = 16, slots = lists * blocks * 16, turns = 300, budget = 200, room = 400;
     const float noise = 0.1f, step = 0.01f;
     std::vector<uint8_t> codes(slots * d / 2), gains(slots, 64), errors(slots);
-    std::vector<float> words(d * 16), centroids(lists * d), keys(slots * d), query(d), nearness(lists), sizes(16);
-    std::vector<float> spreads(lists, 1.6f), gained(lists, 1.01f), logs(room);
+    std::vector<float> words(d * 16), centroids(lists * d), keys(slots * d), query(d), sizes(16);
+    std::vector<float> spreads(lists, 1.6f), gained(lists, 1.01f), radii(lists, 8.0f), most_errors(lists, 254.0f);
+    std::vector<float> rotation(d * d), means(lists * d), sums_of(softdb::kSigns * d);
     std::vector<int64_t> starts(lists + 1), positions(room);
     std::vector<uint16_t> allowed(lists * blocks);
     std::vector<uint32_t> places(slots);
-    std::vector<double> scores(room), controlled(room), doubts(room), masses(lists), bounds(softdb::kBounds), logits(slots);
-    std::vector<int32_t> own(room);
+    std::vector<double> scores(room), chances(room), weights(room), logits(slots), centre(d);
+    std::vector<double> bounds(int64_t(softdb::Figure::count)), output(d), moved(d), first(d), roots(softdb::kSigns);
     for (auto* numbers : {&words, &centroids, &query})
         for (float& x : *numbers) x = uniform();
     for (uint8_t& x : codes) x = uint8_t(int(uniform() * 127 + 128));
     for (int64_t j = 0; j <= lists; j++) starts[j] = j * blocks;
-    double count = 0, total = 0, square = 0;
-    for (int64_t x = 0; x < d; x++) square += double(query[x]) * query[x];
+    double count = 0, total = 0;
+    std::vector<double> numerator(d);
+    for (int64_t x = 0; x < d; x++) rotation[x * d + x] = 1;
     for (int64_t slot = 0; slot < slots; slot++) {
         const int64_t list = slot / (blocks * 16), block = slot / 16, record = slot % 16;
         double apart = 0;
@@ -260,48 +260,54 @@ void check_draws(bool controls, bool steps) {
         errors[slot] = uint8_t(std::ceil(std::sqrt(apart) / step)), places[slot] = uint32_t(slot);
         if (slot % 3 == 0) continue;
         allowed[block] |= uint16_t(1 << record), sizes[list]++, count++, total += std::exp(logits[slot]);
+        for (int64_t x = 0; x < d; x++) numerator[x] += std::exp(logits[slot]) * keys[slot * d + x], means[list * d + x] += keys[slot * d + x] / 171;
     }
-    for (int64_t j = 0; j < lists; j++)
-        for (int64_t x = 0; x < d; x++) nearness[j] += query[x] * centroids[j * d + x];
-    const float squared = float(square);
     const int64_t address = int64_t(keys.data()), none = 0;
-    uint64_t seed;
+    std::vector<uint64_t> seeds(d);
+    softdb::Crew crew;
     softdb::Draw ask;
     ask.lists.starts = starts.data(), ask.lists.count = lists, ask.lists.codes = codes.data();
     ask.lists.factors = (decltype(ask.lists.factors))gains.data(), ask.lists.words = words.data();
     ask.lists.parts = d, ask.lists.word = 1;
     ask.gains = gains.data(), ask.errors = errors.data(), ask.gained = gained.data(), ask.spreads = spreads.data();
     ask.error_step = step, ask.largest = noise * std::sqrt(float(d));
-    ask.queries = ask.turned = {query.data(), 1, d, d}, ask.nearness = {nearness.data(), 1, lists, lists};
-    ask.squares = &squared, ask.allowed = allowed.data(), ask.sizes = sizes.data(), ask.places = places.data();
-    ask.keys = {&address, &none, 1, d, Kind::wide}, ask.factor = 2, ask.least = NAN, ask.budget = budget, ask.visible = 2;
-    ask.controls = controls, ask.seeds = &seed, ask.positions = {positions.data(), 1, room, room};
-    ask.scores = {scores.data(), 1, room, room}, ask.logs = {logs.data(), 1, room, room};
-    ask.controlled = {controlled.data(), 1, room, room}, ask.doubts = {doubts.data(), 1, room, room};
-    ask.own = {own.data(), 1, room, room}, ask.masses = {masses.data(), 1, lists, lists};
-    ask.bounds = {bounds.data(), softdb::kBounds, 1, 1}, ask.halves = steps;
+    ask.queries = {query.data(), 1, d, d}, ask.rotation = {rotation.data(), d, d, d};
+    ask.centroids = {centroids.data(), lists, d, d}, ask.radii = radii.data(), ask.most_errors = most_errors.data();
+    ask.allowed = allowed.data(), ask.sizes = sizes.data(), ask.places = places.data();
+    ask.keys = ask.values = {&address, &none, 1, d, Kind::wide}, ask.factor = 2, ask.least = NAN, ask.budget = budget, ask.visible = 2;
+    ask.controls = controls, ask.seeds = seeds.data(), ask.positions = {positions.data(), 1, room, room};
+    ask.scores = {scores.data(), 1, room, room}, ask.chances = {chances.data(), 1, room, room};
+    ask.bounds = {bounds.data(), int64_t(softdb::Figure::count), 1, 1}, ask.means = {means.data(), lists, d, d};
+    ask.centre = centre.data(), ask.value_radius = 100, ask.z = 1.96, ask.doubt = 3;
+    ask.output = {output.data(), 1, d, d}, ask.moved = {moved.data(), 1, d, d}, ask.first = {first.data(), 1, d, d};
+    ask.sums = {sums_of.data(), 1, softdb::kSigns * d, softdb::kSigns * d}, ask.roots = {roots.data(), 1, softdb::kSigns, softdb::kSigns};
+    ask.weights = {weights.data(), 1, room, room}, ask.threads = threads, ask.crew = &crew;
     std::vector<char> scratch(level::draw_scratch(ask) + 64);
     ask.scratch = scratch.data();
-    double sums[2] = {}, squares[2] = {};
+    double sums[2] = {}, squares[2] = {}, outside = 0;
     const double right[] = {count, total};
     for (int64_t turn = 0; turn < turns; turn++) {
-        seed = uint64_t(turn) * 0x9E3779B97F4A7C15u + 1;
-        std::fill(masses.begin(), masses.end(), 0.0);
-        using softdb::DrawStep;
-        if (!steps) level::draw(ask, DrawStep::all);
-        else for (DrawStep each : {DrawStep::begin, DrawStep::second, DrawStep::first, DrawStep::end}) level::draw(ask, each);
+        for (int64_t x = 0; x < d; x++) seeds[x] = uint64_t(turn * d + x) * 0x9E3779B97F4A7C15u | 1;
+        crew = {};
+        level::draw(ask);
         int64_t drawn = 0;
-        double found[] = {0, std::exp(bounds[0]) * bounds[4]};
+        auto figure = [&](softdb::Figure which) { return bounds[int64_t(which)]; };
+        double found[] = {0, std::exp(figure(softdb::Figure::base)) * figure(softdb::Figure::correction)};
         for (int64_t i = 0; i < room && positions[i] >= 0; i++, drawn++) {
             const int64_t slot = positions[i];
             expect(slot % 3 != 0, "a record that may be drawn", 1, d, 0, double(slot), 0);
             const bool precise = std::fabs(scores[i] - logits[slot] / 2) < 1e-6;
             expect(precise, "the score of a record that is drawn", 1, d, 0, scores[i], logits[slot] / 2);
-            found[0] += std::exp(double(logs[i])), found[1] += std::exp(double(logs[i]) + logits[slot]);
+            found[0] += 1 / chances[i], found[1] += std::exp(logits[slot]) / chances[i];
         }
+        expect(std::fabs(std::log(found[1]) - figure(softdb::Figure::lse)) < 1e-9, "log Z", 1, d, 0, figure(softdb::Figure::lse), std::log(found[1]));
+        double apart = 0;
+        for (int64_t x = 0; x < d; x++) apart += std::pow(output[x] - numerator[x] / total, 2);
+        outside += std::sqrt(apart) > figure(softdb::Figure::bar);
         expect(drawn >= budget && drawn < 1.3 * budget, "the number drawn", 1, d, 0, double(drawn), double(budget));
         for (int which : {0, 1}) sums[which] += found[which], squares[which] += found[which] * found[which];
     }
+    expect(outside <= 0.09 * turns, "the share of answers beyond their bar", 1, d, 0, outside / turns, 0.05);
     for (int which : {0, 1}) {
         const double mean = sums[which] / turns, spread = std::sqrt((squares[which] / turns - mean * mean) / turns);
         const bool fits = std::fabs(mean - right[which]) < 5 * spread + 1e-4 * right[which];
@@ -436,7 +442,7 @@ int main() {
                 here.check(metric, !(q % 2), d == 17);
                 if (q == 1 || q == 5) here.check_candidates(metric, false), here.check_candidates(metric, true);
             }
-    for (bool controls : {false, true}) check_draws(controls, false), check_draws(controls, true);
+    for (bool controls : {false, true}) check_draws(controls, 1), check_draws(controls, 2);
     for (int64_t q : {1, 3, 4, 9}) check_longest(q, 45);
     for (int64_t q : {1, 5}) check_lists(q, false), check_lists(q, true);
     std::printf("%d answers are right\n", compared);
