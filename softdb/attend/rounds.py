@@ -37,7 +37,7 @@ AT_ONCE = 1 << 22  # records drawn at once, of all queries
 PROBED = 4  # queries of a large batch that show whether drawing answers
 SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
 NO_QUERIES: Positions = np.arange(0)
-SHOWN = 1024  # of the records drawn, which an answer names
+SHOWN = 1024  # of the records drawn, the heaviest, which an answer names
 
 
 class Round(NamedTuple):
@@ -199,15 +199,15 @@ class Estimator(NamedTuple):
         )  # fmt: skip
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
-        positions, shown, weights = heaviest(sample.positions, scores, weights)
 
         def as_asked(column: Tensor | NDArray[Any]) -> Tensor:
             return (column if isinstance(column, Tensor) else torch.from_numpy(column)).to(device, dtype)
 
         answer = Estimated(
             as_asked(state.output), as_asked(state.lse), as_asked(error.stderr), as_asked(error.lse_stderr),
-            as_asked(bar), torch.from_numpy(bar <= allowed).to(device), torch.from_numpy(positions).to(device),
-            as_asked(shown), as_asked(weights), torch.from_numpy(figures.drawn).to(device, torch.int64),
+            as_asked(bar), torch.from_numpy(bar <= allowed).to(device),
+            torch.from_numpy(sample.positions[:, :SHOWN]).to(device), as_asked(scores.detach()[:, :SHOWN]),
+            as_asked(weights[:, :SHOWN]), torch.from_numpy(figures.drawn).to(device, torch.int64),
         )  # fmt: skip
         return answer, bar, allowed
 
@@ -229,15 +229,6 @@ def record_bytes(snapshot: Snapshot, pools: bool) -> int:
     segment = snapshot.segments[0]
     values = 0 if segment.values is None or not pools else segment.values[:1].nbytes
     return int(segment.keys[:1].nbytes + values)
-
-
-def heaviest(
-    positions: Positions, scores: Tensor, weights: Numbers
-) -> tuple[Positions, Tensor, Numbers]:  # (q, k) each
-    """Return at most SHOWN of the records that a query drew, the heaviest first."""
-    order = np.argsort(-weights, axis=1)[:, :SHOWN]
-    chosen = scores.detach().gather(1, torch.from_numpy(order).to(scores.device))
-    return np.take_along_axis(positions, order, 1), chosen, np.take_along_axis(weights, order, 1)
 
 
 def error_of(

@@ -96,7 +96,7 @@ class DrawnAnswer(NamedTuple):
 
 
 class DrawnSample(NamedTuple):
-    """Records drawn for each query, scored exactly, and the answers that follow."""
+    """Records drawn for each query, scored exactly, the heaviest first; and the answers that follow."""
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none

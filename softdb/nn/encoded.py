@@ -20,7 +20,7 @@ from softdb.attend.blocks import scores_of
 from softdb.attend.estimate import require_estimator
 from softdb.attend.request import Candidates, Live, Positions, Request, Scored
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import heaviest
+from softdb.attend.rounds import SHOWN
 from softdb.attend.scoring import scan
 from softdb.attend.stored import OfGeneration
 from softdb.check import Metric, shown
@@ -302,10 +302,14 @@ class Encoded(OfGeneration):
             apart = (values.to(noise)[..., :width] - state.output.unsqueeze(1)).square().sum(2)
             errors = (noise * apart).sum(1).sqrt(), noise.sum(1).sqrt()
             unknown, never = torch.full_like(lse, torch.nan), torch.zeros_like(live[:, 0])
-            places, chosen, shares = heaviest(positions, scores, weights.cpu().numpy())
-            named = torch.from_numpy(places).to(live.device), chosen, torch.from_numpy(shares).to(weights)
+            weights, order = weights.topk(min(SHOWN, weights.shape[1]), dim=1)
+            named = (
+                torch.from_numpy(positions).to(live.device).gather(1, order),
+                scores.detach().gather(1, order),
+                weights,
+            )
             doubt = Doubt(never, torch.zeros_like(lse), Estimated(*state, *errors, unknown, never, *named, live.sum(1)))
-        records = Scored(places, chosen)
+        records = Scored(named[0].cpu().numpy(), named[1])
         return answered(request, self, state, "stale index", (records, named[2]), doubt)
 
     def _best(self, request: Request, positions: Positions, k: int) -> Positions:  # (q, c) -> (q, k)

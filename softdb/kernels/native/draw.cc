@@ -59,7 +59,7 @@ constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of 
 constexpr float kLongestWait = 22.2f;    // -log of the least u
 constexpr float kHalfRounded = 5e-4f;    // the rounding of a float16, relative to it
 constexpr double kLost = 0.5;            // of the sum of what was drawn: a correction that takes more is left out
-constexpr int64_t kPatience = 2000;      // turns without work after which a thread lets others run
+constexpr int64_t kPatience = 20000;     // turns without work after which a thread lets others run
 
 // Records that were drawn and scored: by their codes, then those drawn alike, then those set apart.
 struct Sample {
@@ -104,7 +104,7 @@ struct Drawing {
     Query* queries;
     float *entries, *order, *some_logits, *some_squares, *some_others;
     uint32_t* some_slots;
-    int64_t stride, total = 0, *cuts;
+    int64_t stride, total = 0, *cuts, *ranks;
     double *weights, *chances, *doubts, *controls;  // (w,) of the query that is being answered
     double* totals[kMostThreads];                   // (v,) of each part of its records
     float* lines[kMostThreads];                     // (v,)
@@ -126,7 +126,7 @@ struct Drawing {
         const int64_t v = ask.output.width;
         weights = memory.take<double>(width), chances = memory.take<double>(width);
         doubts = memory.take<double>(width), controls = memory.take<double>(width);
-        errors = memory.take<Errors>(kMostThreads);
+        ranks = memory.take<int64_t>(width), errors = memory.take<Errors>(kMostThreads);
         for (int64_t part = 0; part < ask.threads; part++) {
             totals[part] = memory.take<double>(v), lines[part] = memory.take<float>(v);
             Errors sums;
@@ -309,7 +309,7 @@ struct Drawing {
         sample.count = count;
         share<Number>(scoring, query, i);
         set(i, Figure::base, query.base), set(i, Figure::expected, query.candidates);
-        write(query, i);
+        write(query, i, false);
     }
 
     // Exact logits of some of the slots of a sample.
@@ -719,7 +719,6 @@ struct Drawing {
         set(i, Figure::expected, model);
         query.raised = seen > 0 ? max(1.0, model / seen) : 1;
         query.mass = sum_of_weights + correction;
-        write(query, i);
     }
 
     // Fills the last vector of a sample with records that tell nothing.
@@ -739,19 +738,27 @@ struct Drawing {
     void set(int64_t i, Figure what, double number) { ask.bounds[int64_t(what)][i] = number; }
     double figure(int64_t i, Figure what) const { return ask.bounds[int64_t(what)][i]; }
 
-    // The sample as the caller sees it.
-    void write(const Query& query, int64_t i) {
+    // The sample as the caller sees it; the heaviest first, where it was answered.
+    void write(const Query& query, int64_t i, bool by_weight) {
         const Sample& sample = query.sample;
-        const int64_t width = ask.positions.width;
-        for (int64_t k = 0; k < sample.count; k++) {
-            ask.positions[i][k] = sample.positions[k], ask.scores[i][k] = sample.exact[k] / ask.factor;
-            ask.chances[i][k] = 1 - chances[k];
-            if (ask.controlled.width) ask.controlled[i][k] = controls[k] * (1 - chances[k]);
+        const int64_t width = ask.positions.width, count = sample.count;
+        if (by_weight) {
+            for (int64_t k = 0; k < count; k++) ranks[k] = entry_of(float(weights[k]), k);
+            for (int64_t k = count / 2 - 1; k >= 0; k--) sink(ranks, count, ranks[k], k);
+            sort(ranks, count);
         }
-        set(i, Figure::drawn, double(sample.count));
-        for (int64_t k = sample.count; k < width && !(ask.points > 0); k++) {
+        for (int64_t place = 0; place < count; place++) {
+            const int64_t k = by_weight ? ranks[place] & 0xFFFFFFFF : place;
+            ask.positions[i][place] = sample.positions[k], ask.scores[i][place] = sample.exact[k] / ask.factor;
+            ask.chances[i][place] = 1 - chances[k];
+            if (ask.controlled.width) ask.controlled[i][place] = controls[k] * (1 - chances[k]);
+            if (by_weight) ask.weights[i][place] = weights[k];
+        }
+        set(i, Figure::drawn, double(count));
+        for (int64_t k = count; k < width && !(ask.points > 0); k++) {
             ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.chances[i][k] = 1;
             if (ask.controlled.width) ask.controlled[i][k] = 0;
+            if (by_weight) ask.weights[i][k] = 0;
         }
     }
 
@@ -830,7 +837,7 @@ struct Drawing {
         Table<double> own = ask.bounds;
         own.first += i;
         bars({own, {ask.sums[i], 1, ask.sums.width, ask.sums.width}, ask.z, ask.doubt});
-        for (int64_t k = 0; k < ask.weights.width; k++) ask.weights[i][k] = k < query.sample.count ? weights[k] : 0;
+        write(query, i, true);
     }
 
     enum Step : int64_t { scanning = 1, scoring, pooling, judging };
@@ -883,7 +890,7 @@ struct Drawing {
         choose(query);
         share<Number>(scoring, query, i);
         weigh(query, i);
-        if (!ask.roots.first) return;  // nothing is pooled
+        if (!ask.roots.first) return write(query, i, false);  // nothing is pooled
         share<Number>(pooling, query, i);
         answer(query, i);
         share<Number>(judging, query, i);

@@ -25,9 +25,8 @@ SOFTDB_INLINE float score_in(int64_t entry) {
     return 0.0f - least;
 }
 
-// Puts an entry into a heap, whose greatest lies first, from the top downwards.
-SOFTDB_INLINE void sink(int64_t* heap, int64_t size, int64_t entry) {
-    int64_t place = 0;
+// Puts an entry into a heap, whose greatest lies first, from a place downwards.
+SOFTDB_INLINE void sink(int64_t* heap, int64_t size, int64_t entry, int64_t place = 0) {
     for (int64_t below; (below = 2 * place + 1) < size; place = below) {
         if (below + 1 < size && heap[below + 1] > heap[below]) below++;
         if (heap[below] <= entry) break;

@@ -124,7 +124,7 @@ struct Draw {
     Table<double> first;              // (q, v), written to: Σ r y, as `Errors`
     Table<float> sums;                // (q, kSigns v), written to: Σ ±y
     Table<double> roots;              // (q, kSigns), written to: Σ ±r
-    Table<double> weights;            // (q, w), written to: shares of the answer
+    Table<double> weights;            // (q, w), written to: shares of the answer, descending, with all that is of records
     int64_t threads = 1;              // that share the steps of the only query
     Crew* crew = nullptr;             // then
     char* scratch = nullptr;
