@@ -10,7 +10,7 @@ namespace SOFTDB_LEVEL {
 typedef uint32_t UIntVec __attribute__((vector_size(kLanes * 4)));
 constexpr float kApart = 1e30f;        // σ² from which on a record is set apart
 constexpr float kTame = 4;             // σ² up to which an estimate controls
-constexpr float kShift = 20;           // e^kShift is the largest control
+constexpr float kShift = 2;            // e^kShift is the largest control: weights of float32 cancel up to their rounding
 constexpr float kLog2 = 0.69314718f;
 
 SOFTDB_INLINE void pause() {

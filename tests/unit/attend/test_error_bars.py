@@ -153,6 +153,22 @@ def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
         filled.cache_clear()
 
 
+@pytest.mark.slow
+def test_a_code_far_above_all_weights_spoils_no_correction() -> None:
+    """Skewed features: a record far from the others has a code that makes it e^30 times as heavy as all are."""
+    random = np.random.default_rng(0)
+    keys, queries = (0.2 * random.exponential(1, (count, 100)) ** 2 for count in (30_000, 64))
+    with softdb.open(None, dim=100, metric="l2") as db:
+        db.insert(range(len(keys)), keys)
+        db.build_index("ivf")
+        scores = -np.square(queries[:, None] - keys[None, ::20]).sum(2)
+        temperature = float(scores.std(1).mean()) / 16
+        truth = db.attend(queries, temperature=temperature)
+        for generator in generators(4):
+            pooled = db.attend(queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
+            assert ((pooled.output - truth.output).norm(dim=1) <= 3 * pooled.bar).all()
+
+
 # -- parts merge -------------------------------------------------------------------------------------------------------
 
 
