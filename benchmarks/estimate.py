@@ -291,7 +291,7 @@ def main() -> None:
             "index_mib": round(world.report.bytes / MIB, 1),
         }
         temperatures = (0.02, 0.05, 0.2)
-        result["tolerance"] = [tolerance(world, temperature, 0.05) for temperature in (0.02, 0.05)]
+        result["tolerance"] = [tolerance(world, temperature, 0.05) for temperature in temperatures]
         print(*result["tolerance"], sep="\n", flush=True)
         result["compared"] = {str(t): compared(world, t) for t in temperatures}
         print(*result["compared"].items(), sep="\n", flush=True)
