@@ -255,14 +255,15 @@ def _read_bandwidth() -> float:
 
 def _timed(queries: torch.Tensor, q: int, *answers: Callable[[torch.Tensor], torch.Tensor]) -> list[Array]:
     """Milliseconds of each answer, taken in turns, to other queries each time; the first turns warm up."""
-    turns, times = 14 if q == 1 else 6, list[list[float]]()
+    turns, times = 32 if q == 1 else 8, list[list[float]]()
     for turn in range(turns):
         low = turn * q % max(1, len(queries) - q)
-        row = []
-        for answer in answers:
+        row = [0.0] * len(answers)
+        for place in range(len(answers)):  # each after each other one: they leave the caches as they do
+            which = (place + turn) % len(answers)
             start = time.perf_counter()
-            answer(queries[low : low + q])
-            row.append((time.perf_counter() - start) * 1e3)
+            answers[which](queries[low : low + q])
+            row[which] = (time.perf_counter() - start) * 1e3
         times.append(row)
     return list(np.array(times[2:]).T)
 

@@ -97,7 +97,7 @@ class Estimator(NamedTuple):
     def kind(self) -> object:
         """Features by which queries cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
-        many = len(self.asked).bit_length()
+        many = min(len(self.asked).bit_length(), PROBED)  # from 16 on a pass is shared by enough
         return many, self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
     def after(self, task: Round, bar: Numbers, allowed: Numbers) -> tuple[NDArray[np.bool_], list[Round], Positions]:

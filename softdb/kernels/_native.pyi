@@ -118,16 +118,26 @@ def settle(
     unsure: NDArray[bool_],  # (q,), written to
 ) -> None: ...
 
-# Those of draws, codes and errors take the members of the structures in native/records.h, in their order.
+# Those of draws and errors take the members of the structures in native/lists.h and native/records.h, in their order.
 
-def pool(*arguments: Any) -> None: ...
+FIGURES: int  # rows of `bars` and draws: `softdb.index.sampler.Figures`
+SKEWED: float
+
 def sums(*arguments: Any) -> None: ...
 def spread(*arguments: Any) -> None: ...
-def directions(*arguments: Any) -> None: ...
+def f_quantile(z: float, above: float, below: float) -> float: ...
+def bars(
+    figures: NDArray[float64],  # (FIGURES, q), the bars written to
+    sums: NDArray[float32],  # (q, SIGNS v)
+    z: float,  # quantile of the normal at the confidence
+    doubt: float,  # log of the inverse of the rest
+) -> None: ...
 
 class Draw:
     def __init__(self, *arguments: Any) -> None: ...
-    def step(self, step: int) -> None: ...  # 0: all; 1, then 2 and 3 side by side, then 4
+    def answers(self, *arguments: Any) -> None: ...
+    def run(self) -> None: ...
+    def help(self) -> None: ...  # from another thread, while the only query is drawn for
 
 # Inverted lists. Matrices of int8 and codes are interleaved as native/lists.h has it.
 
@@ -193,5 +203,11 @@ class Sketch:
         parts: int,
         spreads: NDArray[float32],  # (lists,)
         gained: NDArray[float32],  # (lists,) the largest factor
+        radii: NDArray[float32],  # (lists,) length of the longest residual
+        most_errors: NDArray[float32],  # (lists,) the largest error, in steps
+        rotation: NDArray[float32],  # (parts · word, d)
+        centroids: NDArray[float32],  # (lists, d)
+        lengths: NDArray[float32],  # (lists,) |c|²
+        origin: NDArray[float32],  # (d,)
         l2: bool,
     ) -> None: ...
