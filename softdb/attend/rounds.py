@@ -29,6 +29,8 @@ Numbers = NDArray[np.float64]
 GROWTH = 2  # times as many records at least are drawn for a query in each further round
 MARGIN = 1.3  # more than the error bar says will be needed
 RISK = 1.2  # times what a round costs: another one may follow
+BY_DRAWS = 2.1  # standard errors that a bar is, at most, for what the draws show
+BLIND = 4  # … where the bar is for records that were not drawn: that part falls faster
 WRONG = 16  # times as many at most, as where a record was heavier than its code allows, so that nothing is known
 LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
 SLIGHT = 0.01  # of Ẑ: where no other record can weigh as much, that does not matter
@@ -100,13 +102,17 @@ class Estimator(NamedTuple):
         many = min(len(self.asked).bit_length(), PROBED)  # from 16 on a pass is shared by enough
         return many, self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
-    def after(self, task: Round, bar: Numbers, allowed: Numbers) -> tuple[NDArray[np.bool_], list[Round], Positions]:
+    def after(
+        self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
+    ) -> tuple[NDArray[np.bool_], list[Round], Positions]:
         """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
         if self.tolerance.most is not None:
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
         met = bar <= allowed
         with np.errstate(over="ignore", invalid="ignore"):
-            needed = np.minimum(MARGIN * np.square(bar / allowed), WRONG) * task.budget
+            whole, shown = MARGIN * np.square(bar / allowed), MARGIN * np.square(stderr / allowed)
+            growth = np.where(bar <= BY_DRAWS * stderr, whole, np.fmax(shown, np.fmin(whole, BLIND)))
+            needed = np.fmin(growth, WRONG) * task.budget
         if met.all():
             return met, [], NO_QUERIES
         left, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
@@ -148,8 +154,8 @@ class Estimator(NamedTuple):
         d, v = self.asked.shape[1], self._width
         return pass_cost(queries, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) if queries else 0.0
 
-    def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers]:
-        """A round: the answer, its bar (q,) and the largest one that meets the tolerance (q,)."""
+    def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers, Numbers]:
+        """A round: the answer, its bar (q,), the largest one that meets the tolerance, and the standard error."""
         sample = self.sample(task)
         return self.judged(task, sample, *self.pooled(task, sample))
 
@@ -183,7 +189,7 @@ class Estimator(NamedTuple):
 
     def judged(
         self, task: Round, sample: DrawnSample, scores: Tensor, state: State
-    ) -> tuple[Estimated, Numbers, Numbers]:
+    ) -> tuple[Estimated, Numbers, Numbers, Numbers]:
         """As `drawn`."""
         request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
         state, spread, weights = self.spread(task, sample, state)
@@ -209,7 +215,7 @@ class Estimator(NamedTuple):
             torch.from_numpy(sample.positions[:, :SHOWN]).to(device), as_asked(scores.detach()[:, :SHOWN]),
             as_asked(weights[:, :SHOWN]), torch.from_numpy(figures.drawn).to(device, torch.int64),
         )  # fmt: skip
-        return answer, bar, allowed
+        return answer, bar, allowed, error.stderr if request.pools else error.lse_stderr
 
     def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Numbers]:
         """The answer with the unindexed records, the terms of its error, and the candidates' weights (q, k)."""

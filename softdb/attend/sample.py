@@ -24,6 +24,7 @@ from softdb.index.sampler import Drawing
 from softdb.scoring import Softmax
 
 POINTS, SURE = 1.3, 4.0  # times as many points as samples are aimed at, and so many deviations more: seldom too few
+SLOWER = 2  # times as long as one that pools, at least, takes a pass that draws
 PROPOSED = 16  # a pass costs less than to score one of so many records where it lies
 EXPECTED = 4096  # candidates of a query, where nothing is known of them
 NEWER = 4096  # records younger than the index that are scored for each query
@@ -98,7 +99,7 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
     wanted, (q, d) = POINTS * count + SURE * math.sqrt(count) + SURE, estimator.asked.shape
     kind, positions = ("sample", estimator.kind, round(math.log2(wanted))), np.full((q, count), -1)
     most = estimator.eligible.inside // PROPOSED
-    whole = pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
+    whole = SLOWER * pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
     newer = np.flatnonzero(estimator.unindexed) if estimator.unindexed is not None else np.arange(0)
     each = draw_cost(q, sampler.slots, sampler.parts, EXPECTED, d, 0)
     if sampler.hopeless(kind) or each > whole or len(newer) > NEWER:
