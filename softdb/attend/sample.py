@@ -26,7 +26,7 @@ from softdb.scoring import Softmax
 POINTS, SURE = 1.3, 4.0  # times as many points as samples are aimed at, and so many deviations more: seldom too few
 SLOWER = 2  # times as long as one that pools, at least, takes a pass that draws
 PROPOSED = 16  # a pass costs less than to score one of so many records where it lies
-EXPECTED = 4096  # candidates of a query, where nothing is known of them
+EXPECTED = 1500  # candidates of a query, where nothing is known of them
 NEWER = 4096  # records younger than the index that are scored for each query
 MANY = 100  # times as many points as are aimed at: B is far from log Z
 
