@@ -8,6 +8,7 @@ takes some 50 µs, so work below WORTH_A_THREAD is not handed out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -50,9 +51,9 @@ def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Foun
 
 def with_help(run: Callable[[], None], help_out: Callable[[], None], count: int) -> None:
     """Run a kernel whose steps `count` threads share: the caller's, and others, for which it never waits to begin."""
-    pool = _pool(os.getpid(), count)
-    for _ in range(count - 1):
-        pool.submit(help_out)
+    with contextlib.suppress(RuntimeError):  # where no thread can be started, the caller's does it all
+        for _ in range(count - 1):
+            _pool(os.getpid(), count).submit(help_out)
     run()
 
 

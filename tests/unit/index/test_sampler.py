@@ -246,6 +246,31 @@ def test_a_seed_and_a_query_decide_what_is_drawn() -> None:
     assert set(alone.positions[0].tolist()) - {-1} == set(first.positions[2].tolist()) - {-1}
 
 
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("startable", [True, False])
+def test_threads_that_share_one_query_draw_as_one_does(
+    metric: str, threads: int, startable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no other thread can be started."""
+    here = world(metric)
+    here = here._replace(queries=here.queries[:1])
+    alone = here.draw(0.5 * spread_of(here), 5)
+    monkeypatch.setattr("softdb.index.sampler.workers", lambda products: threads)
+    if not startable:
+
+        def refused(process: int, count: int) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr("softdb.kernels.threads._pool", refused)
+    shared = [here.draw(0.5 * spread_of(here), 5) for _ in range(20)]
+    for sample in shared:
+        assert sorted(sample.positions[0].tolist()) == sorted(alone.positions[0].tolist())
+        np.testing.assert_allclose(sample.figures.lse, alone.figures.lse, rtol=1e-9)
+        np.testing.assert_allclose(sample.figures.bar, alone.figures.bar, rtol=1e-3)
+        np.testing.assert_array_equal(sample.figures, shared[0].figures)  # whoever did which part
+
+
 # -- every level of the processor --------------------------------------------------------------------------------------
 
 
