@@ -26,7 +26,6 @@ from softdb.store import Snapshot
 
 FIRST = 500  # records drawn for a query in the first round
 NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the last cost; what stays of one that is too high
-SPLIT = 0x9E3779B97F4A7C15  # between seeds
 PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
 FEWEST = 10_000  # records below which a pass over all of them costs less than any draw
 
@@ -192,12 +191,10 @@ class Sampler:
         def drawing(part: slice) -> Any:
             drawn = queries[part], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
-            own = (
-                seeds + np.uint64((part.start or 0) * SPLIT % (1 << 64)) if ask.points else seeds
-            )  # equal queries have samples apart
-            asked = ask.factor, ask.least, budget, ask.visible, controls, own
-            written = positions[part], scores[part], chances[part], held[part], figures[:, part], ask.points, threads
-            draw = native().Draw(self._native, self._largest, *drawn, *apart, *asked, *written)
+            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds
+            written = positions[part], scores[part], chances[part], held[part], figures[:, part]
+            which = ask.points, part.start or 0, threads
+            draw = native().Draw(self._native, self._largest, *drawn, *apart, *asked, *written, *which)
             if answering:
                 of_values = answering.values, self.reach.means, self.reach.centre, self.reach.value_radius
                 judged = answering.salt, answering.z, -math.log(ask.doubt), answering.fewest, answering.slight

@@ -261,7 +261,8 @@ void bind_lists(nb::module_& module) {
                             Line<const int64_t> apart, Line<const float> scales, const StoredColumn& keys, int metric,
                             double factor, double least, int64_t budget, double visible, bool controls,
                             Line<const uint64_t> seeds, Table<int64_t> positions, Table<double> scores,
-                            Table<double> chances, Table<double> controlled, Table<double> bounds, double points, int64_t threads) {
+                            Table<double> chances, Table<double> controlled, Table<double> bounds, double points, int64_t first,
+                            int64_t threads) {
             new (made) BoundDraw{sketch.ask, nullptr, {}};
             Draw& ask = made->ask;
             ask.largest = float(largest), ask.queries = queries, ask.allowed = allowed.first, ask.sizes = sizes.first;
@@ -269,7 +270,7 @@ void bind_lists(nb::module_& module) {
             ask.keys = keys.stored, ask.metric = Metric(metric), ask.factor = factor, ask.least = least;
             ask.budget = budget, ask.visible = visible, ask.controls = controls, ask.seeds = seeds.first;
             ask.positions = positions, ask.scores = scores, ask.chances = chances, ask.controlled = controlled;
-            ask.bounds = bounds, ask.points = points, ask.threads = threads < kMostThreads ? threads : kMostThreads, ask.crew = &made->crew;
+            ask.bounds = bounds, ask.points = points, ask.first_query = first, ask.threads = threads < kMostThreads ? threads : kMostThreads, ask.crew = &made->crew;
             ask.values.kind = Kind::none;
         })
         .def("answers", [](BoundDraw& draw, const StoredColumn& values, Table<const float> means, Line<const double> centre,

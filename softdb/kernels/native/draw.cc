@@ -340,7 +340,7 @@ struct Drawing {
         auto product = [](auto a, auto b) { return a * b; };
         for (int64_t i = 0; i < count; i++) {
             Query& query = queries[i];
-            uint64_t seed = ask.seeds[0] + (ask.points > 0 ? uint64_t(low + i + 1) * 0x9E3779B97F4A7C15u : 0);
+            uint64_t seed = ask.seeds[0] + (ask.points > 0 ? uint64_t(ask.first_query + low + i + 1) * 0x9E3779B97F4A7C15u : 0);
             const float* given = ask.queries[low + i];
             for (int64_t t = 0; t < d; t++) {
                 uint32_t bits;

@@ -102,6 +102,7 @@ struct Draw {
     double least = 0;                 // NaN; or records count that reach this score, and are drawn by the chance of it
     int64_t budget = 0;               // how many to draw
     double points = 0;                // for samples, of which about so many are wanted; 0: no
+    int64_t first_query = 0;          // number of the first query, so that equal ones have other samples
     double visible = 0;               // deviations of an error from which on too few draws would show it
     bool controls = false;            // whether estimates of all records are summed, to correct the draws by
     const uint64_t* seeds = nullptr;  // (d,) odd numbers, by which a query's numbers make its seed

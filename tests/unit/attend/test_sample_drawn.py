@@ -116,6 +116,18 @@ def test_equal_queries_have_independent_samples() -> None:
     assert (db.sample(np.zeros((2, D)), 20).hits.rows[0] != db.sample(np.zeros((2, D)), 20).hits.rows[1]).any()
 
 
+def test_threads_that_share_a_batch_draw_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    db = indexed("dot")
+    temperature, queries = temperature_of(db), np.repeat(clustered(1)[:3], 4, axis=0)
+    rows = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr("softdb.kernels.threads.workers", lambda products, threads=threads: threads)
+        generator = torch.Generator().manual_seed(0)
+        rows.append(db.sample(queries, 8, temperature=temperature, generator=generator).hits.rows)
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
 def test_a_generator_decides_the_samples() -> None:
     db = indexed("dot")
     temperature, query = temperature_of(db), clustered(1)[:2]
