@@ -226,6 +226,20 @@ def test_what_costs_less_exactly_is_exact(db: softdb.SoftDB, queries: Array) -> 
     torch.testing.assert_close(pooled.output, exact.output)
 
 
+@pytest.mark.parametrize("values", [{}, {"value_dim": 3}, {"num_classes": 12}])
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_a_wanted_gradient_changes_no_estimate(values: dict[str, Any], temperature: float, queries: Array) -> None:
+    """By torch, with the graph, as by the kernel; corrections move both alike."""
+    world = filled(**values)
+    plain = drawn(world, queries, 3, temperature=temperature)
+    leaf = torch.from_numpy(queries).requires_grad_()
+    graphed = drawn(world, leaf, 3, temperature=temperature)
+    assert graphed.output.requires_grad
+    torch.testing.assert_close(graphed.output.detach(), plain.output, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(graphed.lse.detach(), plain.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(graphed.bar, plain.bar, rtol=1e-3, atol=1e-5)
+
+
 def test_the_same_draw_again_and_others_by_a_generator(db: softdb.SoftDB, queries: Array) -> None:
     one, again = (drawn(db, queries, temperature=0.1) for _ in range(2))
     assert torch.equal(one.output, again.output)
