@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -32,11 +31,9 @@ LISTED = 1 << 16  # matches of a filter whose positions are kept
 class Searcher:
     """Searches by one index, and what it keeps between them. Safe to use from several threads."""
 
-    planned_by: ClassVar[type[Planner]] = Planner  # tests give costs by another
-
     def __init__(self, index: Index, planner: Planner | None = None) -> None:
         self.index = index
-        self.planner = planner or self.planned_by(index)
+        self.planner = planner or Planner(index)
         self.sampler: Sampler | None = None  # draws records for estimates, made when one is first asked for
         self._coverage: _Coverage | None = None  # of the last snapshot
         self._outliers: Outliers | None = None  # None: not copied yet

@@ -45,7 +45,7 @@ constexpr int64_t kNear = 2048;        // slots of the best lists that are looke
 constexpr int64_t kBest = 48;          // of these so many are scored, the best by their codes, and as many others
 constexpr int64_t kSome = 512;         // blocks of all lists that are looked at then
 constexpr int64_t kBins = 256;
-constexpr float kBin = 0.125f, kDeepest = -kBins * kBin;  // of logits of weights
+constexpr float kBin = 0.125f;         // of logits of weights
 constexpr double kPlain = 0.05;        // share of the draws that goes to all alike
 constexpr double kMore = 1.3;          // times as many pass the first threshold as are wanted
 constexpr float kLeastThreshold = -14; // draws below it change nothing
