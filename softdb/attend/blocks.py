@@ -25,11 +25,11 @@ from softdb.scoring.score import alike
 BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
 BLOCK_ROWS = 1 << 16
 TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block
-STEPS = 60  # of Newton's method at most, for the threshold of a sparse weighting; it takes about 10
+STEPS = 60  # most iterations of Newton's method for the threshold of a sparse weighting; about 10 suffice
 
 
 class Tile(NamedTuple):
-    """A chunk of the queries and a block of records that meet."""
+    """A chunk of the queries and a block of records, which are scored together."""
 
     chunk: slice  # of the queries
     positions: Tensor  # (m,) ascending
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 def tiles(request: Request, source: SourceRecords) -> Iterator[Tile]:
-    """Every meeting of a chunk of the queries with a block of the records that take part."""
+    """Yield every pair of a chunk of queries and a block of records that take part."""
     queries, width = request.queries, source.width if request.pools else 0
     bytes_a_record = queries.element_size() * (queries.shape[1] + width)
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(source.live)))
@@ -63,7 +63,7 @@ def tiles(request: Request, source: SourceRecords) -> Iterator[Tile]:
 def scored_tiles(
     request: Request, source: SourceRecords, score: Score | ScoreFunction | None = None
 ) -> Iterator[tuple[Tile, Tensor]]:  # (chunk, m), -inf where dead
-    """The tiles with their scores; None: by the request's score."""
+    """Yield the tiles with their scores; by the request's own score if `score` is None."""
     score = request.score if score is None else score
     for tile in tiles(request, source):
         scores = scores_of(score, request.queries[tile.chunk], tile.keys)
@@ -71,22 +71,22 @@ def scored_tiles(
 
 
 def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, m) or (q, k)
-    """The score of shared keys (…, m, d), or of each query's own (q, k, d). Raises BadInput for a wrong shape or NaN.
+    """Scores of shared keys (…, m, d), or of each query's own keys (q, k, d). Raises BadInput for a wrong shape or NaN.
 
-    A plain callable need only know shared keys: of their own keys each query is asked alone.
+    A plain callable need only accept shared keys: with own keys it is called once for each query.
     """
-    own = keys.ndim > queries.ndim
-    if not own or isinstance(score, torch.nn.Module) or fold(score, queries[:1].detach()) is not None:
+    separate = keys.ndim > queries.ndim
+    if not separate or isinstance(score, torch.nn.Module) or fold(score, queries[:1].detach()) is not None:
         scores = score(queries, keys)
     else:
-        each = [score(one.unsqueeze(0), mine) for one, mine in zip(queries, keys.to(queries.dtype), strict=True)]
-        wrong = [one for one in each if not isinstance(one, Tensor)]
+        each = [score(query.unsqueeze(0), own) for query, own in zip(queries, keys.to(queries.dtype), strict=True)]
+        wrong = [scores for scores in each if not isinstance(scores, Tensor)]
         scores = wrong[0] if wrong else torch.cat(each) if each else queries.new_zeros(keys.shape[:2])
     expected = (*queries.shape[:-1], keys.shape[-2])
     if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
         came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
         raise BadInput(
-            f"the score returned {came} for queries {tuple(queries.shape)} and {'their own' if own else 'shared'} keys "
+            f"the score returned {came} for queries {tuple(queries.shape)} and {'own' if separate else 'shared'} keys "
             f"{tuple(keys.shape)}; expected a tensor {expected}"
         )
     if bool(scores.detach().isnan().any()):
@@ -95,11 +95,11 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
 
 
 class _Places:
-    """Places of records among the live ones, asked for in ascending order. An index over all would be 8 n bytes."""
+    """Ranks of records among the live ones, for ascending positions. A table of all ranks would take 8 n bytes."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
-        self.before, self.end = 0, 0  # how many live records stand before position `end`
+        self.before, self.end = 0, 0  # number of live records before position `end`
 
     def of(self, positions: Tensor) -> Tensor:  # (m,) ascending, of live records -> (m,)
         low, high = int(positions[0]), int(positions[-1]) + 1
@@ -114,7 +114,7 @@ class Solved(NamedTuple):
 
     output: Tensor  # (q, v)
     lse: Tensor  # (q,)
-    mean: Tensor  # (q, v): Σ u v / Σ u, of which a value's difference pulls; the output itself for softmax
+    mean: Tensor  # (q, v): Σ u v / Σ u, from which values pull the gradient; the output itself for softmax
     empty: Tensor  # (q,) bool: nothing takes part
     of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # scores of a chunk (c, m) -> weights w and pulls u
 
@@ -141,8 +141,8 @@ def softmax_over(request: Request, source: SourceRecords) -> Solved:
     lse = (total.log() + top / temperature).masked_fill(empty, -torch.inf)
 
     def of(scores: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        # top and total rather than lse: s / T - lse loses digits where s / T is large. At most 0, but a score computed
-        # twice may differ in its last digit, which a tiny temperature makes infinite
+        # by top and total, as s / T - lse loses digits where s / T is large; clamped, as a score computed twice may
+        # differ in its last digit, which a tiny temperature makes infinite
         weights = (scores - top[chunk].unsqueeze(1)).clamp_(max=0).div_(temperature).exp_()
         weights.div_(total[chunk].unsqueeze(1))
         return weights, weights
@@ -162,7 +162,7 @@ def sparse_over(request: Request, source: SourceRecords) -> Solved:
     top = top.masked_fill(empty, 0)
 
     def below(scores: Tensor, chunk: slice) -> Tensor:
-        """z less its largest; two scores of one pair may differ in their last digit."""
+        """Return z minus its maximum, at most 0: a score computed twice may differ in its last digit."""
         return (scores - top[chunk].unsqueeze(1)).clamp_(max=0).to(wide).div_(temperature)
 
     tau = queries.new_full((q, 1), -1, dtype=wide)
@@ -207,13 +207,13 @@ class Blocks(torch.autograd.Function):
     def forward(
         ctx: Any,
         queries: Tensor,  # the request's
-        keys: Tensor | None,  # (n, d), the source's own, given where it wants a gradient
+        keys: Tensor | None,  # (n, d), the source's own, if they require a gradient
         values: Tensor | None,  # (n, v), likewise
         request: Request,
         source: SourceRecords,
-        *parameters: Tensor,  # of the score, that want gradients
+        *parameters: Tensor,  # of the score, those that require gradients
     ) -> tuple[Tensor, Tensor]:
-        """Weights by the request's weighting."""
+        """Answer by the request's weighting."""
         request = replace(request, queries=queries)
         with torch.autocast(queries.device.type, enabled=False):
             solved = (sparse_over if isinstance(request.weighting, Sparse) else softmax_over)(request, source)
@@ -223,7 +223,7 @@ class Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the queries, the columns that want them, and each parameter."""
+        """Gradients of the queries, of the columns that require them, and of each parameter."""
         queries, _, _, *parameters = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
             grads = _backward(ctx, output_grad, lse_grad)
@@ -243,7 +243,7 @@ def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v
 
 
 def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | None]:
-    """Gradients of the queries, of keys and values where they want one, and of each parameter.
+    """Gradients of the queries, of keys and values if they require them, and of each parameter.
 
     ds = (u (g·v - g·mean) + g_lse w) / T, dv = w g.
     """
@@ -257,10 +257,10 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
     for tile in tiles(request, source):
         chunk = tile.chunk
         with torch.enable_grad():
-            part, keys = queries[chunk].detach().requires_grad_(), tile.keys
+            own_queries, keys = queries[chunk].detach().requires_grad_(), tile.keys
             if key_grad is not None:
                 keys = keys.detach().requires_grad_()
-            scores = scores_of(request.streamed_score, part, keys)
+            scores = scores_of(request.streamed_score, own_queries, keys)
             scores = scores if tile.dead is None else scores.masked_fill(tile.dead, -torch.inf)
         weights, pulls = ctx.of(scores.detach(), chunk)
         if value_grad is not None and request.pools:
@@ -269,18 +269,18 @@ def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | 
             continue
         score_grad = weights * lse_grad[chunk].unsqueeze(1)
         if request.pools:
-            mine, values = output_grad[chunk], tile.values
-            along = mine @ values.mT if values.is_floating_point() else mine.index_select(1, values)
+            pull, values = output_grad[chunk], tile.values
+            along = pull @ values.mT if values.is_floating_point() else pull.index_select(1, values)
             score_grad += along.sub_(offset[chunk].unsqueeze(1)).mul_(pulls)
-        wanted = (part, *parameters) if key_grad is None else (part, *parameters, keys)
-        found = torch.autograd.grad(scores, wanted, score_grad.div_(request.temperature), allow_unused=True)
-        for grad, add in zip((query_grad[chunk], *parameter_grads), found, strict=False):
+        wanted = (own_queries, *parameters) if key_grad is None else (own_queries, *parameters, keys)
+        grads = torch.autograd.grad(scores, wanted, score_grad.div_(request.temperature), allow_unused=True)
+        for grad, add in zip((query_grad[chunk], *parameter_grads), grads, strict=False):
             if add is not None:
                 grad.add_(add)
-        if key_grad is not None and found[-1] is not None:
-            _add_at(key_grad, tile.positions, found[-1])
+        if key_grad is not None and grads[-1] is not None:
+            _add_at(key_grad, tile.positions, grads[-1])
     return [query_grad, key_grad, value_grad, *parameter_grads]
 
 
-def _add_at(grad: Tensor, positions: Tensor, found: Tensor) -> None:
-    grad.index_add_(0, positions.to(grad.device), found.to(grad.device).to(grad.dtype))
+def _add_at(grad: Tensor, positions: Tensor, added: Tensor) -> None:
+    grad.index_add_(0, positions.to(grad.device), added.to(grad.device).to(grad.dtype))

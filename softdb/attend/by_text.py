@@ -24,11 +24,11 @@ Floats = NDArray[np.float64]
 
 
 class TextQuery(NamedTuple):
-    """Texts, how many records each wants, and which take part."""
+    """Texts, the number of records wanted for each, and the records that take part."""
 
     texts: TextScores
     k: int
-    keep: Live | None  # (m,) which records with a text take part; None: all
+    keep: Live | None  # (m,) records with a text that take part; None: all
     left_out: Positions | None  # (q, e) rows, or (1, e) for every query; -1 = none
 
     def best(self, i: int, k: int) -> tuple[Positions, Floats]:  # (≤ k,), (m,)
@@ -54,8 +54,8 @@ def _best(scores: Floats, k: int, keep: Live | None) -> Positions:
     """Positions of the k best scores above 0, (m,) -> (≤ k,)."""
     places = np.flatnonzero(scores if keep is None else scores * keep)
     if len(places) > k:
-        found = scores[places]
-        places = places[found >= np.partition(found, -k)[-k]]
+        positive = scores[places]
+        places = places[positive >= np.partition(positive, -k)[-k]]
     return places[np.argsort(-scores[places], kind="stable")[:k]]
 
 
@@ -73,23 +73,23 @@ def fused_hits(
     count, queries, texts = nearest.shape[1], query.queries, by_text.texts
     if not count:
         return torch.from_numpy(nearest).to(queries.device), queries[:, :0]
-    rows = np.concatenate([nearest, np.full_like(nearest, -1)], 1)  # (q, 2 c), none twice
+    rows = np.concatenate([nearest, np.full_like(nearest, -1)], 1)  # (q, 2 c), each row once
     scores, ranks = np.zeros(rows.shape), np.full((2, *rows.shape), np.inf)
     ranks[0, :, :count] = np.arange(1, count + 1)
-    for i, mine in enumerate(rows):
-        best, found = by_text.best(i, count)
-        new = ~np.isin(texts.rows[best], mine)
-        mine[count : count + np.count_nonzero(new)] = texts.rows[best[new]]
-        places = np.minimum(texts.rows.searchsorted(mine), len(texts.rows) - 1)
-        scores[i] = np.where(texts.rows[places] == mine, found[places], 0) if len(found) else 0
+    for i, own_rows in enumerate(rows):
+        best, text_scores = by_text.best(i, count)
+        new = ~np.isin(texts.rows[best], own_rows)
+        own_rows[count : count + np.count_nonzero(new)] = texts.rows[best[new]]
+        places = np.minimum(texts.rows.searchsorted(own_rows), len(texts.rows) - 1)
+        scores[i] = np.where(texts.rows[places] == own_rows, text_scores[places], 0) if len(text_scores) else 0
         place = dict(zip(texts.rows[best].tolist(), range(1, count + 1), strict=False))
-        ranks[1, i] = [place.get(row, np.inf) for row in mine.tolist()]
-    there = torch.from_numpy(rows >= 0).to(queries.device)
+        ranks[1, i] = [place.get(row, np.inf) for row in own_rows.tolist()]
+    live = torch.from_numpy(rows >= 0).to(queries.device)
     if fusion.ranks:
         fused = torch.from_numpy((1 / (RANKED + ranks)).sum(0)).to(queries)
     else:
         fused = _summed(fusion, query, torch.from_numpy(scores).to(queries), rows, columns)
-    fused, order = fused.masked_fill(~there, -torch.inf).sort(dim=1, descending=True, stable=True)
+    fused, order = fused.masked_fill(~live, -torch.inf).sort(dim=1, descending=True, stable=True)
     return torch.from_numpy(rows).to(queries.device).gather(1, order)[:, : by_text.k], fused[:, : by_text.k]
 
 

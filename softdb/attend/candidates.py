@@ -18,59 +18,61 @@ GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 
 def chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tuple[Tensor, Positions | None]]:
-    """So many queries at a time, at least one, and what they leave out."""
+    """Chunks of at most `count` queries, at least 1, each with the records that it excludes."""
     if len(queries) <= count:
         return [(queries, excluded)]
     parts = torch.split(queries, max(1, count))
     if excluded is None or len(excluded) == 1:
-        return [(part, excluded) for part in parts]
+        return [(chunk, excluded) for chunk in parts]
     return list(zip(parts, np.split(excluded, range(len(parts[0]), len(queries), len(parts[0]))), strict=True))
 
 
 def without(
-    found: Positions,  # (q, c) best first
+    positions: Positions,  # (q, c) best first
     scores: Floats | None,  # (q, c)
     excluded: Positions | None,  # (q, e) or (1, e)
     k: int | None,  # None: all
 ) -> tuple[Positions, Floats | None]:  # (q, k), (q, k)
-    """The first k that are not left out, and their scores."""
+    """The first k positions that are not excluded, and their scores."""
     if excluded is not None:
-        drop = np.zeros(found.shape, np.bool_)
+        drop = np.zeros(positions.shape, np.bool_)
         for column in excluded.T:
-            drop |= found == column[:, None]
-        order = np.argsort(drop | (found < 0), axis=1, kind="stable")
-        found = np.take_along_axis(np.where(drop, -1, found), order, 1)
+            drop |= positions == column[:, None]
+        order = np.argsort(drop | (positions < 0), axis=1, kind="stable")
+        positions = np.take_along_axis(np.where(drop, -1, positions), order, 1)
         if scores is not None:
             scores = np.take_along_axis(np.where(drop, np.float32(-np.inf), scores), order, 1)
-    return found[:, :k], None if scores is None else scores[:, :k]
+    return positions[:, :k], None if scores is None else scores[:, :k]
 
 
 def scored(
     queries: Tensor,  # (q, d)
     snapshot: RecordColumns,
     metric: Metric,
-    found: Positions,  # (q, k)
+    positions: Positions,  # (q, k)
     scores: Floats | None,  # (q, c ≥ k) where the finder computed them
 ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
-    """Rows and exact scores, with gradient to the queries. Nothing is scored twice unless a gradient needs it."""
+    """Rows and exact scores, with gradient to the queries. Scores of the finder serve unless a gradient is needed."""
     score = score_of(metric)
     if snapshot.placed is None and metric_in_place(score, queries, snapshot) is not None:
         if scores is None:
-            found, scores = ordered(snapshot, queries.detach().numpy(), found, found.shape[1], metric)
-        scores = scores[:, : found.shape[1]]
-        if not np.isnan(scores).any():  # too large for float32: torch says so
-            return torch.from_numpy(snapshot.rows(found)), torch.from_numpy(scores)
-    exact, order = score_rows(score, queries, snapshot, found).sort(dim=1, descending=True, stable=True)
-    return torch.from_numpy(snapshot.rows(found)).to(queries.device).gather(1, order), exact
+            positions, scores = ordered(snapshot, queries.detach().numpy(), positions, positions.shape[1], metric)
+        scores = scores[:, : positions.shape[1]]
+        if not np.isnan(scores).any():  # NaN: too large for float32; torch scores instead
+            return torch.from_numpy(snapshot.rows(positions)), torch.from_numpy(scores)
+    exact, order = score_rows(score, queries, snapshot, positions).sort(dim=1, descending=True, stable=True)
+    return torch.from_numpy(snapshot.rows(positions)).to(queries.device).gather(1, order), exact
 
 
 def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Rows and scores (q_i, k_i) one below the other, as wide as the widest."""
+    """Rows and scores (q_i, k_i) of all parts concatenated, padded to the widest."""
     if len(parts) == 1:
         return parts[0]
     width = max(rows.shape[1] for rows, _ in parts)
     rows, scores = (
-        torch.cat([torch.nn.functional.pad(part[i], (0, width - part[i].shape[1]), value=none) for part in parts])
+        torch.cat(
+            [torch.nn.functional.pad(columns[i], (0, width - columns[i].shape[1]), value=none) for columns in parts]
+        )
         for i, none in enumerate((-1, -torch.inf))
     )
     return rows, scores

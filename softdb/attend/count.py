@@ -23,8 +23,8 @@ from softdb.index.query import Query
 from softdb.index.sampler import FEWEST, Drawable, Drawing, Sampler
 from softdb.kernels import native
 
-FIRST, GROWTH = 400, 4  # records drawn for a query in the first round, and how many more in each further one
-ONE = 1.0  # record at the boundary, which the codes may put on the wrong side and no draw shows
+FIRST, GROWTH = 400, 4  # records drawn for a query in the first round; factor of each further round
+BOUNDARY = 1.0  # record that codes may put on the wrong side without a draw that shows it
 
 EXACTLY = 16  # queries that are counted exactly at once
 GATHERED = 1 << 24  # numbers of keys gathered at once for that, where they cannot be read in place
@@ -34,7 +34,7 @@ Numbers = NDArray[np.float64]
 
 @torch.no_grad()
 def count_by_scores(source: SourceRecords, request: Request, least: float) -> Estimate:
-    """Number of records that score at least so much, by scoring all. Cost q n d."""
+    """Number of records that score at least `least`, by scoring all. Cost q n d."""
     value = torch.zeros(len(request.queries), dtype=torch.float64)
     for tile, scores in scored_tiles(request.detached, source):
         value[tile.chunk] += (scores >= least).sum(1).to(value)
@@ -45,39 +45,38 @@ def count_by_scores(source: SourceRecords, request: Request, least: float) -> Es
 def count_drawn(
     source: IndexedRecords,
     request: Request,
-    least: float,  # the score that counts
+    least: float,  # records count from this score on
 ) -> Estimate:
-    """Number of records scoring at least so much, from those drawn where their codes do not tell the side they lie on.
+    """Number of records that score at least `least`, estimated from draws among those that codes leave undecided.
 
     ĉ = Σ h + Σ (1[s ≥ least] - h) / p, the first sum over all records, the other over those drawn; h is about the
-    chance that the code of a record gives it (Särndal, Swensson and Wretman 1992, chapter 6). The variance is at least
-    the one that codes tell, so that few draws, or none, do not pass for certainty; and the bar allows for records that
+    chance that a record lies inside, given its code (Särndal, Swensson and Wretman 1992, chapter 6). The variance is at
+    least the one that codes predict, so that few draws, or none, do not pass for certainty; the bar covers records that
     draws may not show (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers where that
-    costs less. The records younger than the index are compared one by one.
+    costs less. Unindexed records are compared exactly.
     """
     tolerance = request.tolerance
     assert tolerance is not None
     ball = _Ball(request, source, tolerance, least, request.keep(source.live))
-    rest, drawn = np.arange(len(request.queries)), tolerance.most or FIRST
-    value, bar = np.zeros(len(rest)), np.full(len(rest), np.inf)
+    open_queries, drawn = np.arange(len(request.queries)), tolerance.most or FIRST
+    value, bar = np.zeros(len(open_queries)), np.full(len(open_queries), np.inf)
     taking_part, drawable = int(np.count_nonzero(ball.keep)), source.sampler(request.allowed)
-    while drawable is not None and taking_part >= FEWEST and len(rest):
-        if tolerance.most is None and ball.too_dear(drawable[0], len(rest), drawn, taking_part):
+    while drawable is not None and taking_part >= FEWEST and len(open_queries):
+        if tolerance.most is None and ball.too_dear(drawable[0], len(open_queries), drawn, taking_part):
             break
-        value[rest], bar[rest] = ball.estimated(*drawable, rest, drawn)
-        fits = bar[rest] <= ball.allowed(value[rest])
-        rest = rest[:0] if tolerance.most is not None else rest[~fits]
+        value[open_queries], bar[open_queries] = ball.estimated(*drawable, open_queries, drawn)
+        fits = bar[open_queries] <= ball.allowed(value[open_queries])
+        open_queries = open_queries[:0] if tolerance.most is not None else open_queries[~fits]
         drawn *= GROWTH
     exact = np.zeros(len(value), np.bool_)
-    if len(rest):
-        value[rest], bar[rest], exact[rest] = ball.exactly(rest, ball.keep), 0.0, True
+    if len(open_queries):
+        value[open_queries], bar[open_queries], exact[open_queries] = ball.exactly(open_queries, ball.keep), 0.0, True
     met = bar <= ball.allowed(value)
-    told = torch.from_numpy
-    return Estimate(told(value), told(bar), told(met), told(exact))
+    return Estimate(*map(torch.from_numpy, (value, bar, met, exact)))
 
 
 def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)
-    """Number of records that score at least so much. Cost q n d."""
+    """Number of records that score at least `least`, exactly. Cost q n d."""
     ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source.live))
     return ball.exactly(np.arange(len(request.queries)), ball.keep).astype(np.int64)
 
@@ -103,14 +102,14 @@ class _Ball(NamedTuple):
             queries = self.request.queries[torch.from_numpy(few)]
             positions = self.source.in_radius(Query(queries, 0, self.source.schema.metric, keep, least=self.least))
             count, step = np.zeros(len(few)), max(1, GATHERED // (EXACTLY * queries.shape[1]))
-            for part in np.split(positions, range(step, positions.shape[1], step), axis=1):
-                scores = score_rows(score, queries, columns, part).detach().cpu().numpy()
-                count += ((scores >= self.least) & (part >= 0)).sum(1)
+            for some in np.split(positions, range(step, positions.shape[1], step), axis=1):
+                scores = score_rows(score, queries, columns, some).detach().cpu().numpy()
+                count += ((scores >= self.least) & (some >= 0)).sum(1)
             counts.append(count)
         return np.concatenate(counts)
 
     def too_dear(self, sampler: Sampler, queries: int, drawn: int, records: int) -> bool:
-        """Return True if a pass over every record costs less than to draw."""
+        """Return True if a pass over every record costs less than drawing."""
         d = self.request.queries.shape[1]
         draws = draw_cost(queries, sampler.slots, sampler.parts, min(drawn, records), d, 0)
         return draws > pass_cost(queries, records, d, 0, record_bytes(self.source.snapshot, pools=False))
@@ -121,8 +120,8 @@ class _Ball(NamedTuple):
         """Counts and their error bars."""
         confidence, queries = self.tolerance.confidence, self.request.queries.detach().cpu().numpy()
         doubt = math.log(1 / (1 - confidence))
-        asked = prepared(queries[which], sampler.index.metric)
-        drawing = Drawing(asked, 1.0, drawn, self.request.seed, 1 - confidence, self.least)
+        prepared_queries = prepared(queries[which], sampler.index.metric)
+        drawing = Drawing(prepared_queries, 1.0, drawn, self.request.seed, 1 - confidence, self.least)
         sample = sampler.draw(eligible, self.source.snapshot, drawing, True)
         inside = (sample.positions >= 0) & (sample.scores >= self.least)
         weights = 1 / sample.chances
@@ -131,7 +130,7 @@ class _Ball(NamedTuple):
         variance, squares = noise.sum(1), np.square(noise).sum(1)
         draws = np.maximum(native().SKEWED * variance**2 / np.where(squares > 0, squares, 1), 2.0)
         variance = np.maximum(variance, sample.figures.expected)
-        bar = ONE + np.sqrt(variance * [f_quantile(confidence, 1.0, draw) for draw in draws])
+        bar = BOUNDARY + np.sqrt(variance * [f_quantile(confidence, 1.0, draw) for draw in draws])
         bar += np.minimum(np.sqrt(2 * doubt * sample.figures.hidden), doubt * sample.figures.unseen)
         if indexed_until < self.source.columns.size:
             unindexed = self.keep.copy()

@@ -1,4 +1,4 @@
-"""Drawn candidates pooled in place, and what the error of the answer is made of: parts of it merge, a bar follows."""
+"""Error estimates of drawn answers: sums that merge over parts of the records, and the bar that follows from them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class ErrorEstimate(NamedTuple):
     signed: Floats  # (q, SIGNS, v) Σ ±y
     roots: Numbers  # (q, SIGNS) Σ ±r
     unseen: Numbers  # (q,) the largest term w / p that a record not drawn may be
-    hidden: Numbers  # (q,) Σ w² / p over those that draws may not show
-    missed: Numbers  # (q,) Σ w over those, as it is expected
-    alone: Numbers  # (q,) and Σ w²
-    thinned: Numbers  # (q,) the largest term that was left to chance among those whose weights are known
-    usual: Numbers  # (q,) root of the mean square of ‖v - o‖ by the shares of candidates in `hidden`
-    drift: Numbers  # (q,) length of the mean of v - o by these shares
-    reach: Numbers  # (q,) no value is farther than that from the answer
+    hidden: Numbers  # (q,) Σ w² / p over records that draws may not show
+    missed: Numbers  # (q,) their expected Σ w
+    alone: Numbers  # (q,) their expected Σ w²
+    thinned: Numbers  # (q,) the largest term of a record set apart that was thinned out; 0 if none was
+    usual: Numbers  # (q,) root mean square of ‖v - o‖, weighted by the shares of candidates in `hidden`
+    drift: Numbers  # (q,) length of the mean of v - o, weighted alike
+    reach: Numbers  # (q,) largest distance of a value from the answer
 
     @classmethod
     def of(cls, figures: Figures, answer: DrawnAnswer) -> ErrorEstimate:
-        """As the kernel summed it."""
+        """The estimate that the kernel summed."""
         return cls(
             answer.output, figures.lse, figures.noise, figures.noises, figures.variance, figures.variances,
             answer.first, answer.signed, answer.roots, figures.unseen, figures.hidden, figures.missed, figures.alone,
@@ -62,11 +62,11 @@ class Bars(NamedTuple):
     stderr: Numbers  # (q,)
     lse_bar: Numbers  # (q,) quantile of |Ẑ / Z - 1|
     lse_stderr: Numbers  # (q,)
-    blind: Numbers  # (q,) how much of the bar is for what was not drawn
+    blind: Numbers  # (q,) the share of `lse_bar` for records that were not drawn
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
-    """The spread of an answer without error."""
+    """Error estimate of an exact answer: all sums are 0."""
     (q, v), signs = output.shape, native().SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, v), np.float32)
     no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
@@ -74,7 +74,7 @@ def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
 
 
 def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
-    """The spread of the whole, from parts that share no record. Associative and commutative up to rounding.
+    """Error estimate of the union of parts that share no record. Associative and commutative up to rounding.
 
     With z = Z_part / Z and the shift s = o_part - o, each sum is moved to the new centre and scaled: r becomes z r, y
     becomes z (y + r s); Σ ‖y‖² = z² (Σ ‖y‖² + 2 s·Σ r y + ‖s‖² Σ r²), and so on. Σ ‖y‖⁴ grows as the square of that.
@@ -86,9 +86,9 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     shares = np.exp(lses - np.where(np.isneginf(lse), 0, lse))  # (parts, q)
     output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
     moved = [_moved(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
-    sums = (sum(column) for column in zip(*(one[:7] for one in moved), strict=True))
+    sums = (sum(column) for column in zip(*(sums_of[:7] for sums_of in moved), strict=True))
     noise, noises, variance, variances, first, signed, roots = sums
-    unseen, hidden, missed, alone, thinned, usual, drift, reach = zip(*(one[7:] for one in moved), strict=True)
+    unseen, hidden, missed, alone, thinned, usual, drift, reach = zip(*(sums_of[7:] for sums_of in moved), strict=True)
     return ErrorEstimate(
         output, lse, noise, noises, variance, variances, first, signed, roots,
         np.max(unseen, axis=0), np.sum(hidden, axis=0), np.sum(missed, axis=0), np.sum(alone, axis=0),
@@ -96,22 +96,22 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
     )  # fmt: skip
 
 
-def parts_of_error(parts: Sequence[ErrorEstimate], whole: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
-    """Share of each part in the squared error of the whole: of its output, or of Z relative to it."""
-    shares = [np.exp(part.lse - np.where(np.isneginf(whole.lse), 0, whole.lse)) for part in parts]
-    seen = [_variance(part, part.output - whole.output) if pools else part.noise for part in parts]
-    return np.stack([share**2 * one for share, one in zip(shares, seen, strict=True)])
+def parts_of_error(parts: Sequence[ErrorEstimate], union: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
+    """Share of each part in the squared error of the union: of its output, or of Z relative to it."""
+    shares = [np.exp(part.lse - np.where(np.isneginf(union.lse), 0, union.lse)) for part in parts]
+    errors = [_variance(part, part.output - union.output) if pools else part.noise for part in parts]
+    return np.stack([share**2 * error for share, error in zip(shares, errors, strict=True)])
 
 
 def _variance(part: ErrorEstimate, shift: Numbers) -> Numbers:  # (q, v)
-    """Σ ‖y‖² of a part, o shifted."""
+    """Σ ‖y‖² of a part around an answer that is shifted by `shift`."""
     along, far = np.einsum("qv,qv->q", shift, part.first), np.einsum("qv,qv->q", shift, shift)
-    found: Numbers = np.maximum(part.variance + 2 * along + far * part.noise, 0)
-    return found
+    variance: Numbers = np.maximum(part.variance + 2 * along + far * part.noise, 0)
+    return variance
 
 
 def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)
-    """The sums of a part, seen from the answer of the whole."""
+    """The sums of a part around the answer of the union."""
     square = share**2
     far = np.einsum("qv,qv->q", shift, shift)
     signed = share[:, None, None].astype(np.float32) * part.signed
@@ -129,26 +129,28 @@ def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ..
     return (
         square * part.noise, square**2 * part.noises, square * variance, square**2 * grown**2 * part.variances,
         square[:, None] * (part.first + shift * part.noise[:, None]), signed, share[:, None] * part.roots,
-        *(np.multiply(scale, one, out=np.zeros_like(one), where=one != 0) for scale, one in scaled),
-        *(np.where(share > 0, one + np.sqrt(far), 0) for one in (part.usual, part.drift, part.reach)),
+        *(np.multiply(scale, column, out=np.zeros_like(column), where=column != 0) for scale, column in scaled),
+        *(np.where(share > 0, length + np.sqrt(far), 0) for length in (part.usual, part.drift, part.reach)),
     )  # fmt: skip
 
 
 def bars(spread: ErrorEstimate, confidence: float) -> Bars:
     """Standard errors and error bars; docs/error-bars.md derives them.
 
-    What the draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom: ‖ô - o‖²
-    spreads as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about stderr² χ²_ν / ν with
-    ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many 1.1. tr(C²) is Σ ‖y‖⁴ and, of unlike
-    draws, the mean of (x·x')² over x = Σ ±y of groups, random signs (Hutchinson 1989). C is known from
-    m = (Σ ‖y‖²)² / Σ ‖y‖⁴ draws. What they do not show: with L = log(1 / (1 - confidence)), weights that stayed undrawn
-    sum to at most √(2 L Σ w² / p) but for that doubt (Bernstein's inequality for the lower side of a sum of positive
-    terms), to at most L times the largest term, and to about `missed` as codes tell it. Their values lie about `usual`
-    from the answer, and none farther than `reach`. What is known but left to chance: L / 3 times its largest.
+    The error that draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom.
+    ‖ô - o‖² is distributed as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about
+    stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many give 1.1.
+    tr(C²) is Σ ‖y‖⁴ plus, for pairs of draws, the mean of (x·x')² over x = Σ ±y of groups with random signs
+    (Hutchinson 1989). C is estimated from m = (Σ ‖y‖²)² / Σ ‖y‖⁴ draws.
+
+    The error that draws do not show, with L = log(1 / (1 - confidence)): the weights of undrawn records sum to at most
+    √(2 L Σ w² / p) with that confidence (Bernstein's inequality for the lower side of a sum of positive terms), to at
+    most L times the largest term, and to about `missed` by their codes. Their values lie about `usual` from the answer,
+    and at most `reach`. Records thinned out add L / 3 times the largest of their terms.
     """
     figures = np.zeros((native().FIGURES, len(spread.lse)))
-    for name in Figures._fields[3:-3]:
-        figures[Figures._fields.index(name)] = getattr(spread, name, 0.0)
+    for row, name in enumerate(Figures._fields):
+        figures[row] = getattr(spread, name, 0.0)
     signed = np.ascontiguousarray(spread.signed.reshape(len(spread.lse), -1))
     native().bars(figures, signed, normal_quantile(confidence), math.log(1 / (1 - confidence)))
     known = Figures(*figures)
@@ -157,11 +159,11 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
 
 @functools.lru_cache(maxsize=16)
 def normal_quantile(confidence: float) -> float:
-    """The quantile of the normal distribution."""
+    """Quantile of the standard normal distribution."""
     return statistics.NormalDist().inv_cdf(confidence)
 
 
 def f_quantile(confidence: float, above: float, below: float) -> float:
-    """The quantile of F with so many degrees of freedom above and below, to a tenth."""
+    """Quantile of the F distribution with `above` and `below` degrees of freedom, to a tenth."""
     quantile: float = native().f_quantile(normal_quantile(confidence), above, below)
     return quantile

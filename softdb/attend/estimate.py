@@ -20,7 +20,7 @@ from softdb.scoring import Softmax
 
 
 def estimate(source: SourceRecords, request: Request) -> Pooled:
-    """The exact answer: nothing draws these records. Raises BadInput as `estimate_drawn`."""
+    """The exact answer, of a source without codes to draw by. Raises BadInput as `estimate_drawn`."""
     if request.pools:
         require_estimator(request)
     return exact(source, request)
@@ -30,9 +30,9 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """The softmax over all records, to the request's tolerance.
 
     Each round draws records for the queries whose error bar does not fit yet, by one scan of all codes, scores them
-    exactly and pools them with the inverse of their probabilities. Records younger than the index are pooled whole.
-    Queries for which a pass over every record costs less are answered so, and all of them where nothing can be drawn:
-    no index, one of another metric, a mask. Raises BadInput for weightings and scores that have no estimator, unless
+    exactly and pools them with the inverse of their probabilities. Unindexed records are all pooled. A pass over every
+    record answers queries for which it costs less, and all queries if nothing can be drawn: without an index, with an
+    index of another metric, or with a mask. Raises BadInput for weightings and scores that have no estimator, unless
     the log-normaliser alone is wanted.
     """
     if request.pools:
@@ -42,38 +42,38 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
         return exact(source, request)
     if not bounded and estimator.sampler.hopeless(estimator.kind):
         return exact(source, request)
-    passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Estimated]](), estimator.first()
+    passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Positions, Estimated]](), estimator.first()
     q, spent = len(request.queries), 0.0
-    whole = estimator.pass_cost(q)
+    full_cost = estimator.pass_cost(q)
     while tasks:
         task = tasks.pop()
         answer, *sizes = estimator.drawn(task)
-        done, further, left = estimator.after(task, *sizes)
-        passed.append(left)
+        done, further, to_pass = estimator.after(task, *sizes)
+        passed.append(to_pass)
         if done.any():
-            answers.append((task.which[done], answer.of(done)))
+            answers.append((task.which[done], np.flatnonzero(done), answer))
         spent += estimator.cost(task)
-        expected = estimator.cost(task) + sum(estimator.cost(more) for more in further) + whole * len(left) / q
-        if tasks and not bounded and expected > whole * len(task.which) / q:  # these show what becomes of the others
+        expected = estimator.cost(task) + sum(estimator.cost(more) for more in further) + full_cost * len(to_pass) / q
+        if tasks and not bounded and expected > full_cost * len(task.which) / q:  # the other queries would cost as much
             passed += [other.which for other in (*tasks, *further)]
             break
         tasks += further
-    rest = np.sort(np.concatenate(passed))
+    exact_queries = np.sort(np.concatenate(passed))
     if not bounded:
-        estimator.sampler.learn(estimator.kind, (spent + estimator.pass_cost(len(rest))) / whole)
-    if answers and len(rest):
-        answers.append((rest, _exactly(request.at(rest), source)))
-    return _joined(estimator, answers, rest) if answers else exact(source, request)
+        estimator.sampler.learn(estimator.kind, (spent + estimator.pass_cost(len(exact_queries))) / full_cost)
+    if answers and len(exact_queries):
+        answers.append((exact_queries, np.arange(len(exact_queries)), _exactly(request.at(exact_queries), source)))
+    return _joined(estimator, answers, exact_queries) if answers else exact(source, request)
 
 
 def log_partition(source: SourceRecords, request: Request) -> Estimate:
-    """log Z alone, Z = Σ exp(s / T) over all records, as `estimate` estimates it; nothing is pooled."""
-    found = source.estimate(replace(request, pools=False))
-    return Estimate(found.lse, found.bar, found.met, found.exact, found.missing)
+    """log Z, Z = Σ exp(s / T) over all records, to the request's tolerance; no values are pooled."""
+    pooled = source.estimate(replace(request, pools=False))
+    return Estimate(pooled.lse, pooled.bar, pooled.met, pooled.exact, pooled.missing)
 
 
 def require_estimator(request: Request) -> None:
-    """Raises BadInput where no index could draw for the request."""
+    """Raise BadInput if no index could draw for the request."""
     if not isinstance(request.weighting, Softmax):
         raise BadInput(
             f"the weights are {type(request.weighting).__name__.lower()}, for which there is no estimate; a tolerance "
@@ -90,23 +90,17 @@ def require_estimator(request: Request) -> None:
 
 def _joined(
     estimator: Estimator,
-    parts: list[tuple[Positions, Estimated]],
-    rest: Positions,  # (r,) queries that were answered exactly
+    parts: list[tuple[Positions, Positions, Estimated]],  # queries, and their lines in an answer
+    exact_queries: Positions,  # (r,) those answered exactly
 ) -> Pooled:
-    """Answers of parts in the order of the queries."""
+    """The answer to all queries, from answers to some of them."""
     request, source = estimator.request, estimator.source
-    order, answers = zip(*parts, strict=True)
-    whole, device = answers[0], request.queries.device
-    if len(parts) > 1:
-        width = max(part.positions.shape[1] for part in answers)
-        columns = zip(*(part.padded(width) for part in answers), strict=True)
-        back = torch.from_numpy(np.argsort(np.concatenate(order))).to(device)
-        whole = Estimated(*(torch.cat(column)[back] for column in columns))
+    device, answer = request.queries.device, Estimated.joined(len(request.queries), parts)
     certain = torch.zeros(len(request.queries), dtype=torch.bool, device=device)
-    certain[torch.from_numpy(rest).to(device)] = True
-    found = Scored(whole.positions.cpu().numpy(), whole.scores)
-    doubt = Doubt(certain, torch.zeros_like(whole.lse.detach()), whole)
-    return answered(request, source, whole[:2], estimator.sampler.index.kind, (found, whole.weights), doubt)
+    certain[torch.from_numpy(exact_queries).to(device)] = True
+    scored = Scored(answer.positions.cpu().numpy(), answer.scores)
+    error = Doubt(certain, torch.zeros_like(answer.lse.detach()), answer)
+    return answered(request, source, answer[:2], estimator.sampler.index.kind, (scored, answer.weights), error)
 
 
 def _exactly(request: Request, source: SourceRecords) -> Estimated:

@@ -20,7 +20,7 @@ from softdb.errors import BadInput
 from softdb.scoring import Argmax, Softmax, Sparse, Uniform
 from softdb.scoring.score import alike
 
-FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before every record is asked: 32, 256, 2048
+FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before a pass over every record: 32, 256, 2048
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 
@@ -55,42 +55,42 @@ def log_normaliser(source: SourceRecords, request: Request) -> Tensor:  # (q,)
 
 @torch.no_grad()
 def _support(request: Request, source: SourceRecords, by: Sparse) -> Candidates | None:
-    """The records that have weight, proven; None where more than MOST share it."""
+    """The records that have weight, with proof that no other has; None if they are more than MOST."""
     q, taking_part = len(request.queries), request.taking_part(source)
-    found = np.full((q, 0), -1, np.int64)
+    supports = np.full((q, 0), -1, np.int64)
     unproven, k, finder = np.arange(q), FIRST, "flat"
     while len(unproven):
         if k > MOST:
             return None
-        part = request.at(unproven)
-        tried = source.find(part.top(k, exact=True))
+        open_request = request.at(unproven)
+        tried = source.find(open_request.top(k, exact=True))
         finder = tried.finder
-        weights, proven = _weigh(part, source, tried, by, taking_part[torch.from_numpy(unproven)])
+        weights, proven = _weigh(open_request, source, tried, by, taking_part[torch.from_numpy(unproven)])
         support = np.where(weights > 0, tried.positions, -1)[proven]
         width = int((support >= 0).sum(1).max(initial=0))
-        if width > found.shape[1]:
-            found = np.pad(found, ((0, 0), (0, width - found.shape[1])), constant_values=-1)
+        if width > supports.shape[1]:
+            supports = np.pad(supports, ((0, 0), (0, width - supports.shape[1])), constant_values=-1)
         # the nearest come first, and ties with the last weight nothing: what has weight is a prefix but for rounding
         order = np.argsort(support < 0, axis=1, kind="stable")[:, :width]
-        found[unproven[proven], :width] = np.take_along_axis(support, order, 1)
+        supports[unproven[proven], :width] = np.take_along_axis(support, order, 1)
         unproven, k = unproven[~proven], k * GROWTH
-    return Candidates(found, finder)
+    return Candidates(supports, finder)
 
 
 def _weigh(
-    request: Request, source: SourceRecords, found: Candidates, by: Sparse, taking_part: Tensor
+    request: Request, source: SourceRecords, candidates: Candidates, by: Sparse, taking_part: Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (q, k) of candidates, and where no other record can have any, (q,)."""
-    positions, weights, proven = found.positions, [], []
+    """Weights (q, k) of candidates, and True for queries in which no other record can have weight, (q,)."""
+    positions, weights, proven = candidates.positions, [], []
     chunk = max(1, GATHERED // max(1, positions.shape[1] * request.queries.shape[1]))
     for low in range(0, len(positions), chunk):
-        part = slice(low, low + chunk)
-        own = replace(request, queries=request.queries[part])
-        live = torch.from_numpy(positions[part] >= 0).to(request.queries.device)
-        scores = source.scored(own, positions[part]).scores
-        mine, _, threshold = by.weigh(scores, request.temperature, live)
-        weights.append(mine.cpu())
-        complete = live.sum(1) == taking_part[part].to(live.device)
+        chunk_slice = slice(low, low + chunk)
+        own = replace(request, queries=request.queries[chunk_slice])
+        live = torch.from_numpy(positions[chunk_slice] >= 0).to(request.queries.device)
+        scores = source.scored(own, positions[chunk_slice]).scores
+        chunk_weights, _, threshold = by.weigh(scores, request.temperature, live)
+        weights.append(chunk_weights.cpu())
+        complete = live.sum(1) == taking_part[chunk_slice].to(live.device)
         if live.shape[1]:
             complete |= scores.masked_fill(~live, torch.inf).amin(1) <= threshold
         proven.append(complete.cpu())
@@ -98,7 +98,7 @@ def _weigh(
 
 
 class AllScores(NamedTuple):
-    """Every record that takes part, in row order."""
+    """Scores and values of every record that takes part, in row order."""
 
     positions: Positions  # (n,)
     scores: Tensor  # (q, n), -inf where masked, with gradients to the queries and the score

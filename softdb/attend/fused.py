@@ -30,8 +30,8 @@ from softdb.store import Snapshot
 
 Array: TypeAlias = NDArray[Any]
 
-WORTH = 1 << 16  # products: fewer take no less time than the arrays around them
-PIECE = 1 << 18  # records visited by one call of a kernel: a few milliseconds, between which Ctrl-C is heard
+WORTH = 1 << 16  # products below which the call costs more than torch takes
+PIECE = 1 << 18  # records visited by one kernel call: a few milliseconds, so that Ctrl-C is handled in between
 CHUNK = 1024  # queries that share a pass; their sums are float64
 
 
@@ -39,7 +39,7 @@ class Pass(NamedTuple):
     """A request as the kernels take it: the softmax of metric(q, k) / temperature over stored columns."""
 
     columns: Snapshot
-    keep: Array  # (size,) bool over positions: which take part
+    keep: Array  # (size,) bool over positions, True = takes part
     mask: Array | None  # (q, live) bool, True = takes part
     metric: Metric
     temperature: float
@@ -48,11 +48,11 @@ class Pass(NamedTuple):
 
     @property
     def labels(self) -> bool:
-        """True if the weight of classes is what is pooled."""
+        """True if the values are labels: the answer is the weight of each class."""
         return self.pools and self.num_classes is not None
 
     def chunk(self, part: slice) -> Pass:
-        """The same for some of the queries."""
+        """The pass for some of the queries."""
         return self if self.mask is None else self._replace(mask=self.mask[part])
 
 
@@ -65,7 +65,7 @@ class _PassSums(NamedTuple):
 
 
 def kernel_form(request: Request) -> tuple[Fold, float] | None:
-    """The request as softmax of scale · metric(q, k), and the scale; None where it is no such thing."""
+    """The request as the softmax of scale · metric(q, k), and the scale; None if it has no such form."""
     if isinstance(request.weighting, Sparse) or request.streamed_score is not request.score:
         return None
     folded = request.folded
@@ -78,7 +78,7 @@ def kernel_form(request: Request) -> tuple[Fold, float] | None:
 
 
 def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
-    """The queries as the kernels take them, their pass, and what its lse lacks; None where torch has to answer."""
+    """Queries for the kernels, their pass, and the term to add to its lse; None if torch has to answer."""
     queries, columns = request.queries, source.columns
     if (
         columns is None
@@ -95,16 +95,16 @@ def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tens
     if form is None or not _trains(request, source):
         return None
     folded, inverse = form
-    asked = folded.queries
+    plain = folded.queries
     if folded.metric is Metric.COSINE:
-        asked = asked / length(asked).unsqueeze(1)
+        plain = plain / length(plain).unsqueeze(1)
     mask = None if request.mask is None else np.ascontiguousarray(request.mask.cpu().numpy())
     what = columns, request.keep(source.live), mask, folded.metric, 1 / inverse, source.num_classes, request.pools
-    return asked, Pass(*what), torch.as_tensor(folded.bias) / request.temperature
+    return plain, Pass(*what), torch.as_tensor(folded.bias) / request.temperature
 
 
 def _trains(request: Request, source: SourceRecords) -> bool:
-    """Return True if the kernels give the gradients that the source's own columns want, if they want any."""
+    """Return True if the kernels have every gradient that the source's own columns require."""
     if not torch.is_grad_enabled() or source.trained == (None, None):
         return True
     metric, columns = attribute(request.score, "metric"), source.columns
@@ -124,11 +124,11 @@ class Fused(torch.autograd.Function):
         values: Tensor | None,  # (n, v), likewise
         what: Pass,
     ) -> tuple[Tensor, Tensor]:
-        """Some queries at a time, each with its own sums."""
-        asked = np.ascontiguousarray(queries.detach().numpy())
+        """Answer in chunks of queries."""
+        plain = np.ascontiguousarray(queries.detach().numpy())
         sums = []
-        for part in _chunks(asked):
-            sums.append(forward(asked[part], what.chunk(part)))
+        for chunk in _chunks(plain):
+            sums.append(forward(plain[chunk], what.chunk(chunk)))
         output, top, total = (torch.from_numpy(np.concatenate(column)) for column in zip(*sums, strict=True))
         ctx.what, ctx.columns = what, (keys, values)
         ctx.save_for_backward(queries, output, top, total)
@@ -142,12 +142,12 @@ class Fused(torch.autograd.Function):
         queries, *saved = ctx.saved_tensors
         columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
         written = [None if column is None else column.numpy() for column in columns]
-        asked, *given = (one.detach().numpy() for one in (queries, *saved, output_grad, lse_grad))
-        query_grad = np.empty_like(asked)
-        for part in _chunks(asked):
-            *sums, grad, grad_of_lse = (one[part] for one in given)
-            mine = np.ascontiguousarray(asked[part]), ctx.what.chunk(part), _PassSums(*sums)
-            query_grad[part] = backward(*mine, (grad, grad_of_lse), written)
+        plain, *given = (tensor.detach().numpy() for tensor in (queries, *saved, output_grad, lse_grad))
+        query_grad = np.empty_like(plain)
+        for chunk in _chunks(plain):
+            *sums, grad, grad_of_lse = (array[chunk] for array in given)
+            arguments = np.ascontiguousarray(plain[chunk]), ctx.what.chunk(chunk), _PassSums(*sums)
+            query_grad[chunk] = backward(*arguments, (grad, grad_of_lse), written)
         sources = queries, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)
         return *Once.guarded([torch.from_numpy(query_grad), *columns], sources), None
 
@@ -173,11 +173,11 @@ def forward(queries: Array, what: Pass) -> _PassSums:  # (q, d) float32
         return output.T if what.labels else output, top, total
 
     parts = layout.shares()
-    found = [work(parts[0])] if len(parts) == 1 else share_out(work, parts)
-    top = np.maximum.reduce([one[1] for one in found])  # NaN where a score overflowed
-    decays = [np.exp((one[1] - top).astype(np.float64) / what.temperature) for one in found]
-    total = sum(decay * one[2] for decay, one in zip(decays, found, strict=True))
-    output = sum(decay[:, None] * one[0] for decay, one in zip(decays, found, strict=True))
+    outputs, tops, totals = zip(*share_out(work, parts), strict=True)
+    top = np.maximum.reduce(tops)  # NaN where a score overflowed
+    decays = [np.exp((own_top - top).astype(np.float64) / what.temperature) for own_top in tops]
+    total = sum(decay * own_total for decay, own_total in zip(decays, totals, strict=True))
+    output = sum(decay[:, None] * own_output for decay, own_output in zip(decays, outputs, strict=True))
     output /= np.where(total > 0, total, 1)[:, None]
     return _PassSums(output.astype(np.float32), np.where(total == 0, 0 * top, top).astype(np.float32), total)
 
@@ -194,7 +194,7 @@ def backward(
     Threads share the records, so that each adds to rows of its own.
     """
     layout, (output_grad, lse_grad) = _PassLayout(queries, what), grads
-    # a gradient is a difference of keys: around the queries it loses nothing to cancellation
+    # a gradient is a difference of keys: seen from the mean query, cancellation loses no digits
     centre = queries.mean(0) if what.metric is Metric.L2 else None
     seen = queries if centre is None else queries - centre
     attention = layout.attention(seen, centre)
@@ -215,8 +215,7 @@ def backward(
         return pulled, mass
 
     parts = layout.shares()
-    found = [work(parts[0])] if len(parts) == 1 else share_out(work, parts)
-    pulled, mass = (np.sum(column, axis=0) for column in zip(*found, strict=True))
+    pulled, mass = (np.sum(column, axis=0) for column in zip(*share_out(work, parts), strict=True))
     if what.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
         pulled = 2 * (pulled - mass[:, None] * seen)
     return np.asarray(pulled, np.float32)
@@ -226,14 +225,14 @@ LOWEST = np.finfo(np.float32).min  # below every score
 
 
 def _aligned(size: int) -> Array:
-    """Memory of one thread, which begins with a line of the cache."""
-    found = np.empty(size + 16, np.float32)
-    start = -found.ctypes.data % 64 // 4
-    return found[start : start + size]
+    """Memory of one thread, (size,) float32, aligned to a cache line."""
+    memory = np.empty(size + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    return memory[start : start + size]
 
 
 class _PassLayout:
-    """Pieces of the records for each thread, as the kernels take them."""
+    """Division of the records into pieces for the kernels, and of pieces among threads."""
 
     def __init__(self, queries: Array, what: Pass) -> None:
         self.what = what
@@ -244,7 +243,7 @@ class _PassLayout:
         self.threads = workers(products * len(what.keep))
 
     def attention(self, queries: Array, centre: Array | None = None) -> Any:
-        """Arguments that every piece shares."""
+        """Kernel arguments common to all pieces."""
         what = self.what
         negligible = -(25 * math.log(2) + math.log(max(1, len(what.keep))))
         return native().Attention(
@@ -272,11 +271,11 @@ class _PassLayout:
                 last = min(first + PIECE, end)
                 keep, live = what.keep[first:last], what.columns.live[first:last]
                 rows = places = None
-                part = (first - start, last - start)
+                bounds = (first - start, last - start)
                 if what.mask is not None or not keep.all():
                     rows = np.flatnonzero(keep) + (first - start)
-                    part = (0, len(rows))
+                    bounds = (0, len(rows))
                 if what.mask is not None:
                     places = place + np.cumsum(live)[keep] - 1
                     place += int(np.count_nonzero(live))
-                yield piece(keys, values, labels, rows, places, what.mask, *part)
+                yield piece(keys, values, labels, rows, places, what.mask, *bounds)

@@ -16,7 +16,7 @@ from softdb.attend.scoring import score_rows
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-FETCHED = 2, 8  # how many times the hits wanted are looked at, for all queries at once
+FETCHED = 2, 8  # records fetched, in multiples of the hits wanted, by the first and second search of all queries
 
 Codes = NDArray[np.int32]
 
@@ -24,12 +24,12 @@ Codes = NDArray[np.int32]
 def grouped(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (q, m) rows, (q, m) scores
     """Rows and scores of the best `group_size` records of each of the k best groups, group by group.
 
-    Cost: a search for 2 (k + offset) group_size records, for 8 (k + offset) where those are of too few groups, then
-    for each query that still lacks some searches without the groups that are complete, each twice as deep as the last.
-    Every search finds at least one record that counts, so they end: when all is there, or no record is left.
+    Cost: a search for 2 (k + offset) group_size records; a second for four times as many, for queries whose records
+    are of too few groups; then, for each query that still lacks some, searches among the records of incomplete groups,
+    each twice as deep as the last. Every search yields at least one new record, so the searches end.
     """
     assert query.groups is not None
-    (groups, in_group), snapshot, whole = query.groups, source.snapshot, query
+    (groups, in_group), snapshot, original = query.groups, source.snapshot, query
     if in_group is not None:
         query = replace(query, allowed=in_group if query.allowed is None else query.allowed & in_group)
     query = replace(query.excluding_by_filter(snapshot.size), queries=query.queries.detach())
@@ -38,26 +38,26 @@ def grouped(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (
     best = [_Chosen(most, query.group_size) for _ in range(len(queries))]
     fetched = 0
     for times in FETCHED:
-        missing = np.array([i for i, chosen in enumerate(best) if not chosen.whole], np.int64)
+        missing = np.array([i for i, chosen in enumerate(best) if not chosen.complete], np.int64)
         fetched = min(count, times * most * query.group_size)
         if not fetched or not len(missing):
             break
-        asked = queries[torch.from_numpy(missing).to(queries.device)]
+        few = queries[torch.from_numpy(missing).to(queries.device)]
         own = None if excluded is None else excluded[missing]
         more = 0 if own is None else min(own.shape[1], snapshot.size)
         start = 0
-        for part, left_out in chunks(asked, own, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
-            found = source.finder.find(snapshot, replace(query, queries=part, k=fetched + more))
-            for line in without(found.positions, None, left_out, fetched)[0]:
+        for chunk, excluded_rows in chunks(few, own, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
+            result = source.finder.find(snapshot, replace(query, queries=chunk, k=fetched + more))
+            for line in without(result.positions, None, excluded_rows, fetched)[0]:
                 chosen, start = best[missing[start]], start + 1
-                chosen.groups = {}  # what a search before has found is found again
+                chosen.groups = {}  # this search finds the earlier hits again
                 chosen.take(line, groups)
                 chosen.ended |= bool((line < 0).any()) or fetched == count
     for i, chosen in enumerate(best):
         own = None if excluded is None else excluded[i : i + 1]
-        if not chosen.whole:
+        if not chosen.complete:
             _complete(chosen, fetched, replace(query, queries=queries[i : i + 1], excluded=own), source)
-    return _shown(whole, source, best)
+    return _shown(original, source, best)
 
 
 class _Chosen:
@@ -66,32 +66,32 @@ class _Chosen:
     def __init__(self, most: int, size: int) -> None:
         self.most, self.size = most, size
         self.groups: dict[int, list[int]] = {}
-        self.ended = False  # whether no record is left
+        self.ended = False  # True once no record remains
 
     @property
-    def whole(self) -> bool:
-        """True if nothing better or more can come."""
+    def complete(self) -> bool:
+        """True if no record can be added or replaced."""
         return self.ended or (len(self.groups) == self.most and not self.incomplete)
 
     @property
     def incomplete(self) -> list[int]:
         """Groups that may take more records."""
-        return [group for group, mine in self.groups.items() if len(mine) < self.size]
+        return [group for group, members in self.groups.items() if len(members) < self.size]
 
     def take(self, positions: Positions, groups: Codes) -> None:
-        """Take what is new of some positions (c,), best first, all of them worse than those before."""
+        """Add the new ones of some positions (c,), best first, all worse than those taken before."""
         positions = positions[positions >= 0]
         for position, group in zip(positions.tolist(), groups[positions].tolist(), strict=True):
-            mine = self.groups.get(group)
-            if mine is None:
+            members = self.groups.get(group)
+            if members is None:
                 if len(self.groups) == self.most:
                     continue
-                mine = self.groups[group] = []
-            if len(mine) < self.size:
-                mine.append(position)
+                members = self.groups[group] = []
+            if len(members) < self.size:
+                members.append(position)
 
-    def left(self, allowed: Live, groups: Codes) -> Live:
-        """The records that it would take."""
+    def addable(self, allowed: Live, groups: Codes) -> Live:
+        """Mask of the allowed records that could still be added."""
         flags = np.zeros(int(groups.max()) + 1, np.bool_)
         if len(self.groups) == self.most:
             flags[self.incomplete] = True
@@ -99,28 +99,28 @@ class _Chosen:
             flags[:] = True
             flags[list(set(self.groups) - set(self.incomplete))] = False
         keep: Live = allowed & flags[groups]  # -1 is not allowed
-        keep[[position for mine in self.groups.values() for position in mine]] = False
+        keep[[position for members in self.groups.values() for position in members]] = False
         return keep
 
 
 def _complete(chosen: _Chosen, fetched: int, query: Query, source: IndexedRecords) -> None:  # query (1, d)
-    """Search on for what a query lacks."""
+    """Search until the groups of a query are complete."""
     assert query.groups is not None
     snapshot, groups = source.snapshot, query.groups.codes
     live = query.excluding_by_filter(snapshot.size).keep(snapshot.live)
-    while not chosen.whole:
-        keep = chosen.left(live, groups)
-        left = int(np.count_nonzero(keep))
-        if not left:
+    while not chosen.complete:
+        keep = chosen.addable(live, groups)
+        remaining = int(np.count_nonzero(keep))
+        if not remaining:
             return
-        fetched = min(2 * fetched, left)
+        fetched = min(2 * fetched, remaining)
         line = source.finder.find(snapshot, replace(query, k=fetched, allowed=keep)).positions[0]
         chosen.take(line, groups)
-        chosen.ended = fetched == left or bool((line < 0).any())
+        chosen.ended = fetched == remaining or bool((line < 0).any())
 
 
 def _shown(query: Query, source: IndexedRecords, best: list[_Chosen]) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
-    """The groups from the offset on, as rows and scores with gradient; as wide as the longest."""
+    """Rows and scores, with gradient, of the groups from the offset on, padded to the longest line."""
     queries, columns, metric = query.queries, source.columns, query.metric
     lines = [[place for own in [*chosen.groups.values()][query.offset :] for place in own] for chosen in best]
     width = max(map(len, lines), default=0)
@@ -129,10 +129,10 @@ def _shown(query: Query, source: IndexedRecords, best: list[_Chosen]) -> tuple[T
         return torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device), queries[:, :0]
     parts, size = [], max(1, GATHERED // (width * queries.shape[1]))
     for start in range(0, len(queries), size):
-        part, own = queries[start : start + size], positions[start : start + size]
+        chunk, own = queries[start : start + size], positions[start : start + size]
         if query.group_size == 1:
-            parts.append(scored(part, columns, metric, own, None))
+            parts.append(scored(chunk, columns, metric, own, None))
         else:  # group by group
-            rows = torch.from_numpy(columns.rows(own)).to(part.device)
-            parts.append((rows, score_rows(score_of(metric), part, columns, own)))
+            rows = torch.from_numpy(columns.rows(own)).to(chunk.device)
+            parts.append((rows, score_rows(score_of(metric), chunk, columns, own)))
     return joined(parts)

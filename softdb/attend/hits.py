@@ -1,4 +1,4 @@
-"""Hits of a search: what is found, less what is left out, scored with gradient and put in order."""
+"""Hits of a search: the candidates, without the excluded ones, scored with gradient and sorted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from softdb.index.placement import RecordColumns
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-MASKED = 64  # records left out of every query: beyond it a filter is cheaper than finding so many more
+MASKED = 64  # excluded records from which on a filter is cheaper than fetching as many more candidates
 RANGED = 256  # queries whose range is found at once
 
 
 def hits(source: IndexedRecords, query: Query) -> Hits:  # (q, k)
-    """Hits, best first, or in the order of choosing where diverse ones are wanted, or group by group."""
+    """Hits, best first; in the order of choosing if they are diverse; else group by group."""
     if query.groups is not None:
         return Hits(*grouped(query, source), source.resolve)
     query = query.excluding_by_filter(source.snapshot.size, MASKED)
@@ -39,15 +39,15 @@ def hits(source: IndexedRecords, query: Query) -> Hits:  # (q, k)
         return Hits(none, queries[:, :0], source.resolve)
     fetched = min(max(k, query.fetch_k), columns.count)
     parts = []
-    for part, own in chunks(queries, excluded, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
-        found = source.finder.find(source.snapshot, replace(query, queries=part.detach(), k=fetched + more))
-        positions, scores = without(found.positions, found.scores, own, fetched)
+    for chunk, own in chunks(queries, excluded, GATHERED // ((fetched + more) * max(queries.shape[1], more))):
+        result = source.finder.find(source.snapshot, replace(query, queries=chunk.detach(), k=fetched + more))
+        positions, scores = without(result.positions, result.scores, own, fetched)
         if query.diversity:
-            positions = _diverse(query, k, part.detach(), columns, positions)
-            rows = torch.from_numpy(columns.rows(positions)).to(part.device)
-            parts.append((rows, score_rows(score_of(metric), part, columns, positions)))
+            positions = _diverse(query, k, chunk.detach(), columns, positions)
+            rows = torch.from_numpy(columns.rows(positions)).to(chunk.device)
+            parts.append((rows, score_rows(score_of(metric), chunk, columns, positions)))
         else:
-            parts.append(scored(part, columns, metric, positions[:, :k], scores))
+            parts.append(scored(chunk, columns, metric, positions[:, :k], scores))
     rows, found_scores = joined(parts)
     return Hits(rows[:, query.offset :], found_scores[:, query.offset :], source.resolve)
 
@@ -57,33 +57,35 @@ def _diverse(
     k: int,
     queries: Tensor,  # (q, d)
     columns: RecordColumns,
-    found: Positions,  # (q, c)
+    candidates: Positions,  # (q, c)
 ) -> Positions:  # (q, k)
-    """The candidates to take, in the order of taking."""
+    """The k candidates chosen for diversity, in the order of choosing."""
     with torch.no_grad():
         score = score_of(query.metric)
-        scores, order = score_rows(score, queries, columns, found).sort(dim=1, descending=True, stable=True)
-        found = np.take_along_axis(found, order.cpu().numpy(), 1)
-        keys = columns.keys_at(found).to(queries.device).to(scores.dtype)
+        scores, order = score_rows(score, queries, columns, candidates).sort(dim=1, descending=True, stable=True)
+        candidates = np.take_along_axis(candidates, order.cpu().numpy(), 1)
+        keys = columns.keys_at(candidates).to(queries.device).to(scores.dtype)
         picks = diverse(queries, keys, scores, k, query.metric, query.diversity)
-    return np.take_along_axis(found, picks.cpu().numpy(), 1)
+    return np.take_along_axis(candidates, picks.cpu().numpy(), 1)
 
 
 def _in_radius(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
-    """The records whose score, as it is shown, reaches the least one, best first; m is the most that a query has."""
+    """The records whose shown score reaches `query.least`, best first; m is the largest number of a query."""
     parts = chunks(query.queries, query.excluded, RANGED)
-    return joined([_near_enough(replace(query, queries=part, excluded=own), source) for part, own in parts])
+    return joined([_near_enough(replace(query, queries=chunk, excluded=own), source) for chunk, own in parts])
 
 
 def _near_enough(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
     queries, columns = query.queries, source.columns
-    found, _ = without(source.in_radius(query), None, query.excluded, None)
+    candidates, _ = without(source.in_radius(query), None, query.excluded, None)
     score, pieces, width = score_of(query.metric), [], max(1, GATHERED // queries.shape[1])
-    lines = max(1, width // max(1, found.shape[1]))
-    for part, own in zip(torch.split(queries, lines), np.split(found, range(lines, len(found), lines)), strict=True):
+    lines = max(1, width // max(1, candidates.shape[1]))
+    for chunk, own in zip(
+        torch.split(queries, lines), np.split(candidates, range(lines, len(candidates), lines)), strict=True
+    ):
         some = np.split(own, range(width, own.shape[1], width), axis=1)
-        pieces.append(torch.cat([score_rows(score, part, columns, positions) for positions in some], 1))
-    scores, rows = torch.cat(pieces), torch.from_numpy(columns.rows(found)).to(queries.device)
+        pieces.append(torch.cat([score_rows(score, chunk, columns, positions) for positions in some], 1))
+    scores, rows = torch.cat(pieces), torch.from_numpy(columns.rows(candidates)).to(queries.device)
     near = (scores >= cast("float", query.least)) & (rows >= 0)
     scores, order = scores.masked_fill(~near, -torch.inf).sort(dim=1, descending=True, stable=True)
     most = int(near.sum(1).amax()) if near.numel() else 0

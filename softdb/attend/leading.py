@@ -1,4 +1,4 @@
-"""Leading dimensions of plain tensors: how they become entries with records of their own, and which keys take part."""
+"""Leading dimensions of plain tensors, folded into entries with records of their own, and masks of their keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softdb.scoring import valid_mask
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """A tensor of what came."""
+    """Return a value as a tensor. Raises BadInput."""
     if isinstance(value, Tensor):
         return value if value.is_complex() else dense(value, name)
     try:
@@ -41,7 +41,7 @@ class Layout:
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> Layout:  # (…, m, d_q), (…, n, d), (…, n, v)
         """The layout of queries, keys and values that broadcast to each other."""
-        lead = np.broadcast_shapes(*(one.shape[:-2] for one in (query, key, value)))
+        lead = np.broadcast_shapes(*(tensor.shape[:-2] for tensor in (query, key, value)))
         same = [key.shape[i] == value.shape[i] == 1 for i in range(len(lead))]
         own = tuple(i for i, alike in enumerate(same) if not alike)
         shared = tuple(i for i, alike in enumerate(same) if alike)
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def entries(self) -> int:
-        """u."""
+        """Number of entries, u."""
         return math.prod(self.lead[i] for i in self.own)
 
     def apart(self, tensor: Tensor, last: int) -> Tensor:  # broadcasts to (…, m, last) -> (own …, shared …, m, last)
@@ -95,7 +95,7 @@ class TakingPart:
     def of(
         cls, layout: Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
     ) -> TakingPart | None:  # None: all
-        """Checked."""
+        """Return the mask of checked arguments. Raises BadInput."""
         if mask is None and valid_len is None and not causal:
             return None
         return cls(
@@ -107,7 +107,7 @@ class TakingPart:
         )
 
     def rows(self, low: int, high: int) -> Tensor:  # (high - low, n) bool
-        """For some of the queries, counted over u and q."""
+        """Mask of the keys for queries low … high - 1, counted over u and q."""
         places = torch.unravel_index(torch.arange(low, high, device=self.device), self.layout.moved)
         keys = torch.arange(self.layout.n, device=self.device)
         live = keys <= places[-1].unsqueeze(1) if self.causal else torch.ones_like(keys, dtype=torch.bool)
@@ -120,17 +120,17 @@ class TakingPart:
 
 def _mask(mask: Any, layout: Layout) -> Tensor:
     """A bool tensor that broadcasts to (…, m, n)."""
-    found = as_tensor(mask, "mask")
-    if found.dtype is not torch.bool:
-        raise BadInput(f"mask has dtype {found.dtype}; expected bool, True where the key takes part")
+    checked = as_tensor(mask, "mask")
+    if checked.dtype is not torch.bool:
+        raise BadInput(f"mask has dtype {checked.dtype}; expected bool, True where the key takes part")
     expected = (*layout.lead, layout.m, layout.n)
     try:
-        fits = np.broadcast_shapes(found.shape, expected) == expected
+        fits = np.broadcast_shapes(checked.shape, expected) == expected
     except ValueError:
         fits = False
     if not fits:
-        raise BadInput(f"mask has shape {tuple(found.shape)}; expected {expected} or one that broadcasts to it")
-    return found
+        raise BadInput(f"mask has shape {tuple(checked.shape)}; expected {expected} or one that broadcasts to it")
+    return checked
 
 
 def _lengths(valid_len: Any, layout: Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
@@ -142,10 +142,10 @@ def _lengths(valid_len: Any, layout: Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
             f"valid_len has shape {tuple(lengths.shape)}; expected ({b},) or ({b}, {layout.m}) for leading dimensions "
             f"{layout.lead} and {layout.m} queries"
         )
-    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses what are no whole numbers
+    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses all but whole numbers
     lengths = lengths.long()
     if lengths.numel():
-        valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # the shortest and the longest speak for all
+        valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # checking the extremes checks all
     shape = (b, *(1 for _ in layout.lead[1:]), *lengths.shape[1:])
     aligned = lengths.reshape(shape if layout.lead else shape[1:])
     return (aligned if lengths.ndim == 2 else aligned.unsqueeze(-1)).unsqueeze(-1)

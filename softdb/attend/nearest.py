@@ -1,4 +1,4 @@
-"""The answer truncated to the k nearest, and what is known of the others."""
+"""The answer truncated to the k nearest, and the estimated mass of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nearest(
     source: SourceRecords,
     request: Request,
     candidates: Candidates | None = None,  # None: the k nearest
-    complete: bool = False,  # proven to be all that have weight
+    complete: bool = False,  # True: no other record has weight
 ) -> Pooled:
     """The answer over candidates.
 
@@ -30,36 +30,36 @@ def nearest(
     """
     if candidates is None:
         candidates = source.find(request)
-    found = source.scored(request, candidates.positions)
-    live = torch.from_numpy(found.positions >= 0).to(found.scores.device)
-    weights, lse, threshold = request.weighting.weigh(found.scores, request.temperature, live)
-    output = source.pooled(weights, found)
+    scored = source.scored(request, candidates.positions)
+    live = torch.from_numpy(scored.positions >= 0).to(scored.scores.device)
+    weights, lse, threshold = request.weighting.weigh(scored.scores, request.temperature, live)
+    output = source.pooled(weights, scored)
     others = request.taking_part(source).to(live.device) - live.sum(1)
     exact = (others == 0) | complete
     if candidates.certain and live.shape[1]:
-        worst = found.scores.detach().masked_fill(~live, torch.inf).amin(1)
+        worst = scored.scores.detach().masked_fill(~live, torch.inf).amin(1)
         exact = exact | (worst <= threshold)
-    missed = _missed(request, source, found.positions, others, exact, lse.detach())
-    return answered(request, source, (output, lse), candidates.finder, (found, weights), Doubt(exact, missed))
+    missed = _missed(request, source, scored.positions, others, exact, lse.detach())
+    return answered(request, source, (output, lse), candidates.finder, (scored, weights), Doubt(exact, missed))
 
 
 def _missed(
     request: Request, source: SourceRecords, positions: Positions, others: Tensor, exact: Tensor, lse: Tensor
 ) -> Tensor | None:
-    """Share of the weight beyond the candidates, (q,); NaN, or None, where nobody can tell."""
+    """Share of the weight beyond the candidates, (q,); None if it cannot be estimated."""
     if bool(exact.all()):
         return torch.zeros_like(lse)
     if isinstance(request.weighting, Uniform):
-        found = others / request.taking_part(source).to(others.device).clamp(min=1)
+        share = others / request.taking_part(source).to(others.device).clamp(min=1)
     elif isinstance(request.weighting, Softmax) and source.columns is not None:
-        found = _estimated(request, source.columns, positions, others, lse)
-    else:  # a sparse weighting of more records may take all weight from these
+        share = _estimated(request, source.columns, positions, others, lse)
+    else:  # more records may take all weight from these in a sparse weighting
         return None
-    return found.to(lse.dtype).masked_fill(exact, 0)
+    return share.to(lse.dtype).masked_fill(exact, 0)
 
 
 def _estimated(request: Request, snapshot: RecordColumns, positions: Positions, others: Tensor, lse: Tensor) -> Tensor:
-    """The softmax mass of the others, (q,): a uniform sample of them stands for them."""
+    """Share of the softmax mass of the others, (q,), estimated from a uniform sample of them."""
     sample = _uniform(snapshot, request.allowed)  # (m,) ascending
     with torch.no_grad():
         scores = request.score(request.queries.detach(), snapshot.keys_at(sample).to(lse.device))
@@ -78,8 +78,8 @@ def _uniform(snapshot: RecordColumns, allowed: Live | None) -> Positions:
     keep = snapshot.live if allowed is None else snapshot.live & allowed
     random = np.random.default_rng(snapshot.generation)
     drawn = random.choice(snapshot.size, min(snapshot.size, SAMPLED), replace=False, shuffle=False)
-    kept = drawn[keep[drawn]]
-    if len(kept) < SAMPLED // 2:  # few take part: draw among them alone
+    taking_part = drawn[keep[drawn]]
+    if len(taking_part) < SAMPLED // 2:  # few take part: draw among them alone
         among = np.flatnonzero(keep)
-        kept = random.choice(among, min(len(among), SAMPLED), replace=False, shuffle=False)
-    return np.sort(kept)
+        taking_part = random.choice(among, min(len(among), SAMPLED), replace=False, shuffle=False)
+    return np.sort(taking_part)

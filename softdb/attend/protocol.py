@@ -1,4 +1,4 @@
-"""Records: what a source gives, and what answers ask of it."""
+"""Protocols of sources of records: the columns that they give, and the answers that they may override."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ S = TypeVar("S", bound="SourceRecords")
 
 
 class SourceRecords(Protocol):
-    """Records in order: what a source must give. Positions count them, 0 … size - 1, dead ones included; -1 is none."""
+    """Records in order. Positions count them, 0 … size - 1, dead ones included; -1 is none."""
 
     @property
     def live(self) -> Live:
@@ -56,7 +56,7 @@ class SourceRecords(Protocol):
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
         """The weighted sum of candidates' values (q, v), with its gradients."""
 
-    # -- answers that travel to the records, where these lie elsewhere -------------------------------------------------
+    # -- answers that a source of remote records computes where they lie ----------------------------------------------
 
     def stream(self, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
         """As `softdb.attend.streaming.stream`."""
@@ -73,22 +73,22 @@ class SourceRecords(Protocol):
 
     @property
     def columns(self) -> RecordColumns | None:
-        """Keys and values as kernels read them where they lie; None: they come by `blocks` alone."""
+        """Keys and values in memory that kernels read in place; None: only `blocks` gives them."""
         return None
 
     @property
     def placed(self) -> ColumnPass | None:
-        """The columns where they lie on devices; None: they come by `columns` or `blocks`."""
+        """The columns on devices; None: `columns` or `blocks` gives them."""
         return None
 
     @property
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """The source's own keys (n, d) and values (n, v), where they want a gradient."""
+        """The source's own keys (n, d) and values (n, v), if they require a gradient."""
         return None, None
 
     @property
     def encodes(self) -> int:
-        """Records that `encoded` takes at once, where it makes keys with a graph; 0: it makes none."""
+        """Number of records that `encoded` takes at once if its keys have a graph; 0 if they have none."""
         return 0
 
     def encoded(self, block: Block) -> Block:
@@ -96,11 +96,11 @@ class SourceRecords(Protocol):
         return block
 
     def frozen(self: S) -> S:
-        """Return the same records without a graph, to look again. Raises StaleRead where they have changed since."""
+        """Return the same records without a graph. Raises StaleRead if they have changed since."""
         return self
 
     def whole(self: S) -> S:
-        """Return the same, which gives no partial answer: a loss needs all records."""
+        """Return the same records, refusing partial answers: a loss needs all records."""
         return self
 
     def rows(self, positions: Positions) -> Positions:
@@ -108,22 +108,22 @@ class SourceRecords(Protocol):
         return positions
 
     def positions(self, rows: Positions) -> Positions:  # (n,) -> (n,)
-        """Positions of rows, -1 for those that are not there."""
+        """Positions of rows, -1 for rows that do not exist."""
         places = np.flatnonzero(self.live)
         known = dict(zip(self.rows(places).tolist(), places.tolist(), strict=True))
         return np.array([known.get(row, -1) for row in rows.tolist()], np.int64)
 
     def read_from(self, pools: bool) -> str:
-        """Place where an answer over every record was computed, as its `finder` tells; "" for this process."""
+        """Suffix of an answer's `finder`: the place where it was computed; "" for this process."""
         return ""
 
 
 class IndexedRecords(SourceRecords, Protocol):
-    """Those of a database, which an index may know: what draws and searches ask of them."""
+    """Records of a database, which an index may hold codes of."""
 
     @property
     def snapshot(self) -> Snapshot:
-        """The generation."""
+        """Columns of the generation."""
 
     @property
     def schema(self) -> Schema:
@@ -131,17 +131,14 @@ class IndexedRecords(SourceRecords, Protocol):
 
     @property
     def finder(self) -> Finder:
-        """The database's."""
+        """Finder of the database."""
 
     @property
     def columns(self) -> RecordColumns:
-        """Those of the generation, where they lie."""
-
-    def first(self: S, width: int) -> S:
-        """So many of the first records as a pass is measured over, of which `width` numbers are read."""
+        """Columns of the generation, on the host or on devices."""
 
     def in_radius(self, query: Query) -> Positions:  # (q, m), -1 = none
-        """Positions of every record whose score may reach the least one."""
+        """Positions of every record whose score may reach `query.least`."""
 
     def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
         """As `Finder.sampler`."""

@@ -1,4 +1,4 @@
-"""The Request, one soft question, checked, and what is found for it. Every answer is a function of it and a Source."""
+"""The Request, a checked soft query, and its candidates. Every answer is a function of a Request and a Source."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Live: TypeAlias = NDArray[np.bool_]
 
 
 class LogScore(torch.nn.Module):
-    """log s of a score s ≥ 0, such as a kernel: the softmax of log s is s / Σ s, also where every s underflows."""
+    """log s of a score s ≥ 0, such as a kernel. Its softmax is s / Σ s, even if every s underflows."""
 
     def __init__(self, score: Score | ScoreFunction) -> None:
         super().__init__()
         self.score = score
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (q, d), (n, d) or (q, k, d) -> (q, n) or (q, k)
-        """log s, -inf where s is 0. Raises BadInput where it is negative."""
+        """Return log s, -inf for s = 0. Raises BadInput if a score is negative."""
         if isinstance(self.score, Kernel):
             return self.score.log(queries, keys)
         scores = self.score(queries, keys)
@@ -53,7 +53,7 @@ class LogScore(torch.nn.Module):
         return scores.masked_fill(nothing, 1).log().masked_fill(nothing, -torch.inf)
 
     def fold(self, queries: Tensor) -> Fold | None:  # (q, d)
-        """The order is the score's own; a gaussian's log is a squared distance."""
+        """The fold of the score, which orders keys alike; the log of a gaussian is a squared distance."""
         folded = fold(self.score, queries)
         if folded is not None and isinstance(self.score, Gaussian):
             return folded._replace(scale=0.5 / self.score.bandwidth.double() ** 2, bias=0.0)
@@ -61,12 +61,12 @@ class LogScore(torch.nn.Module):
 
 
 def indifferent(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d_q), (…, n, d) -> (…, q, n)
-    """A score that tells no key from another, with gradients of 0: what average pooling asks."""
+    """Score 0 of every key, with gradients of 0, for average pooling."""
     return queries[..., :1] * 0 + keys[..., :1].mT * 0
 
 
 class Population(Protocol):
-    """Records as far as a request counts them."""
+    """Records that a request counts."""
 
     @property
     def live(self) -> Live:
@@ -79,9 +79,9 @@ class Population(Protocol):
 
 @dataclass(frozen=True)
 class Request(Query):
-    """A soft question: a `Query` that weighs the records it finds. `of` checks; a Source says which records there are.
+    """A soft query: a `Query` that weighs records by a score. `of` checks the arguments.
 
-    Its k, 0 for all, are the nearest by the score, whatever the metric.
+    Its k, 0 for all records, are the nearest by the score, whatever the metric.
     """
 
     score: Score | ScoreFunction  # of which softmax, or another weighting, is taken
@@ -92,7 +92,7 @@ class Request(Query):
     metric: Metric = Metric.DOT
     allowed: Live | None = None
     mask: Tensor | None = None  # (q, live records) in row order, True = takes part
-    tolerance: Tolerance | None = None  # estimate; without k and tolerance the answer is exact
+    tolerance: Tolerance | None = None  # of an estimate; without k and tolerance the answer is exact
     seed: int = 0  # of an estimate's draws
     need_weights: bool = False  # hold the weights of an exact answer
     pools: bool = True  # False: the log-normaliser alone is wanted
@@ -121,27 +121,27 @@ class Request(Query):
         return cls(queries, score, by, temperature, **parts)
 
     def top(self, k: int, exact: bool = False) -> Request:
-        """Return the same question, of the k nearest."""
+        """Return the request truncated to the k nearest."""
         return replace(self, k=k, exact=exact)
 
     @cached_property
     def folded(self) -> Fold | None:
-        """The score as an index must see it, with the queries' graph; None where no index can find its nearest."""
+        """The score as a metric of transformed queries, with their graph; None if no index can find its nearest."""
         return fold(self.score, self.queries)
 
     @cached_property
     def detached(self) -> Request:
-        """The same without a graph: for finding, and for what needs no gradient."""
+        """The request without a graph, for finding candidates and for figures without a gradient."""
         return replace(self, queries=self.queries.detach())
 
     @property
     def streamed_score(self) -> Score | ScoreFunction:
-        """The score of a pass over all records: average pooling asks for none."""
+        """The score of a pass over all records; average pooling needs none."""
         return indifferent if isinstance(self.weighting, Uniform) else self.score
 
     @property
     def wants_gradient(self) -> bool:
-        """True if the queries do."""
+        """True if the queries require a gradient."""
         return self.queries.requires_grad and torch.is_grad_enabled()
 
     def masks(self, live: Live) -> tuple[Tensor | None, Tensor | None]:
@@ -154,7 +154,7 @@ class Request(Query):
         return keep, mask
 
     def at(self, which: Positions) -> Request:
-        """The same for some of the queries (ascending), with their gradient."""
+        """The request for some of the queries (ascending), with their gradient."""
         if len(which) == len(self.queries):
             return self
         chosen = torch.from_numpy(which).to(self.queries.device)
@@ -178,14 +178,14 @@ class Request(Query):
 
 
 class Candidates(NamedTuple):
-    """The records that a request may weigh."""
+    """Candidates of a search."""
 
     positions: Positions  # (q, k), -1 = none
-    finder: str  # which one found them
+    finder: str  # kind of the finder that returned them
 
     @property
     def certain(self) -> bool:
-        """True if every record was compared, so that they are the nearest for sure."""
+        """True if every record was compared, so that these are the nearest."""
         return self.finder in ("flat", "scan")
 
 
@@ -194,4 +194,4 @@ class Scored(NamedTuple):
 
     positions: Positions  # (q, k), -1 = none
     scores: Tensor  # (q, k), -inf for none, with gradients
-    keys: Tensor | None = None  # (q, k, d) as they were compared, where pooling may need them
+    keys: Tensor | None = None  # (q, k, d) as compared, if pooling may need them

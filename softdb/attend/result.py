@@ -1,24 +1,24 @@
-"""The one place where the answer of a soft query is put together, and explained: which records carry it."""
+"""Assembly of the answer of a soft query, and its explanation by the records that carry it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Explanation, Hits, Pooled
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.protocol import SourceRecords
-from softdb.attend.request import Request, Scored
+from softdb.attend.request import Positions, Request, Scored
 from softdb.scoring import Uniform
 
 
 class Estimated(NamedTuple):
-    """An estimated answer to some of the queries, and how far it may be from the exact one."""
+    """An estimated answer to some of the queries, with its error bars."""
 
     output: Tensor  # (q, v)
     lse: Tensor  # (q,)
@@ -29,32 +29,32 @@ class Estimated(NamedTuple):
     positions: Tensor  # (q, k) int64, -1 = none
     scores: Tensor  # (q, k)
     weights: Tensor  # (q, k)
-    drawn: Tensor  # (q,) number of records pooled, of which the heaviest are named
+    drawn: Tensor  # (q,) number of records pooled; `positions` holds the heaviest
 
-    def of(self, which: NDArray[np.bool_]) -> Estimated:
-        """The same for some of them."""
-        if which.all():
-            return self
-        chosen = torch.from_numpy(which).to(self.lse.device)
-        return Estimated(*(column[chosen] for column in self))
-
-    def padded(self, width: int) -> Estimated:
-        """The same with so many candidates."""
-        more = (0, width - self.positions.shape[1])
-        pad = torch.nn.functional.pad
-        return self._replace(
-            positions=pad(self.positions, more, value=-1),
-            scores=pad(self.scores, more, value=-torch.inf),
-            weights=pad(self.weights, more),
-        )
+    @classmethod
+    def joined(cls, q: int, parts: Sequence[tuple[Positions, Positions, Estimated]]) -> Estimated:
+        """The answer to q queries from parts: some queries, their lines in an answer, and that answer."""
+        first, width = parts[0][2], max(part.positions.shape[1] for *_, part in parts)
+        if len(parts) == 1 and len(parts[0][0]) == q:
+            return first
+        columns = [column.new_zeros(q, *(width for _ in column.shape[1:])) for column in first]
+        answer = cls(*columns)._replace(output=first.output.new_zeros(q, first.output.shape[1]))
+        answer.positions.fill_(-1), answer.scores.fill_(-torch.inf)
+        for queries, lines, part in parts:
+            to, chosen = (torch.from_numpy(numbers).to(first.lse.device) for numbers in (queries, lines))
+            for column, some in zip(answer, part, strict=True):
+                few = some if len(lines) == len(some) else some[chosen]
+                target = column if column.ndim == 1 else column[:, : few.shape[1]]
+                target[to] = few
+        return answer
 
 
 class Doubt(NamedTuple):
-    """Error, as far as known, of an answer that may not be exact."""
+    """Known error of an answer that may not be exact."""
 
     exact: Tensor  # (q,) bool
     missed_mass: Tensor | None  # (q,); None: unknown where not exact
-    error: Estimated | None = None  # whose bars these are; None: none where exact, else unknown
+    error: Estimated | None = None  # estimate with error bars; None: bars are 0 if exact, else unknown
 
 
 def answered(
@@ -62,10 +62,10 @@ def answered(
     source: SourceRecords,
     state: tuple[Tensor, Tensor],  # (q, v) output, (q,) lse
     finder: str,
-    weighed: tuple[Scored, Tensor] | None = None,  # records and their weights (q, k); None: all that take part
+    weighed: tuple[Scored, Tensor] | None = None,  # candidates and their weights (q, k); None: all records
     doubt: Doubt | None = None,  # None: the answer is exact
 ) -> Pooled:
-    """An answer, with what is known of its error, its records, and how to explain it."""
+    """The answer with its error, its records, and a function that explains it."""
     (output, lse), (exact, missed_mass, error) = state, doubt or (None, None, None)
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
@@ -75,9 +75,9 @@ def answered(
         bars = error.bar, error.stderr, error.lse_stderr, error.met
     n_pooled, hits, weights = request.taking_part(source), None, None
     if weighed is not None:
-        found, weights = weighed
-        hits = hits_of(request, source, found, lse.device)
-        count = torch.from_numpy(found.positions >= 0).sum(1).to(lse.device)
+        candidates, weights = weighed
+        hits = hits_of(request, source, candidates, lse.device)
+        count = torch.from_numpy(candidates.positions >= 0).sum(1).to(lse.device)
         n_pooled = count if error is None else torch.where(exact, n_pooled, error.drawn)
     missed_mass = unknown if missed_mass is None else missed_mass
     finder += source.read_from(request.pools)
@@ -94,15 +94,15 @@ def answered(
     return pooled
 
 
-def hits_of(request: Request, source: SourceRecords, found: Scored, device: torch.device) -> Hits:
-    """Candidates as the user sees them."""
-    rows = torch.from_numpy(source.rows(found.positions)).to(device)
-    return Hits(rows, request.shown_scores(found.scores).to(device), source.resolve, source.missing)
+def hits_of(request: Request, source: SourceRecords, candidates: Scored, device: torch.device) -> Hits:
+    """Candidates as hits with ids, payloads and the user's scores."""
+    rows = torch.from_numpy(source.rows(candidates.positions)).to(device)
+    return Hits(rows, request.shown_scores(candidates.scores).to(device), source.resolve, source.missing)
 
 
 @torch.no_grad()
 def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
-    """One explanation a query, of the `count` heaviest records. Cost of a search and a pass over what was weighed."""
+    """Explanations of each query by its `count` heaviest records. Cost of a search, and of a pass if exact."""
     count = min(count, int(request.taking_part(source).amax()) if len(request.queries) else 0)
     if pooled.hits is not None and pooled.weights is not None:
         weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
@@ -112,23 +112,23 @@ def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int)
         weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
     else:
         request, source, lse = request.detached, source.frozen(), pooled.lse.detach()
-        found, entropy = source.heaviest(request, lse, count)
-        live = torch.from_numpy(found.positions >= 0).to(lse.device)
-        weights = (found.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
+        top, entropy = source.heaviest(request, lse, count)
+        live = torch.from_numpy(top.positions >= 0).to(lse.device)
+        weights = (top.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
         if isinstance(request.weighting, Uniform):
             weights = live / request.taking_part(source).to(lse).clamp(min=1).unsqueeze(1)
-        hits = hits_of(request, source, found, found.scores.device)
+        hits = hits_of(request, source, top, top.scores.device)
     ids, payloads = hits.ids, hits.payloads
     explanations = []
-    for i, (names, what, mine) in enumerate(zip(ids, payloads, weights.tolist(), strict=True)):
-        kept = [j for j in range(len(names)) if mine[j] > 0]
+    for i, (names, own_payloads, own_weights) in enumerate(zip(ids, payloads, weights.tolist(), strict=True)):
+        positive = [j for j in range(len(names)) if own_weights[j] > 0]
         explanations.append(
             Explanation(
-                [names[j] for j in kept],
-                [mine[j] for j in kept],
-                [what[j] for j in kept],
-                hits.scores[i, kept].tolist(),
-                mass=float(np.sum([mine[j] for j in kept])),
+                [names[j] for j in positive],
+                [own_weights[j] for j in positive],
+                [own_payloads[j] for j in positive],
+                hits.scores[i, positive].tolist(),
+                mass=float(np.sum([own_weights[j] for j in positive])),
                 effective=float(entropy[i].exp()) if pooled.lse[i] > -torch.inf else 0.0,
             )
         )
@@ -137,11 +137,11 @@ def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int)
 
 def heaviest(source: SourceRecords, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # and (q,)
     """The `count` heaviest records and the entropy of the weights of all. Cost of a search and a pass."""
-    found = source.scored(request, source.find(request.top(count, exact=True)).positions)
+    top = source.scored(request, source.find(request.top(count, exact=True)).positions)
     if isinstance(request.weighting, Uniform):
-        return found, lse
-    mean = torch.zeros_like(lse)  # of log w
+        return top, lse
+    mean = torch.zeros_like(lse)  # Σ w log w
     for tile, scores in scored_tiles(request, source):
         logs = scores / request.temperature - lse[tile.chunk].unsqueeze(1)
         mean[tile.chunk] += (logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).nan_to_num(0).sum(1)
-    return found, -mean
+    return top, -mean

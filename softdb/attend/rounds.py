@@ -1,4 +1,4 @@
-"""One round of an estimate: which records to draw, the answer and its error bar, its cost, and the next round."""
+"""Rounds of an estimate: draws, the answer and its error bar, costs, and the next round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
-from softdb.index.planner import draw_cost, pass_cost
+from softdb.index.planner import CALL, draw_cost, pass_cost
 from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
@@ -26,24 +26,24 @@ from softdb.store import Snapshot
 
 Numbers = NDArray[np.float64]
 
-GROWTH = 2  # times as many records at least are drawn for a query in each further round
-MARGIN = 1.3  # more than the error bar says will be needed
-RISK = 1.2  # times what a round costs: another one may follow
-BY_DRAWS = 2.1  # standard errors that a bar is, at most, for what the draws show
-BLIND = 4  # … where the bar is for records that were not drawn: that part falls faster
-WRONG = 16  # times as many at most, as where a record was heavier than its code allows, so that nothing is known
-LEAST = 25  # records that must be drawn, or their spread tells nothing of the others'
-SLIGHT = 0.01  # of Ẑ: where no other record can weigh as much, that does not matter
-STEP = 2  # budgets of later rounds are powers of 2^STEP: queries with the same are drawn for together
-AT_ONCE = 1 << 22  # records drawn at once, of all queries
-PROBED = 4  # queries of a large batch that show whether drawing answers
-SMALL = 0.1  # of rms‖v‖: below it, tolerance is relative to it
+GROWTH = 2  # least factor of the number of draws from one round to the next
+MARGIN = 1.3  # factor of the draws that the error bar predicts will be needed
+RISK = 1.2  # factor of a round's cost, as another round may follow
+BY_DRAWS = 2.1  # largest bar in standard errors that is explained by the draws alone
+BLIND = 4  # largest growth for a bar due to undrawn records, which falls faster with more draws
+WRONG = 16  # largest growth for a bar that draws do not explain, as after a record heavier than its code allows
+LEAST = 25  # draws below which their spread says nothing about undrawn records
+SLIGHT = 0.01  # share of Ẑ; fewer draws than LEAST suffice if no undrawn record can weigh more
+STEP = 2  # budgets of later rounds are powers of 2^STEP, so that queries share rounds
+AT_ONCE = 1 << 22  # most draws of a round, over all queries
+PROBED = 4  # queries of a large batch that are drawn for first, to learn the cost
+SMALL = 0.1  # share of rms‖v‖: least length of an output that `rtol` is relative to
 NO_QUERIES: Positions = np.arange(0)
-SHOWN = 1024  # of the records drawn, the heaviest, which an answer names
+SHOWN = 1024  # most records that an answer names, the heaviest of those drawn
 
 
 class Round(NamedTuple):
-    """Some of the queries, and how many records to draw for each."""
+    """Some of the queries, and the number of records to draw for each."""
 
     which: Positions  # (q,)
     budget: int
@@ -58,17 +58,22 @@ class Estimator(NamedTuple):
     sampler: Sampler
     eligible: Drawable
     factor: float  # logits are this times the metric's score
-    asked: Floats  # (q, d) the queries as the index sees them
-    unindexed: Live | None  # (size,) records that take part but cannot be drawn, as the index does not hold them
-    taking_part: int  # records, those included
-    least: int = LEAST  # of several parts the caller counts all together
+    queries: Floats  # (q, d) as the index compares them
+    unindexed: Live | None  # (size,) records that take part but are not in the index
+    taking_part: int  # number of records, unindexed ones included
+    least: int = LEAST  # least number of draws; 0 for a part whose caller counts the draws of all parts
 
     @classmethod
     def of(cls, request: Request, source: IndexedRecords) -> Estimator | None:
-        """None where nothing can be drawn."""
+        """Return the estimator, or None if nothing can be drawn or a pass over every record is cheaper."""
         tolerance, columns = request.tolerance, source.columns
         if tolerance is None or request.mask is not None or not len(request.queries):
             return None
+        snapshot, width = source.snapshot, source.width if request.pools else 0
+        if tolerance.most is None and snapshot.size:  # even if every record took part
+            numbers = request.queries.shape[1], width, record_bytes(snapshot, width > 0)
+            if pass_cost(len(request.queries), snapshot.size, *numbers) < RISK * CALL:
+                return None
         drawable = source.sampler(request.allowed)
         folded = request.detached.folded if isinstance(request.weighting, Softmax) else None
         if drawable is None or folded is None or folded.scale is None:
@@ -76,7 +81,7 @@ class Estimator(NamedTuple):
         sampler, eligible, indexed_until = drawable
         if folded.metric is not sampler.index.metric:
             return None
-        scale = folded.scale.detach() if isinstance(folded.scale, Tensor) else folded.scale  # it decides what is drawn
+        scale = folded.scale.detach() if isinstance(folded.scale, Tensor) else folded.scale  # draws have no gradient
         factor, count, unindexed = float(scale) / request.temperature, eligible.inside, None
         if indexed_until < columns.size:
             unindexed = request.keep(source.live).copy()
@@ -84,43 +89,44 @@ class Estimator(NamedTuple):
             count += int(np.count_nonzero(unindexed))
         if not 1e-30 < factor < 1e30 or count < FEWEST or not eligible.inside:
             return None
-        asked = prepared(folded.queries.detach().cpu().numpy(), sampler.index.metric)
-        return cls(request, source, tolerance, sampler, eligible, factor, asked, unindexed, count)
+        queries = prepared(folded.queries.detach().cpu().numpy(), sampler.index.metric)
+        return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count)
 
     def first(self) -> list[Round]:
-        """The first round of every query, in parts that fit into memory; a few of a new kind are done first."""
-        most, every = self.tolerance.most, np.arange(len(self.asked))
+        """First rounds, in parts that fit into memory. Of an unknown kind a few queries come last, to be done first."""
+        most, every = self.tolerance.most, np.arange(len(self.queries))
         if most is not None or len(every) < PROBED**2 or self.sampler.knows(self.kind):
             return self.parts(Round(every, most or FIRST))
-        few = every[:: -(-len(every) // PROBED)]
-        return [*self.parts(Round(np.delete(every, few), FIRST)), Round(few, FIRST)]
+        probes = every[:: -(-len(every) // PROBED)]
+        return [*self.parts(Round(np.delete(every, probes), FIRST)), Round(probes, FIRST)]
 
     @property
     def kind(self) -> object:
-        """Features by which queries cost about the same."""
+        """Key of queries that cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
-        many = min(len(self.asked).bit_length(), PROBED)  # from 16 on a pass is shared by enough
+        many = min(len(self.queries).bit_length(), PROBED)  # from 16 queries on, a pass costs each about the same
         return many, self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
     ) -> tuple[NDArray[np.bool_], list[Round], Positions]:
-        """Mask (q,) of the queries that a round has answered, rounds for others, and those for a pass over all."""
+        """Mask (q,) of the queries that a round answered, further rounds, and queries for a pass over all records."""
         if self.tolerance.most is not None:
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
         met = bar <= allowed
         with np.errstate(over="ignore", invalid="ignore"):
-            whole, shown = MARGIN * np.square(bar / allowed), MARGIN * np.square(stderr / allowed)
-            growth = np.where(bar <= BY_DRAWS * stderr, whole, np.fmax(shown, np.fmin(whole, BLIND)))
-            needed = np.fmin(growth, WRONG) * task.budget
+            by_bar, by_draws = MARGIN * np.square(bar / allowed), MARGIN * np.square(stderr / allowed)
+            blind = np.fmin(np.fmax(by_draws, np.fmin(by_bar, BLIND)), WRONG)
+            growth = np.where(bar <= BY_DRAWS * stderr, by_bar, blind)
+            needed = np.fmin(growth * task.budget, self.taking_part)
         if met.all():
             return met, [], NO_QUERIES
-        left, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
+        unmet, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
         steps = np.ceil(np.log2(needed) / STEP)
         tasks, passed = [], [NO_QUERIES]
         for step in np.unique(steps).tolist():
-            more = Round(left[steps == step], int(min(2 ** (step * STEP), needed[steps == step].max())))
-            if task.budget >= self.taking_part or self.too_dear(more, len(left)):
+            more = Round(unmet[steps == step], int(min(2 ** (step * STEP), needed[steps == step].max())))
+            if task.budget >= self.taking_part or self.too_dear(more, len(unmet)):
                 passed.append(more.which)
             else:
                 tasks += self.parts(more)
@@ -131,12 +137,12 @@ class Estimator(NamedTuple):
         return self.source.width if self.request.pools else 0
 
     def parts(self, task: Round) -> list[Round]:
-        """The task in parts that fit into memory."""
+        """The round in parts that fit into memory."""
         parts = -(-len(task.which) * min(task.budget, self.eligible.inside) // AT_ONCE)
         return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
     def too_dear(self, task: Round, together: int = 0) -> bool:
-        """Return True if a pass over every record costs less, where the number of draws is not given.
+        """Return True if a pass over every record costs less than a round; False if the user gave the number of draws.
 
         `together`: queries that a pass would serve at once.
         """
@@ -145,30 +151,30 @@ class Estimator(NamedTuple):
         return self.tolerance.most is None and RISK * self.cost(task) > self.pass_cost(together) * q / together
 
     def cost(self, task: Round) -> float:
-        """Cost of a round, in the planner's measure."""
+        """Cost of a round, in the planner's unit."""
         sampler, draws = self.sampler, min(task.budget, self.taking_part)
-        return draw_cost(len(task.which), sampler.slots, sampler.parts, draws, self.asked.shape[1], self._width)
+        return draw_cost(len(task.which), sampler.slots, sampler.parts, draws, self.queries.shape[1], self._width)
 
     def pass_cost(self, queries: int) -> float:
-        """Cost of a pass over every record for so many queries, in the same measure."""
-        d, v = self.asked.shape[1], self._width
+        """Cost of a pass over every record for `queries` queries, in the planner's unit."""
+        d, v = self.queries.shape[1], self._width
         return pass_cost(queries, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) if queries else 0.0
 
     def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers, Numbers]:
-        """A round: the answer, its bar (q,), the largest one that meets the tolerance, and the standard error."""
+        """Answer of a round, its bar, the largest bar that meets the tolerance, and the standard error, (q,) each."""
         sample = self.sample(task)
         return self.judged(task, sample, *self.pooled(task, sample))
 
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:
-        """Draw records, and pool them. `salt`: of the error's random signs; parts that are merged need their own."""
+        """Draw records and pool them. `salt` seeds the random signs of the error; merged parts need different ones."""
         confidence, budget = self.tolerance.confidence, task.budget
-        drawing = Drawing(self.asked[task.which], self.factor, budget, self.request.seed, 1 - confidence)
+        drawing = Drawing(self.queries[task.which], self.factor, budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
         answering = Answering(snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT)
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
     def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …
-        """Scores of the records drawn, by the request's own score and with its graph, and the answer."""
+        """Scores of the drawn records, by the request's score and with its graph, and the answer."""
         request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
         scores, figures, answer = torch.from_numpy(sample.scores), sample.figures, sample.answer
         assert answer is not None
@@ -190,7 +196,7 @@ class Estimator(NamedTuple):
     def judged(
         self, task: Round, sample: DrawnSample, scores: Tensor, state: State
     ) -> tuple[Estimated, Numbers, Numbers, Numbers]:
-        """As `drawn`."""
+        """The result of `drawn`, from a sample that is pooled."""
         request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
         state, spread, weights = self.spread(task, sample, state)
         if self.unindexed is None:
@@ -206,32 +212,32 @@ class Estimator(NamedTuple):
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
 
-        def as_asked(column: Tensor | NDArray[Any]) -> Tensor:
+        def as_queries(column: Tensor | NDArray[Any]) -> Tensor:
             return (column if isinstance(column, Tensor) else torch.from_numpy(column)).to(device, dtype)
 
         answer = Estimated(
-            as_asked(state.output), as_asked(state.lse), as_asked(error.stderr), as_asked(error.lse_stderr),
-            as_asked(bar), torch.from_numpy(bar <= allowed).to(device),
-            torch.from_numpy(sample.positions[:, :SHOWN]).to(device), as_asked(scores.detach()[:, :SHOWN]),
-            as_asked(weights[:, :SHOWN]), torch.from_numpy(figures.drawn).to(device, torch.int64),
+            as_queries(state.output), as_queries(state.lse), as_queries(error.stderr), as_queries(error.lse_stderr),
+            as_queries(bar), torch.from_numpy(bar <= allowed).to(device),
+            torch.from_numpy(sample.positions[:, :SHOWN]).to(device), as_queries(scores.detach()[:, :SHOWN]),
+            as_queries(weights[:, :SHOWN]), torch.from_numpy(figures.drawn).to(device, torch.int64),
         )  # fmt: skip
         return answer, bar, allowed, error.stderr if request.pools else error.lse_stderr
 
     def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Numbers]:
-        """The answer with the unindexed records, the terms of its error, and the candidates' weights (q, k)."""
+        """The answer over unindexed records, too, its error estimate, and the candidates' weights (q, k)."""
         assert sample.answer is not None
         spread, weights = ErrorEstimate.of(sample.figures, sample.answer), sample.answer.weights
         if self.unindexed is not None:
-            rest = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
-            state = merge([state, (rest[0].to(state.output), rest[1].to(state.lse))])
-            exact = sure(*(column.detach().cpu().double().numpy() for column in rest))
+            streamed = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
+            state = merge([state, (streamed[0].to(state.output), streamed[1].to(state.lse))])
+            exact = sure(*(column.detach().cpu().double().numpy() for column in streamed))
             before, spread = spread.lse, joined([spread, exact])
             weights = weights * np.exp(before - spread.lse)[:, None]
         return state, spread, weights
 
 
 def record_bytes(snapshot: Snapshot, pools: bool) -> int:
-    """Bytes of a record that a pass reads: its key, and its value where that is pooled and another."""
+    """Bytes of a record that a pass reads: its key, and its value if it is pooled and is not the key."""
     segment = snapshot.segments[0]
     values = 0 if segment.values is None or not pools else segment.values[:1].nbytes
     return int(segment.keys[:1].nbytes + values)
@@ -245,7 +251,7 @@ def error_of(
     precise: bool,  # True where logits are float64
     value_size: Callable[[], float],  # rms‖v‖
 ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
-    """The error bar, of the output or of Z relative to it, and the largest one that meets the tolerance."""
+    """Error bar of the output, or of Z relative to Z, and the largest bar that meets the tolerance."""
     eps = float(np.finfo(np.float32).eps)
     size = np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
     if not pools:  # log Z is rounded to float32

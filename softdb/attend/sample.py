@@ -1,4 +1,4 @@
-"""Records drawn from the soft distribution, exactly: from candidates by their codes, or in one pass over all."""
+"""Exact samples from the softmax distribution: from candidates proposed by codes, or in one pass over all records."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.sampler import Drawing
 from softdb.scoring import Softmax
 
-POINTS, SURE = 1.3, 4.0  # times as many points as samples are aimed at, and so many deviations more: seldom too few
-SLOWER = 2  # times as long as one that pools, at least, takes a pass that draws
-PROPOSED = 16  # a pass costs less than to score one of so many records where it lies
-EXPECTED = 1500  # candidates of a query, where nothing is known of them
-NEWER = 4096  # records younger than the index that are scored for each query
-MANY = 100  # times as many points as are aimed at: B is far from log Z
+POINTS, SURE = 1.3, 4.0  # expected points are POINTS n + SURE (√n + 1) for n samples: fewer than n are rare
+SLOWER = 2  # least time of a pass that samples, in passes that pool
+PROPOSED = 16  # candidates at most are the records over this; beyond, a pass costs less
+EXPECTED = 1500  # candidates of a query, before the first draw
+NEWER = 4096  # most unindexed records that are scored for each query
+MANY = 100  # factor of the expected points beyond which B is too far from log Z
 
 
 def sample(source: SourceRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
     """`count` independent records for each query, P(i) = exp(s_i / T) / Z, with their log-probabilities.
 
-    Block by block: a draw moves to a record of the block with the block's share of all weight so far, which leaves
-    every record its own share in the end (weighted reservoir sampling, Chao 1982). Cost q n d, memory O(block), and a
-    second pass where the queries want a gradient.
+    Block by block: each sample moves to a record of the block with a chance of the block's share of all weight so far,
+    so that in the end every record has its own share (weighted reservoir sampling, Chao 1982). Cost q n d, memory
+    O(block), and a second pass if the queries require a gradient.
     """
     require_softmax(request)
     queries, temperature = request.queries.detach(), request.temperature
@@ -45,32 +45,32 @@ def sample(source: SourceRecords, request: Request, count: int, generator: torch
     with torch.no_grad():
         for tile, scores in scored_tiles(request.detached, source):
             logits = scores / temperature
-            mine = logits.logsumexp(1)
-            whole = torch.logaddexp(total[tile.chunk], mine)
-            share = (mine - whole).exp().nan_to_num(0)  # where nothing takes part yet
-            chances = torch.rand(len(mine), count, generator=generator).to(share)
+            block_lse = logits.logsumexp(1)
+            new_total = torch.logaddexp(total[tile.chunk], block_lse)
+            share = (block_lse - new_total).exp().nan_to_num(0)  # where nothing takes part yet
+            chances = torch.rand(len(block_lse), count, generator=generator).to(share)
             moves = chances < share.unsqueeze(1)
             lines = moves.any(1).nonzero()[:, 0]
             if len(lines):
                 places = _places(logits[lines].softmax(1), count, generator)
-                there = tile.positions.to(places.device)[places].to(drawn)
-                part = drawn[tile.chunk]
-                part[lines] = torch.where(moves[lines], there, part[lines])
-            total[tile.chunk] = whole
-    found = source.scored(request, drawn.cpu().numpy())
+                moved = tile.positions.to(places.device)[places].to(drawn)
+                chunk_drawn = drawn[tile.chunk]
+                chunk_drawn[lines] = torch.where(moves[lines], moved, chunk_drawn[lines])
+            total[tile.chunk] = new_total
+    scored = source.scored(request, drawn.cpu().numpy())
     lse = log_normaliser(source, request) if request.wants_gradient else total
-    hits = hits_of(request, source, found, queries.device)
-    log_prob = (found.scores / temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf)
+    hits = hits_of(request, source, scored, queries.device)
+    log_prob = (scored.scores / temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf)
     return Samples(hits, torch.ones_like(total, dtype=torch.bool), lambda: log_prob)
 
 
 def sample_drawn(source: IndexedRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
-    """As `sample`; without a pass over all records for queries of which codes tell enough, until `log_prob` is read.
+    """Samples as `sample` draws them, without a pass over all records where codes allow; `log_prob` takes one if read.
 
     A Poisson process that gives record i points at the rate λ e^(s_i / T - B), B about log Z, has independent records
-    with P(i) = exp(s_i / T) / Z for its points, given their number. Records are proposed by bounds of their rates that
-    codes give, and kept by their own scores. Queries with fewer than `count` points, or more candidates than a pass is
-    worth, are drawn for by `sample`.
+    with P(i) = exp(s_i / T) / Z for its points, given their number. Codes bound the rates and propose records, which
+    are accepted by their exact scores. `sample` serves queries with fewer than `count` points, or with so many
+    candidates that a pass costs less.
     """
     require_softmax(request)
     anything = replace(request.detached, tolerance=Tolerance(0.0, 0.0, 0.5, None))
@@ -78,38 +78,38 @@ def sample_drawn(source: IndexedRecords, request: Request, count: int, generator
     if estimator is None:
         return sample(source, request, count, generator)
     positions = _by_points(estimator, count, int(torch.randint(1 << 62, (), generator=generator)))
-    device, rest = request.queries.device, np.flatnonzero(positions[:, 0] < 0)
-    if len(rest) == len(positions):
+    device, by_pass = request.queries.device, np.flatnonzero(positions[:, 0] < 0)
+    if len(by_pass) == len(positions):
         return sample(source, request, count, generator)
-    if len(rest):
-        rows = sample(source, request.at(rest).detached, count, generator).hits.rows
-        positions[rest] = source.positions(rows.flatten().cpu().numpy()).reshape(rows.shape)
-    found, scanned = source.scored(request, positions), torch.zeros(len(positions), dtype=torch.bool)
-    scanned[torch.from_numpy(rest)] = True
+    if len(by_pass):
+        rows = sample(source, request.at(by_pass).detached, count, generator).hits.rows
+        positions[by_pass] = source.positions(rows.flatten().cpu().numpy()).reshape(rows.shape)
+    scored, scanned = source.scored(request, positions), torch.zeros(len(positions), dtype=torch.bool)
+    scanned[torch.from_numpy(by_pass)] = True
 
     def log_prob() -> Tensor:
-        return found.scores / request.temperature - log_normaliser(source, request).unsqueeze(1)
+        return scored.scores / request.temperature - log_normaliser(source, request).unsqueeze(1)
 
-    return Samples(hits_of(request, source, found, device), scanned.to(device), log_prob)
+    return Samples(hits_of(request, source, scored, device), scanned.to(device), log_prob)
 
 
 def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q, count), -1 where a pass is needed
-    """Positions drawn independently."""
+    """Positions sampled independently."""
     sampler, source, random = estimator.sampler, estimator.source, np.random.default_rng(seed)
-    wanted, (q, d) = POINTS * count + SURE * math.sqrt(count) + SURE, estimator.asked.shape
+    wanted, (q, d) = POINTS * count + SURE * math.sqrt(count) + SURE, estimator.queries.shape
     kind, positions = ("sample", estimator.kind, round(math.log2(wanted))), np.full((q, count), -1)
     most = estimator.eligible.inside // PROPOSED
-    whole = SLOWER * pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
-    newer = np.flatnonzero(estimator.unindexed) if estimator.unindexed is not None else np.arange(0)
+    full_cost = SLOWER * pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
+    unindexed = np.flatnonzero(estimator.unindexed) if estimator.unindexed is not None else np.arange(0)
     each = draw_cost(q, sampler.slots, sampler.parts, EXPECTED, d, 0)
-    if sampler.hopeless(kind) or each > whole or len(newer) > NEWER:
+    if sampler.hopeless(kind) or each > full_cost or len(unindexed) > NEWER:
         return positions
-    drawing = Drawing(estimator.asked, estimator.factor, most, seed, 0.5, points=wanted)
+    drawing = Drawing(estimator.queries, estimator.factor, most, seed, 0.5, points=wanted)
     drawn = sampler.draw(estimator.eligible, source.snapshot, drawing, False)
     sampler.learn(kind, 2 * float((drawn.figures.expected > most).mean()))
     scores: Numbers = np.empty((q, 0))
-    if len(newer):
-        scores = source.scored(estimator.request, np.tile(newer, (q, 1))).scores.cpu().double().numpy()
+    if len(unindexed):
+        scores = source.scored(estimator.request, np.tile(unindexed, (q, 1))).scores.cpu().double().numpy()
     for i in range(q):
         if not drawn.figures.expected[i] <= most:
             continue
@@ -118,25 +118,25 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
         logits = np.concatenate([drawn.scores[i, live] * estimator.factor, scores[i] / estimator.request.temperature])
         with np.errstate(over="ignore"):
             rates = wanted * np.exp(logits - base)
-        chances = -np.expm1(-rates) / np.concatenate([proposed, np.ones(len(newer))])
+        chances = -np.expm1(-rates) / np.concatenate([proposed, np.ones(len(unindexed))])
         if (chances > 1 + 1e-9).any() or not rates.sum() < MANY * wanted:  # a bound that does not hold
             continue
-        kept = np.flatnonzero(random.random(len(chances)) < chances)
-        first = -np.log1p(random.random(len(kept)) * np.expm1(-rates[kept]))  # the first point of each
-        points = np.repeat(kept, 1 + random.poisson(np.maximum(rates[kept] - first, 0)))
+        accepted = np.flatnonzero(random.random(len(chances)) < chances)
+        first = -np.log1p(random.random(len(accepted)) * np.expm1(-rates[accepted]))  # the first point of each
+        points = np.repeat(accepted, 1 + random.poisson(np.maximum(rates[accepted] - first, 0)))
         if len(points) >= count:
-            positions[i] = np.concatenate([drawn.positions[i, live], newer])[random.permutation(points)[:count]]
+            positions[i] = np.concatenate([drawn.positions[i, live], unindexed])[random.permutation(points)[:count]]
     return positions
 
 
 def require_softmax(request: Request) -> None:
-    """Raises BadInput for other weights, by which nothing is drawn."""
+    """Raise BadInput unless the weighting is softmax."""
     if not isinstance(request.weighting, Softmax):
         raise BadInput(f"the weighting is {shown(request.weighting)}; records are drawn by softmax weights")
 
 
 def _places(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (q, m) -> (q, count)
-    """Places by inversion of the cumulative weights, which a generator of the CPU serves on any device."""
+    """Places sampled by inversion of the cumulative weights. The generator is of the CPU, whatever the device."""
     cumulative = weights.double().cumsum(1)
     chances = torch.rand(len(weights), count, generator=generator, dtype=torch.float64).to(weights.device)
     places = torch.searchsorted(cumulative, chances * cumulative[:, -1:], right=True)

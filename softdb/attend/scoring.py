@@ -1,7 +1,7 @@
-"""Candidates: found by comparing all, scored and pooled by kernels where the stored columns lie, else by torch.
+"""Candidates by comparing all records; scores and pooled values of candidates, read in place or by torch.
 
-For the rows A_q (k, w) of a column that a query's candidates are, `dots` is x -> A_q x and `sums` its transpose, so
-each is the other's gradient, to any order.
+With A_q (k, w) the rows of a column at a query's candidates, `dots` is x -> A_q x and `sums` its transpose, so each is
+the other's gradient, to any order.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def score_rows(
     live = torch.from_numpy(positions >= 0).to(queries.device)
     metric = metric_in_place(score, queries, snapshot)
     if metric is not None:
-        found = scores_at(snapshot, queries.detach().numpy(), positions, metric)
-        if not np.isnan(found).any():  # too large for float32: torch says so
-            return torch.from_numpy(found)
+        scores = scores_at(snapshot, queries.detach().numpy(), positions, metric)
+        if not np.isnan(scores).any():  # NaN: too large for float32; torch scores instead
+            return torch.from_numpy(scores)
     metric = metric_in_place(score, queries, snapshot, gradient=True)
     if snapshot.placed is None and metric in (Metric.DOT, Metric.L2):
         scores = (dots if metric is Metric.DOT else distances)(queries, Rowwise(snapshot, positions, False))
         if bool(scores.detach().isfinite().all()):
             return scores.masked_fill(~live, -torch.inf)
     keys = queries.new_zeros(*positions.shape, queries.shape[1])
-    if snapshot.size:  # a live key stands where there is none: a score may not bear a key of zeros
+    if snapshot.size:  # a live key pads: a score may not accept a key of zeros
         first = np.argmax(snapshot.live)
         keys = snapshot.keys_at(np.where(positions < 0, first, positions))
     with torch.autocast(queries.device.type, enabled=False):
@@ -56,7 +56,7 @@ def score_rows(
 
 
 def in_place(tensor: Tensor, snapshot: RecordColumns) -> bool:
-    """Return True if kernels read stored columns where they lie for it; else torch has to, from copies."""
+    """Return True if kernels can read stored columns in place for this tensor; else torch reads copies."""
     fits = tensor.dtype is torch.float32 and tensor.device.type == "cpu" and snapshot.placed is None
     return fits and snapshot.size > 0 and available()
 
@@ -67,7 +67,7 @@ _METRICS = {id(score_of(metric)): metric for metric in Metric}  # these objects 
 def metric_in_place(
     score: Score | ScoreFunction, queries: Tensor, snapshot: RecordColumns, gradient: bool = False
 ) -> Metric | None:
-    """The metric by which kernels score candidates where the keys lie; None where torch has to."""
+    """The metric by which kernels score candidates in place; None if torch has to score."""
     if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
         return None
     return Metric.DOT if type(score) is Dot else _METRICS.get(id(score))
@@ -79,7 +79,7 @@ def pool_rows(
     positions: Positions,  # (q, k), -1 = none
     num_classes: int | None,
 ) -> Tensor:  # (q, v), or (q, num_classes)
-    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`, without a copy where none is needed."""
+    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`; read in place if possible."""
     if num_classes is None and snapshot.placed is None and in_place(weights, snapshot):
         return sums(weights, Rowwise(snapshot, positions, True))
     return pool(weights, snapshot.values_at(positions), num_classes)
@@ -87,23 +87,25 @@ def pool_rows(
 
 @torch.no_grad()
 def scan(request: Request, source: SourceRecords) -> Positions:  # (q, k)
-    """Positions of the k best, best first, ties by row, then -1. For scores that no index finds for. Cost q n d."""
+    """Positions of the k best, best first, ties by row, then -1, for scores without an index form. Cost q n d."""
     request, k = replace(request.detached, pools=False), min(request.k, source.count)
     queries = request.queries
     best = queries.new_full((len(queries), k), -torch.inf)
-    found = torch.full((len(queries), k), -1, device=queries.device)
-    for tile, found_here in scored_tiles(request, source):
+    best_positions = torch.full((len(queries), k), -1, device=queries.device)
+    for tile, block_scores in scored_tiles(request, source):
         chunk = tile.chunk
-        scores = torch.cat([best[chunk], found_here], dim=1)
+        scores = torch.cat([best[chunk], block_scores], dim=1)
         places = _top(scores, k)
         best[chunk] = scores.gather(1, places)
-        positions = torch.cat([found[chunk], tile.positions.to(found.device).expand(len(scores), -1)], dim=1)
-        found[chunk] = positions.gather(1, places)
-    return found.masked_fill(best == -torch.inf, -1).cpu().numpy()
+        positions = torch.cat(
+            [best_positions[chunk], tile.positions.to(best_positions.device).expand(len(scores), -1)], dim=1
+        )
+        best_positions[chunk] = positions.gather(1, places)
+    return best_positions.masked_fill(best == -torch.inf, -1).cpu().numpy()
 
 
 def plateaus(score: object) -> bool:
-    """True if records at unlike distances score alike, so that an index orders more finely than the score does."""
+    """True if records at different distances can have equal scores, which an index would order by distance."""
     return isinstance(score, Kernel) and (score.compact or isinstance(score, Constant))
 
 
@@ -111,7 +113,7 @@ def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)
     """Places of the k largest, largest first, ties by place."""
     values, places = scores.topk(k)
     last = values[:, -1:]
-    unsure = (scores == last).sum(1) > (values == last).sum(1)  # topk takes any of the ties
+    unsure = (scores == last).sum(1) > (values == last).sum(1)  # topk chooses among ties arbitrarily
     for i in unsure.nonzero()[:, 0].tolist():
         places[i] = scores[i].sort(descending=True, stable=True).indices[:k]
     places = places.sort(dim=1).values
@@ -123,20 +125,20 @@ def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)
 
 
 class Rowwise(NamedTuple):
-    """The candidates' records in one column, float32 or float16."""
+    """Candidates' rows in one stored column, float32 or float16."""
 
     snapshot: Snapshot
     positions: NDArray[np.int64]  # (q, k), -1 = none
-    values: bool  # of the values rather than the keys
+    values: bool  # True: of the values; False: of the keys
 
     @property
     def column(self) -> Any:
-        """It, as kernels read it."""
+        """The column as kernels read it."""
         return self.snapshot.value_column if self.values else self.snapshot.key_column
 
     @property
     def width(self) -> int:
-        """Numbers of a record."""
+        """Numbers of a record in the column, w."""
         first = self.snapshot.segments[0]
         return int((first.values_or_keys if self.values else first.keys).shape[1])
 
@@ -145,14 +147,14 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, column: Rowwise) -> Tensor:
         ctx.column, positions, code = column, column.positions, CODES[Metric.DOT]
-        asked, found = np.ascontiguousarray(x.detach().numpy(), np.float32), np.empty(positions.shape, np.float32)
+        plain, result = np.ascontiguousarray(x.detach().numpy(), np.float32), np.empty(positions.shape, np.float32)
 
-        def given(part: slice) -> tuple[Any, ...]:
-            return asked[part], positions[part], column.column, code, found[part]
+        def arguments(run: slice) -> tuple[Any, ...]:
+            return plain[run], positions[run], column.column, code, result[run]
 
-        by_lines(native().score, given, len(found), positions.size * asked.shape[1])
-        found[positions < 0] = 0
-        return torch.from_numpy(found).to(x.dtype)
+        by_lines(native().score, arguments, len(result), positions.size * plain.shape[1])
+        result[positions < 0] = 0
+        return torch.from_numpy(result).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -164,13 +166,13 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, column: Rowwise) -> Tensor:
         ctx.column, positions, width = column, column.positions, column.width
         factors = np.ascontiguousarray(weights.detach().numpy())
-        found = np.empty((len(factors), width), factors.dtype)
+        result = np.empty((len(factors), width), factors.dtype)
 
-        def given(part: slice) -> tuple[Any, ...]:
-            return factors[part], positions[part], column.column, found[part]
+        def arguments(run: slice) -> tuple[Any, ...]:
+            return factors[run], positions[run], column.column, result[run]
 
-        by_lines(native().sums, given, len(found), positions.size * width)
-        return torch.from_numpy(found)
+        by_lines(native().sums, arguments, len(result), positions.size * width)
+        return torch.from_numpy(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -182,16 +184,16 @@ class _Distances(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, column: Rowwise) -> Tensor:
         ctx.column = column
         ctx.save_for_backward(queries)
-        found = scores_at(column.snapshot, queries.numpy(), column.positions, Metric.L2)
-        found[column.positions < 0] = 0
-        return torch.from_numpy(found)
+        result = scores_at(column.snapshot, queries.numpy(), column.positions, Metric.L2)
+        result[column.positions < 0] = 0
+        return torch.from_numpy(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (queries,) = ctx.saved_tensors
         weights = gradients[0].masked_fill(torch.from_numpy(ctx.column.positions < 0), 0).double()
-        found = sums(weights, ctx.column) - queries.double() * weights.sum(1, keepdim=True)  # of close numbers
-        return (2 * found).to(queries.dtype), None
+        result = sums(weights, ctx.column) - queries.double() * weights.sum(1, keepdim=True)  # of close numbers
+        return (2 * result).to(queries.dtype), None
 
 
 dots: Callable[[Tensor, Rowwise], Tensor] = _Dots.apply

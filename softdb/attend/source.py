@@ -13,10 +13,10 @@ from softdb.attend.streaming import stream
 
 
 class Source(SourceRecords):
-    """Records, and the answers over them: each is written once, in the file of its name, as a function of both.
+    """Records, and the answers over them. Each answer is written once, as a function, in the file of its name.
 
-    A new source implements `SourceRecords`, and is then asked whatever a database is. What is answered faster, or must
-    travel, it overrides: a database draws for estimates and counts, a cluster asks its shards.
+    A new source implements `SourceRecords` and inherits all answers. It overrides those that it computes faster or
+    elsewhere: a database draws for estimates and counts, a cluster asks its shards.
     """
 
     stream = stream

@@ -27,9 +27,6 @@ from softdb.scoring import Argmax
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-MEASURED = 1 << 23  # numbers of records that a pass is measured over
-MEASURED_THERE = 1 << 28  # the same where they lie on a device, which passes over the others before it is asked
-
 
 @dataclass(frozen=True)
 class OfGeneration(Source):
@@ -50,7 +47,7 @@ class OfGeneration(Source):
 
     @property
     def num_classes(self) -> int | None:
-        """The database's."""
+        """Number of classes, if values are labels."""
         return self.schema.num_classes
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
@@ -73,7 +70,7 @@ class Stored(OfGeneration):
 
     finder: Finder
     read: Resolve
-    placed: PlacedColumns | None = None  # the columns as they lie beside the queries; None: the host's serve
+    placed: PlacedColumns | None = None  # columns on the queries' device; None: those of the host
 
     hits = hits
     count_within = count_drawn
@@ -87,27 +84,20 @@ class Stored(OfGeneration):
 
     @property
     def columns(self) -> RecordColumns:
-        """Those of the generation."""
+        """Columns of the generation, on the queries' device if they lie there."""
         return self.snapshot if self.placed is None else self.placed
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`, wherever they lie."""
+        """As `Snapshot.blocks`, on the columns' device."""
         return self.columns.blocks(size, allowed, start)
 
     @property
     def width(self) -> int:
-        """v."""
+        """Width v of an answer."""
         return self.schema.pooled_dim
 
-    def first(self, width: int) -> Stored:
-        """So many of the first records, all live, as a pass is measured over; `width` numbers of each are read."""
-        resident = self.placed is not None and self.placed.resident(pools=True)
-        size = min(len(self.snapshot.segments[0]), max(1, (MEASURED_THERE if resident else MEASURED) // width))
-        placed = None if self.placed is None else self.placed.first(size)
-        return replace(self, snapshot=self.snapshot.first(size) if placed is None else placed.snapshot, placed=placed)
-
     def find(self, request: Request) -> Candidates:
-        """By the index, or by comparing all. A score without an index form is compared with every record.
+        """The k nearest, by the index or by comparing all records, as for a score without an index form.
 
         With a mask each query searches its own records.
         """
@@ -116,30 +106,30 @@ class Stored(OfGeneration):
             return Candidates(scan(request, self), "scan")
         query = Query(folded.queries, k, folded.metric, request.allowed, exact=request.exact, pairwise=False)
         if request.mask is None:
-            found = self.finder.find(self.snapshot, query)
-            return Candidates(found.positions, found.finder)
+            result = self.finder.find(self.snapshot, query)
+            return Candidates(result.positions, result.finder)
         positions, finder = np.full((len(request.queries), k), -1, np.int64), "flat"
-        for i, mine in enumerate(request.mask.cpu().numpy()):
+        for i, own_mask in enumerate(request.mask.cpu().numpy()):
             allowed = request.keep(self.live).copy()
-            allowed[self.live] &= mine
+            allowed[self.live] &= own_mask
             alone = replace(query, queries=folded.queries[i : i + 1], allowed=allowed)
-            found = self.finder.find(self.snapshot, alone)
-            positions[i], finder = found.positions[0], found.finder if finder == "flat" else finder
+            result = self.finder.find(self.snapshot, alone)
+            positions[i], finder = result.positions[0], result.finder if finder == "flat" else finder
         return Candidates(positions, finder)
 
     def in_radius(self, query: Query) -> Positions:  # (q, m), -1 = none
-        """Positions of every record whose score may reach the least one, compared where the columns lie."""
+        """Positions of every record whose score may reach `query.least`."""
         return radius_search(self.snapshot, query) if self.placed is None else self.placed.radius_search(query)
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """By kernels where the keys lie, or by the score on copies of them."""
+        """Scores by kernels that read keys in place, or by the score on copies."""
         return Scored(positions, score_rows(request.score, request.queries, self.columns, positions))
 
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
-        """By kernels where the values lie, or on copies of them."""
+    def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
+        """Weighted sums by kernels that read values in place, or of copies."""
         if not self.columns.size:
-            return pool(weights, weights.new_zeros(*found.positions.shape, self.width))
-        return pool_rows(weights, self.columns, found.positions, self.num_classes)
+            return pool(weights, weights.new_zeros(*scored.positions.shape, self.width))
+        return pool_rows(weights, self.columns, scored.positions, self.num_classes)
 
     def read_from(self, pools: bool) -> str:
         """As `Source.read_from`."""

@@ -1,8 +1,8 @@
-"""A request over every record that takes part: memory that does not grow with the source.
+"""A pass over every record that takes part, in memory that does not grow with the source.
 
-The one place that picks the path: columns on a device pass there; kernels where the score is a product, a cosine
-or a squared distance of float32 queries on a CPU; else blocks of torch operations; where blocks carry a graph, blocks
-that are computed again in backward.
+`stream` chooses among four ways: on the device that holds the columns; by kernels, if the score is a product, a cosine
+or a squared distance of float32 queries on a CPU; in blocks of torch operations; and, if blocks carry a graph, in
+blocks that backward computes again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
 
     With s the scores and T the temperature: lse = log Σ exp(s / T), output = Σ exp(s / T - lse) v; a sparse weighting
     stands in softmax's place. Where `request.pools` is False, output is (q, 0). Both carry gradients to the queries, to
-    the score's parameters, and to trained sources, once: differentiating these again raises BadInput (but where blocks
-    carry a graph). A query for which no record takes part gets zeros and -inf, with zero gradients. In backward s is
-    recomputed (so the score must answer alike twice: no dropout) and
+    the score's parameters, and to trained sources; differentiating these again raises BadInput unless blocks carry a
+    graph. A query for which no record takes part gets zeros and -inf, with zero gradients. Backward recomputes s, so
+    the score must be deterministic (no dropout), and
     ds = exp(s / T - lse) (g·v - g·output + g_lse) / T, whose rounding error grows as 1 / T.
 
     Cost: q n (d + v), half as much again in backward. Memory beyond the answer: O(block), whatever n and q.
@@ -52,7 +52,7 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
     if passed is not None:
         queries, what, lacking = passed
         output, lse = Fused.apply(queries, *source.trained, what)  # type: ignore[no-untyped-call]
-        if not bool(lse.isnan().any()):  # a score overflows: torch says so
+        if not bool(lse.isnan().any()):  # NaN: a score overflows; torch answers
             return output, lse + lacking
     parameters = request.score.parameters() if isinstance(request.score, torch.nn.Module) else ()
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
@@ -67,7 +67,7 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
 def _on_device(
     request: Request, source: SourceRecords, columns: ColumnPass
 ) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-    """The answer of a pass on the device; None where the score is no product, or overflows: other paths tell of it."""
+    """The answer of a pass on the device; None if the score has no kernel form or overflows."""
     form = kernel_form(request)
     if form is None:
         return None
@@ -81,33 +81,31 @@ def _on_device(
 
 
 def _hides_parameters(request: Request, source: SourceRecords) -> bool:
-    """Return True if the score depends on tensors that want gradients."""
+    """Return True if the score depends on tensors that require gradients."""
     first = int(np.argmax(source.live)) if source.count else 0
     block = next(source.blocks(1, start=first), None)
     if block is None:
         return False
     scores = request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries))
-    return isinstance(scores, Tensor) and scores.requires_grad  # the pass refuses what is no tensor
+    return isinstance(scores, Tensor) and scores.requires_grad  # the pass refuses other types
 
 
 def _again(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """Block by block by autograd; what backward needs of a block is computed again."""
+    """The answer block by block, by autograd; backward computes each block again."""
     if not isinstance(request.weighting, Softmax | Uniform):
-        raise BadInput(
-            f"the weights are {request.weighting.name}, which blocks that are encoded anew cannot add up; pass k="
-        )
+        raise BadInput(f"the weighting is {request.weighting.name}; an encoded pass needs softmax or uniform; pass k=")
     queries, width = request.queries, source.width if request.pools else 0
     nothing = queries[:, :1] * 0
     parts = [State(nothing.expand(-1, width), nothing[:, 0] - torch.inf)]
     for block in source.blocks(source.encodes, request.allowed):
-        # recomputing keeps the activations of one block; random numbers of dropout come out alike
-        part = checkpoint(_part, request, source, block, queries, use_reentrant=False)
-        parts = [*parts, part] if part.lse.requires_grad else [merge([*parts, part])]
+        # backward recomputes one block at a time, with the same random state
+        state = checkpoint(_part, request, source, block, queries, use_reentrant=False)
+        parts = [*parts, state] if state.lse.requires_grad else [merge([*parts, state])]
     return merge(parts)
 
 
 def _part(request: Request, source: SourceRecords, stored: Block, queries: Tensor) -> State:
-    """The answer over a block. The queries come by themselves, too: a checkpoint finds tensors among arguments."""
+    """The answer over a block. The queries are an argument of their own, as a checkpoint needs tensors as arguments."""
     block = source.encoded(stored)
     scores = scores_of(request.score, queries, alike(block.keys, queries))
     weights, lse, _ = request.weighting.weigh(scores, request.temperature, scores > -torch.inf)

@@ -1,4 +1,4 @@
-"""Plain tensors as records: what `softdb.attention` asks."""
+"""Plain tensors as records, for `softdb.attention`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from softdb.store.snapshot import Block, Segment
 
 @dataclass(frozen=True)
 class Columns(Source):
-    """Keys and values as tensors, on any device, which may want gradients: of `softdb.attention`."""
+    """Keys and values as tensors, on any device, which may require gradients."""
 
     keys: Tensor  # (n, d)
     values: Tensor  # (n, v) or int64 labels (n,)
     num_classes: int | None = None  # of labels
-    placed: TensorPass | None = None  # the tensors as they are asked on their device; None: the CPU
+    placed: TensorPass | None = None  # the pass over the tensors on their device; None: on the CPU
 
     @property
     def count(self) -> int:
@@ -38,23 +38,23 @@ class Columns(Source):
 
     @property
     def width(self) -> int:
-        """v."""
+        """Width v of an answer."""
         return self.num_classes or self.values.shape[1]
 
     @cached_property
     def live(self) -> Live:
-        """All of them, (n,)."""
+        """Mask of the records, all True, (n,)."""
         return np.ones(len(self.keys), np.bool_)
 
     @property
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those that want a gradient."""
+        """Keys and values, each if it requires a gradient."""
         keys, values = (column if column.requires_grad else None for column in (self.keys, self.values))
         return keys, values
 
     @cached_property
     def columns(self) -> Snapshot | None:
-        """The tensors' own memory as one segment, where they lie on the CPU in a dtype that the loops read."""
+        """The tensors' memory as one segment, if they are on the CPU in a dtype that kernels read."""
         if self.keys.device.type != "cpu" or self.keys.dtype not in (torch.float32, torch.float16) or not self.count:
             return None
         if self.values.is_floating_point() and self.values.dtype is not self.keys.dtype:
@@ -68,38 +68,38 @@ class Columns(Source):
         """As `Snapshot.blocks`."""
         chosen = None if allowed is None else torch.from_numpy(np.flatnonzero(allowed))
         for low in range(start, len(self.keys), size):
-            part = torch.arange(low, min(low + size, len(self.keys)))
+            places = torch.arange(low, min(low + size, len(self.keys)))
             run: slice | Tensor = slice(low, low + size)
             if chosen is not None:
-                run = part = chosen[(chosen >= part[0]) & (chosen <= part[-1])]
-                if not len(part):
+                run = places = chosen[(chosen >= places[0]) & (chosen <= places[-1])]
+                if not len(places):
                     continue
-            yield Block(part, self.keys.detach()[run], self.values.detach()[run])
+            yield Block(places, self.keys.detach()[run], self.values.detach()[run])
 
     def frozen(self) -> Columns:
-        """The same, detached."""
+        """The records without a graph."""
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def find(self, request: Request) -> Candidates:
-        """Every record is compared."""
-        folded, found = None if self.placed is None else request.detached.folded, None
+        """The k nearest, by comparing every record."""
+        folded, positions = None if self.placed is None else request.detached.folded, None
         if folded is not None and self.placed is not None and not plateaus(request.score):
             what = SoftmaxPass(folded.queries, folded.metric, 1.0, *request.masks(self.live), None, pools=False)
-            found = self.placed.nearest(what, min(request.k, self.count))
-        return Candidates(scan(request, self) if found is None else found, "scan")
+            positions = self.placed.nearest(what, min(request.k, self.count))
+        return Candidates(scan(request, self) if positions is None else positions, "scan")
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """By the score, on copies."""
+        """Scores of copied keys."""
         own = torch.from_numpy(positions).to(self.keys.device)
         scores = scores_of(request.score, request.queries, self.keys[own.clamp(min=0)])
         return Scored(positions, scores.masked_fill(own.to(scores.device) < 0, -torch.inf))
 
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
-        """On copies."""
-        own = torch.from_numpy(found.positions).to(self.values.device).clamp(min=0)
+    def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
+        """Weighted sums of copied values."""
+        own = torch.from_numpy(scored.positions).to(self.values.device).clamp(min=0)
         return pool(weights, self.values[own], self.num_classes)
 
     @property
     def resolve(self) -> Resolve:
-        """A record is called by its place."""
+        """Entries whose ids are the positions."""
         return lambda rows, payloads=True, texts=False: {row: RecordEntry(row, row) for row in rows.tolist()}
